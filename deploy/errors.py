@@ -1,0 +1,30 @@
+"""Errors of deploy. One base; one class per thing a caller can do about it.
+
+DeployError
+├── UnknownAdapterError (LookupError)   no such version: list them with `sidecar adapters ls`
+├── TransitionError (ValueError)        the canary is not in a state that allows this
+├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
+└── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
+"""
+
+from __future__ import annotations
+
+
+class DeployError(Exception):
+    """Base of every error deploy raises on purpose."""
+
+
+class UnknownAdapterError(DeployError, LookupError):
+    """No adapter version answers to this name, number or alias."""
+
+
+class TransitionError(DeployError, ValueError):
+    """The canary's state does not allow what was asked; the message says what is allowed."""
+
+
+class EngineError(DeployError, ConnectionError):
+    """vLLM refused, or could not be reached."""
+
+
+class InvalidAdapterError(DeployError, ValueError):
+    """The adapter folder fails validation and must never be served."""

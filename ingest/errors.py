@@ -1,0 +1,35 @@
+"""Errors of ingest. One base; one class per thing a caller can do about it.
+
+IngestError
+├── BusError (OSError)              the bus cannot be read or written: try again later
+├── StoreError (OSError)            the store cannot be reached or is of another revision
+├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
+├── JudgeUnavailableError (ConnectionError)  no answer: try again later
+└── JudgeReplyError (ValueError)    rubbish: retry once with the error, then set aside
+"""
+
+from __future__ import annotations
+
+
+class IngestError(Exception):
+    """Base of every error ingest raises on purpose."""
+
+
+class BusError(IngestError, OSError):
+    """The bus cannot be read or written; nothing is lost, try again later."""
+
+
+class StoreError(IngestError, OSError):
+    """The store cannot be reached, or its schema is not the one this version expects."""
+
+
+class SamplingError(IngestError, ConnectionError):
+    """vLLM did not give a usable candidate."""
+
+
+class JudgeUnavailableError(IngestError, ConnectionError):
+    """The judge did not answer (down, time limit, rate limit): the group waits."""
+
+
+class JudgeReplyError(IngestError, ValueError):
+    """The judge answered, but not with one valid score for each candidate."""

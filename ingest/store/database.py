@@ -1,0 +1,127 @@
+"""Open the store, bring its schema up to date, and hand out transactions.
+
+SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE):
+one that read first and then tried to write would fail at once when another process wrote between.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from ingest.errors import StoreError
+from ingest.store.models import Base, CounterRow, FlagRow
+
+BUSY_TIMEOUT_S = 15.0
+"""How long a writer waits for another's lock before it gives up."""
+MIGRATIONS = Path(__file__).with_name("migrations")
+
+
+class Database:
+    """A store. Thread-safe; one per process."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite" and parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        self._engine = _open(url)
+        self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def upgrade(self) -> None:
+        """Bring the schema to this version's revision. Safe to call from every process at start."""
+        try:
+            with self._writing.begin() as connection:
+                config = Config()
+                config.set_main_option("script_location", str(MIGRATIONS))
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+        except SQLAlchemyError as error:
+            raise StoreError(f"store {self.url}: cannot be upgraded: {error}") from error
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A session for reading. Writers are not held up by it."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A session in one write transaction: committed at the end, rolled back on any error."""
+        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _open(url: str) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
+        connection.isolation_level = None  # the driver must not begin transactions by itself
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        mode = connection.get_execution_options().get("sidecar_begin", "DEFERRED")
+        connection.exec_driver_sql(f"BEGIN {mode}")
+
+    return engine
+
+
+def count(session: Session, stage: str, reason: str, by: int = 1) -> None:
+    """Add to a durable counter, in the caller's transaction."""
+    if by == 0:
+        return
+    dialect = session.get_bind().dialect.name
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    statement = insert(CounterRow).values(stage=stage, reason=reason, count=by)
+    session.execute(
+        statement.on_conflict_do_update(
+            index_elements=["stage", "reason"], set_={"count": CounterRow.count + by}
+        )
+    )
+
+
+def get_flag(session: Session, name: str) -> str | None:
+    """An operator's switch, or None when it was never set."""
+    row = session.get(FlagRow, name)
+    return row.value if row is not None else None
+
+
+def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
+    """Set an operator's switch, in the caller's transaction."""
+    session.merge(FlagRow(name=name, value=value, updated_at=now))
+
+
+def compress(body: bytes) -> bytes:
+    """Bodies are stored compressed; level 1 is where time stops buying size on JSON."""
+    return zlib.compress(body, 1)
+
+
+def decompress(data: bytes) -> bytes:
+    """Inverse of `compress`."""
+    return zlib.decompress(data)
+
+
+__all__ = ["Base", "Database", "compress", "count", "decompress", "get_flag", "set_flag"]

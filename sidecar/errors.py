@@ -1,0 +1,35 @@
+"""Errors of the data plane. One base; one class per thing a caller can do about it.
+
+SidecarError
+├── SettingsError (ValueError)      the settings file or environment is wrong: fix it, start again
+├── BadRequestError (ValueError)    the client's body cannot be read: answer 400 the way vLLM does
+├── UnknownModelError (LookupError) the client named a model that is not the public one: answer 404
+├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
+└── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
+"""
+
+from __future__ import annotations
+
+
+class SidecarError(Exception):
+    """Base of every error the sidecar raises on purpose."""
+
+
+class SettingsError(SidecarError, ValueError):
+    """A setting is unknown, malformed or unsafe; the message says which, why, and what to do."""
+
+
+class BadRequestError(SidecarError, ValueError):
+    """The request body is not a JSON object that vLLM would accept."""
+
+
+class UnknownModelError(SidecarError, LookupError):
+    """The request names a model that the routing table does not serve."""
+
+
+class UpstreamError(SidecarError, ConnectionError):
+    """vLLM refused, dropped or never answered before the first byte of a reply."""
+
+
+class OutboxError(SidecarError, OSError):
+    """The outbox refused a write (locked, full, read-only); the capture is lost and counted."""

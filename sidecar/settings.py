@@ -1,0 +1,337 @@
+"""Every setting of every process: one TOML file, each value overridable from the environment.
+
+`SIDECAR_<SECTION>__<KEY>` wins over the file, the file over the defaults below. Unknown keys are
+refused with the nearest known name, in the file and in the environment. The classes live in the
+leftmost room so that every process reads the same file the same way; each process takes the
+sections it needs and passes them on by hand. Nothing is read at import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from sidecar.errors import SettingsError
+
+ENV_PREFIX = "SIDECAR_"
+DEFAULT_FILE = Path("sidecar.toml")
+DEFAULT_RUBRIC = (
+    "An answer that reaches the goal set by the system prompt and the user beats one that does "
+    "not.\n"
+    "Among answers that reach it, the one that follows the system prompt's instructions about form "
+    "more closely, and wastes fewer words, beats the others.\n"
+    "A small difference in quality is a small difference in score, a large one a large one.\n"
+    "Partial progress earns partial credit."
+)
+
+
+class Section(BaseModel):
+    """A frozen section that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Serving(Section):
+    """The vLLM that answers, and how it was started."""
+
+    upstreams: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """Base URLs of vLLM, without `/v1`. This release uses the first."""
+    model: str = "smollm2-135m"
+    """The public model name; must be vLLM's `--served-model-name`."""
+    api_key: SecretStr | None = None
+    """vLLM's own `--api-key`, for the calls that the sidecar makes on its own account."""
+    base_model_path: str = ""
+    """Folder or hub name of the base weights, for the learner; must be what vLLM serves."""
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    """vLLM's `--logprobs-mode`. With raw ones only answers sampled at temperature 1 are exact."""
+    max_lora_rank: int = 16
+    """vLLM's `--max-lora-rank`; an adapter of a higher rank is refused before it is loaded."""
+
+
+class Engine(Section):
+    """A vLLM that `sidecar up` starts and owns. Empty command: it attaches to yours."""
+
+    command: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    ready_timeout_s: float = 300.0
+
+
+class Proxy(Section):
+    """The data plane's listener and limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    max_body_bytes: int = 32 * 2**20
+    connect_timeout_s: float = 5.0
+    idle_timeout_s: float = 75.0
+    """An idle client connection is closed after this long."""
+    routing_poll_s: float = 0.1
+    """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
+    allow_remote_without_keys: bool = False
+
+
+class Capture(Section):
+    """What is recorded, and how much may wait in memory."""
+
+    sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
+    max_pending: int = 2_000
+    max_pending_bytes: int = 64 * 2**20
+    max_reply_bytes: int = 8 * 2**20
+    """A longer reply is relayed and not recorded."""
+    flush_interval_s: float = 0.1
+    """SIGKILL of the proxy loses at most what came in this long."""
+
+
+class Bus(Section):
+    url: str = "sqlite:///.sidecar/outbox.db"
+    """`sqlite:///path`: the embedded outbox. Kafka comes with a later release."""
+    max_rows: int = 200_000
+    """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
+    poll_interval_s: float = 0.2
+    batch: int = 200
+
+
+class Store(Section):
+    url: str = "sqlite:///.sidecar/store.db"
+    """Any SQLAlchemy URL; SQLite is the one that is tested in this release."""
+
+
+class Groups(Section):
+    """Which exchanges become groups, and how the extra candidates are sampled."""
+
+    size: int = Field(default=8, ge=2, le=8)
+    """Answers per group, the served one counted."""
+    rate: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of eligible exchanges that are chosen."""
+    held_out_rate: float = Field(default=0.2, ge=0.0, lt=1.0)
+    """Share of sessions, by hash of their key, never trained on; they feed the deployment gate."""
+    max_groups_per_session: int = 4
+    max_pending_groups: int = 64
+    """Chosen groups that wait for candidates or scores; beyond, exchanges are left unchosen."""
+    tokens_per_day: int = 5_000_000
+    """Sampled candidate tokens a day; when spent, sampling waits for midnight UTC."""
+    concurrency: int = 16
+    """Candidates in flight at once."""
+    max_running_requests: int = 48
+    """vLLM's running + waiting requests over which sampling holds back for the users."""
+    timeout_s: float = 120.0
+
+
+class Judge(Section):
+    """RULER: which model judges, by which rubric."""
+
+    model: str = ""
+    """A LiteLLM model name, such as `openai/gpt-...` or `hosted_vllm/...`."""
+    api_base: str | None = None
+    api_key: SecretStr | None = None
+    """Else LiteLLM reads the provider's own environment variable."""
+    rubric: str = DEFAULT_RUBRIC
+    passes: int = Field(default=1, ge=1, le=8)
+    """Judge calls per group, each in another order; the score is their mean."""
+    concurrency: int = 8
+    timeout_s: float = 60.0
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …)."""
+
+
+class Learner(Section):
+    """When the learner runs and what one run does. Sources of the defaults: docs/decisions."""
+
+    schedule: Literal["interval", "cron", "groups", "manual"] = "groups"
+    interval_s: float = 3600.0
+    cron: str = "0 3 * * *"
+    min_groups: int = 16
+    """A run starts, and `groups` fires, only with this many scored groups waiting."""
+    max_groups: int = 64
+    """Groups that one run takes, the newest first."""
+    max_age_versions: int = 2
+    """A group sampled under an adapter this many versions behind the champion is stale: dropped."""
+    steps: int = Field(default=3, ge=1)
+    """Optimiser steps per run; the groups are dealt over them, each used once."""
+    rank: int = 8
+    alpha: int = 32
+    learning_rate: float = 2e-4
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    max_grad_norm: float = 1.0
+    min_spread: float = 0.02
+    """Groups whose scores have a smaller standard deviation teach nothing: dropped and counted."""
+    max_drift: float = 0.05
+    """Mean |recorded - recomputed| log-probability in nats over which a run refuses to train."""
+    adapters_dir: Path = Path(".sidecar/adapters")
+    threads: int = 0
+    """Torch threads; 0 takes what the machine has."""
+    seed: int = 0
+
+
+class Canary(Section):
+    """Gate and ramp of a new adapter."""
+
+    gate_prompts: int = 12
+    """Held-out prompts on which candidate and champion are compared."""
+    gate_answers: int = 2
+    """Answers of each per prompt; with both arms they make one blind group."""
+    gate_min_prompts: int = 4
+    """With fewer held-out prompts than this the candidate waits."""
+    gate_margin: float = 0.02
+    """The candidate passes when its mean judged difference to the champion is above minus this."""
+    gate_timeout_s: float = 600.0
+    max_tokens: int = 256
+    steps: tuple[int, ...] = (2_000, 5_000)
+    """Weights of the ramp, in basis points; the candidate is promoted after the last step."""
+    step_min_s: float = 60.0
+    step_min_exchanges: int = 20
+    """Canary exchanges that a step must see."""
+    step_max_s: float = 86_400.0
+    """A step that has not seen them by then ends inconclusive: the champion stays."""
+    max_error_excess: float = 0.10
+    max_truncated_excess: float = 0.25
+    """Canary's share of failed (truncated or empty) replies may exceed the champion's by this."""
+    poll_s: float = 0.5
+
+
+class Admin(Section):
+    host: str = "127.0.0.1"
+    port: int = 8081
+    tokens: tuple[str, ...] = ()
+    """SHA-256 hex digests of the accepted bearer tokens. None: only a loopback host is allowed."""
+
+
+class Telemetry(Section):
+    otlp_endpoint: str = ""
+    """OTLP/HTTP traces endpoint; empty: spans go nowhere unless `spans_file` is set."""
+    spans_file: str = ""
+    """Append finished spans to this file, one JSON object a line."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = False
+
+
+class Settings(BaseSettings):
+    """All sections. Frozen: read once in `main`, passed down."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid"
+    )
+
+    state_dir: Path = Path(".sidecar")
+    """Sockets, pid files and logs of `sidecar up`."""
+    serving: Serving = Serving()
+    engine: Engine = Engine()
+    proxy: Proxy = Proxy()
+    capture: Capture = Capture()
+    bus: Bus = Bus()
+    store: Store = Store()
+    groups: Groups = Groups()
+    judge: Judge = Judge()
+    learner: Learner = Learner()
+    canary: Canary = Canary()
+    admin: Admin = Admin()
+    telemetry: Telemetry = Telemetry()
+
+    @classmethod
+    def settings_customise_sources(  # type: ignore[no-untyped-def]
+        cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
+    ):
+        """The environment wins over the file, which arrives as init arguments."""
+        return env_settings, init_settings
+
+
+def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings.
+
+    path: the TOML file; None takes `./sidecar.toml` if it is there.
+    env: for the check of unknown names; the values are read from the process environment.
+    Raises: SettingsError, one line: what, why, what to do.
+    """
+    values = _read_file(path)
+    _refuse_unknown_env(os.environ if env is None else env)
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise SettingsError(_explain(error)) from error
+    _refuse_unsafe(settings)
+    return settings
+
+
+def _read_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        if not DEFAULT_FILE.exists():
+            return {}
+        path = DEFAULT_FILE
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: cannot be read ({error.strerror}); name it with --config"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: is not TOML ({error}); correct that line") from error
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        return f"unknown setting {'.'.join(where)}; {_nearest(where)}"
+    return f"setting {'.'.join(where)}: {first['msg']}"
+
+
+def _known(section: str | None) -> list[str]:
+    if section is None:
+        return list(Settings.model_fields)
+    field = Settings.model_fields.get(section)
+    model = field.annotation if field is not None else None
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        return list(model.model_fields)
+    return []
+
+
+def _nearest(where: list[str]) -> str:
+    section = where[0] if len(where) > 1 else None
+    matches = difflib.get_close_matches(where[-1], _known(section), n=1, cutoff=0.0)
+    prefix = f"{section}." if section else ""
+    return f"did you mean {prefix}{matches[0]}?" if matches else "remove it"
+
+
+def _refuse_unknown_env(env: Mapping[str, str]) -> None:
+    for name in env:
+        if not name.startswith(ENV_PREFIX) or name.startswith(f"{ENV_PREFIX}TEST_"):
+            continue
+        where = name.removeprefix(ENV_PREFIX).lower().split("__")
+        if where[0] not in _known(None):
+            raise SettingsError(f"unknown environment variable {name}; {_nearest(where[:1])}")
+        # Deeper than two levels is a free-form mapping (engine.env, judge.params).
+        if len(where) >= 2 and where[1] not in _known(where[0]):
+            raise SettingsError(f"unknown environment variable {name}; {_nearest(where[:2])}")
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse_unsafe(settings: Settings) -> None:
+    proxy, admin = settings.proxy, settings.admin
+    if not is_loopback(proxy.host) and not proxy.allow_remote_without_keys:
+        raise SettingsError(
+            f"proxy.host {proxy.host} is reachable from outside and this release has no keys of "
+            "its own; put it behind your gateway and set proxy.allow_remote_without_keys = true"
+        )
+    if not is_loopback(admin.host) and not admin.tokens:
+        raise SettingsError(
+            f"admin.host {admin.host} is reachable from outside and admin.tokens is empty; "
+            "add the SHA-256 hex digest of a token, or listen on 127.0.0.1"
+        )
