@@ -23,6 +23,8 @@ from sidecar.errors import SettingsError
 
 ENV_PREFIX = "SIDECAR_"
 DEFAULT_FILE = Path("sidecar.toml")
+NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN"})
+"""Variables of the same prefix that other parts read: the `sidecar` command's admin token."""
 DEFAULT_RUBRIC = (
     "An answer that reaches the goal set by the system prompt and the user beats one that does "
     "not.\n"
@@ -304,6 +306,8 @@ def _nearest(where: list[str]) -> str:
 def _refuse_unknown_env(env: Mapping[str, str]) -> None:
     for name in env:
         if not name.startswith(ENV_PREFIX) or name.startswith(f"{ENV_PREFIX}TEST_"):
+            continue
+        if name in NOT_SETTINGS:
             continue
         where = name.removeprefix(ENV_PREFIX).lower().split("__")
         if where[0] not in _known(None):

@@ -1,0 +1,67 @@
+"""What the supervisor decides, apart from how it is done: names, order, back-off. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sidecar.settings import Settings
+
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 30.0
+STEADY_S = 60.0
+"""A child that lived this long starts again without waiting."""
+
+MODULES = {
+    "proxy": "sidecar",
+    "ingest": "ingest",
+    "scoring": "ingest.scoring",
+    "learner": "learner",
+    "control": "deploy",
+}
+"""The sidecar's own processes, in the order of starting; each is `python -m <module>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One child: how to start it."""
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own environment."""
+
+
+def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
+    """Every child of `sidecar up`, in the order of starting; the engine only when it is ours."""
+    specs = []
+    if settings.engine.command:
+        specs.append(
+            ProcessSpec(
+                name="engine", command=settings.engine.command, env=dict(settings.engine.env)
+            )
+        )
+    arguments = ("--config", str(config)) if config is not None else ()
+    specs += [
+        ProcessSpec(name=name, command=(sys.executable, "-m", module, *arguments))
+        for name, module in MODULES.items()
+    ]
+    return specs
+
+
+def backoff_s(previous_s: float | None, lived_s: float) -> float:
+    """How long to wait before a dead child is started again.
+
+    previous_s: the wait before its last start, None when this is its first death.
+    lived_s: how long it lived. A child that was steady begins again at the shortest wait.
+    """
+    if previous_s is None or lived_s >= STEADY_S:
+        return FIRST_BACKOFF_S
+    return min(previous_s * 2, LAST_BACKOFF_S)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words: negative ones are signals."""
+    return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
