@@ -4,6 +4,8 @@ IngestError
 ├── BusError (OSError)              the bus cannot be read or written: try again later
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
+│   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
+│   └── AdapterGoneError            vLLM does not know the adapter: trying again will not help
 ├── JudgeUnavailableError (ConnectionError)  no answer: try again later
 └── JudgeReplyError (ValueError)    rubbish: retry once with the error, then set aside
 """
@@ -25,6 +27,14 @@ class StoreError(IngestError, OSError):
 
 class SamplingError(IngestError, ConnectionError):
     """vLLM did not give a usable candidate."""
+
+
+class EngineDownError(SamplingError):
+    """vLLM refuses connections or says that it is unavailable."""
+
+
+class AdapterGoneError(SamplingError):
+    """vLLM serves no model or adapter of this name (404)."""
 
 
 class JudgeUnavailableError(IngestError, ConnectionError):

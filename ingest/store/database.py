@@ -16,7 +16,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from ingest.errors import StoreError
@@ -35,6 +35,7 @@ class Database:
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        self._shown_url = parsed.render_as_string(hide_password=True)
         self._engine = _open(url)
         self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
 
@@ -51,19 +52,33 @@ class Database:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
-            raise StoreError(f"store {self.url}: cannot be upgraded: {error}") from error
+            raise StoreError(f"store {self._shown_url}: cannot be upgraded: {error}") from error
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A session for reading. Writers are not held up by it."""
-        with Session(self._engine, expire_on_commit=False) as session:
+        """A session for reading. Writers are not held up by it. Raises: StoreError, as `write`."""
+        with self._translated(), Session(self._engine, expire_on_commit=False) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A session in one write transaction: committed at the end, rolled back on any error."""
-        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+        """A session in one write transaction: committed at the end, rolled back on any error.
+
+        Raises: StoreError when the store is locked, full, read-only or away: try again later.
+        """
+        with (
+            self._translated(),
+            Session(self._writing, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             yield session
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OperationalError as error:
+            raise StoreError(f"store {self._shown_url}: {error.orig}") from error
 
     def close(self) -> None:
         self._engine.dispose()
@@ -89,13 +104,18 @@ def _open(url: str) -> Engine:
     return engine
 
 
+def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that can say ON CONFLICT, in the words of the session's database."""
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql.insert(table)
+    return sqlite.insert(table)
+
+
 def count(session: Session, stage: str, reason: str, by: int = 1) -> None:
     """Add to a durable counter, in the caller's transaction."""
     if by == 0:
         return
-    dialect = session.get_bind().dialect.name
-    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    statement = insert(CounterRow).values(stage=stage, reason=reason, count=by)
+    statement = insert_into(session, CounterRow).values(stage=stage, reason=reason, count=by)
     session.execute(
         statement.on_conflict_do_update(
             index_elements=["stage", "reason"], set_={"count": CounterRow.count + by}
@@ -124,4 +144,13 @@ def decompress(data: bytes) -> bytes:
     return zlib.decompress(data)
 
 
-__all__ = ["Base", "Database", "compress", "count", "decompress", "get_flag", "set_flag"]
+__all__ = [
+    "Base",
+    "Database",
+    "compress",
+    "count",
+    "decompress",
+    "get_flag",
+    "insert_into",
+    "set_flag",
+]

@@ -1,9 +1,9 @@
 """The store's tables. One place for columns: the migrations are made from here (`alembic check`).
 
 The data dictionary (`docs/data-dictionary.md`) says what each column means; comments here only say
-what a name cannot. Times are unix seconds (float). Bodies are zlib-compressed JSON
-(`body` columns), token arrays are packed (`ingest.store.arrays`). No foreign-key cascades: records are kept or
-forgotten on purpose, never as a side effect.
+what a name cannot. Times are unix seconds (float). Bodies are zlib-compressed JSON (`body`
+columns), token arrays are packed (`ingest.store.arrays`). No foreign-key cascades: records are
+kept or forgotten on purpose, never as a side effect.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ class ExchangeRow(Base):
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
 
 
+class DeadLetterRow(Base):
+    """A bus record that could not be read or stored, kept whole for whoever looks into it."""
+
+    __tablename__ = "dead_letter"
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    reason: Mapped[str] = mapped_column(Text)
+    payload: Mapped[bytes]
+    """As it came, not compressed: nothing is known of it."""
+
+
 class ChoiceRow(Base):
     """One answer of an exchange."""
 
@@ -105,6 +116,8 @@ class GroupRow(Base):
     adapter: Mapped[str] = mapped_column(String(255))
     status: Mapped[str] = mapped_column(String(16), index=True)
     reason: Mapped[str | None] = mapped_column(Text)
+    sampling_attempts: Mapped[int] = mapped_column(default=0)
+    """Rounds of sampling that ended with candidates missing."""
     attempts: Mapped[int] = mapped_column(default=0)
     """Judge attempts that answered rubbish."""
     lease_until: Mapped[float] = mapped_column(default=0.0)

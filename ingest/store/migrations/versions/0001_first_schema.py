@@ -87,6 +87,14 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("stage", "reason", name=op.f("pk_counter")),
     )
     op.create_table(
+        "dead_letter",
+        sa.Column("seq", sa.Integer(), autoincrement=True, nullable=False),
+        sa.Column("at", sa.Float(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("payload", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("seq", name=op.f("pk_dead_letter")),
+    )
+    op.create_table(
         "exchange",
         sa.Column("seq", sa.Integer(), autoincrement=True, nullable=False),
         sa.Column("exchange_id", sa.String(length=64), nullable=False),
@@ -186,6 +194,7 @@ def upgrade() -> None:
         sa.Column("adapter", sa.String(length=255), nullable=False),
         sa.Column("status", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.Text(), nullable=True),
+        sa.Column("sampling_attempts", sa.Integer(), nullable=False),
         sa.Column("attempts", sa.Integer(), nullable=False),
         sa.Column("lease_until", sa.Float(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
@@ -291,6 +300,7 @@ def downgrade() -> None:
         batch_op.drop_index(batch_op.f("ix_exchange_adapter"))
 
     op.drop_table("exchange")
+    op.drop_table("dead_letter")
     op.drop_table("counter")
     with op.batch_alter_table("canary", schema=None) as batch_op:
         batch_op.drop_index(batch_op.f("ix_canary_state"))

@@ -1,0 +1,174 @@
+"""Exchanges in the store: record to row and back, and the records that could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from ingest.store.database import compress, decompress, insert_into
+from ingest.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.records import Choice, Exchange, Sampling, Timings
+
+NEW = "new"
+"""`exchange.selection` of an exchange that selection has not looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExchange:
+    """An exchange and what ingest decided about it."""
+
+    exchange: Exchange
+    held_out: bool
+    selection: str
+
+
+def save_exchange(session: Session, exchange: Exchange, *, held_out: bool, now: float) -> bool:
+    """Store an exchange and its choices, in the caller's transaction.
+
+    Returns: False when this exchange id is already stored; then nothing is changed.
+    Raises: ValueError or OverflowError, before anything is written, when a value has no place in
+    a row (a token id of 2**31 or more, a character that is not text).
+    """
+    row = _exchange_values(exchange, held_out=held_out, now=now)
+    choices = [_choice_values(exchange.exchange_id, choice) for choice in exchange.choices]
+    statement = insert_into(session, ExchangeRow).on_conflict_do_nothing(
+        index_elements=["exchange_id"]
+    )
+    inserted = session.scalars(statement.returning(ExchangeRow.seq), [row]).first()
+    if inserted is None:
+        return False
+    if choices:
+        session.execute(insert_into(session, ChoiceRow), choices)
+    return True
+
+
+def load_exchange(session: Session, exchange_id: str) -> StoredExchange | None:
+    """Read one exchange; None when there is none of this id."""
+    row = session.scalar(select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
+    return _stored(session, [row])[0] if row is not None else None
+
+
+def load_by_selection(
+    session: Session, selection: str, *, limit: int, newest_first: bool = False
+) -> list[StoredExchange]:
+    """Read the exchanges that selection left in one place, oldest first unless told otherwise."""
+    order = ExchangeRow.seq.desc() if newest_first else ExchangeRow.seq
+    rows = session.scalars(
+        select(ExchangeRow).where(ExchangeRow.selection == selection).order_by(order).limit(limit)
+    ).all()
+    return _stored(session, rows)
+
+
+def set_selection(session: Session, exchange_id: str, selection: str) -> None:
+    """Store what selection decided."""
+    session.execute(
+        update(ExchangeRow)
+        .where(ExchangeRow.exchange_id == exchange_id)
+        .values(selection=selection)
+    )
+
+
+def bury(session: Session, payload: bytes, *, reason: str, now: float) -> None:
+    """Keep a bus record that cannot be stored as an exchange, whole."""
+    session.add(DeadLetterRow(at=now, reason=reason, payload=payload))
+    session.flush()
+
+
+def _exchange_values(exchange: Exchange, *, held_out: bool, now: float) -> dict[str, object]:
+    return {
+        "exchange_id": exchange.exchange_id,
+        "stored_at": now,
+        "started_at": exchange.timings.started_at,
+        "surface": exchange.surface,
+        "public_model": exchange.public_model,
+        "adapter": exchange.adapter,
+        "arm": exchange.arm,
+        "propensity": exchange.propensity,
+        "replica": exchange.replica,
+        "session_key": exchange.session_key,
+        "held_out": held_out,
+        "request_body": compress(exchange.request),
+        "prompt_token_ids": pack_ids(exchange.prompt_token_ids),
+        "sampling": msgspec.to_builtins(exchange.sampling),
+        "timings": msgspec.to_builtins(exchange.timings),
+        "stream": exchange.stream,
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "untrainable_reason": exchange.untrainable_reason,
+        "completion_tokens": exchange.completion_tokens,
+        "trace_id": exchange.trace_id,
+        "project": exchange.project,
+        "user": exchange.user,
+        "selection": NEW,
+    }
+
+
+def _choice_values(exchange_id: str, choice: Choice) -> dict[str, object]:
+    return {
+        "exchange_id": exchange_id,
+        "index": choice.index,
+        "message_body": compress(choice.message),
+        "finish_reason": choice.finish_reason,
+        "token_ids": pack_ids(choice.token_ids),
+        "logprobs": pack_floats(choice.logprobs),
+    }
+
+
+def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchange]:
+    choices: dict[str, list[ChoiceRow]] = {row.exchange_id: [] for row in rows}
+    found = session.scalars(
+        select(ChoiceRow).where(ChoiceRow.exchange_id.in_(choices)).order_by(ChoiceRow.index)
+    )
+    for choice in found:
+        choices[choice.exchange_id].append(choice)
+    return [
+        StoredExchange(
+            exchange=_exchange(row, choices[row.exchange_id]),
+            held_out=row.held_out,
+            selection=row.selection,
+        )
+        for row in rows
+    ]
+
+
+def _exchange(row: ExchangeRow, choices: Sequence[ChoiceRow]) -> Exchange:
+    values = {
+        "exchange_id": row.exchange_id,
+        "surface": row.surface,
+        "public_model": row.public_model,
+        "adapter": row.adapter,
+        "arm": row.arm,
+        "propensity": row.propensity,
+        "replica": row.replica,
+        "session_key": row.session_key,
+        "request": decompress(row.request_body),
+        "choices": tuple(_choice(choice) for choice in choices),
+        "prompt_token_ids": unpack_ids(row.prompt_token_ids),
+        "sampling": msgspec.convert(row.sampling, Sampling),
+        "timings": msgspec.convert(row.timings, Timings),
+        "stream": row.stream,
+        "status": row.status,
+        "outcome": row.outcome,
+        "untrainable_reason": row.untrainable_reason,
+        "completion_tokens": row.completion_tokens,
+        "trace_id": row.trace_id,
+        "project": row.project,
+        "user": row.user,
+    }
+    # Checked, not trusted: the Literal fields come back from the store as plain strings.
+    return msgspec.convert(values, Exchange)
+
+
+def _choice(row: ChoiceRow) -> Choice:
+    return Choice(
+        index=row.index,
+        message=decompress(row.message_body),
+        finish_reason=row.finish_reason,
+        token_ids=unpack_ids(row.token_ids),
+        logprobs=unpack_floats(row.logprobs),
+    )

@@ -1,0 +1,285 @@
+"""Groups in the store: record to row and back, claims with leases, and the steps of a group's life.
+
+A worker claims groups for a while; when it dies, its lease runs out and another takes them over.
+So a step only happens from the status that it starts in: of two workers that both think they have
+a group, the first to finish wins, and the other is told (False). Each step counts in `counter` in
+the same transaction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from sqlalchemy import CursorResult, func, select, update
+from sqlalchemy.orm import Session
+
+from ingest.records import Answer, Group, ScoredGroup
+from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from ingest.store.database import compress, count, decompress, insert_into
+from ingest.store.models import AnswerRow, ExchangeRow, GroupRow
+
+SAMPLING = "sampling"
+SAMPLED = "sampled"
+SCORED = "scored"
+SET_ASIDE = "set_aside"
+PENDING = (SAMPLING, SAMPLED)
+"""Chosen, and neither scored nor set aside yet."""
+
+
+def group_id_of(exchange_id: str) -> str:
+    """An exchange has at most one group, of this id: making it twice changes nothing."""
+    return "g-" + hashlib.sha256(exchange_id.encode()).hexdigest()[:24]
+
+
+def save_group(session: Session, group: Group, *, now: float) -> bool:
+    """Store a new group and its served answers, to be completed by sampling.
+
+    Returns: False when the exchange already has a group; then nothing is changed.
+    """
+    statement = (
+        insert_into(session, GroupRow)
+        .on_conflict_do_nothing()
+        .values(
+            group_id=group.group_id,
+            exchange_id=group.exchange_id,
+            session_key=group.session_key,
+            adapter=group.adapter,
+            status=SAMPLING,
+            sampling_attempts=0,
+            attempts=0,
+            lease_until=0.0,
+            created_at=now,
+        )
+    )
+    if session.scalar(statement.returning(GroupRow.seq)) is None:
+        return False
+    _insert_answers(session, group.group_id, group.answers)
+    return True
+
+
+def load_group(session: Session, group_id: str) -> Group | None:
+    """Read a group with its answers in order; None when there is none of this id."""
+    found = session.execute(
+        select(GroupRow, ExchangeRow.request_body, ExchangeRow.prompt_token_ids)
+        .join(ExchangeRow, ExchangeRow.exchange_id == GroupRow.exchange_id)
+        .where(GroupRow.group_id == group_id)
+    ).one_or_none()
+    if found is None:
+        return None
+    row, request_body, prompt_token_ids = found
+    return Group(
+        group_id=row.group_id,
+        exchange_id=row.exchange_id,
+        session_key=row.session_key,
+        adapter=row.adapter,
+        request=decompress(request_body),
+        prompt_token_ids=unpack_ids(prompt_token_ids),
+        answers=tuple(_answer(answer) for answer in _answer_rows(session, group_id)),
+    )
+
+
+def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
+    """Read a group and its scores; None when there is none of this id or it has no scores."""
+    row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
+    group = load_group(session, group_id)
+    if row is None or group is None or row.judge_model is None or row.rubric_hash is None:
+        return None
+    answers = _answer_rows(session, group_id)
+    scores = [answer.score for answer in answers if answer.score is not None]
+    if len(scores) != len(answers):
+        return None
+    return ScoredGroup(
+        group=group,
+        scores=tuple(scores),
+        explanations=tuple(answer.explanation or "" for answer in answers),
+        judge_model=row.judge_model,
+        rubric_hash=row.rubric_hash,
+    )
+
+
+def claim_groups(
+    session: Session, status: str, *, limit: int, now: float, lease_s: float
+) -> list[str]:
+    """Take up to `limit` groups of a status, the oldest first, for `lease_s` seconds.
+
+    Call it in a write transaction: SQLite's write lock keeps two workers from taking the same
+    group; a database with row locks skips those that another worker is just taking.
+    Returns: their ids.
+    """
+    rows = session.scalars(
+        select(GroupRow)
+        .where(GroupRow.status == status, GroupRow.lease_until <= now)
+        .order_by(GroupRow.seq)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).all()
+    for row in rows:
+        row.lease_until = now + lease_s
+    session.flush()
+    return [row.group_id for row in rows]
+
+
+def release_group(session: Session, group_id: str, *, until: float = 0.0) -> None:
+    """Give a claimed group back; nobody is to take it before `until` (unix seconds)."""
+    session.execute(update(GroupRow).where(GroupRow.group_id == group_id).values(lease_until=until))
+
+
+def append_answers(session: Session, group_id: str, answers: Sequence[Answer], *, size: int) -> int:
+    """Add sampled answers after those that a group in sampling has, up to `size` in all.
+
+    The answers' own indices are replaced by their places.
+    Returns: how many were added; 0 when the group is not in sampling any more.
+    """
+    if session.scalar(select(GroupRow.status).where(GroupRow.group_id == group_id)) != SAMPLING:
+        return 0
+    held = len(_answer_rows(session, group_id))
+    fitting = [
+        replace(answer, index=held + place)
+        for place, answer in enumerate(answers[: max(0, size - held)])
+    ]
+    _insert_answers(session, group_id, fitting)
+    return len(fitting)
+
+
+def retry_sampling(session: Session, group_id: str, *, until: float) -> None:
+    """Give a group whose round left candidates missing back, one attempt older."""
+    session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == group_id, GroupRow.status == SAMPLING)
+        .values(sampling_attempts=GroupRow.sampling_attempts + 1, lease_until=until)
+    )
+
+
+def sampling_attempts(session: Session, group_id: str) -> int:
+    """Rounds of sampling that this group has been through without being completed."""
+    found = session.scalar(select(GroupRow.sampling_attempts).where(GroupRow.group_id == group_id))
+    return found or 0
+
+
+def mark_sampled(session: Session, group_id: str) -> bool:
+    """sampling -> sampled: the answers are complete and wait for the judge."""
+    return _step(session, group_id, SAMPLING, SAMPLED, stage="sampling", reason="sampled")
+
+
+def set_aside(session: Session, group_id: str, reason: str) -> bool:
+    """sampling or sampled -> set_aside, with the reason; nothing will be learned from it."""
+    for status, stage in ((SAMPLING, "sampling"), (SAMPLED, "judging")):
+        if _step(
+            session, group_id, status, SET_ASIDE, stage=stage, reason=reason, row_reason=reason
+        ):
+            return True
+    return False
+
+
+def mark_scored(
+    session: Session,
+    group_id: str,
+    scores: Sequence[float],
+    explanations: Sequence[str],
+    judge_model: str,
+    rubric_hash: str,
+    now: float,
+) -> bool:
+    """sampled -> scored, with one score and explanation per answer, in the answers' order.
+
+    Raises: ValueError when there is not exactly one of each per answer.
+    """
+    answers = _answer_rows(session, group_id)
+    if not len(answers) == len(scores) == len(explanations):
+        raise ValueError(
+            f"group {group_id} has {len(answers)} answers, "
+            f"got {len(scores)} scores and {len(explanations)} explanations"
+        )
+    if not _step(session, group_id, SAMPLED, SCORED, stage="judging", reason="scored"):
+        return False
+    for answer, score, explanation in zip(answers, scores, explanations, strict=True):
+        answer.score = score
+        answer.explanation = explanation
+    session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == group_id)
+        .values(scored_at=now, judge_model=judge_model, rubric_hash=rubric_hash)
+    )
+    session.flush()
+    return True
+
+
+def count_pending(session: Session) -> int:
+    """Groups that wait for candidates or for the judge."""
+    statement = select(func.count()).select_from(GroupRow).where(GroupRow.status.in_(PENDING))
+    return session.scalar(statement) or 0
+
+
+def count_by_session(session: Session, session_keys: Sequence[str]) -> dict[str, int]:
+    """Groups that these sessions ever had; a session without one is left out."""
+    rows = session.execute(
+        select(GroupRow.session_key, func.count())
+        .where(GroupRow.session_key.in_(session_keys))
+        .group_by(GroupRow.session_key)
+    )
+    return {row[0]: row[1] for row in rows}
+
+
+def _step(
+    session: Session,
+    group_id: str,
+    before: str,
+    after: str,
+    *,
+    stage: str,
+    reason: str,
+    row_reason: str | None = None,
+) -> bool:
+    result = session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == group_id, GroupRow.status == before)
+        .values(status=after, reason=row_reason, lease_until=0.0)
+    )
+    if not isinstance(result, CursorResult) or result.rowcount != 1:
+        return False
+    count(session, stage, reason)
+    return True
+
+
+def _answer_rows(session: Session, group_id: str) -> Sequence[AnswerRow]:
+    return session.scalars(
+        select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
+    ).all()
+
+
+def _insert_answers(session: Session, group_id: str, answers: Sequence[Answer]) -> None:
+    if not answers:
+        return
+    rows = [
+        {
+            "group_id": group_id,
+            "index": answer.index,
+            "origin": answer.origin,
+            "message_body": compress(answer.message),
+            "finish_reason": answer.finish_reason,
+            "token_ids": pack_ids(answer.token_ids),
+            "logprobs": pack_floats(answer.logprobs),
+            "temperature": answer.temperature,
+            "untrainable_reason": answer.untrainable_reason,
+        }
+        for answer in answers
+    ]
+    session.execute(insert_into(session, AnswerRow), rows)
+
+
+def _answer(row: AnswerRow) -> Answer:
+    values = {
+        "index": row.index,
+        "origin": row.origin,
+        "message": decompress(row.message_body),
+        "finish_reason": row.finish_reason,
+        "token_ids": unpack_ids(row.token_ids),
+        "logprobs": unpack_floats(row.logprobs),
+        "temperature": row.temperature,
+        "untrainable_reason": row.untrainable_reason,
+    }
+    # Checked, not trusted: `origin` comes back from the store as a plain string.
+    return msgspec.convert(values, Answer)
