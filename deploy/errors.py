@@ -2,6 +2,7 @@
 
 DeployError
 ├── UnknownAdapterError (LookupError)   no such version: list them with `sidecar adapters ls`
+├── UnknownTrialError (LookupError)     no canary has this id
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
@@ -16,6 +17,10 @@ class DeployError(Exception):
 
 class UnknownAdapterError(DeployError, LookupError):
     """No adapter version answers to this name, number or alias."""
+
+
+class UnknownTrialError(DeployError, LookupError):
+    """No canary has this id."""
 
 
 class TransitionError(DeployError, ValueError):

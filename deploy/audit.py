@@ -1,0 +1,41 @@
+"""Write the audit trail: every change of an alias, a canary or the learner, by whom and why.
+
+A row is written in the transaction of the change itself, so that there is never one without the
+other. Rows are only ever added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from ingest.store.models import AuditRow
+
+CONTROL = "control"
+"""The actor of every change that the controller decides by itself."""
+
+
+def record(
+    session: Session,
+    *,
+    now: float,
+    actor: str,
+    action: str,
+    subject: str,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    reason: str,
+) -> None:
+    """Add one row in the caller's transaction. `before` and `after` hold what changed, as JSON."""
+    session.add(
+        AuditRow(
+            at=now,
+            actor=actor,
+            action=action,
+            subject=subject,
+            before=before,
+            after=after,
+            reason=reason,
+        )
+    )

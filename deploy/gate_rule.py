@@ -1,0 +1,117 @@
+"""The gate's arithmetic: is the candidate no worse than the champion on held-out prompts? Pure.
+
+One comparison is one prompt: the mean judge score of the candidate's answers minus that of the
+champion's, all scored in one blind group, because RULER's scores mean nothing across groups.
+The mean of these differences decides; its bootstrap interval is shown, and does not decide.
+A non-inferiority margin alone lets quality slide over many releases (Feng, Emerson and Simon 2021,
+"Approval policies for modifications to machine learning-based software"), so keep it small.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sidecar.settings import Canary as CanarySettings
+
+RESAMPLES = 2_000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What one held-out prompt showed."""
+
+    difference: float | None
+    """Candidate minus champion, -1..1; None: set aside, the judge gave no usable score."""
+    candidate_answers: int = 0
+    candidate_short: int = 0
+    """Of the answers, those that hit the token limit or are empty."""
+    champion_answers: int = 0
+    champion_short: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateVerdict:
+    """The comparisons added up, and what follows from them."""
+
+    passed: bool
+    reason: str
+    scored: int
+    set_aside: int
+    mean_difference: float | None
+    low: float | None
+    high: float | None
+    """Bounds of the 95% bootstrap interval of the mean difference."""
+    candidate_short_share: float
+    champion_short_share: float
+
+
+def mean_difference(candidate: Sequence[float], champion: Sequence[float]) -> float:
+    """Mean score of the candidate's answers minus the champion's; both hold one score at least."""
+    return sum(candidate) / len(candidate) - sum(champion) / len(champion)
+
+
+def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """95% percentile interval of the mean, by resampling the prompts with replacement.
+
+    values: one at least. Same values and seed, same interval.
+    """
+    rng = random.Random(seed)
+    count = len(values)
+    means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES))
+    tail = int(RESAMPLES * (1 - LEVEL) / 2)
+    return means[tail], means[RESAMPLES - 1 - tail]
+
+
+def judge_gate(
+    comparisons: Sequence[Comparison], rules: CanarySettings, *, seed: int
+) -> GateVerdict:
+    """Add up the comparisons made so far. Whether they are enough is not asked here."""
+    differences = [c.difference for c in comparisons if c.difference is not None]
+    candidate_short = _share(
+        sum(c.candidate_short for c in comparisons), sum(c.candidate_answers for c in comparisons)
+    )
+    champion_short = _share(
+        sum(c.champion_short for c in comparisons), sum(c.champion_answers for c in comparisons)
+    )
+    mean = sum(differences) / len(differences) if differences else None
+    low, high = bootstrap_interval(differences, seed=seed) if differences else (None, None)
+    passed, reason = _rule(mean, len(differences), candidate_short, champion_short, rules)
+    return GateVerdict(
+        passed=passed,
+        reason=reason,
+        scored=len(differences),
+        set_aside=len(comparisons) - len(differences),
+        mean_difference=mean,
+        low=low,
+        high=high,
+        candidate_short_share=candidate_short,
+        champion_short_share=champion_short,
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _rule(
+    mean: float | None,
+    prompts: int,
+    candidate_short: float,
+    champion_short: float,
+    rules: CanarySettings,
+) -> tuple[bool, str]:
+    if mean is None:
+        return False, "gate: nothing is scored yet"
+    if candidate_short - champion_short > rules.max_truncated_excess:
+        return False, (
+            f"gate: {candidate_short:.0%} of the candidate's answers were cut short or empty, "
+            f"{champion_short:.0%} of the champion's: over by more than "
+            f"{rules.max_truncated_excess:.0%}"
+        )
+    said = f"gate: judged {mean:+.3f} to the champion on {prompts} held-out prompts"
+    if mean > -rules.gate_margin:
+        return True, f"{said}, above the margin of {-rules.gate_margin:+.3f}"
+    return False, f"{said}, not above the margin of {-rules.gate_margin:+.3f}"

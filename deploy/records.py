@@ -1,0 +1,75 @@
+"""The records of deploy: an adapter version, and the trial that it must pass to serve users.
+
+A `Trial` is one row of the `canary` table, frozen: the pure rules read it, and only the store's
+shells (`transitions`, `rollback`) change the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AdapterState = Literal[
+    "registered", "gating", "ramping", "champion", "retired", "rejected", "rolled_back"
+]
+"""registered: waits for its trial; rejected: never answered a user (invalid, not live, or it lost
+the gate); rolled_back: had traffic and lost it; retired: made room for another, nothing wrong."""
+
+Phase = Literal["loading", "gating", "ramping", "promoted", "rolled_back", "inconclusive"]
+ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion:
+    """One immutable adapter folder and where it stands."""
+
+    name: str
+    """vLLM name, never used twice."""
+    model: str
+    version: int
+    digest: str
+    path: str
+    parent: str
+    """Adapter name that training continued from, or "base"."""
+    run_id: str | None
+    state: AdapterState
+    reason: str | None
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One candidate's way from the first load to promotion, or out."""
+
+    canary_id: str
+    model: str
+    candidate: str
+    champion: str
+    """Adapter name that the candidate is compared with, or "base"."""
+    phase: Phase
+    paused: bool
+    reason: str | None
+    """What it waits for, or why it ended, in words."""
+    step: int
+    """Index into `steps` while ramping."""
+    steps: tuple[int, ...]
+    """Weights of the ramp in basis points, frozen when the trial began."""
+    salt: str
+    created_at: float
+    step_started_at: float
+    """Unix seconds of the last transition."""
+    stopped_s: float
+    """Seconds since then in which the clock stood (paused, or judge or vLLM away)."""
+    stopped_at: float | None
+    """Since when the clock stands; None while it runs."""
+    ended_at: float | None
+    generation: int
+
+    @property
+    def active(self) -> bool:
+        return self.phase in ACTIVE_PHASES
+
+    @property
+    def weight_bp(self) -> int:
+        """Share of sessions that the candidate answers now, in basis points."""
+        return self.steps[self.step] if self.phase == "ramping" else 0
