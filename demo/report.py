@@ -14,7 +14,7 @@ from demo.exam import ExamAnswer, Interval, bootstrap
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot as plt  # noqa: E402  # the backend must be chosen first
+from matplotlib import pyplot as plt  # the backend must be chosen first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import httpx
 from deploy.errors import DeployError
 from sidecar.settings import Settings
 
-
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 
 
@@ -43,9 +42,7 @@ class AdminClient:
     def _request(self, method: str, path: str, **rest: Any) -> httpx.Response:
         headers = {**self._headers, **rest.pop("headers", {})}
         try:
-            reply = httpx.request(
-                method, self._url + path, headers=headers, timeout=30.0, **rest
-            )
+            reply = httpx.request(method, self._url + path, headers=headers, timeout=30.0, **rest)
         except httpx.HTTPError as error:
             raise AdminApiError(
                 f"admin API at {self._url}: {error}; is `sidecar up` running? "

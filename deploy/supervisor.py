@@ -2,16 +2,16 @@
 
 Children get a process group each, so Ctrl-C on the terminal reaches the supervisor alone and it
 stops them in order; should the supervisor itself be killed, the kernel ends its children
-(PR_SET_PDEATHSIG). Each child writes to its own log under `state_dir/logs`. A child that dies is
+(`deploy.leash`). Each child writes to its own log under `state_dir/logs`. A child that dies is
 started again after a back-off, and that is said. Only processes started here are ever signalled.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,12 +30,6 @@ TICK_S = 0.2
 STOP_TIMEOUT_S = 15.0
 """A child that has not gone this long after TERM is killed."""
 REMIND_S = 30.0
-PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent() -> None:
-    """In the child, before exec: TERM when the supervisor dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Child:
@@ -54,13 +48,12 @@ class Child:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_file = self.log_path.open("ab")
         self.process = subprocess.Popen(
-            self.spec.command,
+            (sys.executable, "-m", "deploy.leash", str(os.getpid()), *self.spec.command),
             env={**os.environ, **self.spec.env},
             stdin=subprocess.DEVNULL,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509  # no thread of ours holds a lock here
         )
         self.started_at = now
         log.info("process_started", name=self.spec.name, pid=self.process.pid)

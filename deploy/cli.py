@@ -1,0 +1,308 @@
+"""The `sidecar` command. Thin: it parses, asks the admin API or starts a process, and prints.
+
+Exit codes: 0 done, 1 failed, 2 bad use; `canary wait`: 0 promoted, 1 rolled back, 3 inconclusive,
+124 timed out. Errors are one line on stderr. Heavy imports come after parsing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deploy.admin_client import AdminApiError, AdminClient
+from deploy.processes import MODULES
+from sidecar.errors import SettingsError
+from sidecar.settings import Settings, load_settings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="A sidecar in front of vLLM that learns from live agent traffic.",
+)
+canary_app = typer.Typer(no_args_is_help=True, help="The trial of a new adapter.")
+adapters_app = typer.Typer(no_args_is_help=True, help="Adapter versions.")
+config_app = typer.Typer(no_args_is_help=True, help="Settings.")
+app.add_typer(canary_app, name="canary")
+app.add_typer(adapters_app, name="adapters")
+app.add_typer(config_app, name="config")
+
+Output = Annotated[str, typer.Option("--output", "-o", help="text or json")]
+Canary = Annotated[str, typer.Argument(help="its id; the newest when left out")]
+Reason = Annotated[str, typer.Option(help="why; kept in the audit")]
+WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3}
+TIMED_OUT = 124
+
+
+@app.callback()
+def configure(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file; default ./sidecar.toml if it is there")
+    ] = None,
+) -> None:
+    context.obj = config
+
+
+def _settings(context: typer.Context) -> Settings:
+    return load_settings(context.obj)
+
+
+def _client(context: typer.Context) -> AdminClient:
+    return AdminClient(_settings(context))
+
+
+@app.command()
+def up(context: typer.Context) -> None:
+    """Start every process of this machine and keep them alive until Ctrl-C."""
+    from deploy.supervisor import Supervisor
+    from sidecar.logs import configure_logging
+
+    settings = _settings(context)
+    configure_logging(settings.telemetry, "up")
+    config = context.obj.resolve() if context.obj is not None else None
+    supervisor = Supervisor(settings, config, announce=lambda line: _say(f"sidecar {line}"))
+    raise typer.Exit(supervisor.run())
+
+
+def _run_process(context: typer.Context, name: str, *extra: str) -> None:
+    arguments = ["--config", str(context.obj)] if context.obj is not None else []
+    entry = MODULES[name]
+    module = import_module(entry if "." in entry else f"{entry}.__main__")
+    raise typer.Exit(module.main([*arguments, *extra]))
+
+
+@app.command()
+def proxy(context: typer.Context) -> None:
+    """Run the data plane alone."""
+    _run_process(context, "proxy")
+
+
+@app.command()
+def ingest(context: typer.Context) -> None:
+    """Run the consumer of the bus alone."""
+    _run_process(context, "ingest")
+
+
+@app.command()
+def score(context: typer.Context) -> None:
+    """Run candidate sampling and judging alone."""
+    _run_process(context, "scoring")
+
+
+@app.command()
+def learn(
+    context: typer.Context,
+    once: Annotated[bool, typer.Option("--once", help="one run now, then stop")] = False,
+) -> None:
+    """Run the learner on its schedule, or once now (exit 3: nothing to learn)."""
+    _run_process(context, "learner", *(("--once",) if once else ()))
+
+
+@app.command()
+def control(context: typer.Context) -> None:
+    """Run the canary controller and the admin API alone."""
+    _run_process(context, "control")
+
+
+@app.command()
+def status(context: typer.Context, output: Output = "text") -> None:
+    """What serves, what is on trial, what the learner does, where records stop."""
+    _print(_client(context).get("/status"), output)
+
+
+@app.command()
+def rollback(
+    context: typer.Context,
+    reason: Annotated[str, typer.Option(help="why; kept in the audit")],
+    to: Annotated[str, typer.Option(help="version, `previous` or `base`")] = "previous",
+    offline: Annotated[
+        bool, typer.Option("--offline", help="write the store directly; control may be down")
+    ] = False,
+    output: Output = "text",
+) -> None:
+    """Give the traffic back to an older adapter. Takes effect on the next request."""
+    if offline:
+        from deploy.rollback import rollback as roll_back
+        from ingest.store.database import Database
+
+        settings = _settings(context)
+        done = roll_back(
+            Database(settings.store.url),
+            settings.serving.model,
+            to=to,
+            reason=reason,
+            actor="sidecar rollback --offline",
+            now=time.time(),
+        )
+        _print({"from": done.before, "to": done.after}, output)
+        return
+    _print(_client(context).post("/rollback", {"to": to, "reason": reason}), output)
+
+
+@app.command()
+def lineage(context: typer.Context, adapter: str, output: Output = "text") -> None:
+    """What an adapter learned from: parents, runs, groups, exchanges, scores, settings."""
+    from deploy.lineage import render_lineage, trace_lineage
+    from ingest.store.database import Database
+
+    settings = _settings(context)
+    with Database(settings.store.url).read() as session:
+        traced = trace_lineage(session, settings.serving.model, adapter)
+    _say(traced.to_json() if output == "json" else render_lineage(traced))
+
+
+@adapters_app.command("ls")
+def adapters_ls(context: typer.Context, output: Output = "text") -> None:
+    """Every version, newest first."""
+    _print(_client(context).get("/adapters"), output)
+
+
+@adapters_app.command("show")
+def adapters_show(context: typer.Context, version: str, output: Output = "text") -> None:
+    """One version."""
+    _print(_client(context).get(f"/adapters/{version}"), output)
+
+
+def _newest_canary(client: AdminClient) -> dict[str, Any]:
+    items = client.get("/canaries", limit=1)["items"]
+    if not items:
+        raise AdminApiError("no adapter has been on trial yet; `sidecar learn --once` makes one")
+    return dict(items[0])
+
+
+@canary_app.command("get")
+def canary_get(context: typer.Context, canary: Canary = "", output: Output = "text") -> None:
+    """The newest trial, or the one named."""
+    client = _client(context)
+    found = client.get(f"/canaries/{canary}") if canary else _newest_canary(client)
+    _print(found, output)
+
+
+def _act(context: typer.Context, action: str, canary: str, reason: str, output: str) -> None:
+    client = _client(context)
+    name = canary or str(_newest_canary(client)["canary_id"])
+    path = f"/canaries/{name}"
+    # Pause and abort never fail on a race; the others must know what they change.
+    etag = client.etag(path) if action in {"resume", "promote"} else None
+    _print(client.post(f"{path}/{action}", {"reason": reason}, etag=etag), output)
+
+
+@canary_app.command("pause")
+def canary_pause(
+    context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """Hold the trial where it is."""
+    _act(context, "pause", canary, reason, output)
+
+
+@canary_app.command("resume")
+def canary_resume(
+    context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """Go on with a paused trial."""
+    _act(context, "resume", canary, reason, output)
+
+
+@canary_app.command("promote")
+def canary_promote(
+    context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """Make the candidate champion now, by hand."""
+    _act(context, "promote", canary, reason, output)
+
+
+@canary_app.command("abort")
+def canary_abort(
+    context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """End the trial; the champion keeps the traffic."""
+    _act(context, "abort", canary, reason, output)
+
+
+@canary_app.command("wait")
+def canary_wait(
+    context: typer.Context,
+    canary: Canary = "",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
+) -> None:
+    """Wait for a trial to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 124 timed out."""
+    client = _client(context)
+    name = canary or str(_newest_canary(client)["canary_id"])
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = client.get(f"/canaries/{name}")
+        if found["state"] in WAIT_EXITS:
+            _say(f"{name}: {found['state']}: {found.get('reason') or ''}")
+            raise typer.Exit(WAIT_EXITS[found["state"]])
+        time.sleep(1.0)
+    raise typer.Exit(TIMED_OUT)
+
+
+@config_app.command("show")
+def config_show(context: typer.Context) -> None:
+    """The settings in force; secrets are not shown."""
+    _say(_settings(context).model_dump_json(indent=2))
+
+
+@config_app.command("check")
+def config_check(context: typer.Context) -> None:
+    """Read the settings and say whether they are sound."""
+    _settings(context)
+    _say("settings are sound")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _print(found: Any, output: str) -> None:  # Any: JSON of the admin API
+    if output == "json":
+        _say(json.dumps(found, indent=2))
+        return
+    items = found.get("items") if isinstance(found, dict) else None
+    for block in items if items is not None else [found]:
+        _say(_as_text(block))
+
+
+def _as_text(block: Any, indent: int = 0) -> str:
+    """Indented `key: value` lines; lists and objects below their key."""
+    pad = "  " * indent
+    lines = []
+    for key, value in block.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{pad}{key}:", _as_text(value, indent + 1)]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            lines.append(f"{pad}{key}:")
+            lines += [_as_text(item, indent + 1) for item in value]
+        else:
+            lines.append(f"{pad}{key}: {value}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the `sidecar` command."""
+    from deploy.errors import DeployError
+    from ingest.errors import IngestError
+
+    try:
+        app(args=list(argv) if argv is not None else None)
+    except SystemExit as done:  # how the CLI library ends, also after a wrong use (2)
+        return done.code if isinstance(done.code, int) else 1
+    except SettingsError as error:
+        print(f"sidecar: {error}", file=sys.stderr)
+        return 2
+    except (DeployError, IngestError) as error:
+        print(f"sidecar: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""The supervisor's decisions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from deploy.processes import backoff_s, describe_exit, plan
+from sidecar.settings import Settings
+
+
+def test_backoff_doubles_up_to_half_a_minute() -> None:
+    waits = []
+    wait: float | None = None
+    for _ in range(8):
+        wait = backoff_s(wait, lived_s=1.0)
+        waits.append(wait)
+
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+def test_a_steady_child_starts_again_at_once() -> None:
+    assert backoff_s(30.0, lived_s=60.0) == 0.5
+
+
+def test_plan_attaches_to_a_foreign_vllm_by_default() -> None:
+    names = [spec.name for spec in plan(Settings(), None)]
+
+    assert names == ["proxy", "ingest", "scoring", "learner", "control"]
+
+
+def test_plan_starts_our_own_engine_first_and_hands_the_file_to_ours_alone() -> None:
+    settings = Settings(engine={"command": ["vllm", "serve"], "env": {"A": "1"}})
+
+    specs = plan(settings, Path("/etc/sidecar.toml"))
+
+    assert specs[0].command == ("vllm", "serve")
+    assert specs[0].env == {"A": "1"}
+    assert specs[1].command == (
+        sys.executable,
+        "-m",
+        "sidecar",
+        "--config",
+        "/etc/sidecar.toml",
+    )
+
+
+def test_an_exit_is_told_in_words() -> None:
+    assert describe_exit(-9) == "killed by signal 9"
+    assert describe_exit(3) == "exited with 3"

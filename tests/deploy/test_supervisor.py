@@ -1,0 +1,132 @@
+"""The supervisor with real child processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.processes import ProcessSpec
+from deploy.supervisor import Child, Supervisor, _waiting_line
+from sidecar.settings import Settings
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition never came true"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """True for a process that runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Child:
+    spec = ProcessSpec(name="sleeper", command=python(SLEEPER))
+    return Child(spec, tmp_path / "logs" / "sleeper.log")
+
+
+def test_a_dead_child_is_started_again_after_its_backoff(child: Child) -> None:
+    child.start(now=0.0)
+    assert child.process is not None
+    first = child.process.pid
+    until(lambda: child.last_line() == "up")
+    os.kill(first, signal.SIGKILL)
+    child.process.wait()
+
+    child.check(now=1.0)
+    waiting = child.process is None
+    child.check(now=1.4)
+    still_waiting = child.process is None
+    child.check(now=1.5)
+
+    assert waiting
+    assert still_waiting
+    assert child.process is not None
+    assert child.process.pid != first
+    child.terminate()
+    child.join(time.monotonic() + 10)
+
+
+def test_the_last_line_tells_why_it_died(tmp_path: Path) -> None:
+    spec = ProcessSpec(name="failing", command=python("raise SystemExit('no disk')"))
+    child = Child(spec, tmp_path / "failing.log")
+    child.start(now=0.0)
+    assert child.process is not None
+
+    child.process.wait()
+
+    assert child.last_line() == "no disk"
+    child.join(time.monotonic() + 1)
+
+
+def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
+    stranger = subprocess.Popen(python(SLEEPER), stdout=subprocess.DEVNULL)
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); " + SLEEPER
+    specs = [
+        ProcessSpec(name="one", command=python(SLEEPER)),
+        ProcessSpec(name="two", command=python(stubborn)),
+    ]
+    said: list[str] = []
+    supervisor = Supervisor(Settings(state_dir=tmp_path), None, announce=said.append, specs=specs)
+    for child in supervisor.children:
+        child.start(time.monotonic())
+    pids = [child.process.pid for child in supervisor.children if child.process]
+    until(lambda: all(child.last_line() == "up" for child in supervisor.children))
+
+    supervisor.stop()
+
+    assert [is_alive(pid) for pid in pids] == [False, False]
+    assert stranger.poll() is None
+    assert said == ["stopping", "stopped"]
+    stranger.kill()
+    stranger.wait()
+
+
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import time\nfrom pathlib import Path\n"
+        "from deploy.processes import ProcessSpec\nfrom deploy.supervisor import Child\n"
+        f"import sys\nspec = ProcessSpec(name='c', command=(sys.executable, '-c', {SLEEPER!r}))\n"
+        f"child = Child(spec, Path({str(tmp_path / 'c.log')!r}))\nchild.start(0.0)\n"
+        "print(child.process.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    parent = subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    # The first line may be the supervisor's own event; the pid is the last word of a line.
+    pid = int(next(line for line in parent.stdout if line.strip().isdigit()))
+    until(lambda: "up" in (tmp_path / "c.log").read_text())
+
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    until(lambda: not is_alive(pid))
+
+
+def test_an_absent_vllm_is_named_with_what_to_check() -> None:
+    line = _waiting_line("http://10.0.0.5:8000", None, owned=False)
+
+    assert line == (
+        "waiting for vLLM at http://10.0.0.5:8000: nothing answers; check that it is running, "
+        "that serving.upstreams names its address without /v1, and that no firewall is between; "
+        "trying again every second"
+    )
