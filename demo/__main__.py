@@ -1,0 +1,208 @@
+"""`make demo`: watch a small agent get better from its own traffic, then roll it all back.
+
+Everything is real except the judge, which is a stand-in unless `SIDECAR_JUDGE__MODEL` names one:
+vLLM serves SmolLM2-135M, customers talk to it through the proxy, the learner trains LoRA adapters
+from what was captured, and control decides which of them may serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from demo.agent import SupportAgent
+from demo.exam import ExamAnswer, bootstrap, grade, sit_exam
+from demo.questions import load_questions
+from demo.report import HeldOut, compare, plot_rounds, table, write_result
+from demo.rollback import live_rollback
+from demo.rounds import Round, RoundWatcher
+from demo.stack import MODEL, ROOT, Stack
+from demo.traffic import Traffic
+from ingest.judge import LiteLlmJudge
+from ingest.vllm import VllmSampler
+from sidecar.settings import load_settings
+
+DEMO = ROOT / ".demo"
+ROUNDS = 6
+ROUND_ANSWERS = 2
+FINAL_ANSWERS = 4
+PACE_S = 1.0
+BASE = "base"
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    # A day of production in a quarter of an hour: small steps, short holds, every session grouped.
+    "groups": {"size": 8, "held_out_rate": 0.2, "max_pending_groups": 24, "concurrency": 24},
+    "learner": {
+        "schedule": "groups",
+        "min_groups": 16,
+        "max_groups": 24,
+        "steps": 3,
+        "learning_rate": 4e-4,
+    },
+    "canary": {
+        "steps": [3000, 6000],
+        "step_min_s": 4.0,
+        "step_min_exchanges": 5,
+        "step_max_s": 120.0,
+        "gate_prompts": 10,
+        "gate_answers": 2,
+        "gate_min_prompts": 4,
+        "max_tokens": 96,
+    },
+}
+
+
+def say(line: str) -> None:
+    print(f"  [{time.monotonic() - STARTED:4.0f}s] {line}", flush=True)
+
+
+STARTED = time.monotonic()
+
+
+async def run(stack: Stack, rounds_wanted: int) -> None:
+    questions = load_questions()
+    settings = load_settings(stack.config)
+    sampler = VllmSampler(stack.addresses.engine_url, None, timeout_s=120.0)
+    agent = SupportAgent(
+        base_url=f"{stack.addresses.proxy_url}/v1", model=MODEL, system=questions.system
+    )
+    traffic = Traffic(agent=agent, conversations=questions.traffic, pace_s=PACE_S)
+    stop = asyncio.Event()
+    sheets: dict[str, list[ExamAnswer]] = {}
+
+    async def examine(name: str) -> None:
+        upstream = MODEL if name == BASE else name
+        sheets[name] = await sit_exam(
+            sampler, questions, upstream_model=upstream, answers=ROUND_ANSWERS
+        )
+
+    await examine(BASE)
+    say("customers start to come; the agent's only change is its base_url")
+    sending = asyncio.create_task(traffic.run(stop))
+    watcher = RoundWatcher(stack.addresses.admin_url, say)
+    rounds: list[Round] = []
+    while len(rounds) < rounds_wanted:
+        done = await watcher.next_round()
+        rounds.append(done)
+        say(f"round {len(rounds)} of {rounds_wanted}: {done.describe()}")
+        if done.champion not in sheets:
+            await examine(done.champion)
+    stop.set()
+    await sending
+    say(
+        f"traffic: {traffic.sent} requests, {traffic.failed} failed, "
+        f"{traffic.leaked} replies with fields the agent did not ask for"
+    )
+    champion = rounds[-1].champion
+    say("final exam: base and champion answer the held-out questions in the same blind groups")
+    final = {
+        name: await sit_exam(
+            sampler,
+            questions,
+            upstream_model=MODEL if name == BASE else name,
+            answers=FINAL_ANSWERS,
+        )
+        for name in dict.fromkeys((BASE, champion))
+    }
+    judge = LiteLlmJudge(settings.judge)
+    rubric = settings.judge.rubric
+    held_out = compare(
+        await grade(judge, questions, final, rubric=rubric, seed=1),
+        final,
+        base=BASE,
+        champion=champion,
+    )
+    by_round = await grade(judge, questions, sheets, rubric=rubric, seed=2)
+    _plot(DEMO / "score_by_round.png", by_round, rounds, stack.judge_label)
+    say("rolling back while traffic is running")
+    rolled = await live_rollback(stack, say)
+    await agent.close()
+    await sampler.close()
+    _show_lineage(stack, champion)
+    _finish(stack, held_out, champion, rounds, rolled)
+
+
+def _plot(
+    path: Path, by_round: Mapping[str, Mapping[str, float]], rounds: list[Round], judge: str
+) -> None:
+    names = [BASE, *(done.champion for done in rounds)]
+    labels = ["base", *(f"{n}: {short(done.champion)}" for n, done in enumerate(rounds, 1))]
+    points = [bootstrap(list(by_round[name].values())) for name in names]
+    plot_rounds(
+        path,
+        list(zip(labels, points, strict=True)),
+        judge=judge,
+        verdicts=["start", *(done.state for done in rounds)],
+    )
+
+
+def short(adapter: str) -> str:
+    """`smollm2-135m--v3-0a1b2c3d4e5f` -> `v3`."""
+    return adapter.split("--")[-1].split("-")[0]
+
+
+def _show_lineage(stack: Stack, champion: str) -> None:
+    print("\nwhere the champion comes from (`sidecar lineage`, shortened):")
+    shown = subprocess.run(
+        stack.command("lineage", champion), capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    lines = shown.stdout.splitlines()
+    print("\n".join(f"  {line}" for line in lines[:40]))
+    if len(lines) > 40:
+        print(f"  ... {len(lines) - 40} more lines")
+
+
+def _finish(
+    stack: Stack, held_out: HeldOut, champion: str, rounds: list[Round], rolled: dict[str, Any]
+) -> None:
+    setup_file = ROOT / ".cache" / "setup-seconds"
+    setup_s = float(setup_file.read_text()) if setup_file.exists() else 0.0
+    run_s = time.monotonic() - STARTED
+    write_result(
+        DEMO / "result.json",
+        held_out=held_out,
+        rounds=len(rounds),
+        setup_s=setup_s,
+        run_s=run_s,
+        rollback=rolled,
+        judge=stack.judge_label,
+    )
+    print()
+    print(table(held_out, champion=champion, judge=stack.judge_label))
+    print(
+        f"\nlive rollback: {short(rolled['from'])} -> {short(rolled['to'])}, first reply by "
+        f"the old one after {rolled['ms_to_first_old_reply']:.0f} ms, "
+        f"{rolled['failed_requests']} failed of {rolled['requests']} requests"
+    )
+    print(f"wall time: set-up {setup_s:.0f} s, run {run_s:.0f} s")
+    print(
+        f"files: {DEMO.name}/result.json, {DEMO.name}/score_by_round.png, logs in {DEMO.name}/run"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    folder = DEMO / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    stack = Stack(folder=folder, overrides=SETTINGS)
+    label = stack.judge_label
+    print("demo: an agent learns from its own traffic")
+    print(f"  judge: {label}{' (a stated rule, not an LLM)' if label == 'stand-in' else ''}")
+    say("starting vLLM, the proxy, ingest, scoring, the learner and control")
+    with stack:
+        say(f"ready: proxy {stack.addresses.proxy_url}/v1, admin {stack.addresses.admin_url}")
+        asyncio.run(run(stack, arguments.rounds))
+        print("stopping everything that was started")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
