@@ -12,8 +12,9 @@ learns and too little to train anything for users. A score is 0..1, the sum of
 
 and then multiplied by what it is about: 1 when the answer shares a content word with the user's
 question; 0.75 when it does not but names the shop, an order or help; else 0.5. So one canned
-polite sentence does not win everywhere, and an answer off the topic gets 0.5 at most. Under 4 words there is no sentence: short and brevity count 0.
-Plain text is mostly ASCII letters, with no markup, list, second line or role label ("User:").
+polite sentence does not win everywhere, and an answer off the topic gets 0.5 at most.
+Under 4 words there is no sentence: short and brevity count 0. Plain text is mostly ASCII letters,
+with no markup, list, second line or role label ("User:").
 A tool call is not text: 0.7 when its arguments are a JSON object and the tool exists, else 0.2.
 """
 
@@ -40,12 +41,13 @@ COURTESY = (
 """Matched at the start of a word, in lower case."""
 SHOP_WORDS = frozenset({"north", "order", "help", "shop", "store", "outfi"})
 """Stems: see `stems`."""
-STOP_WORDS = frozenset(
-    "about after again also been before being cannot could does doing down from have here into "
-    "just like make more much must need only other over same should some such than that their "
-    "them then there these they this those very want were what when where which while will with "
-    "would your yours".split()
-)
+STOP_WORDS = frozenset({
+    "about", "after", "again", "also", "been", "before", "being", "cannot", "could", "does",
+    "doing", "down", "from", "have", "here", "into", "just", "like", "make", "more", "much",
+    "must", "need", "only", "other", "over", "same", "should", "some", "such", "than", "that",
+    "their", "them", "then", "there", "these", "they", "this", "those", "very", "want", "were",
+    "what", "when", "where", "which", "while", "will", "with", "would", "your", "yours",
+})  # fmt: skip
 
 _WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*|\d+")
 _SENTENCE_END = re.compile(r"[.!?]+[\"')]*(?=\s|$)")

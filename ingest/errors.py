@@ -7,6 +7,7 @@ IngestError
 │   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
 │   └── AdapterGoneError            vLLM does not know the adapter: trying again will not help
 ├── JudgeUnavailableError (ConnectionError)  no answer: try again later
+├── JudgeRefusalError (ValueError)  it will never take this request: set the group aside
 └── JudgeReplyError (ValueError)    rubbish: retry once with the error, then set aside
 """
 
@@ -39,6 +40,10 @@ class AdapterGoneError(SamplingError):
 
 class JudgeUnavailableError(IngestError, ConnectionError):
     """The judge did not answer (down, time limit, rate limit): the group waits."""
+
+
+class JudgeRefusalError(IngestError, ValueError):
+    """The judge refuses this very request (too long for it, content policy); others may pass."""
 
 
 class JudgeReplyError(IngestError, ValueError):

@@ -1,0 +1,88 @@
+"""Decide one group by the judge: scored, to be set aside, or to be asked about again.
+
+No store in here: what becomes of the group is returned, and the calls are handed out as they are
+answered, so that a worker can write both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableError
+from ingest.judge import Judge
+from ingest.records import Group
+from ingest.ruler import JudgeCall, Judgement, merge_identical, score_answers
+from ingest.ruler_material import UnreadableGroupError, read_material
+from sidecar.settings import Judge as JudgeSettings
+
+UNREADABLE = "unreadable"
+IDENTICAL = "identical_answers"
+REFUSED = "judge_refused"
+RUBBISH = "judge_rubbish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """Nothing will be learned from the group."""
+
+    reason: str
+    detail: str
+    asked: bool
+    """Whether the judge answered: an outage is over then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unanswered:
+    """The judge did not answer; the group is as it was."""
+
+    detail: str
+
+
+Fate = Scored | SetAside | Unanswered
+
+
+async def judge_group(
+    group: Group,
+    judge: Judge,
+    settings: JudgeSettings,
+    *,
+    seed: int,
+    on_call: Callable[[JudgeCall], None],
+) -> Fate:
+    """Have one group judged.
+
+    seed: as `score_answers` takes it.
+    on_call: told of every answered call, also of those of a group that ends badly.
+    """
+    try:
+        material = read_material(group)
+    except UnreadableGroupError as error:
+        return SetAside(reason=UNREADABLE, detail=str(error), asked=False)
+    if len(merge_identical(material.answers)[0]) < 2:
+        # Nothing to compare: the scores would be equal whatever the judge says of them.
+        return SetAside(reason=IDENTICAL, detail=f"{len(group.answers)} answers", asked=False)
+    try:
+        judgement = await score_answers(
+            judge,
+            context=material.context,
+            tools=material.tools,
+            answers=material.answers,
+            rubric=settings.rubric,
+            passes=settings.passes,
+            seed=seed,
+            on_call=on_call,
+            subject=group.group_id,
+        )
+    except JudgeUnavailableError as error:
+        return Unanswered(detail=str(error))
+    except JudgeRefusalError as error:
+        return SetAside(reason=REFUSED, detail=str(error), asked=True)
+    except JudgeReplyError as error:
+        return SetAside(reason=RUBBISH, detail=str(error), asked=True)
+    return Scored(judgement=judgement)

@@ -1,0 +1,45 @@
+"""When to ask again a service that does not answer. Pure: the caller brings the clock."""
+
+from __future__ import annotations
+
+FIRST_DELAY_S, LAST_DELAY_S = 1.0, 60.0
+"""The wait after a failure doubles from the first to the last while the outage lasts."""
+
+
+class Outage:
+    """One service's outage, from the first unanswered call to the next answered one."""
+
+    def __init__(self) -> None:
+        self._began_at: float | None = None
+        self._delay_s = FIRST_DELAY_S
+        self.retry_at = 0.0
+        """Unix seconds before which asking again is pointless."""
+
+    @property
+    def lasts(self) -> bool:
+        return self._began_at is not None
+
+    def unanswered(self, now: float) -> bool:
+        """Note a call without an answer. Returns: whether an outage began with it.
+
+        The wait grows once per wait, not once per call: calls that were in flight together fail
+        together.
+        """
+        if self._began_at is None:
+            self._began_at = now
+            self._delay_s = FIRST_DELAY_S
+            self.retry_at = now + self._delay_s
+            return True
+        if now >= self.retry_at:
+            self._delay_s = min(LAST_DELAY_S, 2 * self._delay_s)
+            self.retry_at = now + self._delay_s
+        return False
+
+    def answered(self, now: float) -> float | None:
+        """Note an answered call. Returns: how long the outage lasted that it ended, if one did."""
+        if self._began_at is None:
+            return None
+        lasted_s = now - self._began_at
+        self._began_at = None
+        self.retry_at = 0.0
+        return lasted_s
