@@ -1,0 +1,107 @@
+"""The scoring process, `python -m ingest.scoring`: sample candidates, have the judge score them.
+
+Both workers share one event loop and meet only in the store. Without a judge neither works:
+candidates that nobody will score would cost tokens for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+
+from sidecar.errors import SettingsError
+from sidecar.logs import configure_logging
+from sidecar.settings import Settings, load_settings
+from sidecar.telemetry import configure_tracing
+
+PROCESS = "scoring"
+
+log = structlog.get_logger()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT. Returns: 0 when told to stop, 1 when the store cannot be opened,
+    2 when the settings are wrong."""
+    parser = argparse.ArgumentParser(prog="python -m ingest.scoring", description=__doc__)
+    parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
+    arguments = parser.parse_args(argv)
+    try:
+        settings = load_settings(arguments.config)
+    except SettingsError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    configure_logging(settings.telemetry, PROCESS)
+    tracing = configure_tracing(settings.telemetry, PROCESS)
+    try:
+        return asyncio.run(_run(settings))
+    finally:
+        tracing.shutdown()
+
+
+async def _run(settings: Settings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if not settings.judge.model:
+        log.warning(
+            "scoring_off",
+            why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
+            to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
+        )
+        await stop.wait()
+        return 0
+    return await score_until(stop, settings)
+
+
+async def score_until(stop: asyncio.Event, settings: Settings) -> int:
+    """Run both workers until `stop` is set. Returns: the process's exit code.
+
+    An error that a worker did not expect ends both: a supervisor starts the process again.
+    """
+    from ingest.errors import StoreError
+    from ingest.judge import LiteLlmJudge
+    from ingest.judging import JudgingWorker
+    from ingest.sampling import SamplingWorker
+    from ingest.store.database import Database
+    from ingest.vllm import VllmSampler
+
+    serving = settings.serving
+    database = Database(settings.store.url)
+    try:
+        await asyncio.to_thread(database.upgrade)
+    except StoreError as error:
+        log.error("store_not_ready", error=str(error))
+        return 1
+    api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
+    engine = VllmSampler(serving.upstreams[0], api_key, settings.groups.timeout_s)
+    judge = LiteLlmJudge(settings.judge)
+    sampling = SamplingWorker(
+        database,
+        engine,
+        engine,
+        settings.groups,
+        model=serving.model,
+        logprobs_mode=serving.logprobs_mode,
+    )
+    judging = JudgingWorker(database, judge, settings.judge)
+    log.info("scoring_started", judge=settings.judge.model, passes=settings.judge.passes)
+    try:
+        async with asyncio.TaskGroup() as workers:
+            workers.create_task(sampling.run(stop))
+            workers.create_task(judging.run(stop))
+    finally:
+        await judge.aclose()
+        await engine.aclose()
+        database.close()
+    log.info("scoring_stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
