@@ -32,4 +32,8 @@ class UpstreamError(SidecarError, ConnectionError):
 
 
 class OutboxError(SidecarError, OSError):
-    """The outbox refused a write (locked, full, read-only); the capture is lost and counted."""
+    """The outbox refused (locked, full, read-only, gone); `reason` is its name in the counter."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
