@@ -39,6 +39,9 @@ SEED_BITS = 29
 """What `score_answers` takes. Drawn afresh for each group: nobody can foresee its ids."""
 POLL_S = 0.5
 LEASE_SLACK_S = 60.0
+GIVEN_BACK_S = 5.0
+"""A group without an answer waits this much longer than the worker does: the judge is tried with
+another one first, so that a group that only it chokes on does not hold up the rest."""
 
 log = structlog.get_logger()
 
@@ -82,7 +85,8 @@ class JudgingWorker:
                     del in_flight[task]
                     task.result()
         finally:
-            for task in (stopping, *in_flight):
+            stopping.cancel()
+            for task in in_flight:
                 task.cancel()
             await asyncio.gather(stopping, *in_flight, return_exceptions=True)
             await asyncio.to_thread(self._give_back, list(in_flight.values()))
@@ -167,8 +171,7 @@ class JudgingWorker:
                 changed = set_aside(session, group_id, fate.reason)
             else:
                 count(session, "judge_calls", "unanswered")
-                # Held back as long as the judge is: a group that only it chokes on lets others by.
-                release_group(session, group_id, until=self._outage.retry_at)
+                release_group(session, group_id, until=self._outage.retry_at + GIVEN_BACK_S)
                 return
         _log_fate(group_id, fate, changed)
 

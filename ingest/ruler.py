@@ -146,12 +146,14 @@ async def _one_pass(
 ) -> Read:
     """Ask, and once more in the same conversation when the reply is bad."""
     messages = list(prompt.messages)
-    attempt = 0
+    prompt_tokens = completion_tokens = attempt = 0
     while True:
         reply = await judge.complete(messages, prompt.schema)
+        prompt_tokens += reply.prompt_tokens or 0
+        completion_tokens += reply.completion_tokens or 0
         span.set_attribute("judge.calls", attempt + 1)
-        span.set_attribute("judge.prompt_tokens", reply.prompt_tokens or 0)
-        span.set_attribute("judge.completion_tokens", reply.completion_tokens or 0)
+        span.set_attribute("judge.prompt_tokens", prompt_tokens)
+        span.set_attribute("judge.completion_tokens", completion_tokens)
         try:
             read = parse_reply(reply.text, prompt.ids_in_order, prompt.order)
         except JudgeReplyError as error:

@@ -18,7 +18,8 @@ from ingest.errors import JudgeReplyError
 MAX_REPLY_CHARACTERS = 200_000
 """A longer reply is not read: sixteen explanations fit in a hundredth of it."""
 
-_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+"""At the start only: an explanation may quote these tags."""
 _DECODER = json.JSONDecoder()
 
 
@@ -44,7 +45,9 @@ def _scores_in(text: str) -> list[Any]:
     """The value of "scores" of the one object in the text that has it."""
     if len(text) > MAX_REPLY_CHARACTERS:
         raise JudgeReplyError(f"the reply is longer than {MAX_REPLY_CHARACTERS} characters")
-    found = [value["scores"] for value in _objects(_THINKING.sub("", text)) if "scores" in value]
+    found = [
+        value["scores"] for value in _objects(_THINKING.sub("", text, count=1)) if "scores" in value
+    ]
     if not found:
         raise JudgeReplyError('the reply holds no JSON object with a "scores" list')
     if any(not _same(other, found[0]) for other in found[1:]):
@@ -106,5 +109,5 @@ def _words(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value) if not isinstance(value, int) else f"{value:.6g}"
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

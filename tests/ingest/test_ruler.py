@@ -1,0 +1,227 @@
+"""RULER over its edge: passes, the one retry, merged answers, and what is told of each call."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from ingest import ruler
+from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableError
+from ingest.ruler import JudgeCall, merge_identical, score_answers
+from ingest.ruler_prompt import build_prompt
+
+WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text} for text in texts]
+
+
+async def score(judge: Any, answers: list[dict[str, Any]], **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "context": [{"role": "user", "content": "hello"}],
+        "tools": [],
+        "answers": answers,
+        "rubric": "r",
+        "passes": 1,
+        "seed": 11,
+    }
+    return await score_answers(judge, **{**arguments, **changes})
+
+
+async def test_scores_follow_the_answers_whatever_the_order_shown(judge_kit: Any) -> None:
+    orders = set()
+    for seed in range(12):
+        judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+        judgement = await score(judge, said("fair", "bad", "good"), seed=seed)
+        assert judgement.scores == (0.5, 0.1, 0.9)
+        shown = judge_kit.shown_answers(judge.conversations[0]).values()
+        orders.add(tuple(answer["content"] for answer in shown))
+    assert len(orders) >= 4  # of the six there are
+
+
+async def test_a_judge_that_lists_the_best_first_changes_nothing(judge_kit: Any) -> None:
+    def best_first(shown: Any) -> str:
+        scores = {name: WORTH[answer["content"]] for name, answer in shown.items()}
+        return judge_kit.scores_reply(dict(sorted(scores.items(), key=lambda pair: -pair[1])))
+
+    judgement = await score(judge_kit.ScriptedJudge(best_first), said("bad", "good", "fair"))
+    assert judgement.scores == (0.1, 0.9, 0.5)
+
+
+async def test_the_second_pass_is_the_first_in_reverse_and_the_third_is_new(judge_kit: Any) -> None:
+    worth = {str(number): 0.1 * number for number in range(8)}
+    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(worth))
+    await score(judge, said(*worth), passes=3, seed=1)
+    first, second, third = (
+        [answer["content"] for answer in judge_kit.shown_answers(talk).values()]
+        for talk in judge.conversations
+    )
+    assert second == first[::-1]
+    assert third not in (first, second)
+    assert sorted(third) == sorted(first)
+
+
+async def test_two_passes_cancel_what_the_judge_gives_to_a_position(judge_kit: Any) -> None:
+    # +0.2 to the first shown, +0.1 to the second, none to the third.
+    def biased(shown: Any) -> str:
+        bonus = (0.2, 0.1, 0.0)
+        return judge_kit.scores_reply(
+            {
+                name: round(0.5 * WORTH[answer["content"]] + bonus[place], 6)
+                for place, (name, answer) in enumerate(shown.items())
+            }
+        )
+
+    judgement = await score(judge_kit.ScriptedJudge(biased), said("good", "fair", "bad"), passes=2)
+    # Forward and backward bonuses of each place add up to 0.2, so each mean is +0.1.
+    assert judgement.scores == pytest.approx((0.55, 0.35, 0.15))
+
+
+async def test_the_score_is_the_mean_and_the_explanations_stand_on_a_line_each(
+    judge_kit: Any,
+) -> None:
+    judge = judge_kit.ScriptedJudge(
+        judge_kit.score_by_content({"a": 0.2, "b": 0.4}),
+        judge_kit.score_by_content({"a": 0.6, "b": 0.5}),
+    )
+    judgement = await score(judge, said("a", "b"), passes=2)
+    assert judgement.scores == pytest.approx((0.4, 0.45))
+    assert [len(words.split("\n")) for words in judgement.explanations] == [2, 2]
+
+
+async def test_the_recorded_seed_rebuilds_the_prompt(judge_kit: Any) -> None:
+    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    answers = said("bad", "good", "fair")
+    judgement = await score(judge, answers, passes=4, seed=5)
+    assert [call.order_seed for call in judgement.calls] == [10, 11, 12, 13]
+    for call, talk in zip(judgement.calls, judge.conversations, strict=True):
+        again = build_prompt(
+            context=[{"role": "user", "content": "hello"}],
+            tools=[],
+            answers=answers,
+            rubric="r",
+            rng=random.Random(call.order_seed >> 1),
+            reverse=call.order_seed % 2 == 1,
+        )
+        assert list(again.messages) == talk
+
+
+async def test_identical_answers_are_shown_once_and_share_the_score(judge_kit: Any) -> None:
+    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judgement = await score(judge, said("good", "bad", "good", "good"))
+    assert len(judge_kit.shown_answers(judge.conversations[0])) == 2
+    assert judgement.scores == (0.9, 0.1, 0.9, 0.9)
+    assert judgement.explanations[0] == judgement.explanations[2] == judgement.explanations[3]
+
+
+def test_calls_that_differ_only_in_their_id_are_identical() -> None:
+    def call(name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": "track", "arguments": arguments}
+        return {"content": None, "tool_calls": [{"id": name, "function": function}]}
+
+    distinct, place_of = merge_identical([call("x", "{}"), call("y", "{}"), call("z", "[]")])
+    assert place_of == [0, 0, 1]
+    assert len(distinct) == 2
+
+
+async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: Any) -> None:
+    judge = judge_kit.ScriptedJudge("I like the second.", judge_kit.score_by_content(WORTH))
+    judgement = await score(judge, said("good", "bad"))
+    assert judgement.scores == (0.9, 0.1)
+    first, second = judge.conversations
+    assert second[: len(first)] == first
+    assert second[2] == {"role": "assistant", "content": "I like the second."}
+    assert 'no JSON object with a "scores" list' in second[3]["content"]
+    assert [call.ok for call in judgement.calls] == [False, True]
+    assert judgement.calls[0].reply.text == "I like the second."
+    assert [call.attempt for call in judgement.calls] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda ids: "no", "no JSON object"),
+        (lambda ids: {ids[0]: 7, ids[1]: 0.5}, "is 7, not from 0 to 1"),
+        (lambda ids: {ids[0]: float("nan"), ids[1]: 0.5}, "is NaN, not from 0 to 1"),
+        (lambda ids: {ids[0]: True, ids[1]: 0.5}, "is true, not a number"),
+        (lambda ids: {ids[0]: 0.5}, "have no score"),
+        (lambda ids: {"a0": 0.5, ids[0]: 1, ids[1]: 1}, '"a0" is not one of the ids'),
+        (lambda ids: "", "no JSON object"),
+    ],
+)
+async def test_a_second_bad_reply_refuses_the_group(judge_kit: Any, make: Any, words: str) -> None:
+    def rubbish(shown: Any) -> str:
+        made = make(list(shown))
+        return made if isinstance(made, str) else judge_kit.scores_reply(made)
+
+    judge = judge_kit.ScriptedJudge(rubbish)
+    heard: list[JudgeCall] = []
+    with pytest.raises(JudgeReplyError, match=words):
+        await score(judge, said("good", "bad"), passes=2, on_call=heard.append)
+    assert len(judge.conversations) == 2  # not a third time, and no second pass
+    assert words in judge.conversations[1][-1]["content"]
+    assert [call.ok for call in heard] == [False, False]
+
+
+async def test_a_long_bad_reply_is_shown_back_in_part(judge_kit: Any) -> None:
+    judge = judge_kit.ScriptedJudge("x" * 10_000, judge_kit.score_by_content(WORTH))
+    await score(judge, said("good", "bad"))
+    assert judge.conversations[1][2]["content"] == "x" * ruler.SHOWN_BACK_CHARACTERS
+
+
+@pytest.mark.parametrize("error", [JudgeUnavailableError("away"), JudgeRefusalError("too long")])
+async def test_a_judge_that_does_not_answer_is_not_asked_again(
+    judge_kit: Any, error: Exception
+) -> None:
+    judge = judge_kit.ScriptedJudge(error)
+    with pytest.raises(type(error)):
+        await score(judge, said("good", "bad"))
+    assert len(judge.conversations) == 1
+
+
+async def test_calls_before_an_outage_are_told(judge_kit: Any) -> None:
+    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH), JudgeUnavailableError("x"))
+    heard: list[JudgeCall] = []
+    with pytest.raises(JudgeUnavailableError):
+        await score(judge, said("good", "bad"), passes=2, on_call=heard.append)
+    assert [call.ok for call in heard] == [True]
+
+
+async def test_the_judge_is_given_the_schema_of_the_prompt(judge_kit: Any) -> None:
+    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    await score(judge, said("good", "bad"))
+    entry = judge.schemas[0]["properties"]["scores"]["items"]
+    assert entry["properties"]["id"]["enum"] == list(
+        judge_kit.shown_answers(judge.conversations[0])
+    )
+
+
+async def test_each_pass_leaves_a_span_without_content(
+    judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(ruler, "_tracer", provider.get_tracer("test"))
+    good = judge_kit.score_by_content(WORTH)
+    judge = judge_kit.ScriptedJudge(good, "rubbish", good)
+
+    await score(judge, said("good", "bad"), passes=2, subject="g-1")
+
+    spans = [dict(span.attributes or {}) for span in exporter.get_finished_spans()]
+    assert [span.name for span in exporter.get_finished_spans()] == ["judge", "judge"]
+    shared = {"judge.model": "scripted", "judge.group_id": "g-1", "judge.ok": True}
+    tokens = {"judge.prompt_tokens": 100, "judge.completion_tokens": 10}
+    assert spans[0] == {**shared, **tokens, "judge.pass": 0, "judge.calls": 1}
+    assert spans[1] == {**shared, "judge.pass": 1, "judge.calls": 2} | {
+        "judge.prompt_tokens": 200,
+        "judge.completion_tokens": 20,
+    }
+    assert "good" not in json.dumps(spans)

@@ -1,0 +1,149 @@
+"""The parser: by id and never by position, tolerant of form, strict in substance."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from ingest.errors import JudgeReplyError
+from ingest.ruler_reply import MAX_REPLY_CHARACTERS, parse_reply
+
+IDS = ("ab", "cd", "ef")
+ORDER = (2, 0, 1)
+"""`ab` is answer 2, `cd` answer 0, `ef` answer 1."""
+
+
+def entry(name: Any, score: Any, explanation: Any = "w") -> dict[str, Any]:
+    return {"id": name, "explanation": explanation, "score": score}
+
+
+GOOD = json.dumps({"scores": [entry("ab", 0.1), entry("cd", 0.5), entry("ef", 1)]})
+
+
+def parse(text: str) -> tuple[float, ...]:
+    return parse_reply(text, IDS, ORDER)[0]
+
+
+def test_scores_come_back_in_the_answers_order() -> None:
+    assert parse(GOOD) == (0.5, 1.0, 0.1)
+
+
+def test_the_order_of_the_reply_does_not_matter() -> None:
+    entries = [entry("ef", 1.0, "best"), entry("ab", 0.1, "worst"), entry("cd", 0.5, "middle")]
+    for turn in range(3):
+        turned = entries[turn:] + entries[:turn]
+        scores, explanations = parse_reply(json.dumps({"scores": turned}), IDS, ORDER)
+        assert scores == (0.5, 1.0, 0.1)
+        assert explanations == ("middle", "best", "worst")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```json\n{GOOD}\n```",
+        f"```\n{GOOD}\n```",
+        f"Here are the scores:\n\n{GOOD}",
+        f"{GOOD}\n\nI hope that this helps {{you}}!",
+        f"Set {{a, b}} is nice. {GOOD} End.",
+        f'<think>maybe {{"scores": []}} or so</think>{GOOD}',
+        f"{GOOD}\n{GOOD}",
+        json.dumps({**json.loads(GOOD), "note": "extra keys are nobody's harm"}),
+    ],
+)
+def test_what_stands_around_the_object_does_not_matter(text: str) -> None:
+    assert parse(text) == (0.5, 1.0, 0.1)
+
+
+def test_the_ends_of_the_range_are_scores() -> None:
+    text = json.dumps({"scores": [entry("ab", 0), entry("cd", 1), entry("ef", 0.0)]})
+    assert parse(text) == (1.0, 0.0, 0.0)
+
+
+def test_an_explanation_that_is_missing_or_no_text_is_empty() -> None:
+    entries = [{"id": "ab", "score": 0.1}, entry("cd", 0.2, None), entry("ef", 0.3, 7)]
+    assert parse_reply(json.dumps({"scores": entries}), IDS, ORDER)[1] == ("", "", "")
+
+
+def test_an_explanation_that_no_store_takes_is_mended() -> None:
+    text = GOOD.replace('"w"', '"a\\u0000b\\ud800c"')
+    assert parse_reply(text, IDS, ORDER)[1] == ("ab?c", "ab?c", "ab?c")
+
+
+def with_score(value: str) -> str:
+    return f'{{"scores": [{{"id": "ab", "score": {value}}}, {{"id": "cd", "score": 0.5}}, ' + (
+        '{"id": "ef", "score": 0.5}]}'
+    )
+
+
+RUBBISH = {
+    "nothing": ("", 'no JSON object with a "scores" list'),
+    "prose": ("The second one is best.", "no JSON object"),
+    "cut off": (GOOD[:-5], "no JSON object"),
+    "a list": (json.dumps(json.loads(GOOD)["scores"]), "no JSON object"),
+    "another object": ('{"score": 1}', "no JSON object"),
+    "single quotes": (GOOD.replace('"', "'"), "no JSON object"),
+    "scores no list": ('{"scores": {"ab": 1, "cd": 0, "ef": 0}}', "is not a list"),
+    "scores null": ('{"scores": null}', "is not a list"),
+    "an entry no object": ('{"scores": [0.1, 0.5, 1.0]}', "is not an object"),
+    "empty": ('{"scores": []}', "have no score: ab, cd, ef"),
+    "one missing": (
+        json.dumps({"scores": [entry("ab", 0.1), entry("ef", 0.2)]}),
+        "these ids have no score: cd",
+    ),
+    "unknown id": (
+        json.dumps({"scores": [*json.loads(GOOD)["scores"], entry("zz", 0.3)]}),
+        '"zz" is not one of the ids',
+    ),
+    "ids by position": (
+        json.dumps({"scores": [entry("1", 0.1), entry("2", 0.5), entry("3", 1.0)]}),
+        '"1" is not one of the ids',
+    ),
+    "id a number": (json.dumps({"scores": [entry(1, 0.1)]}), "1 is not one of the ids"),
+    "id a list": (json.dumps({"scores": [entry(["ab"], 0.1)]}), "is not one of the ids"),
+    "id missing": ('{"scores": [{"score": 1}]}', "null is not one of the ids"),
+    "id doubled": (
+        json.dumps({"scores": [*json.loads(GOOD)["scores"], entry("ab", 0.1)]}),
+        "id ab is scored twice",
+    ),
+    "seven": (with_score("7"), "the score of id ab is 7, not from 0 to 1"),
+    "just over": (with_score("1.0001"), "is 1.0001, not from 0 to 1"),
+    "negative": (with_score("-0.1"), "is -0.1, not from 0 to 1"),
+    "NaN": (with_score("NaN"), "is NaN, not from 0 to 1"),
+    "infinite": (with_score("Infinity"), "is Infinity, not from 0 to 1"),
+    "minus infinite": (with_score("-Infinity"), "is -Infinity, not from 0 to 1"),
+    "overflows": (with_score("1e999"), "is Infinity, not from 0 to 1"),
+    "a huge integer": (with_score("9" * 400), "not from 0 to 1"),
+    "an unreadable integer": (with_score("9" * 5000), "no JSON object"),
+    "true": (with_score("true"), "is true, not a number"),
+    "text": (with_score('"0.5"'), 'is "0.5", not a number'),
+    "null score": (with_score("null"), "is null, not a number"),
+    "a list for a score": (with_score("[0.5]"), "not a number"),
+    "two that differ": (
+        GOOD + GOOD.replace("0.1", "0.2"),
+        'more than one "scores" list',
+    ),
+    "nested too deep": ("{" + '"a":[' * 5_000, "no JSON object"),
+    "too long": (" " * (MAX_REPLY_CHARACTERS + 1) + GOOD, "longer than"),
+}
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_rubbish_is_refused_with_words_for_the_judge(kind: str) -> None:
+    text, words = RUBBISH[kind]
+    with pytest.raises(JudgeReplyError) as refused:
+        parse(text)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+def test_every_score_is_finite_and_in_range_or_refused() -> None:
+    for value in ("0.25", "1", "0", "2", "-1", "NaN", "Infinity", "1e-320"):
+        try:
+            scores = parse(with_score(value))
+        except JudgeReplyError:
+            assert not 0 <= float(value) <= 1
+        else:
+            assert all(math.isfinite(score) and 0 <= score <= 1 for score in scores)
