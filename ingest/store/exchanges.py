@@ -32,8 +32,9 @@ def save_exchange(session: Session, exchange: Exchange, *, held_out: bool, now: 
 
     Returns: False when this exchange id is already stored; then nothing is changed.
     Raises: ValueError or OverflowError, before anything is written, when a value has no place in
-    a row (a token id of 2**31 or more, a character that is not text).
+    a row (a token id of 2**31 or more, two choices of one index).
     """
+    _check_indices([choice.index for choice in exchange.choices])
     row = _exchange_values(exchange, held_out=held_out, now=now)
     choices = [_choice_values(exchange.exchange_id, choice) for choice in exchange.choices]
     statement = insert_into(session, ExchangeRow).on_conflict_do_nothing(
@@ -106,6 +107,11 @@ def _exchange_values(exchange: Exchange, *, held_out: bool, now: float) -> dict[
         "user": exchange.user,
         "selection": NEW,
     }
+
+
+def _check_indices(indices: Sequence[int]) -> None:
+    if len(set(indices)) != len(indices) or not all(0 <= index < 2**31 for index in indices):
+        raise ValueError(f"choices are not numbered one by one: {indices}")
 
 
 def _choice_values(exchange_id: str, choice: Choice) -> dict[str, object]:

@@ -8,7 +8,6 @@ the same transaction.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,11 +26,6 @@ SCORED = "scored"
 SET_ASIDE = "set_aside"
 PENDING = (SAMPLING, SAMPLED)
 """Chosen, and neither scored nor set aside yet."""
-
-
-def group_id_of(exchange_id: str) -> str:
-    """An exchange has at most one group, of this id: making it twice changes nothing."""
-    return "g-" + hashlib.sha256(exchange_id.encode()).hexdigest()[:24]
 
 
 def save_group(session: Session, group: Group, *, now: float) -> bool:

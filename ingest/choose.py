@@ -1,0 +1,96 @@
+"""Apply selection to what the store holds: new exchanges, and the backlog when there is room.
+
+Each call is one write transaction: the reason on the exchange, the count of it, the new group and
+its served answers are stored together or not at all. The counters of stage `selection` always add
+up to the number of exchanges looked at: one that leaves the backlog is taken out of its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+from sqlalchemy import select as select_rows
+from sqlalchemy.orm import Session
+
+from ingest.selection import BACKLOG, Decision, Rules, Standing, select
+from ingest.store.database import Database, count
+from ingest.store.exchanges import NEW, StoredExchange, load_by_selection, set_selection
+from ingest.store.groups import count_by_session, count_pending, save_group
+from ingest.store.models import AliasRow
+from sidecar.records import BASE
+
+STAGE = "selection"
+LIVE_ALIASES = ("champion", "canary")
+
+log = structlog.get_logger()
+
+
+def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
+    """Decide up to `limit` exchanges that were not looked at yet, the oldest first.
+
+    Returns: how many were looked at.
+    """
+    with database.read() as session:
+        if not load_by_selection(session, NEW, limit=1):
+            return 0  # the usual case between two requests: leave the write lock to others
+    with database.write() as session:
+        batch = load_by_selection(session, NEW, limit=limit)
+        _decide(session, batch, rules, model=model, now=now)
+    return len(batch)
+
+
+def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) -> int:
+    """Look at the backlog again if there is room, the newest first: it is the least stale.
+
+    Returns: how many were looked at.
+    """
+    with database.write() as session:
+        room = rules.max_pending_groups - count_pending(session)
+        if room <= 0:
+            return 0
+        batch = load_by_selection(session, BACKLOG, limit=room, newest_first=True)
+        _decide(session, batch, rules, model=model, now=now)
+    return len(batch)
+
+
+def live_adapters(session: Session, model: str) -> frozenset[str]:
+    """The adapters that answer users now; the base until there is a champion."""
+    rows = session.execute(
+        select_rows(AliasRow.alias, AliasRow.adapter).where(
+            AliasRow.model == model, AliasRow.alias.in_(LIVE_ALIASES)
+        )
+    )
+    adapters = {row.alias: row.adapter for row in rows}
+    adapters.setdefault("champion", BASE)
+    return frozenset(adapters.values())
+
+
+def _decide(
+    session: Session, batch: Sequence[StoredExchange], rules: Rules, *, model: str, now: float
+) -> None:
+    if not batch:
+        return
+    standing = Standing(
+        live_adapters=live_adapters(session, model),
+        pending_groups=count_pending(session),
+        groups_by_session=count_by_session(
+            session, [stored.exchange.session_key for stored in batch]
+        ),
+    )
+    before = {stored.exchange.exchange_id: stored.selection for stored in batch}
+    pairs = [(stored.exchange, stored.held_out) for stored in batch]
+    for decision in select(pairs, standing, rules):
+        _store(session, decision, before[decision.exchange_id], now=now)
+
+
+def _store(session: Session, decision: Decision, before: str, *, now: float) -> None:
+    if decision.reason == before:
+        return
+    set_selection(session, decision.exchange_id, decision.reason)
+    count(session, STAGE, decision.reason)
+    if before != NEW:
+        count(session, STAGE, before, -1)
+    if decision.group is not None:
+        save_group(session, decision.group, now=now)
+    log.debug("exchange_decided", exchange_id=decision.exchange_id, reason=decision.reason)

@@ -1,0 +1,70 @@
+"""How busy vLLM is, and whether there is room for work that nobody waits for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ingest.errors import SamplingError
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
+
+REOPEN_SHARE = 0.75
+"""The gate opens again at this share of the limit, so that it does not flutter around it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What is in the engine at one moment, over all its ranks."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """0..1, of the fullest rank."""
+
+
+def parse_load(metrics: str) -> EngineLoad:
+    """Read the few lines that matter of vLLM's Prometheus text.
+
+    Each metric has one line per engine (data parallel rank), with labels and no time stamp.
+    Raises: SamplingError when running or waiting is not there (`--disable-log-stats`).
+    """
+    found: dict[str, list[float]] = {RUNNING: [], WAITING: [], KV_CACHE_USAGE: []}
+    for line in metrics.splitlines():
+        name, _, rest = line.partition("{")
+        if name in found:
+            try:
+                found[name].append(float(rest.rpartition("}")[2]))
+            except ValueError as error:
+                raise SamplingError(f"vLLM's metrics: cannot read {line[:200]!r}") from error
+    if not found[RUNNING] or not found[WAITING]:
+        raise SamplingError(
+            f"vLLM's metrics hold no {RUNNING}; start it without --disable-log-stats"
+        )
+    return EngineLoad(
+        running=round(sum(found[RUNNING])),
+        waiting=round(sum(found[WAITING])),
+        kv_cache_usage=max(found[KV_CACHE_USAGE], default=0.0),
+    )
+
+
+class LoadGate:
+    """Open while the users leave room. Closes above the limit, opens again well below it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open = True
+
+    def update(self, load: EngineLoad, *, own: int) -> bool:
+        """Take a new measurement. own: our candidates in flight, which are not users'.
+
+        Returns: whether the gate is open now.
+        """
+        # The gauges lag behind what was just sent, so ours may not be counted in them yet.
+        users = max(0, load.running + load.waiting - own)
+        if users > self._limit:
+            self._open = False
+        elif users <= self._limit * REOPEN_SHARE:
+            self._open = True
+        return self._open

@@ -1,0 +1,106 @@
+"""The intake loop: consume a batch, decide what is new, look at the backlog now and then.
+
+Nothing else shares this loop's thread, so it works on the store directly; a stop is obeyed between
+two batches. When the bus or the store is away it says so, waits, longer each time, and goes on
+where it was: nothing is taken from the bus before the store has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from ingest.bus import BusReader
+from ingest.choose import choose_backlog, choose_new
+from ingest.consume import consume
+from ingest.errors import BusError, StoreError
+from ingest.selection import Rules
+from ingest.store.database import Database
+from sidecar.settings import Settings
+
+BACKLOG_INTERVAL_S = 2.0
+PAUSE_LEAST_S = 0.5
+PAUSE_MOST_S = 30.0
+
+log = structlog.get_logger()
+
+
+class Intake:
+    """Takes exchanges in until told to stop."""
+
+    def __init__(
+        self,
+        bus: BusReader,
+        database: Database,
+        settings: Settings,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._bus = bus
+        self._database = database
+        self._bus_settings = settings.bus
+        self._held_out_rate = settings.groups.held_out_rate
+        self._model = settings.serving.model
+        self._rules = Rules(
+            size=settings.groups.size,
+            rate=settings.groups.rate,
+            max_groups_per_session=settings.groups.max_groups_per_session,
+            max_pending_groups=settings.groups.max_pending_groups,
+            logprobs_mode=settings.serving.logprobs_mode,
+        )
+        self._now = now
+        self._backlog_due = 0.0
+        self._upgraded = False
+        self._failures = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set."""
+        while not stop.is_set():
+            pause_s = self.attempt()
+            try:
+                await asyncio.wait_for(stop.wait(), timeout=pause_s)
+            except TimeoutError:
+                continue
+
+    def attempt(self) -> float:
+        """One step, whatever becomes of it. Returns: how long to wait before the next, seconds."""
+        try:
+            taken = self.step()
+        except (BusError, StoreError) as error:
+            pause_s = min(PAUSE_LEAST_S * 2.0 ** min(self._failures, 10), PAUSE_MOST_S)
+            self._failures += 1
+            log.warning("intake_waits", error=str(error), pause_s=pause_s)
+            return pause_s
+        if self._failures:
+            log.warning("intake_goes_on", failures=self._failures)
+        self._failures = 0
+        return 0.0 if taken else self._bus_settings.poll_interval_s
+
+    def step(self) -> int:
+        """Consume a batch and decide it. Returns: how many records or exchanges were taken on.
+
+        Raises: BusError or StoreError; nothing is lost, the next step takes it up.
+        """
+        if not self._upgraded:
+            self._database.upgrade()
+            self._upgraded = True
+        limit = self._bus_settings.batch
+        now = self._now()
+        consumed = consume(
+            self._bus, self._database, limit=limit, held_out_rate=self._held_out_rate, now=now
+        )
+        if consumed.read:
+            log.info(
+                "consumed",
+                stored=consumed.stored,
+                repeated=consumed.repeated,
+                poison=consumed.poison,
+            )
+        decided = choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
+        if now >= self._backlog_due:
+            self._backlog_due = now + BACKLOG_INTERVAL_S
+            choose_backlog(self._database, self._rules, model=self._model, now=now)
+        return consumed.read + decided
