@@ -5,7 +5,10 @@ LearnerError
 ├── NothingToLearnError (LookupError)   no usable group: the run is skipped, with counts by reason
 ├── DriftError (ValueError)             recorded and recomputed log-probabilities disagree: refuse
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
-└── NonFiniteError (ArithmeticError)    a weight or a loss is not finite: nothing is registered
+├── NonFiniteError (ArithmeticError)    a weight or a loss is not finite: nothing is registered
+├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
+├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
+└── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
 """
 
 from __future__ import annotations
@@ -33,3 +36,21 @@ class ParentError(LearnerError, OSError):
 
 class NonFiniteError(LearnerError, ArithmeticError):
     """A loss, gradient or weight became NaN or infinite; nothing is written or registered."""
+
+
+class IncompleteAdapterError(LearnerError, ValueError):
+    """An adapter folder lacks a LoRA matrix of its own config, or holds one too many."""
+
+
+class RunInProgressError(LearnerError, RuntimeError):
+    """Another run of this model holds the lease; its heartbeat says how long ago it lived."""
+
+    def __init__(self, run_id: str, heartbeat_at: float) -> None:
+        super().__init__(f"run {run_id} is in progress; wait for its end, or stop it first")
+        self.run_id = run_id
+        self.heartbeat_at = heartbeat_at
+        """Unix seconds."""
+
+
+class RunStoppedError(LearnerError, RuntimeError):
+    """The run was asked to stop, or another run took its lease; nothing is registered."""

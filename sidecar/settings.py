@@ -56,6 +56,9 @@ class Serving(Section):
     """vLLM's `--logprobs-mode`. With raw ones only answers sampled at temperature 1 are exact."""
     max_lora_rank: int = 16
     """vLLM's `--max-lora-rank`; an adapter of a higher rank is refused before it is loaded."""
+    max_loras: int = Field(default=4, ge=3)
+    """vLLM's `--max-loras`; older adapters are unloaded beyond it. Three are needed: champion,
+    previous and candidate."""
 
 
 class Engine(Section):
@@ -155,7 +158,8 @@ class Learner(Section):
     max_groups: int = 64
     """Groups that one run takes, the newest first."""
     max_age_versions: int = 2
-    """A group sampled under an adapter this many versions behind the champion is stale: dropped."""
+    """A group sampled under an adapter more training runs away from the champion than this is
+    stale: dropped and counted."""
     steps: int = Field(default=3, ge=1)
     """Optimiser steps per run; the groups are dealt over them, each used once."""
     rank: int = 8
@@ -172,6 +176,15 @@ class Learner(Section):
     threads: int = 0
     """Torch threads; 0 takes what the machine has."""
     seed: int = 0
+    pack_tokens: int = 2048
+    """Longest input that is computed at once; memory grows with it. A group is split over several
+    such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bf16 matrix products where the processor has instructions for them."""
+    device: str = "cpu"
+    """A torch device. This release is tested on the CPU only."""
+    poll_s: float = 2.0
+    """How often the schedule looks at flags, trials and waiting groups."""
 
 
 class Canary(Section):

@@ -1,0 +1,59 @@
+"""`python -m learner`: the schedule, or with `--once` one run now."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="learner", description=__doc__)
+    parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
+    parser.add_argument("--once", action="store_true", help="one run now; exit 3: nothing to learn")
+    parser.add_argument("--run-id", default="", help="name of that run; default: a new one")
+    parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")
+    args = parser.parse_args(argv)
+
+    from ingest.errors import StoreError
+    from ingest.store.database import Database
+    from learner.once import run_once
+    from learner.schedule import run_schedule
+    from sidecar.errors import SettingsError
+    from sidecar.logs import configure_logging
+    from sidecar.settings import load_settings
+    from sidecar.telemetry import configure_tracing
+
+    os.nice(args.nice)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        settings = load_settings(args.config)
+        configure_logging(settings.telemetry, "learner")
+        tracing = configure_tracing(settings.telemetry, "learner")
+        database = Database(settings.store.url)
+        try:
+            database.upgrade()
+            if args.once:
+                run_id = args.run_id or uuid.uuid4().hex
+                return run_once(settings, database, run_id=run_id, clock=time.time)
+            return run_schedule(settings, database, args.config, clock=time.time, stopping=stopping)
+        finally:
+            database.close()
+            tracing.shutdown()
+    except SettingsError as error:
+        sys.stderr.write(f"learner: {error}\n")
+        return 2
+    except StoreError as error:
+        sys.stderr.write(f"learner: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""One run now, as a process: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from ingest.errors import StoreError
+from ingest.store.database import Database
+from learner.errors import LearnerError, NothingToLearnError, RunInProgressError
+from learner.records import Candidate
+from learner.train import Run, Trainer
+from sidecar.settings import Settings
+
+TRAINED, FAILED, NOTHING_TO_LEARN = 0, 1, 3
+LOOK_AGAIN_S = 1.0
+
+
+def run_once(
+    settings: Settings, database: Database, *, run_id: str, clock: Callable[[], float]
+) -> int:
+    """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn.
+
+    TERM and INT end the run at the next pack; its groups go back.
+    """
+    run = Run(settings, database, _torch_trainer, run_id=run_id, clock=clock)
+    stopping = threading.Event()
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        stopping.set()
+        run.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        candidate = start_when_free(run.start, wait=stopping.wait)
+    except NothingToLearnError as error:
+        sys.stdout.write(f"nothing to learn: {error}\n")
+        return NOTHING_TO_LEARN
+    except (LearnerError, StoreError, OSError) as error:
+        sys.stderr.write(f"learner: {error}\n")
+        return FAILED
+    sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}\n")
+    return TRAINED
+
+
+def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], bool]) -> Candidate:
+    """Start a run; when another holds the lease, see first whether that one is alive.
+
+    A run that was killed keeps its lease for a while. Its heartbeat stands still, so waiting is
+    worth it; as soon as the heartbeat moves it is not.
+    wait: sleeps so many seconds; True when it was woken to stop.
+    Raises: RunInProgressError, and what `start` raises.
+    """
+    seen: tuple[str, float] | None = None
+    while True:
+        try:
+            return start()
+        except RunInProgressError as error:
+            holder = (error.run_id, error.heartbeat_at)
+            if seen not in (None, holder):
+                raise
+            seen = holder
+            if wait(LOOK_AGAIN_S):
+                raise
+
+
+def _torch_trainer() -> Trainer:
+    from learner.grpo import GrpoTrainer  # here, because torch takes seconds to load
+
+    return GrpoTrainer()

@@ -1,0 +1,97 @@
+"""Lay the answers of a group behind one copy of their prompt. Pure index arithmetic.
+
+    ids        p0 p1 p2 | a0 a1 | b0 b1 b2        the last token of an answer predicts nothing that
+    positions   0  1  2 |  3  4 |  3  4  5        is trained on, so it is left out of the input
+    segments    0  0  0 |  1  1 |  2  2  2
+
+A token sees the prompt and its own segment's past, and the positions restart behind the prompt, so
+each answer gets exactly what it would get in a row of its own. The first token of every answer is
+predicted from the prompt's last position. A group of 8 answers of 45 tokens behind a prompt of 60
+costs 412 tokens instead of 832.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from learner.records import TrainableRow, TrainingGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One forward pass: T input tokens, N predicted (trainable) tokens."""
+
+    group_id: str
+    adapter: str
+    input_ids: tuple[int, ...]
+    """[T]"""
+    positions: tuple[int, ...]
+    """[T] rotary positions."""
+    segments: tuple[int, ...]
+    """[T] 0: the prompt; k: the pack's k-th answer."""
+    sources: tuple[int, ...]
+    """[N] index into T whose hidden state predicts the target."""
+    targets: tuple[int, ...]
+    """[N] token ids."""
+    recorded: tuple[float, ...]
+    """[N] nats, as recorded when the target was sampled."""
+    advantages: tuple[float, ...]
+    """[N] the advantage of the target's answer."""
+    temperatures: tuple[float, ...]
+    """[N]"""
+
+
+def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
+    """Input tokens of a pack with these answers behind one prompt."""
+    return prompt_length + sum(length - 1 for length in answer_lengths)
+
+
+def pack_group(group: TrainingGroup, *, max_tokens: int) -> list[Pack]:
+    """Pack the trainable answers of a group, in order, in as few packs as that order allows.
+
+    max_tokens: longest pack. A group that does not fit is split, and each part gets the prompt. An
+        answer that does not fit even alone makes a pack of its own: what is too long to be
+        trained on was decided before.
+    """
+    return [_pack(group, rows) for rows in _bins(group, max_tokens)]
+
+
+def _bins(group: TrainingGroup, max_tokens: int) -> Iterator[list[TrainableRow]]:
+    taken: list[TrainableRow] = []
+    for row in group.rows:
+        if not row.trainable:
+            continue
+        lengths = [len(other.token_ids) for other in [*taken, row]]
+        if taken and packed_length(len(group.prompt_token_ids), lengths) > max_tokens:
+            yield taken
+            taken = []
+        taken.append(row)
+    if taken:
+        yield taken
+
+
+def _pack(group: TrainingGroup, rows: Sequence[TrainableRow]) -> Pack:
+    prompt = group.prompt_token_ids
+    input_ids = list(prompt)
+    positions = list(range(len(prompt)))
+    segments = [0] * len(prompt)
+    sources: list[int] = []
+    for segment, row in enumerate(rows, start=1):
+        start, fed = len(input_ids), len(row.token_ids) - 1
+        input_ids += row.token_ids[:-1]
+        positions += range(len(prompt), len(prompt) + fed)
+        segments += [segment] * fed
+        sources += [len(prompt) - 1, *range(start, start + fed)]
+    return Pack(
+        group_id=group.group_id,
+        adapter=group.adapter,
+        input_ids=tuple(input_ids),
+        positions=tuple(positions),
+        segments=tuple(segments),
+        sources=tuple(sources),
+        targets=tuple(token for row in rows for token in row.token_ids),
+        recorded=tuple(value for row in rows for value in row.logprobs),
+        advantages=tuple(row.advantage for row in rows for _ in row.token_ids),
+        temperatures=tuple(row.temperature for row in rows for _ in row.token_ids),
+    )

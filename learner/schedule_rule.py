@@ -1,0 +1,73 @@
+"""When a run starts, waits or is skipped, and why. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["start", "running", "paused", "not_due", "trial", "held_back", "too_few_groups"]
+FIRST_HOLD_S = 30.0
+LAST_HOLD_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What the schedule sees at one moment."""
+
+    running: bool
+    paused: bool
+    requested: bool
+    """The operator asked for a run; it starts even with few groups, and says what it found."""
+    due: bool
+    """The clock says so; always, when the schedule goes by groups alone."""
+    trial: str | None
+    """The adapter whose fate is undecided; None when the champion stands."""
+    groups: int
+    """Fresh scored groups that wait."""
+    min_groups: int
+    now: float
+    hold_until: float
+    """Unix seconds; after a failure no run starts by itself before then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    kind: Kind
+    why: str
+
+    @property
+    def start(self) -> bool:
+        return self.kind == "start"
+
+    @property
+    def spent(self) -> bool:
+        """The turn of the clock is used up: the next one is waited for."""
+        return self.kind in ("start", "too_few_groups")
+
+
+def decide(seen: Situation) -> Decision:
+    """What to do now. A pause holds everything, a request only goes past the clock and the
+    hold: the next run must start from the champion that an open trial decides."""
+    if seen.running:
+        return Decision("running", "a run is in progress")
+    if seen.paused:
+        return Decision("paused", "paused by the operator")
+    if not (seen.requested or seen.due):
+        return Decision("not_due", "the schedule has not come round")
+    if seen.trial is not None:
+        return Decision("trial", f"the trial of {seen.trial} is not decided")
+    if seen.requested:
+        return Decision("start", "the operator asked for it")
+    if seen.now < seen.hold_until:
+        return Decision("held_back", "the last run failed; held back for a while")
+    if seen.groups < seen.min_groups:
+        return Decision("too_few_groups", f"{seen.groups} of {seen.min_groups} groups wait")
+    return Decision("start", f"{seen.groups} groups wait")
+
+
+def hold_s(failures: int) -> float:
+    """How long to hold back after so many failed runs in a row; doubles up to an hour.
+
+    A failure gives its groups back, so without this the same run would fail again at once.
+    """
+    return min(FIRST_HOLD_S * 2.0 ** (failures - 1), LAST_HOLD_S) if failures else 0.0

@@ -1,0 +1,293 @@
+"""One training run, from the champion to a registered candidate. No torch: the trainer has it.
+
+The run's row opens first and holds the lease; everything that a run changes for good (versions,
+groups, counts, its own end) is one transaction at its end. Whatever goes wrong before it, the
+groups go back and the row says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from opentelemetry import trace
+
+from ingest.errors import StoreError
+from ingest.records import ScoredGroup
+from ingest.store.database import Database, count
+from ingest.store.groups import SCORED
+from learner import source
+from learner.adapter_folder import CARD, LINEAGE, folder_digest
+from learner.errors import NothingToLearnError, RunStoppedError
+from learner.lineage import build_lineage, render_card, render_lineage
+from learner.publish import find_published, register, remove_folder, seal
+from learner.records import Candidate, Parent, TrainingJob, TrainingOutcome
+from learner.runs import (
+    HEARTBEAT_S,
+    Heartbeat,
+    abandon,
+    end_run,
+    find_parent,
+    open_run,
+    running_ids,
+)
+from learner.selection import Selection, select_groups
+from sidecar.settings import Settings
+
+log = structlog.get_logger()
+tracer = trace.get_tracer("learner")
+
+LIBRARIES = ("learning-sidecar", "torch", "transformers", "peft", "safetensors")
+WORK_PREFIX = ".run-"
+"""Of the folder that a run writes into, beside the published ones."""
+
+
+class Trainer(Protocol):
+    """What turns groups into weights."""
+
+    def train(self, job: TrainingJob) -> TrainingOutcome:
+        """Write a PEFT folder into `job.folder`. Raises: LearnerError, OSError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Material:
+    """What a run claimed."""
+
+    parent: Parent
+    scored: tuple[ScoredGroup, ...]
+    selection: Selection
+    dropped: Mapping[str, str]
+    """Every group that the run looked at and left out: group id -> reason."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"used": len(self.selection.groups), **Counter(self.dropped.values())}
+
+
+class Run:
+    """One run. `start()` once; `stop()` from any thread or signal handler."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        trainer: Callable[[], Trainer],
+        *,
+        run_id: str,
+        clock: Callable[[], float],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """trainer: called only when there is something to learn, because loading torch is slow."""
+        self.run_id = run_id
+        self._settings = settings
+        self._database = database
+        self._trainer = trainer
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Ask the run to end at the next pack; `start` then raises RunStoppedError."""
+        self._stopping.set()
+
+    def start(self) -> Candidate:
+        """Train once.
+
+        Returns: the new version; or the one that had exactly these weights before.
+        Raises: RunInProgressError when another run is alive (nothing is changed);
+            NothingToLearnError when too few groups wait or none is usable (row: skipped);
+            any other LearnerError, StoreError or OSError (row: failed, groups given back).
+        """
+        settings = self._settings.learner
+        with self._database.write() as session:
+            parent = find_parent(session, self._settings.serving.model)
+            open_run(
+                session,
+                run_id=self.run_id,
+                model=self._settings.serving.model,
+                parent=parent.name,
+                settings=settings.model_dump(mode="json"),
+                now=self._clock(),
+            )
+        log.info("run_started", run_id=self.run_id, parent=parent.name)
+        heartbeat = Heartbeat(
+            self._database, self.run_id, clock=self._clock, period_s=self._heartbeat_s
+        )
+        with heartbeat, tracer.start_as_current_span("training run") as span:
+            span.set_attributes({"run_id": self.run_id, "parent": parent.name})
+            try:
+                candidate = self._learn(parent, heartbeat)
+            except NothingToLearnError:
+                raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+            span.set_attribute("adapter", candidate.adapter)
+        log.info("run_finished", run_id=self.run_id, adapter=candidate.adapter)
+        return candidate
+
+    def _learn(self, parent: Parent, heartbeat: Heartbeat) -> Candidate:
+        material = self._claim(parent)
+        folder = self._work_folder()
+        try:
+            job = TrainingJob(
+                base_model_path=self._settings.serving.base_model_path,
+                parent=parent,
+                groups=material.selection.groups,
+                settings=self._settings.learner,
+                folder=folder,
+                check_stop=lambda: self._check_stop(heartbeat),
+            )
+            outcome = self._trainer().train(job)
+            self._check_stop(heartbeat)
+            return self._publish(material, outcome, folder)
+        finally:
+            if folder.exists():
+                remove_folder(folder)
+
+    def _claim(self, parent: Parent) -> _Material:
+        settings = self._settings.learner
+        with self._database.write() as session:
+            waiting = source.waiting_groups(
+                session,
+                model=self._settings.serving.model,
+                parent=parent.name,
+                max_age=settings.max_age_versions,
+            )
+            source.drop(session, self.run_id, waiting.stale, before=SCORED)
+            enough = len(waiting.fresh) >= settings.min_groups
+            taken = waiting.fresh[: settings.max_groups] if enough else ()
+            source.claim(session, self.run_id, taken)
+            scored, broken = source.load(session, taken)
+        selection = select_groups(
+            scored, min_spread=settings.min_spread, pack_tokens=settings.pack_tokens
+        )
+        useless = {**broken, **selection.dropped}
+        material = _Material(
+            parent=parent,
+            scored=tuple(g for g in scored if g.group.group_id not in useless),
+            selection=selection,
+            dropped={**waiting.stale, **useless},
+        )
+        log.info(
+            "groups_claimed",
+            run_id=self.run_id,
+            **material.counts,
+            masked_answers=dict(selection.masked_answers),
+        )
+        if not selection.groups:
+            self._skip(material, useless, fresh=len(waiting.fresh))
+        return material
+
+    def _skip(self, material: _Material, useless: Mapping[str, str], *, fresh: int) -> None:
+        """Close the run without a result. Raises: NothingToLearnError, always."""
+        needed = self._settings.learner.min_groups
+        reason = (
+            f"{fresh} fresh scored groups wait, learner.min_groups is {needed}"
+            if fresh < needed
+            else "no group was usable"
+        )
+        drops = Counter(material.dropped.values())
+        if drops:
+            reason += "; dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(drops.items()))
+        with self._database.write() as session:
+            source.drop(session, self.run_id, useless, before=source.CLAIMED)
+            end_run(
+                session,
+                self.run_id,
+                "skipped",
+                now=self._clock(),
+                reason=reason,
+                counts=material.counts,
+            )
+        log.info("run_skipped", run_id=self.run_id, reason=reason)
+        raise NothingToLearnError(reason)
+
+    def _publish(self, material: _Material, outcome: TrainingOutcome, folder: Path) -> Candidate:
+        now = self._clock()
+        lineage = build_lineage(
+            run_id=self.run_id,
+            created_at=now,
+            model=self._settings.serving.model,
+            base_model_path=self._settings.serving.base_model_path,
+            parent=material.parent,
+            groups=material.scored,
+            dropped=material.dropped,
+            settings=self._settings.learner,
+            outcome=outcome,
+            libraries={name: version(name) for name in LIBRARIES},
+        )
+        (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
+        (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
+        model = self._settings.serving.model
+        with self._database.write() as session:
+            # The write lock keeps a second publication of the same bytes out while files move.
+            candidate = find_published(session, model, folder_digest(folder))
+            reason = None
+            if candidate is not None:
+                reason = f"the weights are those of {candidate.adapter}: not registered again"
+                log.warning("adapter_known", run_id=self.run_id, adapter=candidate.adapter)
+            else:
+                digest, path = seal(folder, self._settings.learner.adapters_dir)
+                candidate = register(
+                    session,
+                    model=model,
+                    parent=material.parent.name,
+                    run_id=self.run_id,
+                    digest=digest,
+                    path=path,
+                    now=now,
+                )
+            trained = [group.group_id for group in material.selection.groups]
+            left_out = {g: why for g, why in material.dropped.items() if g not in trained}
+            source.mark_trained(session, trained)
+            source.drop(session, self.run_id, left_out, before=source.CLAIMED)
+            for why, answers in material.selection.masked_answers.items():
+                count(session, source.STAGE, f"answer_masked_{why}", answers)
+            end_run(
+                session,
+                self.run_id,
+                "finished",
+                now=self._clock(),
+                reason=reason,
+                counts=material.counts,
+                metrics=[asdict(step) for step in outcome.metrics],
+                adapter=candidate.adapter,
+            )
+        return candidate
+
+    def _fail(self, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        log.error("run_failed", run_id=self.run_id, reason=reason)
+        try:
+            with self._database.write() as session:
+                abandon(session, self.run_id, reason, now=self._clock())
+        except StoreError as store_error:
+            # The lease runs out by itself, and the next run gives the groups back.
+            log.error("run_end_not_recorded", run_id=self.run_id, error=str(store_error))
+
+    def _work_folder(self) -> Path:
+        """An empty folder beside the published ones; those of runs that died are removed."""
+        adapters_dir = self._settings.learner.adapters_dir.resolve()
+        adapters_dir.mkdir(parents=True, exist_ok=True)
+        with self._database.read() as session:
+            alive = running_ids(session)
+        for leftover in adapters_dir.glob(f"{WORK_PREFIX}*"):
+            if leftover.name.removeprefix(WORK_PREFIX) not in alive:
+                remove_folder(leftover)
+        folder = adapters_dir / f"{WORK_PREFIX}{self.run_id}"
+        folder.mkdir()
+        return folder
+
+    def _check_stop(self, heartbeat: Heartbeat) -> None:
+        if self._stopping.is_set():
+            raise RunStoppedError("asked to stop")
+        if heartbeat.lost.is_set():
+            raise RunStoppedError("another run took over the lease")
