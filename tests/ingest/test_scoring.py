@@ -1,0 +1,92 @@
+"""The scoring process: its start, its idling without a judge, its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from ingest.store.database import Database
+from ingest.store.models import GroupRow
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ingest.scoring", "--config", str(config)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def write_config(tmp_path: Path, **judge: Any) -> Path:
+    path = tmp_path / "sidecar.toml"
+    # Port 9 is nobody's: the engine is down all the time.
+    lines = [
+        "[serving]",
+        'upstreams = ["http://127.0.0.1:9"]',
+        "[store]",
+        f'url = "sqlite:///{tmp_path}/store.db"',
+        "[telemetry]",
+        "log_json = true",
+        "[judge]",
+        *(f"{name} = {json.dumps(value)}" for name, value in judge.items()),
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def read_event(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    """Read log lines until the event comes."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        event: dict[str, Any] = json.loads(line)
+        if event["event"] == name:
+            return event
+    raise AssertionError(f"the process ended without {name}")
+
+
+def test_without_a_judge_it_says_so_once_and_idles_until_told_to_stop(tmp_path: Path) -> None:
+    with start(write_config(tmp_path)) as process:
+        event = read_event(process, "scoring_off")
+        assert "judge.model is empty" in event["why"]
+        assert "SIDECAR_JUDGE__MODEL" in event["to_do"]
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert not (tmp_path / "store.db").exists()
+
+
+def test_with_a_judge_it_starts_although_engine_and_judge_are_down(tmp_path: Path) -> None:
+    with start(
+        write_config(tmp_path, model="openai/x", api_base="http://127.0.0.1:9/v1")
+    ) as process:
+        assert read_event(process, "scoring_started")["judge"] == "openai/x"
+        read_event(process, "sampling_waits")
+        process.send_signal(signal.SIGINT)
+        read_event(process, "scoring_stopped")
+    assert process.returncode == 0
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    with database.read() as session:
+        assert session.scalars(select(GroupRow)).all() == []
+    database.close()
+
+
+def test_wrong_settings_are_one_line_and_exit_2(tmp_path: Path) -> None:
+    with start(write_config(tmp_path, modell="x")) as process:
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert told == "unknown setting judge.modell; did you mean judge.model?\n"
+
+
+def test_a_store_that_cannot_be_opened_is_exit_1(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_bytes(b"this is no database, however long one looks at it" * 100)
+    with start(write_config(tmp_path, model="openai/x")) as process:
+        assert "store.db" in read_event(process, "store_not_ready")["error"]
+    assert process.returncode == 1
