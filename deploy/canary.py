@@ -2,9 +2,9 @@
 
 In plain words:
 
-1. **loading** A new adapter is validated on disk, loaded into vLLM under its own name and probed. It
-   goes on when replies carry its name and its log-probabilities on a fixed prompt differ from the
-   base's. An invalid or dead one is rejected. While vLLM is away it waits.
+1. **loading** A new adapter is validated on disk, loaded into vLLM under its own name and probed.
+   It goes on when replies carry its name and its log-probabilities on a fixed prompt differ from
+   the base's. An invalid or dead one is rejected. While vLLM is away it waits.
 2. **gating** Candidate and champion answer the same held-out prompts; a judge scores both blind in
    one group. With `gate_prompts` of them scored (or all there are, `gate_min_prompts` at least)
    the candidate goes on when its mean difference is above `-gate_margin` and it is not cut short

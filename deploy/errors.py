@@ -3,6 +3,7 @@
 DeployError
 ├── UnknownAdapterError (LookupError)   no such version: list them with `sidecar adapters ls`
 ├── UnknownTrialError (LookupError)     no canary has this id
+├── UnknownRecordError (LookupError)    no group, run or exchange has this id
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
@@ -21,6 +22,10 @@ class UnknownAdapterError(DeployError, LookupError):
 
 class UnknownTrialError(DeployError, LookupError):
     """No canary has this id."""
+
+
+class UnknownRecordError(DeployError, LookupError):
+    """No group, run or exchange has this id."""
 
 
 class TransitionError(DeployError, ValueError):

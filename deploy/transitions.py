@@ -197,7 +197,7 @@ def _audit(
         now=now,
         actor=actor,
         action=f"canary.{action}",
-        subject=after.candidate,
+        subject=after.canary_id,
         before={} if before is None else _summary(before),
         after=_summary(after),
         reason=reason,

@@ -66,3 +66,8 @@ def find_row(session: Session, canary_id: str) -> CanaryRow:
 def trial_of(session: Session, candidate: str) -> CanaryRow | None:
     """The trial that this adapter went through, active or ended. There is one at most."""
     return session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
+
+
+def etag(trial: Trial) -> str:
+    """The tag that `If-Match` is compared with."""
+    return f'"g{trial.generation}"'

@@ -1,0 +1,50 @@
+"""The control process: `python -m deploy [--config PATH]`.
+
+The canary controller, the reconciler and the admin API in one event loop. vLLM, the judge or the
+store may be away at any time: it says so and goes on when they are back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from sidecar.errors import SettingsError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns: 0 after a stop by signal, 1 when it could not start, 2 for a wrong use."""
+    parser = argparse.ArgumentParser(prog="python -m deploy", description="canaries and admin API")
+    parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
+    arguments = parser.parse_args(argv)
+
+    from deploy.process import serve
+    from ingest.errors import StoreError
+    from ingest.store.database import Database
+    from sidecar.logs import configure_logging
+    from sidecar.settings import load_settings
+    from sidecar.telemetry import configure_tracing
+
+    try:
+        settings = load_settings(arguments.config)
+        configure_logging(settings.telemetry, "control")
+        tracing = configure_tracing(settings.telemetry, "control")
+        database = Database(settings.store.url)
+        database.upgrade()
+    except SettingsError as error:
+        sys.stderr.write(f"sidecar control: {error}\n")
+        return 2
+    except StoreError as error:
+        sys.stderr.write(f"sidecar control: {error}\n")
+        return 1
+    try:
+        return asyncio.run(serve(settings, database))
+    finally:
+        database.close()
+        tracing.shutdown()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,72 @@
+"""The admin API: its own listener, its own tokens, under `/admin/v1`.
+
+Reads are in `admin_reads` and `admin_records`, changes in `admin_actions`; every error is a
+problem+json. Handlers that touch the store run in threads, so that a slow one holds up no other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from sqlalchemy import select
+
+from deploy import admin_problems
+from deploy.admin_actions import action_router
+from deploy.admin_context import AdminContext
+from deploy.admin_models import Problem
+from deploy.admin_reads import read_router
+from deploy.admin_records import record_router
+from deploy.metrics import StoreCollector, render
+from ingest.errors import StoreError
+from ingest.store.models import RoutingRow
+
+VERSION = "0.1.0"
+
+
+def create_app(context: AdminContext) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(
+        title="Learning sidecar: admin",
+        version=VERSION,
+        openapi_url="/admin/openapi.json",
+        # Swagger's page fetches scripts from elsewhere; the schema alone is enough.
+        docs_url=None,
+        redoc_url=None,
+        responses={"default": {"model": Problem, "description": "RFC 9457 problem"}},
+    )
+    admin_problems.install(app)
+    app.include_router(read_router(context), prefix="/admin/v1")
+    app.include_router(record_router(context), prefix="/admin/v1")
+    app.include_router(action_router(context), prefix="/admin/v1")
+    _add_probes(app, context)
+    return app
+
+
+def _add_probes(app: FastAPI, context: AdminContext) -> None:
+    collector = StoreCollector(context.database, context.model, context.engine)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    def readyz() -> JSONResponse:
+        """The store answers and holds a routing table. vLLM may be away: that is survived."""
+        try:
+            with context.database.read() as session:
+                table = session.scalar(
+                    select(RoutingRow.generation).where(RoutingRow.model == context.model)
+                )
+        except StoreError as error:
+            return JSONResponse({"status": "not ready", "reason": str(error)}, status_code=503)
+        ready = table is not None
+        body = {"status": "ready" if ready else "not ready", "engine": context.engine.away or "ok"}
+        return JSONResponse(body, status_code=200 if ready else 503)
+
+    @app.get("/metrics")
+    def metrics(_actor: Annotated[str, Depends(context.authorise)]) -> Response:
+        return Response(render(collector), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,34 @@
+"""What every route of the admin API works with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from deploy.reconcile import EngineView, Reconciler
+from ingest.store.database import Database
+from sidecar.settings import Canary as CanarySettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminContext:
+    database: Database
+    model: str
+    rules: CanarySettings
+    reconciler: Reconciler
+    authorise: Callable[[Request], Awaitable[str]]
+    """Gives the caller's name for the audit, or raises."""
+    on_change: Callable[[], None] = lambda: None
+    """Told after every change of what vLLM should have loaded."""
+    clock: Callable[[], float] = time.time
+
+    @property
+    def engine(self) -> EngineView:
+        return self.reconciler.view
+
+    def loaded(self) -> frozenset[str] | None:
+        """Adapters in vLLM when it was last asked; None while it is away."""
+        return None if self.engine.away is not None else self.engine.loaded

@@ -1,0 +1,156 @@
+"""The admin API's GETs of records: groups, runs, exchanges, the audit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from sqlalchemy import and_, or_, select
+from sqlalchemy.orm import Session
+
+from deploy.admin_context import AdminContext
+from deploy.admin_models import (
+    AnswerOut,
+    AuditOut,
+    ChoiceOut,
+    ExchangeOut,
+    GroupDetailOut,
+    GroupOut,
+    Page,
+    RunOut,
+)
+from deploy.admin_paging import DEFAULT_LIMIT, Cursor, Limit, decode_cursor, encode_cursor, page
+from deploy.errors import UnknownRecordError
+from ingest.store.arrays import unpack_ids
+from ingest.store.database import decompress
+from ingest.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
+
+
+def record_router(context: AdminContext) -> APIRouter:
+    """The GETs of what was recorded and done."""
+    router = APIRouter(dependencies=[Depends(context.authorise)])
+    _add_groups(router, context)
+    _add_history(router, context)
+    return router
+
+
+def _add_groups(router: APIRouter, context: AdminContext) -> None:
+    database = context.database
+
+    @router.get("/groups")
+    def groups(
+        limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, status: str | None = None
+    ) -> Page[GroupOut]:
+        statement = select(GroupRow)
+        if status is not None:
+            statement = statement.where(GroupRow.status == status)
+        if cursor is not None:
+            (after,) = decode_cursor(cursor, int)
+            statement = statement.where(GroupRow.seq < after)
+        with database.read() as session:
+            rows = session.scalars(statement.order_by(GroupRow.seq.desc()).limit(limit + 1)).all()
+        following = encode_cursor(rows[limit - 1].seq) if len(rows) > limit else None
+        items = [GroupOut(**_group(row)) for row in rows[:limit]]
+        return Page(items=items, next_cursor=following)
+
+    @router.get("/groups/{group_id}")
+    def group(group_id: str) -> GroupDetailOut:
+        with database.read() as session:
+            row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
+            if row is None:
+                raise UnknownRecordError(f"no group {group_id}")
+            answers = session.scalars(
+                select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
+            )
+            return GroupDetailOut(**_group(row), answers=[_answer(answer) for answer in answers])
+
+
+def _add_history(router: APIRouter, context: AdminContext) -> None:
+    database, model = context.database, context.model
+
+    @router.get("/runs")
+    def runs(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RunOut]:
+        statement = select(RunRow).where(RunRow.model == model)
+        if cursor is not None:
+            at, name = decode_cursor(cursor, float, str)
+            statement = statement.where(
+                or_(
+                    RunRow.started_at < at,
+                    and_(RunRow.started_at == at, RunRow.run_id < name),
+                )
+            )
+        order = (RunRow.started_at.desc(), RunRow.run_id.desc())
+        with database.read() as session:
+            rows = session.scalars(statement.order_by(*order).limit(limit + 1)).all()
+        items = [run_out(row) for row in rows]
+        return page(items, limit, lambda last: encode_cursor(last.started_at, last.run_id))
+
+    @router.get("/exchanges/{exchange_id}")
+    def exchange(exchange_id: str) -> ExchangeOut:
+        with database.read() as session:
+            return _exchange(session, exchange_id)
+
+    @router.get("/audit")
+    def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
+        statement = select(AuditRow)
+        if cursor is not None:
+            (after,) = decode_cursor(cursor, int)
+            statement = statement.where(AuditRow.seq < after)
+        with database.read() as session:
+            rows = session.scalars(statement.order_by(AuditRow.seq.desc()).limit(limit + 1)).all()
+        items = [AuditOut.model_validate(row) for row in rows]
+        return page(items, limit, lambda last: encode_cursor(last.seq))
+
+
+def run_out(row: RunRow) -> RunOut:
+    """A run as the wire shows it."""
+    return RunOut(**{name: getattr(row, name) for name in RunOut.model_fields})
+
+
+def _group(row: GroupRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in GroupOut.model_fields}
+
+
+def _answer(row: AnswerRow) -> AnswerOut:
+    return AnswerOut(
+        index=row.index,
+        origin=row.origin,
+        message=json.loads(decompress(row.message_body)),
+        finish_reason=row.finish_reason,
+        tokens=len(unpack_ids(row.token_ids)),
+        temperature=row.temperature,
+        untrainable_reason=row.untrainable_reason,
+        score=row.score,
+        explanation=row.explanation,
+    )
+
+
+def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
+    row = session.scalar(select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
+    if row is None:
+        raise UnknownRecordError(f"no exchange {exchange_id}; it is stored some time after it")
+    choices = session.scalars(
+        select(ChoiceRow).where(ChoiceRow.exchange_id == exchange_id).order_by(ChoiceRow.index)
+    )
+    group = select(GroupRow.group_id).where(GroupRow.exchange_id == exchange_id)
+    plain = {
+        name: getattr(row, name)
+        for name in ExchangeOut.model_fields
+        if name not in {"prompt_tokens", "group_id", "request", "choices"}
+    }
+    return ExchangeOut(
+        **plain,
+        prompt_tokens=len(unpack_ids(row.prompt_token_ids)),
+        group_id=session.scalar(group),
+        request=json.loads(decompress(row.request_body)),
+        choices=[
+            ChoiceOut(
+                index=choice.index,
+                message=json.loads(decompress(choice.message_body)),
+                finish_reason=choice.finish_reason,
+                tokens=len(unpack_ids(choice.token_ids)),
+            )
+            for choice in choices
+        ],
+    )

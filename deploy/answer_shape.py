@@ -1,0 +1,15 @@
+"""Judge-free facts about one answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def is_short(message: Mapping[str, Any], finish_reason: str | None) -> bool:
+    """True for an answer that the token limit cut, or that says and calls nothing."""
+    if finish_reason == "length":
+        return True
+    content = message.get("content")
+    says_something = bool(content.strip()) if isinstance(content, str) else bool(content)
+    return not says_something and not message.get("tool_calls")

@@ -1,0 +1,177 @@
+"""The controller: every tick, look at the one active trial and take it one step on.
+
+It holds no state between ticks that matters: where a trial stands, since when, and on what
+evidence is in the store, so that a new controller goes on where a killed one was. It gathers
+evidence (disk, vLLM, judge, store), asks the pure rule (`deploy.canary`) and writes the decision
+in one transaction, which is discarded when an operator changed the trial meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from deploy import candidates, ramp_counts, registry, transitions, trials
+from deploy.canary import Decision, Evidence, GateEvidence, Hold, LoadEvidence, Move, decide
+from deploy.errors import EngineError, InvalidAdapterError
+from deploy.gate import Gate
+from deploy.probe import compare
+from deploy.records import AdapterVersion, Trial
+from deploy.validation import ServingLimits, validate_folder
+from deploy.vllm_control import AdapterControl
+from ingest.store.database import Database
+from sidecar.settings import Canary as CanarySettings
+
+log = structlog.get_logger()
+
+Facts = dict[str, Any]
+"""Evidence as JSON, by the key under which the trial keeps it."""
+
+
+class Controller:
+    """One per model. `tick` is safe to repeat at any time."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        control: AdapterControl,
+        gate: Gate,
+        rules: CanarySettings,
+        limits: ServingLimits,
+        model: str,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """on_change: told after every transition, to have vLLM reconciled at once."""
+        self._database = database
+        self._control = control
+        self._gate = gate
+        self._rules = rules
+        self._limits = limits
+        self._model = model
+        self._on_change = on_change
+        self._clock = clock
+        self._last_hold: tuple[object, ...] = ()
+
+    async def tick(self) -> None:
+        """Take the active trial one step on, or begin the next. Raises: StoreError."""
+        trial = await asyncio.to_thread(self._active_trial)
+        if trial is None or trial.paused:
+            return
+        evidence, facts = await self._gather(trial)
+        decision = decide(trial, evidence, self._rules, self._clock())
+        if await asyncio.to_thread(self._apply, trial, decision, facts):
+            self._on_change()
+
+    def _active_trial(self) -> Trial | None:
+        with self._database.read() as session:
+            trial = trials.active(session, self._model)
+            if trial is not None or not candidates.has_waiting(session, self._model):
+                return trial
+        with self._database.write() as session:
+            trial = candidates.begin_next(
+                session, self._model, steps=self._rules.steps, now=self._clock()
+            )
+        if trial is not None:
+            log.info("canary_began", canary=trial.canary_id, candidate=trial.candidate)
+        return trial
+
+    async def _gather(self, trial: Trial) -> tuple[Evidence, Facts]:
+        if trial.phase == "loading":
+            return await self._load(trial)
+        if trial.phase == "gating":
+            gate = await self._gate.advance(trial)
+            return gate, {"gate": _gate_facts(gate)}
+        counts = await asyncio.to_thread(self._count_ramp, trial)
+        facts = {"weight_bp": trial.weight_bp, **asdict(counts)}
+        return counts, {f"step_{trial.step + 1}": facts}
+
+    def _count_ramp(self, trial: Trial) -> Evidence:
+        with self._database.read() as session:
+            return ramp_counts.count_ramp(
+                session, trial, step_min_exchanges=self._rules.step_min_exchanges
+            )
+
+    async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
+        version, failures = await asyncio.to_thread(self._candidate, trial)
+        try:
+            await asyncio.to_thread(
+                validate_folder, Path(version.path), digest=version.digest, limits=self._limits
+            )
+            already = await self._control.loaded()
+        except InvalidAdapterError as error:
+            return LoadEvidence(invalid=f"invalid: {error}"), {}
+        except EngineError as error:
+            return LoadEvidence(away=str(error), load_failures=failures), {}
+        try:
+            if version.name not in already:
+                await self._control.load(version.name, version.path)
+            return await self._probe(trial)
+        except InvalidAdapterError as error:
+            return LoadEvidence(invalid=f"invalid: {error}"), {}
+        except EngineError as error:
+            log.warning("adapter_load_failed", adapter=version.name, reason=str(error))
+            failures += 1
+            return (
+                LoadEvidence(away=str(error), load_failures=failures),
+                {"loading": {"failures": failures}},
+            )
+
+    async def _probe(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
+        before = await self._control.probe(trial.model)
+        adapter = await self._control.probe(trial.candidate)
+        after = await self._control.probe(trial.model)
+        liveness = compare(trial.candidate, adapter=adapter, base_before=before, base_after=after)
+        facts = {"probe": asdict(liveness)}
+        if not liveness.live:
+            return LoadEvidence(invalid=liveness.reason), facts
+        return LoadEvidence(live=True), facts
+
+    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, int]:
+        """The candidate, and how often vLLM failed to load it so far."""
+        with self._database.read() as session:
+            row = trials.find_row(session, trial.canary_id)
+            failures = row.evidence.get("loading", {}).get("failures", 0)
+            return registry.find(session, trial.candidate), failures
+
+    def _apply(self, trial: Trial, decision: Decision, facts: Facts) -> bool:
+        """Write a decision. Returns: True when the trial moved."""
+        # The same hold on the same facts again needs no write, and no lock that others want.
+        hold = (trial.canary_id, trial.generation, decision, facts)
+        if isinstance(decision, Hold) and hold == self._last_hold:
+            return False
+        with self._database.write() as session:
+            applied = transitions.apply(session, trial, decision, evidence=facts, now=self._clock())
+        self._last_hold = hold
+        if not applied:
+            log.info("canary_changed_meanwhile", canary=trial.canary_id)
+            return False
+        if isinstance(decision, Move):
+            log.info(
+                "canary_moved",
+                canary=trial.canary_id,
+                candidate=trial.candidate,
+                before=trial.phase,
+                after=decision.to,
+                step=decision.step,
+                reason=decision.reason,
+            )
+        elif decision.reason != trial.reason:
+            log.info("canary_holds", canary=trial.canary_id, reason=decision.reason)
+        return isinstance(decision, Move)
+
+
+def _gate_facts(evidence: GateEvidence) -> Facts:
+    return {
+        **asdict(evidence.verdict),
+        "prompts": evidence.prompts,
+        "pending": evidence.pending,
+        "away": evidence.away,
+    }

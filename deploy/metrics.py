@@ -1,0 +1,103 @@
+"""Prometheus metrics of the control process, read from the store at each scrape.
+
+So they are right after a restart, and whichever process did the counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from deploy import learner_switches, trials
+from deploy.reconcile import EngineView
+from ingest.store.database import Database
+from ingest.store.models import (
+    AdapterRow,
+    CanaryRow,
+    CounterRow,
+    ExchangeRow,
+    GroupRow,
+    RoutingRow,
+    RunRow,
+)
+
+
+class StoreCollector(Collector):
+    """Makes the metrics of one model."""
+
+    def __init__(self, database: Database, model: str, engine: EngineView) -> None:
+        self._database = database
+        self._model = model
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        with self._database.read() as session:
+            yield from self._tallies(session)
+            yield from self._singles(session)
+            yield _counters(session)
+
+    def _tallies(self, session: Session) -> Iterator[Metric]:
+        tallies = (
+            ("groups", "Groups by status.", "status", GroupRow.status, ()),
+            ("exchanges", "Exchanges by selection.", "selection", ExchangeRow.selection, ()),
+            ("runs", "Training runs.", "status", RunRow.status, (RunRow.model == self._model,)),
+            (
+                "adapters",
+                "Adapter versions by state.",
+                "state",
+                AdapterRow.state,
+                (AdapterRow.model == self._model,),
+            ),
+            (
+                "canaries",
+                "Trials by state.",
+                "state",
+                CanaryRow.state,
+                (CanaryRow.model == self._model,),
+            ),
+        )
+        for name, help_text, label, column, where in tallies:
+            family = GaugeMetricFamily(f"sidecar_{name}", help_text, labels=[label])
+            rows = session.execute(select(column, func.count()).where(*where).group_by(column))
+            for value, number in rows:
+                family.add_metric([value], number)
+            yield family
+
+    def _singles(self, session: Session) -> Iterator[Metric]:
+        trial = trials.active(session, self._model)
+        routing = session.get(RoutingRow, self._model)
+        singles = (
+            (
+                "canary_weight",
+                "Share of sessions that the canary answers, 0..1.",
+                trial.weight_bp / 10_000 if trial is not None else 0.0,
+            ),
+            ("canary_paused", "1: paused.", float(trial is not None and trial.paused)),
+            ("routing_generation", "Of the table.", routing.generation if routing else 0),
+            ("learner_paused", "1: paused.", float(learner_switches.read(session).paused)),
+            ("engine_reachable", "1: vLLM answers.", float(self._engine.away is None)),
+            ("adapters_loaded", "In vLLM.", float(len(self._engine.loaded))),
+        )
+        for name, help_text, value in singles:
+            yield GaugeMetricFamily(f"sidecar_{name}", help_text, value=value)
+
+
+def _counters(session: Session) -> Metric:
+    family = CounterMetricFamily(
+        "sidecar_records", "Where records went, by stage and reason.", labels=["stage", "reason"]
+    )
+    for row in session.scalars(select(CounterRow)):
+        family.add_metric([row.stage, row.reason], row.count)
+    return family
+
+
+def render(collector: Collector) -> bytes:
+    """The metrics as Prometheus text."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)

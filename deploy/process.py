@@ -1,0 +1,188 @@
+"""The control process's loops, put together and stopped cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import httpx
+import structlog
+import uvicorn
+
+from deploy import audit, routing_writer
+from deploy.admin import create_app
+from deploy.admin_auth import authoriser
+from deploy.admin_context import AdminContext
+from deploy.controller import Controller
+from deploy.gate import Gate
+from deploy.reconcile import Reconciler
+from deploy.validation import ServingLimits
+from deploy.vllm_control import VllmControl
+from ingest.errors import StoreError
+from ingest.judge import LiteLlmJudge
+from ingest.store.database import Database
+from ingest.vllm import VllmSampler
+from sidecar.settings import Settings
+
+log = structlog.get_logger()
+
+RECONCILE_S = 2.0
+"""How often vLLM's list of adapters is looked at; bounds how long a restart of it goes unseen."""
+STORE_RETRY_S = 1.0
+KEEPALIVE_S = 2.0
+"""vLLM closes idle connections after 5 s; ours must be given up before."""
+
+
+class _Server(uvicorn.Server):
+    """Signals are the process's, not the server's: it would raise them again after its end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: Settings, database: Database) -> int:
+    """Run until SIGTERM or SIGINT. Returns: 0, or 1 when the admin address is taken."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        listener = socket.create_server((settings.admin.host, settings.admin.port))
+    except OSError as error:
+        sys.stderr.write(
+            f"sidecar control: cannot listen on {settings.admin.host}:{settings.admin.port} "
+            f"({error.strerror}); set admin.port\n"
+        )
+        return 1
+    with database.write() as session:
+        routing_writer.initialise(
+            session, settings.serving.model, now=time.time(), actor=audit.CONTROL
+        )
+    key = settings.serving.api_key
+    upstream = settings.serving.upstreams[0]
+    sampler = VllmSampler(upstream, key.get_secret_value() if key else None)
+    judge = LiteLlmJudge(settings.judge)
+    async with _vllm_client(settings) as client:
+        try:
+            await _run(settings, database, VllmControl(client), sampler, judge, listener, stop)
+        finally:
+            await sampler.aclose()
+            await judge.aclose()
+    return 0
+
+
+async def _run(
+    settings: Settings,
+    database: Database,
+    control: VllmControl,
+    sampler: VllmSampler,
+    judge: LiteLlmJudge,
+    listener: socket.socket,
+    stop: asyncio.Event,
+) -> None:
+    changed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_change() -> None:
+        # Also called from the threads that answer the admin API.
+        loop.call_soon_threadsafe(changed.set)
+
+    model = settings.serving.model
+    reconciler = Reconciler(
+        database=database, control=control, model=model, max_loras=settings.serving.max_loras
+    )
+    controller = make_controller(settings, database, control, sampler, judge, on_change)
+    context = AdminContext(
+        database=database,
+        model=model,
+        rules=settings.canary,
+        reconciler=reconciler,
+        authorise=authoriser(settings.admin.tokens),
+        on_change=on_change,
+    )
+    config = uvicorn.Config(create_app(context), log_config=None, access_log=False, lifespan="off")
+    server = _Server(config)
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[listener])),
+        asyncio.create_task(_repeat("tick", controller.tick, settings.canary.poll_s)),
+        asyncio.create_task(_repeat("reconcile", reconciler.reconcile, RECONCILE_S, changed)),
+    ]
+    host, port = listener.getsockname()[:2]
+    log.info("control_ready", admin=f"http://{host}:{port}", model=model)
+    waiting = asyncio.create_task(stop.wait())
+    # A loop that ends by itself is a defect: its error must end the process, not hide in a task.
+    await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    for task in (waiting, *tasks[1:]):
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    log.info("control_stopped")
+
+
+def make_controller(
+    settings: Settings,
+    database: Database,
+    control: VllmControl,
+    sampler: VllmSampler,
+    judge: LiteLlmJudge,
+    on_change: Callable[[], None],
+) -> Controller:
+    """Wire the controller from the settings."""
+    rules, serving = settings.canary, settings.serving
+    gate = Gate(
+        database=database,
+        sampler=sampler,
+        judge=judge,
+        rules=rules,
+        judging=settings.judge,
+        parallel=max(1, settings.groups.concurrency // (2 * rules.gate_answers)),
+    )
+    bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
+    return Controller(
+        database=database,
+        control=control,
+        gate=gate,
+        rules=rules,
+        limits=ServingLimits(max_rank=serving.max_lora_rank, bases=frozenset(bases)),
+        model=serving.model,
+        on_change=on_change,
+    )
+
+
+def _vllm_client(settings: Settings) -> httpx.AsyncClient:
+    key = settings.serving.api_key
+    return httpx.AsyncClient(
+        base_url=settings.serving.upstreams[0],
+        headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
+        limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        trust_env=False,  # a proxy meant for the web is in the way of the operator's own vLLM
+    )
+
+
+async def _repeat(
+    name: str,
+    work: Callable[[], Awaitable[object]],
+    every_s: float,
+    wake: asyncio.Event | None = None,
+) -> None:
+    """Do `work`, wait `every_s` or until woken, again. A store that is away is waited for."""
+    wake = wake or asyncio.Event()
+    while True:
+        wake.clear()
+        pause_s = every_s
+        try:
+            await work()
+        except StoreError as error:
+            log.warning("store_away", loop=name, reason=str(error))
+            pause_s = max(every_s, STORE_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await wake.wait()
