@@ -60,6 +60,17 @@ def assign(table: RoutingTable, session_key: str) -> Assignment:
     return _assignment(table, table.champion, "champion", 1 - weight / BUCKETS)
 
 
+def fallbacks(table: RoutingTable, first: Assignment) -> tuple[Assignment, ...]:
+    """Who answers, in order, when vLLM does not know the adapter of `first` (it was restarted, or
+    the adapter was unloaded under our feet): the champion, then the base, which is always there."""
+    champion_share = 1 - (table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0)
+    left = dict.fromkeys((table.champion, BASE))
+    left.pop(first.adapter, None)
+    if first.adapter == BASE:
+        return ()
+    return tuple(_assignment(table, adapter, "champion", champion_share) for adapter in left)
+
+
 def _assignment(table: RoutingTable, adapter: str, arm: Arm, propensity: float) -> Assignment:
     upstream_model = table.model if adapter == BASE else adapter
     return Assignment(

@@ -78,6 +78,8 @@ class Proxy(Section):
     connect_timeout_s: float = 5.0
     idle_timeout_s: float = 75.0
     """An idle client connection is closed after this long."""
+    drain_timeout_s: float = 20.0
+    """On SIGTERM, replies in flight have this long to finish."""
     routing_poll_s: float = 0.1
     """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
     allow_remote_without_keys: bool = False

@@ -1,0 +1,63 @@
+"""The FastAPI application behind the relay: everything that is not a model's answer.
+
+It listens on a unix socket only; the relay is its one client.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from sidecar.metrics import Metrics
+from sidecar.relay.context import Routing
+from sidecar.relay.refusals import upstream_failed
+from sidecar.vllm_status import VllmStatus
+
+
+def make_app(metrics: Metrics, routing: Routing, vllm: VllmStatus) -> FastAPI:
+    """Build the application."""
+    app = FastAPI(title="learning sidecar, data plane", docs_url=None, redoc_url=None)
+
+    @app.api_route("/healthz", methods=["GET", "HEAD"])
+    async def healthz() -> dict[str, str]:
+        """The process runs."""
+        return {"status": "ok"}
+
+    @app.api_route("/readyz", methods=["GET", "HEAD"])
+    async def readyz() -> JSONResponse:
+        """Requests can be relayed."""
+        reachable = await vllm.reachable()
+        state = {
+            "ready": reachable,
+            "upstream": {"url": vllm.url, "reachable": reachable},
+            "routing": {"model": routing.table.model, "generation": routing.table.generation},
+        }
+        return JSONResponse(state, status_code=200 if reachable else 503)
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """vLLM's list, with the public model only: adapters are not for clients to name."""
+        reply = await vllm.models(request.headers.get("authorization"))
+        if reply is None:
+            refusal = upstream_failed(vllm.url, "no model list")
+            return Response(refusal.body, refusal.status, media_type="application/json")
+        body = reply.body
+        if reply.status == 200:
+            body = public_only(body, routing.table.model)
+        return JSONResponse(body, status_code=reply.status)
+
+    return app
+
+
+def public_only(body: dict[str, Any], model: str) -> dict[str, Any]:
+    """A model list without the adapters. Pure."""
+    cards = [card for card in body.get("data", []) if card.get("id") == model]
+    return {**body, "data": cards}

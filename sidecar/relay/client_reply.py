@@ -1,0 +1,70 @@
+"""Write one reply to a client: its head, and its body in the framing that the client can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sidecar.relay.client_request import ClientRequest
+from sidecar.relay.heads import Header, reply_head
+from sidecar.relay.reply_body import ReplyBody
+from sidecar.relay.reply_parser import NO_BODY_STATUSES, ReplyHead
+
+
+class ClientSide(Protocol):
+    """What a flight needs of the client's connection."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def reply_done(self, *, keep_alive: bool) -> None:
+        """The reply is written to its end."""
+
+    def reply_broken(self) -> None:
+        """The reply will not end: close, so that the client sees that it was cut."""
+
+
+class ClientReply:
+    """One reply on its way to one client."""
+
+    def __init__(self, client: ClientSide, request: ClientRequest) -> None:
+        self.begun = False
+        """The head is written: what happens now cannot be answered with another status."""
+        self.keep_alive = request.keep_alive
+        self._client = client
+        self._request = request
+        self._chunked = False
+
+    def write(
+        self, head: ReplyHead, body: ReplyBody, out: bytes, own: Sequence[Header], *, complete: bool
+    ) -> None:
+        """Write what may go out now. complete: `out` is the last of it."""
+        pieces: list[bytes] = []
+        if not self.begun:
+            pieces.append(self._begin(head, body, len(out) if complete else None, own))
+        if out:
+            pieces += (b"%x\r\n" % len(out), out, b"\r\n") if self._chunked else (out,)
+        if complete and self._chunked:
+            pieces.append(b"0\r\n\r\n")
+        if pieces:
+            self._client.write(b"".join(pieces))
+
+    def _begin(
+        self, head: ReplyHead, body: ReplyBody, whole_length: int | None, own: Sequence[Header]
+    ) -> bytes:
+        self.begun = True
+        bodyless = self._request.method == b"HEAD" or head.status in NO_BODY_STATUSES
+        length = head.content_length
+        if not bodyless and body.length != "kept":
+            length = whole_length if body.length == "whole" else None
+        self._chunked = length is None and not bodyless and self._request.http_1_1
+        if length is None and not self._chunked and not bodyless:
+            self.keep_alive = False  # HTTP/1.0 has no other way to end a body of unknown length
+        return reply_head(
+            head.status,
+            head.reason,
+            head.headers,
+            own=own,
+            content_length=length,
+            chunked=self._chunked,
+            close=not self.keep_alive,
+        )

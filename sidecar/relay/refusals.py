@@ -1,0 +1,141 @@
+"""Replies that the sidecar gives itself, in vLLM's words and shape. Pure.
+
+The texts of 400 and 404 are those that vLLM 0.32 gives for the same mistake, so that a client's
+error handling cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from sidecar.relay.heads import Header, reply_head
+
+MAX_ECHO_CHARS = 200
+"""vLLM repeats at most this much of a wrong value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A finished reply."""
+
+    status: int
+    body: bytes
+    close: bool = False
+    """The connection cannot be used further: its framing or its rest is not trusted."""
+
+
+def vllm_error(
+    status: int, message: str, *, kind: str, param: str | None = None, close: bool = False
+) -> Refusal:
+    """An error as vLLM writes it."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    body = json.dumps({"error": error}, separators=(",", ":"), ensure_ascii=False)
+    return Refusal(status=status, body=body.encode("utf-8", "replace"), close=close)
+
+
+def invalid_json(error: json.JSONDecodeError) -> Refusal:
+    """The body is not JSON."""
+    where = f"body.{error.pos}"
+    detail = {
+        "type": "json_invalid",
+        "loc": where,
+        "msg": "JSON decode error",
+        "input": "<dict of 0 items>",
+        "ctx": {"error": error.msg},
+    }
+    return _validation_error(detail, where)
+
+
+def not_an_object(value: Any) -> Refusal:  # Any: whatever JSON the client sent
+    """The body is JSON, and not an object. `None` stands for an empty body too."""
+    if value is None:
+        detail = {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
+        return _validation_error(detail, "body")
+    text = f"<list of {len(value)} items>" if isinstance(value, list) else str(value)
+    if len(text) > MAX_ECHO_CHARS:
+        text = text[:MAX_ECHO_CHARS] + "...[truncated]"
+    detail = {
+        "type": "model_attributes_type",
+        "loc": "body",
+        "msg": "Input should be a valid dictionary or object to extract fields from",
+        "input": text,
+    }
+    return _validation_error(detail, "body")
+
+
+def _validation_error(detail: dict[str, Any], param: str) -> Refusal:
+    return vllm_error(400, f"1 validation error:\n  {detail}", kind="Bad Request", param=param)
+
+
+def unreadable_text() -> Refusal:
+    """The body is not text in any encoding that JSON may have."""
+    body = b'{"detail":"There was an error parsing the body"}'
+    return Refusal(status=400, body=body)
+
+
+def unknown_model(asked: str, public: str) -> Refusal:
+    """The model is not the public one. Adapters are chosen by the routing table, never by name."""
+    message = f"The model `{asked}` does not exist. Valid aliases: {public}."
+    return vllm_error(404, message, kind="NotFoundError", param="model")
+
+
+def not_found() -> Refusal:
+    """The path is not on the list of allowed ones."""
+    return vllm_error(404, "Not Found", kind="NotFoundError")
+
+
+def bad_framing(why: str) -> Refusal:
+    """The request's framing is broken or ambiguous."""
+    return vllm_error(400, f"Invalid HTTP request received: {why}", kind="Bad Request", close=True)
+
+
+def head_too_large(limit: int) -> Refusal:
+    message = f"The request line and headers are longer than {limit} bytes."
+    return vllm_error(431, message, kind="Bad Request", close=True)
+
+
+def body_too_large(limit: int) -> Refusal:
+    message = f"The request body is longer than proxy.max_body_bytes ({limit})."
+    return vllm_error(413, message, kind="Bad Request", close=True)
+
+
+def too_slow() -> Refusal:
+    return vllm_error(408, "The request did not arrive in time.", kind="Bad Request", close=True)
+
+
+def upstream_failed(url: str, why: str) -> Refusal:
+    """vLLM could not be reached or broke off before the first byte of its reply."""
+    message = (
+        f"The sidecar got no reply from vLLM at {url} ({why}). "
+        "Check that vLLM is running and that serving.upstreams names its address."
+    )
+    return vllm_error(502, message, kind="BadGatewayError")
+
+
+def refusal_reply(
+    refusal: Refusal, *, own: Sequence[Header] = (), close: bool, head_only: bool = False
+) -> bytes:
+    """The whole reply as bytes. head_only: the answer to a HEAD."""
+    head = reply_head(
+        refusal.status,
+        HTTPStatus(refusal.status).phrase.encode(),
+        ((b"content-type", b"application/json"),),
+        own=own,
+        content_length=len(refusal.body),
+        chunked=False,
+        close=close or refusal.close,
+    )
+    return head if head_only else head + refusal.body
+
+
+def names_unknown_model(body: bytes) -> bool:
+    """True when this 404 of vLLM says that it does not know the model (and so the adapter)."""
+    try:
+        error = json.loads(body)["error"]
+        return bool(error["type"] == "NotFoundError" and error.get("param", "model") == "model")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False

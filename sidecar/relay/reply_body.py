@@ -1,0 +1,111 @@
+"""The three ways a reply's body goes to the client. Pure: bytes in, bytes to send out.
+
+passed: as it came. events: one server-sent event at a time, edited. held: whole, edited at its end,
+because the edit changes its length.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
+from sidecar.relay.sse import EventSplitter
+
+MAX_HELD_BYTES = 64 * 2**20
+"""A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
+than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
+
+
+Length = Literal["kept", "whole", "unknown"]
+"""kept: as vLLM's head says; whole: all is sent in one piece; unknown: nobody knows before."""
+
+
+class ReplyBody(Protocol):
+    """Takes the reply's bytes, gives those that may go to the client now."""
+
+    holds: bool
+    """True while nothing may be sent, not even the head: its length is not known."""
+    length: Length
+
+    def feed(self, data: bytes) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+class PassedBody:
+    """Every byte at once, as it came."""
+
+    holds = False
+    length: Length = "kept"
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+    def end(self) -> bytes:
+        return b""
+
+
+class EventBody:
+    """Events as they complete, without what the client did not ask for."""
+
+    holds = False
+    length: Length = "unknown"
+
+    def __init__(self, strip: Strip) -> None:
+        self._strip = strip
+        self._splitter = EventSplitter()
+        self._passing = False
+
+    def feed(self, data: bytes) -> bytes:
+        if self._passing:
+            return data
+        events = self._splitter.feed(data)
+        out = b"".join([strip_event(event, self._strip) for event in events])
+        if self._splitter.pending_bytes > MAX_HELD_BYTES:
+            self._passing = True
+            return out + self._splitter.rest()
+        return out
+
+    def end(self) -> bytes:
+        return self._splitter.rest()
+
+
+class HeldBody:
+    """Nothing until the end, then the whole reply, edited."""
+
+    def __init__(self, strip: Strip) -> None:
+        self.holds = True
+        self.length: Length = "whole"
+        self._strip = strip
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> bytes:
+        if not self.holds:
+            return data
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > MAX_HELD_BYTES:
+            self.holds, self.length = False, "kept"
+            return self._take()
+        return b""
+
+    def end(self) -> bytes:
+        whole = self._take()
+        return whole if self._strip.nothing else strip_reply(whole, self._strip)
+
+    def _take(self) -> bytes:
+        whole = b"".join(self._pieces)
+        self._pieces.clear()
+        return whole
+
+
+def reply_body(*, status: int, content_type: str, encoded: bool, strip: Strip) -> ReplyBody:
+    """Choose the way. encoded: the reply is compressed, and cannot be edited."""
+    if strip.nothing or status != 200 or encoded:
+        return PassedBody()
+    if content_type.startswith("text/event-stream"):
+        return EventBody(strip)
+    if content_type.startswith("application/json"):
+        return HeldBody(strip)
+    return PassedBody()

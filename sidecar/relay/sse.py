@@ -1,0 +1,43 @@
+"""Split a stream of server-sent events at its blank lines, wherever the network cut it. Pure.
+
+Lines end in LF or CR LF. A lone CR, which the standard also allows, is not taken for a line's end:
+no server of this kind writes it, and knowing it would mean holding back every trailing CR.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_LOOK_BACK = 2
+"""Bytes of a blank line that may have come before the rest of it."""
+
+
+class EventSplitter:
+    """Feed pieces, get whole events, blank line included. Nothing is changed or lost:
+    all events and `rest()` joined are the bytes that were fed."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Length of the event that has not ended yet."""
+        return len(self._pending)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take more bytes, give the events that they complete, in order."""
+        searched = max(0, len(self._pending) - _LOOK_BACK)
+        buffer = self._pending + data if self._pending else data
+        events: list[bytes] = []
+        start = 0
+        for match in _BLANK_LINE.finditer(buffer, searched):
+            events.append(buffer[start : match.end()])
+            start = match.end()
+        self._pending = buffer[start:]
+        return events
+
+    def rest(self) -> bytes:
+        """What came after the last blank line; empties the splitter."""
+        rest, self._pending = self._pending, b""
+        return rest
