@@ -23,7 +23,7 @@ from ingest.exchangeable import LogprobsMode
 from ingest.sampling_round import Job, ask, load_job, store_round
 from ingest.store.database import Database
 from ingest.store.groups import SAMPLING, claim_groups, release_group
-from ingest.throttle import Throttle
+from ingest.throttle import PROBE_INTERVAL_S, Throttle
 from ingest.vllm import LoadProbe, Sampler
 from sidecar.settings import Groups
 
@@ -55,6 +55,7 @@ class SamplingWorker:
         model: str,
         logprobs_mode: LogprobsMode = "processed_logprobs",
         now: Callable[[], float] = time.time,
+        probe_interval_s: float = PROBE_INTERVAL_S,
     ) -> None:
         self._database = database
         self._sampler = sampler
@@ -62,7 +63,9 @@ class SamplingWorker:
         self._model = model
         self._mode = logprobs_mode
         self._now = now
-        self._throttle = Throttle(load_probe, settings.max_running_requests)
+        self._throttle = Throttle(
+            load_probe, settings.max_running_requests, interval_s=probe_interval_s
+        )
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._working: set[str] = set()
         self._failures = 0

@@ -1,0 +1,231 @@
+"""Records, stores and fakes for the tests of intake and sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from ingest.bus import Envelope
+from ingest.choose import choose_new
+from ingest.engine_load import EngineLoad
+from ingest.selection import Rules, group_id_of
+from ingest.store.database import Database
+from ingest.store.exchanges import save_exchange
+from ingest.store.models import CounterRow, GroupRow
+from ingest.vllm import SampledAnswer
+from sidecar.records import Choice, Exchange, Sampling, Timings
+
+PROMPT = (1, 9, 9, 4)
+REQUEST = {"model": "smollm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
+
+
+def message(content: str) -> bytes:
+    return json.dumps({"role": "assistant", "content": content}).encode()
+
+
+def make_choice(content: str = "served", **changes: Any) -> Choice:
+    plain = Choice(
+        index=0,
+        message=message(content),
+        finish_reason="stop",
+        token_ids=(5, 6, 2),
+        logprobs=(-0.5, -0.25, -1.0),
+    )
+    return replace(plain, **changes)
+
+
+def make_exchange(exchange_id: str = "e1", **changes: Any) -> Exchange:
+    """A served exchange that selection likes; `request` may be given as a dict."""
+    if isinstance(changes.get("request"), dict):
+        changes["request"] = json.dumps(changes["request"]).encode()
+    plain = Exchange(
+        exchange_id=exchange_id,
+        surface="chat",
+        public_model="smollm",
+        adapter="base",
+        arm="champion",
+        propensity=1.0,
+        replica="http://127.0.0.1:8000",
+        session_key=f"m:{exchange_id}",
+        request=json.dumps(REQUEST).encode(),
+        choices=(make_choice(),),
+        prompt_token_ids=PROMPT,
+        sampling=Sampling(temperature=1.0, max_tokens=16),
+        stream=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=1_000.0),
+    )
+    return replace(plain, **changes)
+
+
+class MemoryBus:
+    """A bus in memory: what is committed is gone, what is not is read again."""
+
+    def __init__(self, payloads: Sequence[bytes] = ()) -> None:
+        self.kept = [Envelope(position=n, payload=p) for n, p in enumerate(payloads, start=1)]
+
+    def read(self, limit: int) -> Sequence[Envelope]:
+        return self.kept[:limit]
+
+    def commit(self, position: int) -> None:
+        self.kept = [envelope for envelope in self.kept if envelope.position > position]
+
+    def lag(self) -> int:
+        return len(self.kept)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class ScriptedSampler:
+    """Answers with one text after the other, or raises what the script holds instead."""
+
+    def __init__(self, *script: str | Exception, prompt: tuple[int, ...] = PROMPT) -> None:
+        self.script = list(script)
+        self.prompt = prompt
+        self.calls: list[dict[str, Any]] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.hold: asyncio.Event | None = None
+        """When set, every answer waits for it."""
+        self.asked = asyncio.Event()
+
+    async def sample(
+        self,
+        *,
+        upstream_model: str,
+        request: Mapping[str, Any],
+        temperature: float,
+        max_tokens: int | None,
+        seed: int | None = None,
+    ) -> SampledAnswer:
+        number = len(self.calls)
+        self.calls.append(
+            {
+                "upstream_model": upstream_model,
+                "request": dict(request),
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+            }
+        )
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self.asked.set()
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+            else:
+                await asyncio.sleep(0)
+        finally:
+            self.in_flight -= 1
+        step = self.script[number % len(self.script)] if self.script else f"answer {number}"
+        if isinstance(step, Exception):
+            raise step
+        return SampledAnswer(
+            message=message(step),
+            finish_reason="stop",
+            token_ids=(7, 8, 9, 10, 2),
+            logprobs=(-0.1, -0.2, -0.3, -0.4, -0.5),
+            prompt_token_ids=self.prompt,
+            model=upstream_model,
+        )
+
+
+class ScriptedLoad:
+    """Says the load that it was given; the last one again and again."""
+
+    def __init__(self, *users: int | Exception) -> None:
+        self.users = list(users) or [0]
+
+    async def load(self) -> EngineLoad:
+        users = self.users.pop(0) if len(self.users) > 1 else self.users[0]
+        if isinstance(users, Exception):
+            raise users
+        return EngineLoad(running=users, waiting=0, kv_cache_usage=0.0)
+
+
+class Kit:
+    """A store, and short ways to fill it and to look into it."""
+
+    exchange = staticmethod(make_exchange)
+    choice = staticmethod(make_choice)
+    message = staticmethod(message)
+    MemoryBus = MemoryBus
+    ScriptedSampler = ScriptedSampler
+    ScriptedLoad = ScriptedLoad
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    @staticmethod
+    def rules(**changes: Any) -> Rules:
+        plain = Rules(
+            size=4,
+            rate=1.0,
+            max_groups_per_session=4,
+            max_pending_groups=64,
+            logprobs_mode="processed_logprobs",
+        )
+        return replace(plain, **changes)
+
+    def store(self, *exchanges: Exchange, held_out: bool = False) -> None:
+        with self.database.write() as session:
+            for exchange in exchanges:
+                assert save_exchange(session, exchange, held_out=held_out, now=1.0)
+
+    def choose(self, *exchanges: Exchange, **rules: Any) -> list[str]:
+        """Store exchanges and make groups of them. Returns: the groups' ids."""
+        self.store(*exchanges)
+        choose_new(self.database, self.rules(**rules), model="smollm", limit=100, now=2.0)
+        return [group_id_of(exchange.exchange_id) for exchange in exchanges]
+
+    def counts(self, stage: str) -> dict[str, int]:
+        """The durable counters of a stage, without those at 0."""
+        with self.database.read() as session:
+            rows = session.scalars(select(CounterRow).where(CounterRow.stage == stage))
+            return {row.reason: row.count for row in rows if row.count}
+
+    def row(self, group_id: str) -> GroupRow:
+        with self.database.read() as session:
+            return session.scalars(select(GroupRow).where(GroupRow.group_id == group_id)).one()
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Iterator[Kit]:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    database.upgrade()
+    yield Kit(database)
+    database.close()
+
+
+@pytest.fixture(params=["memory", "outbox"])
+def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A function that makes a bus, fake or real, holding these exchanges."""
+    from ingest.bus import open_bus
+    from sidecar.outbox import Outbox
+    from sidecar.records import encode_exchange
+
+    opened: list[Any] = []
+
+    def fill(exchanges: Sequence[Exchange]) -> Any:
+        if request.param == "memory":
+            bus = MemoryBus([encode_exchange(exchange) for exchange in exchanges])
+        else:
+            outbox = Outbox(tmp_path / "outbox.db", max_rows=1_000)
+            outbox.write(exchanges)
+            outbox.close()
+            bus = open_bus(f"sqlite:///{tmp_path}/outbox.db")
+        opened.append(bus)
+        return bus
+
+    yield fill
+    for bus in opened:
+        bus.close()

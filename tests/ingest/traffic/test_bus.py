@@ -1,0 +1,110 @@
+"""One contract, run against the fake bus and the real outbox."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from ingest.bus import open_bus
+from ingest.errors import BusError
+from sidecar.errors import SettingsError
+from sidecar.records import decode_exchange
+
+
+def ids(envelopes) -> list[str]:
+    return [decode_exchange(envelope.payload).exchange_id for envelope in envelopes]
+
+
+def test_an_empty_bus_gives_nothing_and_has_no_lag(filled_bus) -> None:
+    bus = filled_bus([])
+
+    assert list(bus.read(10)) == []
+    assert bus.lag() == 0
+
+
+def test_records_come_in_order_and_no_more_than_asked(kit, filled_bus) -> None:
+    bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
+
+    assert ids(bus.read(2)) == ["a", "b"]
+    assert bus.lag() == 3
+
+
+def test_what_was_not_committed_is_read_again(kit, filled_bus) -> None:
+    bus = filled_bus([kit.exchange(name) for name in ("a", "b")])
+
+    assert bus.read(10) == bus.read(10)
+
+
+def test_after_a_commit_reading_goes_on_behind_it(kit, filled_bus) -> None:
+    bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
+    first, second, _ = bus.read(10)
+    assert first.position < second.position
+
+    bus.commit(second.position)
+
+    assert ids(bus.read(10)) == ["c"]
+    assert bus.lag() == 1
+
+
+def test_committing_twice_changes_nothing(kit, filled_bus) -> None:
+    bus = filled_bus([kit.exchange(name) for name in ("a", "b")])
+    position = bus.read(1)[0].position
+
+    bus.commit(position)
+    bus.commit(position)
+
+    assert ids(bus.read(10)) == ["b"]
+
+
+def test_the_outbox_keeps_what_was_not_committed_for_the_next_reader(kit, tmp_path: Path) -> None:
+    from sidecar.outbox import Outbox
+
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    outbox = Outbox(tmp_path / "outbox.db", max_rows=10)
+    outbox.write([kit.exchange("a"), kit.exchange("b")])
+    first = open_bus(url)
+    first.commit(first.read(1)[0].position)
+    first.close()
+
+    second = open_bus(url)
+
+    assert ids(second.read(10)) == ["b"]
+    second.close()
+    outbox.close()
+
+
+def test_a_file_that_is_no_outbox_is_a_bus_error(tmp_path: Path) -> None:
+    (tmp_path / "outbox.db").write_bytes(b"not a database, not by far" * 50)
+    bus = open_bus(f"sqlite:///{tmp_path}/outbox.db")
+
+    for use in (lambda: bus.read(1), lambda: bus.commit(1), bus.lag):
+        with pytest.raises(BusError, match="outbox"):
+            use()
+
+
+def test_a_locked_outbox_is_a_bus_error_and_loses_nothing(kit, tmp_path: Path) -> None:
+    from ingest.bus import OutboxBus
+    from sidecar.outbox import Outbox, OutboxReader
+
+    path = tmp_path / "outbox.db"
+    outbox = Outbox(path, max_rows=10)
+    outbox.write([kit.exchange("a")])
+    bus = OutboxBus(OutboxReader(path, busy_timeout_s=0.0))
+    position = bus.read(1)[0].position
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    with pytest.raises(BusError):
+        bus.commit(position)
+    other.close()
+
+    assert ids(bus.read(1)) == ["a"]
+    bus.close()
+    outbox.close()
+
+
+def test_kafka_is_refused_and_said_to_come_later() -> None:
+    with pytest.raises(SettingsError, match="Kafka comes with a later"):
+        open_bus("kafka://127.0.0.1:9092/exchanges")

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from sqlalchemy import func, select
+
+from ingest.consume import Consumed, consume
+from ingest.errors import StoreError
+from ingest.store.exchanges import load_exchange
+from ingest.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.records import encode_exchange
+
+
+def take(kit, bus, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
+    return consume(bus, kit.database, limit=limit, held_out_rate=held_out_rate, now=5.0)
+
+
+def stored_ids(kit) -> list[str]:
+    with kit.database.read() as session:
+        return list(session.scalars(select(ExchangeRow.exchange_id).order_by(ExchangeRow.seq)))
+
+
+def test_records_go_from_the_bus_to_the_store_in_order(kit, filled_bus) -> None:
+    bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
+
+    assert take(kit, bus, limit=2) == Consumed(stored=2, repeated=0, poison=0)
+    assert take(kit, bus, limit=2) == Consumed(stored=1, repeated=0, poison=0)
+
+    assert stored_ids(kit) == ["a", "b", "c"]
+    assert bus.lag() == 0
+    assert kit.counts("consume") == {"stored": 3}
+
+
+def test_consuming_a_record_twice_changes_nothing(kit) -> None:
+    first = kit.exchange("a")
+    other = kit.exchange("a", session_key="m:other", choices=())
+    take(kit, kit.MemoryBus([encode_exchange(first)]))
+
+    again = take(kit, kit.MemoryBus([encode_exchange(first), encode_exchange(other)]))
+
+    assert again == Consumed(stored=0, repeated=2, poison=0)
+    assert kit.counts("consume") == {"stored": 1, "repeated": 2}
+    with kit.database.read() as session:
+        stored = load_exchange(session, "a")
+        assert stored is not None
+        assert stored.exchange == first
+        assert session.scalar(select(func.count()).select_from(ChoiceRow)) == 1
+
+
+def test_a_store_that_fails_leaves_the_batch_on_the_bus(kit, monkeypatch) -> None:
+    bus = kit.MemoryBus([encode_exchange(kit.exchange("a"))])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("locked")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(kit.database, "write", refuse)
+        with pytest.raises(StoreError):
+            take(kit, bus)
+    assert bus.lag() == 1
+
+    assert take(kit, bus) == Consumed(stored=1, repeated=0, poison=0)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\xc1 not msgpack", id="not-msgpack"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\x81\xa1a\x01", id="another-record"),
+    ],
+)
+def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit, payload: bytes) -> None:
+    good = encode_exchange(kit.exchange("a"))
+    bus = kit.MemoryBus([payload, good])
+
+    assert take(kit, bus) == Consumed(stored=1, repeated=0, poison=1)
+
+    assert bus.lag() == 0
+    assert stored_ids(kit) == ["a"]
+    assert kit.counts("consume") == {"stored": 1, "poison": 1}
+    with kit.database.read() as session:
+        letter = session.scalars(select(DeadLetterRow)).one()
+    assert letter.payload == payload
+    assert letter.at == 5.0
+
+
+def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit) -> None:
+    huge_id = kit.exchange("huge", prompt_token_ids=(2**31,))
+    twins = kit.exchange("twins", choices=(kit.choice("x"), kit.choice("y")))
+    huge_status = kit.exchange("status", status=2**63)
+    bus = kit.MemoryBus(
+        [encode_exchange(item) for item in (huge_id, twins, huge_status, kit.exchange("good"))]
+    )
+
+    assert take(kit, bus) == Consumed(stored=1, repeated=0, poison=3)
+
+    assert stored_ids(kit) == ["good"]
+
+
+def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(kit) -> None:
+    # SQLite takes NaN for NULL, and the column is NOT NULL: only the INSERT finds out.
+    refused = kit.exchange("nan", propensity=math.nan)
+    bus = kit.MemoryBus(
+        [encode_exchange(item) for item in (kit.exchange("a"), refused, kit.exchange("b"))]
+    )
+
+    assert take(kit, bus) == Consumed(stored=2, repeated=0, poison=1)
+
+    assert stored_ids(kit) == ["a", "b"]
+    assert kit.counts("consume") == {"stored": 2, "poison": 1}
+    with kit.database.read() as session:
+        letter = session.scalars(select(DeadLetterRow)).one()
+    assert letter.payload == encode_exchange(refused)
+    assert "IntegrityError" in letter.reason
+
+
+def test_the_held_out_flag_is_stored_with_the_exchange(kit) -> None:
+    # By test_held_out.py, session m:a has 0.082 and m:c has 0.207.
+    exchanges = [kit.exchange("a"), kit.exchange("c")]
+    take(kit, kit.MemoryBus([encode_exchange(item) for item in exchanges]), held_out_rate=0.2)
+
+    with kit.database.read() as session:
+        flags = [load_exchange(session, name).held_out for name in ("a", "c")]
+
+    assert flags == [True, False]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ingest.intake import Intake
+from ingest.store import database as store
+from ingest.store.database import Database
+from sidecar.outbox import Outbox
+from sidecar.records import encode_exchange
+from sidecar.settings import Bus, Groups, Serving, Settings
+
+SETTINGS = Settings(
+    serving=Serving(model="smollm"),
+    bus=Bus(batch=2),
+    groups=Groups(held_out_rate=0.0, max_pending_groups=1, size=4),
+)
+
+
+def make_intake(kit, payloads: list[bytes], database: Database | None = None, now=lambda: 10.0):
+    return Intake(kit.MemoryBus(payloads), database or kit.database, SETTINGS, now=now)
+
+
+def test_a_step_takes_a_batch_and_decides_it(kit) -> None:
+    intake = make_intake(kit, [encode_exchange(kit.exchange(name)) for name in ("a", "b", "c")])
+
+    assert intake.step() == 4  # two consumed, two decided
+    assert intake.step() == 2
+    assert intake.step() == 0
+
+    assert kit.counts("consume") == {"stored": 3}
+    assert kit.counts("selection") == {"chosen": 1, "backlog": 2}
+
+
+def test_the_backlog_is_looked_at_every_two_seconds(kit) -> None:
+    times = iter([10.0, 11.9, 12.0])
+    payloads = [encode_exchange(kit.exchange(name)) for name in ("a", "b")]
+    intake = make_intake(kit, payloads, now=lambda: next(times))
+    intake.step()
+    with sqlite3.connect(kit.database.engine.url.database) as other:
+        other.execute("UPDATE answer_group SET status = 'scored'")
+    other.close()
+
+    intake.step()
+    assert kit.counts("selection") == {"chosen": 1, "backlog": 1}
+    intake.step()
+    assert kit.counts("selection") == {"chosen": 2}
+
+
+def test_it_waits_at_once_when_there_is_nothing_and_not_at_all_when_there_is(kit) -> None:
+    intake = make_intake(kit, [encode_exchange(kit.exchange("a"))])
+
+    assert intake.attempt() == 0.0
+    assert intake.attempt() == SETTINGS.bus.poll_interval_s
+
+
+def test_a_locked_store_is_tried_again_with_growing_pauses_and_nothing_is_lost(
+    kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "BUSY_TIMEOUT_S", 0.0)
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    intake = make_intake(kit, [encode_exchange(kit.exchange("a"))], database)
+    blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+
+    assert [intake.attempt() for _ in range(3)] == [0.5, 1.0, 2.0]
+    blocker.execute("ROLLBACK")
+    assert intake.attempt() == 0.0
+
+    assert kit.counts("consume") == {"stored": 1}
+    blocker.close()
+    database.close()
+
+
+async def test_a_stop_ends_the_loop(kit) -> None:
+    stop = asyncio.Event()
+    running = asyncio.create_task(make_intake(kit, []).run(stop))
+    await asyncio.sleep(0)
+
+    stop.set()
+
+    await asyncio.wait_for(running, timeout=5)
+
+
+def write_config(folder: Path, bus: str) -> Path:
+    config = folder / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nmodel = "smollm"\n[bus]\nurl = "{bus}"\n'
+        f'[store]\nurl = "sqlite:///{folder}/store.db"\n[groups]\nheld_out_rate = 0.0\n'
+    )
+    return config
+
+
+def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    outbox = Outbox(folder / "outbox.db", max_rows=10)
+    outbox.write([kit.exchange("a"), kit.exchange("b")])
+    outbox.close()
+    config = write_config(folder, f"sqlite:///{folder}/outbox.db")
+    command = [sys.executable, "-m", "ingest", "--config", str(config)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    database = Database(f"sqlite:///{folder}/store.db")
+    other = type(kit)(database)
+    deadline = time.monotonic() + 30
+    try:
+        database.upgrade()  # whoever comes first makes it
+        while other.counts("selection") != {"chosen": 2}:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+        database.close()
+
+    assert process.returncode == 0
+    assert b"ingest_stopped" in errors
+    assert b"Traceback" not in errors
+
+
+def test_the_process_refuses_kafka_and_says_why(tmp_path: Path, capsys) -> None:
+    from ingest.__main__ import main
+
+    config = write_config(tmp_path, "kafka://127.0.0.1:9092/t")
+
+    assert main(["--config", str(config)]) == 2
+    assert "Kafka comes with a later" in capsys.readouterr().err
+    assert not (tmp_path / "store.db").exists()

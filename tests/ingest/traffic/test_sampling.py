@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ingest.budget import day_of, next_midnight
+from ingest.errors import AdapterGoneError, EngineDownError, SamplingError, StoreError
+from ingest.sampling import SamplingWorker
+from ingest.store.database import Database
+from ingest.store.groups import append_answers, claim_groups, load_group
+from ingest.store.models import AliasRow
+from sidecar.records import Sampling
+from sidecar.settings import Groups
+
+NOON = 1_795_262_400.0  # 2026-11-21 12:00 UTC
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOON
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make_worker(kit, clock):
+    def make(sampler, load=None, *, mode="processed_logprobs", probe_interval_s=0.5, **settings):
+        values = {"size": 4, "concurrency": 16, **settings}
+        return SamplingWorker(
+            kit.database,
+            sampler,
+            load or kit.ScriptedLoad(),
+            Groups(**values),
+            model="smollm",
+            logprobs_mode=mode,
+            now=clock,
+            probe_interval_s=probe_interval_s,
+        )
+
+    return make
+
+
+def group_of(kit, group_id: str):
+    with kit.database.read() as session:
+        return load_group(session, group_id)
+
+
+async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_worker) -> None:
+    with kit.database.write() as session:
+        session.add(AliasRow(model="smollm", alias="champion", adapter="smollm--v2", generation=1))
+    sampling = Sampling(temperature=0.7, max_tokens=16)
+    (group_id,) = kit.choose(kit.exchange("e1", adapter="smollm--v2", sampling=sampling))
+    sampler = kit.ScriptedSampler("a", "b", "c")
+
+    assert await make_worker(sampler).step() == 1
+
+    group = group_of(kit, group_id)
+    assert [a.message for a in group.answers] == [kit.message(c) for c in ("served", *"abc")]
+    assert [a.origin for a in group.answers] == ["served", "sampled", "sampled", "sampled"]
+    assert {a.temperature for a in group.answers} == {0.7}
+    assert all(a.untrainable_reason is None for a in group.answers)
+    assert group.answers[1].token_ids == (7, 8, 9, 10, 2)
+    assert kit.row(group_id).status == "sampled"
+    assert (
+        sampler.calls
+        == [
+            {
+                "upstream_model": "smollm--v2",
+                "request": {
+                    "model": "smollm",
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "max_tokens": 16,
+                },
+                "temperature": 0.7,
+                "max_tokens": 16,
+            }
+        ]
+        * 3
+    )
+    assert kit.counts("candidate") == {"kept": 3}
+    assert kit.counts("sampling") == {"sampled": 1}
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
+
+
+async def test_the_base_is_asked_for_by_its_public_name(kit, make_worker) -> None:
+    kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler()
+
+    await make_worker(sampler).step()
+
+    assert {call["upstream_model"] for call in sampler.calls} == {"smollm"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode", "temperature"),
+    [
+        (Sampling(), "processed_logprobs", 1.0),
+        (Sampling(temperature=0.0), "processed_logprobs", 1.0),
+        (Sampling(temperature=0.3), "processed_logprobs", 0.3),
+        (Sampling(temperature=0.3), "raw_logprobs", 1.0),
+    ],
+)
+async def test_candidates_have_the_requests_temperature_where_that_can_teach(
+    kit, make_worker, sampling, mode, temperature
+) -> None:
+    kit.choose(kit.exchange("e1", sampling=sampling), logprobs_mode=mode)
+    sampler = kit.ScriptedSampler()
+
+    await make_worker(sampler, mode=mode).step()
+
+    assert {call["temperature"] for call in sampler.calls} == {temperature}
+
+
+async def test_free_answers_are_not_sampled_again(kit, make_worker) -> None:
+    choices = tuple(kit.choice(f"c{n}", index=n) for n in range(3))
+    full = tuple(kit.choice(f"c{n}", index=n) for n in range(4))
+    kit.choose(kit.exchange("e1", choices=choices), kit.exchange("e2", choices=full))
+    sampler = kit.ScriptedSampler()
+
+    assert await make_worker(sampler).step() == 2
+
+    assert len(sampler.calls) == 1
+
+
+async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
+    kit, make_worker
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+
+    assert await make_worker(kit.ScriptedSampler(prompt=(1, 9, 9, 5))).step() == 0
+
+    row = kit.row(group_id)
+    assert (row.status, row.reason) == ("set_aside", "prompt_mismatch")
+    assert len(group_of(kit, group_id).answers) == 1
+    assert kit.counts("candidate") == {"prompt_mismatch": 3}
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 15}  # dropped, and paid for
+
+
+async def test_an_adapter_that_is_gone_sets_the_group_aside(kit, make_worker) -> None:
+    with kit.database.write() as session:
+        session.add(AliasRow(model="smollm", alias="champion", adapter="v2", generation=1))
+    (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
+
+    await make_worker(kit.ScriptedSampler(AdapterGoneError("404"))).step()
+
+    assert kit.row(group_id).reason == "adapter_gone"
+    assert kit.counts("sampling") == {"adapter_gone": 1}
+
+
+async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
+    kit, make_worker
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+
+    await make_worker(kit.ScriptedSampler(AdapterGoneError("404"))).step()
+
+    assert kit.row(group_id).status == "sampling"
+
+
+async def test_answers_that_are_all_alike_set_the_group_aside(kit, make_worker) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+
+    assert await make_worker(kit.ScriptedSampler("served")).step() == 0
+
+    assert kit.row(group_id).reason == "identical_answers"
+
+
+async def test_while_vllm_is_down_the_group_waits_at_no_cost(kit, make_worker, clock) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    worker = make_worker(kit.ScriptedSampler(EngineDownError("refused")))
+
+    for _ in range(8):
+        assert await worker.step() == 0
+
+    row = kit.row(group_id)
+    assert (row.status, row.sampling_attempts, row.lease_until) == ("sampling", 0, 0.0)
+    assert await make_worker(kit.ScriptedSampler()).step() == 1
+
+
+async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
+    kit, make_worker, clock
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler("a", SamplingError("lengths_differ"), "b")
+    worker = make_worker(sampler)
+
+    assert await worker.step() == 0
+    assert len(group_of(kit, group_id).answers) == 3
+    assert await worker.step() == 0  # left alone for 5 s
+    clock.now += 5.0
+    assert await worker.step() == 1
+
+    assert len(sampler.calls) == 4
+    assert kit.counts("candidate") == {"kept": 3, "failed": 1}
+
+
+async def test_a_group_that_fails_five_times_is_set_aside(kit, make_worker, clock) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    worker = make_worker(kit.ScriptedSampler(SamplingError("status 400")))
+
+    for _ in range(5):
+        assert kit.row(group_id).status == "sampling"
+        await worker.step()
+        clock.now += 300.0
+
+    assert (kit.row(group_id).status, kit.row(group_id).reason) == ("set_aside", "sampling_failed")
+    assert kit.counts("candidate") == {"failed": 15}
+
+
+async def test_no_more_candidates_are_in_flight_than_allowed(kit, make_worker) -> None:
+    kit.choose(*(kit.exchange(f"e{n}") for n in range(6)))
+    sampler = kit.ScriptedSampler()
+    sampler.hold = asyncio.Event()
+
+    step = asyncio.create_task(make_worker(sampler, concurrency=5).step())
+    async with asyncio.timeout(10):
+        while sampler.in_flight < 5:
+            await asyncio.sleep(0.001)
+    sampler.hold.set()
+
+    assert await step == 2  # two groups, six candidates, keep five slots busy
+    assert sampler.most_in_flight == 5
+    assert len(sampler.calls) == 6
+
+
+async def test_users_come_first(kit, make_worker) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler()
+
+    assert await make_worker(sampler, kit.ScriptedLoad(9), max_running_requests=8).step() == 0
+
+    assert sampler.calls == []
+    assert kit.row(group_id).lease_until == 0.0
+
+
+async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(kit, make_worker) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler()
+    # Measured before the claim and before each candidate; ours in flight are not users'.
+    load = kit.ScriptedLoad(0, 0, 12, 0)
+    worker = make_worker(sampler, load, max_running_requests=8, probe_interval_s=0.0)
+
+    assert await worker.step() == 0
+
+    assert kit.counts("candidate") == {"kept": 2, "held_back": 1}
+    assert (kit.row(group_id).status, kit.row(group_id).sampling_attempts) == ("sampling", 0)
+    assert await worker.step() == 1
+    assert len(sampler.calls) == 3
+
+
+async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit, make_worker) -> None:
+    kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler()
+
+    assert await make_worker(sampler, kit.ScriptedLoad(SamplingError("no metrics"))).step() == 0
+
+    assert sampler.calls == []
+
+
+async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
+    kit, make_worker, clock
+) -> None:
+    kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
+    settings = {"tokens_per_day": 15, "concurrency": 3}
+    assert await make_worker(kit.ScriptedSampler(), **settings).step() == 1  # 3 x 5 tokens
+
+    restarted = make_worker(kit.ScriptedSampler(), **settings)
+    assert await restarted.step() == 0
+    clock.now = NOON + 12 * 3600 - 1
+    assert await restarted.step() == 0
+    clock.now = NOON + 12 * 3600
+    assert await restarted.step() == 1
+
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
+
+
+def test_the_day_ends_at_midnight_utc() -> None:
+    assert day_of(NOON) == "2026-11-21"
+    assert next_midnight(NOON).isoformat() == "2026-11-22T00:00:00+00:00"
+    assert next_midnight(NOON + 12 * 3600).isoformat() == "2026-11-23T00:00:00+00:00"
+
+
+async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
+    kit, make_worker
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler()
+    sampler.hold = asyncio.Event()
+    slow = asyncio.create_task(make_worker(sampler).step())
+    await sampler.asked.wait()
+    with kit.database.write() as session:  # the other one, after the lease
+        answers = list(group_of(kit, group_id).answers) * 3
+        append_answers(session, group_id, answers, size=4)
+    sampler.hold.set()
+
+    await slow
+
+    assert len(group_of(kit, group_id).answers) == 4
+    assert kit.counts("candidate") == {"late": 3}
+
+
+async def test_a_worker_that_is_stopped_gives_its_groups_back(kit, make_worker, clock) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    sampler = kit.ScriptedSampler()
+    sampler.hold = asyncio.Event()
+    stop = asyncio.Event()
+    running = asyncio.create_task(make_worker(sampler).run(stop))
+    await sampler.asked.wait()
+    assert kit.row(group_id).lease_until > clock.now
+
+    stop.set()
+    await running
+
+    assert sampler.in_flight == 0
+    assert kit.row(group_id).lease_until == 0.0
+    with kit.database.write() as session:
+        claimed = claim_groups(session, "sampling", limit=1, now=clock.now, lease_s=1.0)
+    assert claimed == [group_id]
+
+
+async def test_a_running_worker_takes_one_group_after_the_other(kit, make_worker) -> None:
+    ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(5)))
+    stop = asyncio.Event()
+    running = asyncio.create_task(make_worker(kit.ScriptedSampler(), concurrency=3).run(stop))
+
+    async with asyncio.timeout(10):
+        while kit.counts("sampling") != {"sampled": 5}:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await running
+
+    assert {kit.row(group_id).status for group_id in ids} == {"sampled"}
+
+
+async def test_what_was_sampled_is_stored_when_the_store_comes_back(
+    kit, make_worker, monkeypatch
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    worker = make_worker(kit.ScriptedSampler())
+    write, refusals = Database.write, iter([False, True])  # claim, then the first try to store
+
+    def sometimes(database: Database):
+        if next(refusals, False):
+            raise StoreError("locked")
+        return write(database)
+
+    monkeypatch.setattr(Database, "write", sometimes)
+
+    assert await worker.step() == 1
+
+    monkeypatch.undo()
+    assert kit.row(group_id).status == "sampled"
+    assert kit.counts("candidate") == {"kept": 3}

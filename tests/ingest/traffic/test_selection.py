@@ -1,0 +1,196 @@
+"""Each reason, by a case worked by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ingest.selection import Standing, select
+from sidecar.records import Sampling
+
+STANDING = Standing(
+    live_adapters=frozenset({"base", "smollm--v2"}), pending_groups=0, groups_by_session={}
+)
+
+
+def reasons(kit, *exchanges, standing: Standing = STANDING, held_out: bool = False, **rules: Any):
+    batch = [(exchange, held_out) for exchange in exchanges]
+    return [decision.reason for decision in select(batch, standing, kit.rules(**rules))]
+
+
+def test_a_plain_exchange_becomes_a_group_with_its_answer(kit) -> None:
+    exchange = kit.exchange("e1", session_key="m:s")
+
+    (decision,) = select([(exchange, False)], STANDING, kit.rules())
+
+    assert decision.reason == "chosen"
+    group = decision.group
+    assert group is not None
+    assert (group.exchange_id, group.session_key, group.adapter) == ("e1", "m:s", "base")
+    assert group.request == exchange.request
+    assert group.prompt_token_ids == (1, 9, 9, 4)
+    (answer,) = group.answers
+    assert (answer.index, answer.origin, answer.temperature) == (0, "served", 1.0)
+    assert answer.token_ids == (5, 6, 2)
+    assert answer.logprobs == (-0.5, -0.25, -1.0)
+    assert answer.untrainable_reason is None
+
+
+def test_several_choices_are_free_answers_up_to_the_size(kit) -> None:
+    choices = tuple(kit.choice(f"c{n}", index=n) for n in range(6))
+
+    (decision,) = select([(kit.exchange(choices=choices), False)], STANDING, kit.rules(size=4))
+
+    assert [answer.index for answer in decision.group.answers] == [0, 1, 2, 3]
+    assert decision.group.answers[3].message == kit.message("c3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"outcome": "cut"}, "outcome", id="client-went-away"),
+        pytest.param({"outcome": "upstream_error"}, "outcome", id="vllm-failed"),
+        pytest.param({"status": 400}, "outcome", id="refused"),
+        pytest.param(
+            {"untrainable_reason": "no_logprobs"}, "untrainable:no_logprobs", id="capture-says-so"
+        ),
+        pytest.param(
+            {"prompt_token_ids": ()}, "untrainable:no_prompt_token_ids", id="prompt-unknown"
+        ),
+        pytest.param({"request": b"{"}, "untrainable:request_not_json", id="not-json"),
+        pytest.param({"request": b"[]"}, "untrainable:request_not_json", id="not-an-object"),
+        pytest.param(
+            {"request": {"response_format": {"type": "json_object"}}},
+            "untrainable:masked_by_response_format",
+            id="grammar",
+        ),
+        pytest.param(
+            {"request": {"tool_choice": "required"}},
+            "untrainable:masked_by_tool_choice",
+            id="tool-required",
+        ),
+        pytest.param(
+            {"request": {"logit_bias": {"5": -100}}},
+            "untrainable:masked_by_logit_bias",
+            id="logit-bias",
+        ),
+        pytest.param({"choices": ()}, "empty_answer", id="no-choices"),
+        pytest.param({"adapter": "smollm--v1"}, "stale_adapter", id="old-adapter"),
+        pytest.param({"adapter": "smollm--v2"}, "chosen", id="live-adapter"),
+        pytest.param({"request": {"response_format": {"type": "text"}}}, "chosen", id="text"),
+        pytest.param({"request": {"tool_choice": "auto", "min_tokens": 0}}, "chosen", id="auto"),
+    ],
+)
+def test_what_an_exchange_is_decides_first(kit, changes: dict[str, Any], reason: str) -> None:
+    assert reasons(kit, kit.exchange("e1", **changes)) == [reason]
+
+
+def test_held_out_comes_before_everything(kit) -> None:
+    assert reasons(kit, kit.exchange("e1", outcome="cut"), held_out=True) == ["held_out"]
+
+
+def test_an_answer_of_tool_calls_alone_is_not_empty(kit) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    tool_answer = kit.choice(message=json.dumps(said).encode())
+    nothing = kit.choice("")
+
+    assert reasons(kit, kit.exchange("e1", choices=(tool_answer,))) == ["chosen"]
+    assert reasons(kit, kit.exchange("e1", choices=(nothing,))) == ["empty_answer"]
+
+
+def test_the_rate_is_a_hash_of_the_exchange_and_not_a_toss(kit) -> None:
+    # The first 8 bytes of sha256("rate\0<id>") over 2**64: a 0.138, c 0.569, d 0.639, k 0.102.
+    exchanges = [kit.exchange(name) for name in ("a", "c", "d", "k")]
+
+    expected = ["chosen", "rate", "rate", "chosen"]
+    assert reasons(kit, *exchanges, rate=0.5) == expected
+    assert reasons(kit, *exchanges, rate=0.5) == expected
+    assert reasons(kit, *exchanges, rate=0.6) == ["chosen", "chosen", "rate", "chosen"]
+    assert reasons(kit, *exchanges, rate=0.0) == ["rate"] * 4
+
+
+def test_a_session_gets_no_more_groups_than_its_cap_counting_those_it_had(kit) -> None:
+    standing = Standing(
+        live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={"m:s": 1}
+    )
+    turns = [kit.exchange(f"e{n}", session_key="m:s") for n in range(3)]
+    other = kit.exchange("o", session_key="m:t")
+
+    found = reasons(kit, *turns, other, standing=standing, max_groups_per_session=2)
+
+    assert found == ["chosen", "session_cap", "session_cap", "chosen"]
+
+
+def test_beyond_the_places_for_pending_groups_exchanges_are_left_in_the_backlog(kit) -> None:
+    standing = Standing(live_adapters=frozenset({"base"}), pending_groups=3, groups_by_session={})
+    exchanges = [kit.exchange(f"e{n}") for n in range(3)]
+
+    found = reasons(kit, *exchanges, standing=standing, max_pending_groups=4)
+
+    assert found == ["chosen", "backlog", "backlog"]
+
+
+def test_a_long_reason_is_cut_to_what_its_column_holds(kit) -> None:
+    (reason,) = reasons(kit, kit.exchange("e1", untrainable_reason="x" * 64))
+
+    assert reason == "untrainable:" + "x" * 52
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode", "why", "temperature"),
+    [
+        (Sampling(), "processed_logprobs", None, 1.0),
+        (Sampling(temperature=0.7), "processed_logprobs", None, 0.7),
+        (Sampling(temperature=0.0), "processed_logprobs", "temperature_zero", 0.0),
+        (Sampling(top_p=1.0, top_k=-1, min_p=0.0), "processed_logprobs", None, 1.0),
+        (Sampling(top_k=0, repetition_penalty=1.0), "processed_logprobs", None, 1.0),
+        (Sampling(top_p=0.9), "processed_logprobs", "top_p", 1.0),
+        (Sampling(top_k=20), "processed_logprobs", "top_k", 1.0),
+        (Sampling(min_p=0.05), "processed_logprobs", "min_p", 1.0),
+        (Sampling(presence_penalty=0.1), "processed_logprobs", "presence_penalty", 1.0),
+        (Sampling(frequency_penalty=-0.1), "processed_logprobs", "frequency_penalty", 1.0),
+        (Sampling(repetition_penalty=1.1), "processed_logprobs", "repetition_penalty", 1.0),
+        (Sampling(seed=3, max_tokens=5), "processed_logprobs", None, 1.0),
+        (Sampling(temperature=1.0), "raw_logprobs", None, 1.0),
+        (Sampling(temperature=0.7), "raw_logprobs", "temperature_differs", 0.7),
+    ],
+)
+def test_a_served_answer_sampled_otherwise_than_the_candidates_is_masked(
+    kit, sampling: Sampling, mode: str, why: str | None, temperature: float
+) -> None:
+    exchange = kit.exchange(sampling=sampling)
+
+    (decision,) = select([(exchange, False)], STANDING, kit.rules(logprobs_mode=mode))
+
+    (answer,) = decision.group.answers
+    assert answer.untrainable_reason == why
+    assert answer.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"token_ids": ()}, "no_token_ids"),
+        ({"logprobs": (-0.5, -0.25)}, "lengths_differ"),
+        ({"logprobs": (-0.5, float("nan"), -0.5)}, "logprob_not_finite"),
+        ({"logprobs": (-0.5, float("-inf"), -0.5)}, "logprob_not_finite"),
+        ({"logprobs": (-0.5, -9999.0, -0.5)}, "logprob_not_finite"),
+    ],
+)
+def test_an_answer_with_inexact_ids_or_logprobs_is_masked(kit, changes, why: str) -> None:
+    exchange = kit.exchange(choices=(kit.choice("good"), kit.choice("bad", index=1, **changes)))
+
+    (decision,) = select([(exchange, False)], STANDING, kit.rules())
+
+    assert [answer.untrainable_reason for answer in decision.group.answers] == [None, why]
+
+
+def test_a_field_nobody_here_knows_masks_the_served_answer(kit) -> None:
+    exchange = kit.exchange(request={"messages": [], "a_field_of_next_year": 1, "metadata": {}})
+
+    (decision,) = select([(exchange, False)], STANDING, kit.rules())
+
+    assert decision.group.answers[0].untrainable_reason == "unknown_field"

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ingest.records import Answer, Group
+from ingest.selection import group_id_of
+from ingest.store.groups import (
+    append_answers,
+    claim_groups,
+    count_by_session,
+    count_pending,
+    load_group,
+    load_scored_group,
+    mark_sampled,
+    mark_scored,
+    release_group,
+    retry_sampling,
+    sampling_attempts,
+    save_group,
+    set_aside,
+)
+
+
+def answer(kit, content: str, **changes) -> Answer:
+    values = {
+        "index": 0,
+        "origin": "sampled",
+        "message": kit.message(content),
+        "finish_reason": "stop",
+        "token_ids": (7, 2),
+        "logprobs": (-0.5, -0.25),
+        "temperature": 0.5,
+    }
+    return Answer(**{**values, **changes})
+
+
+def claim(kit, now: float, *, status: str = "sampling", limit: int = 10) -> list[str]:
+    with kit.database.write() as session:
+        return claim_groups(session, status, limit=limit, now=now, lease_s=30.0)
+
+
+def test_a_group_comes_back_as_it_went_in(kit) -> None:
+    exchange = kit.exchange("e1")
+    kit.store(exchange)
+    group = Group(
+        group_id="g-1",
+        exchange_id="e1",
+        session_key="m:e1",
+        adapter="a",
+        request=exchange.request,
+        prompt_token_ids=exchange.prompt_token_ids,
+        answers=(
+            answer(kit, "x", origin="served", untrainable_reason="top_p"),
+            answer(kit, "y", index=1),
+        ),
+    )
+
+    with kit.database.write() as session:
+        assert save_group(session, group, now=3.0)
+        assert not save_group(session, group, now=4.0)
+
+    with kit.database.read() as session:
+        assert load_group(session, "g-1") == group
+        assert load_group(session, "g-2") is None
+
+
+def test_a_claimed_group_is_nobody_elses_until_the_lease_has_run_out(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+
+    assert claim(kit, now=100.0) == [group_id]
+    assert claim(kit, now=129.9) == []
+    assert claim(kit, now=130.0) == [group_id]
+
+
+def test_a_released_group_waits_until_the_time_given(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    claim(kit, now=100.0)
+    with kit.database.write() as session:
+        release_group(session, group_id, until=110.0)
+
+    assert claim(kit, now=109.0) == []
+    assert claim(kit, now=110.0) == [group_id]
+
+
+def test_claims_take_the_oldest_of_one_status_and_no_more_than_asked(kit) -> None:
+    ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(3)))
+    with kit.database.write() as session:
+        mark_sampled(session, ids[0])
+
+    assert claim(kit, now=1.0, limit=1) == [ids[1]]
+    assert claim(kit, now=1.0) == [ids[2]]
+    assert claim(kit, now=1.0, status="sampled") == [ids[0]]
+
+
+def test_two_workers_that_claim_at_once_never_get_the_same_group(kit) -> None:
+    ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(20)))
+    taken: list[list[str]] = [[], []]
+    start = threading.Barrier(2)
+
+    def work(mine: list[str]) -> None:
+        start.wait()
+        while found := claim(kit, now=1.0, limit=1):
+            mine.extend(found)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in taken]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(taken[0] + taken[1]) == sorted(ids)
+
+
+def test_answers_are_added_behind_those_there_up_to_the_size(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        assert append_answers(session, group_id, [answer(kit, "b"), answer(kit, "c")], size=4) == 2
+        assert append_answers(session, group_id, [answer(kit, "d"), answer(kit, "e")], size=4) == 1
+
+    with kit.database.read() as session:
+        group = load_group(session, group_id)
+    assert [a.index for a in group.answers] == [0, 1, 2, 3]
+    assert [a.message for a in group.answers] == [kit.message(c) for c in ("served", "b", "c", "d")]
+
+
+def test_a_group_that_has_moved_on_takes_no_more_answers(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        mark_sampled(session, group_id)
+
+        assert append_answers(session, group_id, [answer(kit, "b")], size=4) == 0
+
+
+def test_each_step_happens_once_and_is_counted_once(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        assert mark_sampled(session, group_id)
+        assert not mark_sampled(session, group_id)
+        assert mark_scored(session, group_id, [0.5], ["fine"], "judge", "hash", 7.0)
+        assert not mark_scored(session, group_id, [0.9], ["late"], "judge", "hash", 8.0)
+        assert not set_aside(session, group_id, "too late")
+
+    with kit.database.read() as session:
+        scored = load_scored_group(session, group_id)
+    assert scored is not None
+    assert scored.scores == (0.5,)
+    assert scored.explanations == ("fine",)
+    assert (scored.judge_model, scored.rubric_hash) == ("judge", "hash")
+    assert scored.group.exchange_id == "e1"
+    assert kit.row(group_id).scored_at == 7.0
+    assert kit.counts("sampling") == {"sampled": 1}
+    assert kit.counts("judging") == {"scored": 1}
+
+
+def test_a_step_ends_the_lease(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    claim(kit, now=100.0)
+    with kit.database.write() as session:
+        mark_sampled(session, group_id)
+
+    assert claim(kit, now=100.0, status="sampled") == [group_id]
+
+
+def test_setting_aside_counts_in_the_stage_that_the_group_was_in(kit) -> None:
+    early, late = kit.choose(kit.exchange("e1"), kit.exchange("e2"))
+    with kit.database.write() as session:
+        mark_sampled(session, late)
+        assert set_aside(session, early, "adapter_gone")
+        assert set_aside(session, late, "bad_reply")
+
+    assert kit.row(early).status == "set_aside"
+    assert kit.row(early).reason == "adapter_gone"
+    assert kit.counts("sampling") == {"sampled": 1, "adapter_gone": 1}
+    assert kit.counts("judging") == {"bad_reply": 1}
+
+
+def test_scores_must_be_one_per_answer(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        mark_sampled(session, group_id)
+        with pytest.raises(ValueError, match="1 answers, got 2 scores"):
+            mark_scored(session, group_id, [0.5, 0.5], ["a", "b"], "judge", "hash", 7.0)
+
+
+def test_a_group_without_scores_is_not_a_scored_group(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+
+    with kit.database.read() as session:
+        assert load_scored_group(session, group_id) is None
+        assert load_scored_group(session, "nobody") is None
+
+
+def test_a_retried_group_is_one_attempt_older_and_left_alone_for_a_while(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        retry_sampling(session, group_id, until=50.0)
+
+    with kit.database.read() as session:
+        assert sampling_attempts(session, group_id) == 1
+    assert claim(kit, now=49.0) == []
+
+
+def test_pending_groups_and_groups_by_session_are_counted(kit) -> None:
+    ids = kit.choose(
+        kit.exchange("e1", session_key="m:s"),
+        kit.exchange("e2", session_key="m:s"),
+        kit.exchange("e3", session_key="m:t"),
+    )
+    with kit.database.write() as session:
+        mark_sampled(session, ids[0])
+        set_aside(session, ids[1], "why")
+
+        assert count_pending(session) == 2
+        assert count_by_session(session, ["m:s", "m:t", "m:u"]) == {"m:s": 2, "m:t": 1}
+
+
+def test_group_ids_are_the_exchanges_own() -> None:
+    assert group_id_of("e1") == group_id_of("e1")
+    assert group_id_of("e1") != group_id_of("e2")
+    assert len(group_id_of("e" * 64)) == 26

@@ -1,0 +1,272 @@
+"""The sampler over real HTTP, against a server that answers as vLLM 0.32 does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from ingest.engine_load import EngineLoad
+from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.vllm import VllmSampler
+
+METRICS = b"""vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_waiting{engine="0"} 1.0
+vllm:kv_cache_usage_perc{engine="0"} 0.125
+"""
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    """vLLM's reply to one question with two sampled tokens."""
+    tokens = [{"token": t, "logprob": p, "bytes": [], "top_logprobs": []} for t, p in TOKENS]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "Hi", "refusal": None, "reasoning": None},
+        "logprobs": {"content": tokens},
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": [5, 2],
+    }
+    body = {
+        "id": "chatcmpl-1",
+        "model": "smollm--v3",
+        "choices": [{**choice, **changes.pop("choice", {})}],
+        "usage": {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2},
+        "prompt_token_ids": [1, 4, 9],
+    }
+    return {**body, **changes}
+
+
+TOKENS = [("Hi", -0.5), ("<end>", -0.25)]
+
+
+class FakeVllm:
+    """Answers every request with the same reply, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.body: dict[str, Any] | bytes = reply()
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[str] = []
+        self.silent = False
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
+                self.headers.append(head.lower())
+                length = next(
+                    (int(h.partition(":")[2]) for h in head.lower().splitlines() if "length" in h),
+                    0,
+                )
+                content = await reader.readexactly(length)
+                if head.startswith("GET /metrics"):
+                    data = METRICS
+                else:
+                    self.asked.append(json.loads(content))
+                    data = (
+                        self.body
+                        if isinstance(self.body, bytes)
+                        else json.dumps(self.body).encode()
+                    )
+                if self.silent:
+                    continue
+                writer.write(
+                    b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (self.status, len(data))
+                )
+                writer.write(data)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[FakeVllm]:
+    fake = FakeVllm()
+    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+    yield fake
+    server.close()
+
+
+@pytest.fixture
+async def sampler(vllm: FakeVllm) -> AsyncIterator[VllmSampler]:
+    sampler = VllmSampler(vllm.url, "secret-key", timeout_s=5.0)
+    yield sampler
+    await sampler.aclose()
+
+
+async def ask(sampler: VllmSampler, request: dict[str, Any] | None = None, **changes: Any):
+    values = {"upstream_model": "smollm--v3", "temperature": 0.7, "max_tokens": 16}
+    return await sampler.sample(request=request or {"messages": []}, **{**values, **changes})
+
+
+async def test_an_answer_comes_with_exact_ids_and_log_probabilities(sampler) -> None:
+    answer = await ask(sampler)
+
+    assert json.loads(answer.message) == {"role": "assistant", "content": "Hi"}
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids == (5, 2)
+    assert answer.logprobs == (-0.5, -0.25)
+    assert answer.prompt_token_ids == (1, 4, 9)
+    assert answer.model == "smollm--v3"
+
+
+async def test_the_prompt_is_kept_and_the_sampling_is_replaced(vllm, sampler) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    kept = {
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": "auto",
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "stop": ["\n"],
+    }
+    replaced = {
+        "model": "smollm",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 4,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.5,
+        "seed": 1,
+        "max_tokens": 999,
+        "user": "somebody",
+        "logprobs": False,
+        "top_logprobs": 5,
+        "a_field_of_next_year": 1,
+    }
+
+    await ask(sampler, kept | replaced, seed=42)
+
+    assert vllm.asked == [
+        {
+            **kept,
+            "model": "smollm--v3",
+            "n": 1,
+            "stream": False,
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": 42,
+            "max_completion_tokens": 16,
+            "logprobs": True,
+            "return_token_ids": True,
+        }
+    ]
+    assert "authorization: bearer secret-key" in vllm.headers[0]
+
+
+async def test_without_a_limit_or_seed_none_is_sent(vllm, sampler) -> None:
+    await ask(sampler, max_tokens=None)
+
+    assert not {"max_tokens", "max_completion_tokens", "seed"} & vllm.asked[0].keys()
+
+
+async def test_tool_calls_are_handed_on_as_they_are(vllm, sampler) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
+    vllm.body = reply(choice={"message": said})
+
+    answer = await ask(sampler)
+
+    expected = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert json.loads(answer.message) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"model": "smollm"}, "asked smollm--v3, smollm answered", id="model"),
+        pytest.param({"choices": []}, "asked for 1 choice, got 0", id="no-choice"),
+        pytest.param({"choice": {"token_ids": None}}, "no_token_ids", id="no-ids"),
+        pytest.param({"choice": {"logprobs": None}}, "lengths_differ", id="no-logprobs"),
+        pytest.param({"choice": {"token_ids": [5]}}, "lengths_differ", id="lengths"),
+        pytest.param(
+            {"usage": {"completion_tokens": 3}}, "2 token ids for 3 tokens", id="usage-differs"
+        ),
+        pytest.param({"prompt_token_ids": None}, "no_prompt_token_ids", id="no-prompt"),
+        pytest.param({"usage": None}, "not a reply", id="no-usage"),
+        pytest.param(
+            {"choice": {"logprobs": {"content": [{"logprob": -9999.0}, {"logprob": -0.5}]}}},
+            "logprob_not_finite",
+            id="minus-infinity",
+        ),
+    ],
+)
+async def test_a_reply_that_does_not_add_up_is_refused(vllm, sampler, changes, reason) -> None:
+    vllm.body = reply(**changes)
+
+    with pytest.raises(SamplingError, match=reason):
+        await ask(sampler)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"", b"[]", b'{"model": NaN}'])
+async def test_a_reply_that_is_not_one_is_refused(vllm, sampler, body: bytes) -> None:
+    vllm.body = body
+
+    with pytest.raises(SamplingError, match="not a reply"):
+        await ask(sampler)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (404, AdapterGoneError),
+        (400, SamplingError),
+        (429, SamplingError),
+        (500, SamplingError),
+        (503, EngineDownError),
+    ],
+)
+async def test_each_status_says_what_to_do(vllm, sampler, status: int, error: type) -> None:
+    vllm.status = status
+    vllm.body = b'{"error": {"message": "because"}}'
+
+    with pytest.raises(SamplingError) as caught:
+        await ask(sampler)
+
+    assert type(caught.value) is error
+
+
+async def test_an_engine_that_is_not_there_is_down() -> None:
+    closed = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = closed.sockets[0].getsockname()[1]
+    closed.close()
+    await closed.wait_closed()
+    sampler = VllmSampler(f"http://127.0.0.1:{port}")
+
+    with pytest.raises(EngineDownError, match="cannot connect"):
+        await ask(sampler)
+    with pytest.raises(EngineDownError, match="cannot connect"):
+        await sampler.load()
+    await sampler.aclose()
+
+
+async def test_an_engine_that_never_answers_is_given_up(vllm) -> None:
+    vllm.silent = True
+    sampler = VllmSampler(vllm.url, timeout_s=0.05)
+
+    with pytest.raises(SamplingError, match="no reply in time") as caught:
+        await ask(sampler)
+
+    assert type(caught.value) is SamplingError  # slow is the request's fault, not an outage
+    await sampler.aclose()
+
+
+async def test_the_load_is_read_from_the_metrics(sampler) -> None:
+    assert await sampler.load() == EngineLoad(running=2, waiting=1, kv_cache_usage=0.125)
