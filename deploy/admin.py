@@ -6,15 +6,14 @@ problem+json. Handlers that touch the store run in threads, so that a slow one h
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import Depends, FastAPI, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import select
 
 from deploy import admin_problems
 from deploy.admin_actions import action_router
+from deploy.admin_auth import Caller
 from deploy.admin_context import AdminContext
 from deploy.admin_models import Problem
 from deploy.admin_reads import read_router
@@ -37,6 +36,7 @@ def create_app(context: AdminContext) -> FastAPI:
         redoc_url=None,
         responses={"default": {"model": Problem, "description": "RFC 9457 problem"}},
     )
+    app.state.token_digests = context.token_digests
     admin_problems.install(app)
     app.include_router(read_router(context), prefix="/admin/v1")
     app.include_router(record_router(context), prefix="/admin/v1")
@@ -68,5 +68,5 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         return JSONResponse(body, status_code=200 if ready else 503)
 
     @app.get("/metrics")
-    def metrics(_actor: Annotated[str, Depends(context.authorise)]) -> Response:
+    def metrics(_caller: Caller) -> Response:
         return Response(render(collector), media_type=CONTENT_TYPE_LATEST)

@@ -10,9 +10,10 @@ import asyncio
 from typing import Annotated, Literal
 
 import structlog
-from fastapi import APIRouter, Body, Depends, Header, Response
+from fastapi import APIRouter, Body, Header, Response
 
 from deploy import learner_switches, registry, transitions, trials
+from deploy.admin_auth import Caller
 from deploy.admin_context import AdminContext
 from deploy.admin_models import CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
 from deploy.admin_problems import ConflictError, PreconditionRequiredError, StaleError
@@ -45,7 +46,7 @@ def action_router(context: AdminContext) -> APIRouter:
 def _add_rollback(router: APIRouter, context: AdminContext) -> None:
     @router.post("/rollback")
     async def roll_back(
-        actor: Annotated[str, Depends(context.authorise)],
+        actor: Caller,
         asked: Annotated[RollbackIn | None, Body()] = None,
     ) -> RollbackOut:
         """Give the traffic back to an older adapter. Takes effect on the next request."""
@@ -103,7 +104,7 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         canary_id: str,
         action: CanaryAction,
         response: Response,
-        actor: Annotated[str, Depends(context.authorise)],
+        actor: Caller,
         body: Reason = None,
         if_match: IfMatch = None,
     ) -> CanaryOut:
@@ -145,7 +146,7 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
     def switch(
         action: learner_switches.Action,
         response: Response,
-        actor: Annotated[str, Depends(context.authorise)],
+        actor: Caller,
         body: Reason = None,
         if_match: IfMatch = None,
     ) -> LearnerOut:

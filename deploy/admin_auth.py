@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from deploy.errors import DeployError
 from sidecar.settings import is_loopback
@@ -55,14 +56,15 @@ def refuse_browsers(host: str | None, origin: str | None) -> None:
         raise ForbiddenError(f"web pages of {origin} may not use the admin API")
 
 
-def authoriser(token_digests: Collection[str]) -> Callable[[Request], Awaitable[str]]:
-    """A FastAPI dependency that gives the caller's name for the audit."""
+async def caller(request: Request) -> str:
+    """The caller's name for the audit. The app holds the digests in `state.token_digests`."""
+    token_digests: Collection[str] = request.app.state.token_digests
+    headers = request.headers
+    if token_digests:
+        return actor_of(headers.get("authorization"), token_digests)
+    refuse_browsers(headers.get("host"), headers.get("origin"))
+    return "local"
 
-    async def authorise(request: Request) -> str:
-        headers = request.headers
-        if token_digests:
-            return actor_of(headers.get("authorization"), token_digests)
-        refuse_browsers(headers.get("host"), headers.get("origin"))
-        return "local"
 
-    return authorise
+Caller = Annotated[str, Depends(caller)]
+"""A parameter of this type lets in whoever may, and nobody else."""

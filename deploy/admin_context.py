@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from fastapi import Request
 
 from deploy.reconcile import EngineView, Reconciler
 from ingest.store.database import Database
@@ -19,8 +17,8 @@ class AdminContext:
     model: str
     rules: CanarySettings
     reconciler: Reconciler
-    authorise: Callable[[Request], Awaitable[str]]
-    """Gives the caller's name for the audit, or raises."""
+    token_digests: tuple[str, ...] = ()
+    """SHA-256 hex of the accepted bearer tokens; none: this machine's own tools are let in."""
     on_change: Callable[[], None] = lambda: None
     """Told after every change of what vLLM should have loaded."""
     clock: Callable[[], float] = time.time

@@ -9,6 +9,7 @@ from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from deploy import learner_switches, registry, routing_writer, trials
+from deploy.admin_auth import caller
 from deploy.admin_context import AdminContext
 from deploy.admin_models import (
     AdapterOut,
@@ -41,7 +42,7 @@ from sidecar.records import BASE
 
 def read_router(context: AdminContext) -> APIRouter:
     """The GETs of the present state."""
-    router = APIRouter(dependencies=[Depends(context.authorise)])
+    router = APIRouter(dependencies=[Depends(caller)])
     _add_overview(router, context)
     _add_adapters(router, context)
     _add_canaries(router, context)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends
 from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
+from deploy.admin_auth import caller
 from deploy.admin_context import AdminContext
 from deploy.admin_models import (
     AnswerOut,
@@ -29,7 +30,7 @@ from ingest.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, Gro
 
 def record_router(context: AdminContext) -> APIRouter:
     """The GETs of what was recorded and done."""
-    router = APIRouter(dependencies=[Depends(context.authorise)])
+    router = APIRouter(dependencies=[Depends(caller)])
     _add_groups(router, context)
     _add_history(router, context)
     return router

@@ -17,7 +17,7 @@ from ingest.store.database import get_flag, set_flag
 PAUSED = "learner_paused"
 RUN_REQUESTED = "learner_run_requested"
 ON = "1"
-OFF = ""
+OFF = "0"
 
 Action = Literal["pause", "resume", "run"]
 
@@ -36,8 +36,8 @@ class Switches:
 
 def read(session: Session) -> Switches:
     return Switches(
-        paused=bool(get_flag(session, PAUSED)),
-        run_requested=bool(get_flag(session, RUN_REQUESTED)),
+        paused=get_flag(session, PAUSED) == ON,
+        run_requested=get_flag(session, RUN_REQUESTED) == ON,
     )
 
 

@@ -16,7 +16,6 @@ import uvicorn
 
 from deploy import audit, routing_writer
 from deploy.admin import create_app
-from deploy.admin_auth import authoriser
 from deploy.admin_context import AdminContext
 from deploy.controller import Controller
 from deploy.gate import Gate
@@ -102,7 +101,7 @@ async def _run(
         model=model,
         rules=settings.canary,
         reconciler=reconciler,
-        authorise=authoriser(settings.admin.tokens),
+        token_digests=settings.admin.tokens,
         on_change=on_change,
     )
     config = uvicorn.Config(create_app(context), log_config=None, access_log=False, lifespan="off")

@@ -1,0 +1,443 @@
+"""Fakes of deploy's edges and a store to work on, shared by its tests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import audit, registry, routing_writer, transitions, trials
+from deploy.canary import Move
+from deploy.controller import Controller
+from deploy.errors import EngineError, InvalidAdapterError
+from deploy.gate import Gate
+from deploy.probe import Probe
+from deploy.records import AdapterVersion, Trial
+from deploy.validation import ServingLimits
+from ingest.errors import JudgeUnavailableError
+from ingest.judge import JudgeReply
+from ingest.store.database import Database, compress
+from ingest.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
+from ingest.vllm import SampledAnswer
+from learner.adapter_folder import folder_digest
+from sidecar.records import BASE
+from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Judge as JudgeSettings
+
+MODEL = "m"
+ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self, now: float = 1_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeControl:
+    """A vLLM's adapters in memory. `reach`: nats that an adapter moves every log-probability."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, str] = {}
+        self.away = False
+        self.refuses: dict[str, str] = {}
+        self.fails_to_load = 0
+        self.reach: dict[str, float] = {}
+        self.answers_as: dict[str, str] = {}
+        self.calls: list[tuple[str, str]] = []
+
+    async def loaded(self) -> frozenset[str]:
+        self._check()
+        return frozenset(self.adapters)
+
+    async def load(self, name: str, path: str) -> None:
+        self._check()
+        self.calls.append(("load", name))
+        if name in self.refuses:
+            raise InvalidAdapterError(self.refuses[name])
+        if self.fails_to_load:
+            self.fails_to_load -= 1
+            raise EngineError("500 out of memory")
+        self.adapters.setdefault(name, path)
+
+    async def unload(self, name: str) -> None:
+        self._check()
+        self.calls.append(("unload", name))
+        self.adapters.pop(name, None)
+
+    async def probe(self, model_name: str) -> Probe:
+        self._check()
+        if model_name not in self.adapters and model_name != MODEL:
+            raise EngineError(f"404 {model_name}")
+        reach = self.reach.get(model_name, 0.0 if model_name == MODEL else 0.25)
+        return Probe(
+            model_in_reply=self.answers_as.get(model_name, model_name),
+            token_ids=(11, 12),
+            logprobs=(-1.0 - reach, -2.0 - reach),
+        )
+
+    def _check(self) -> None:
+        if self.away:
+            raise EngineError("vLLM gave no reply")
+
+
+class FakeSampler:
+    """Answers every prompt with the model's own text. `errors`: raised instead, by model name."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.finish_reasons: dict[str, str] = {}
+        self.errors: dict[str, Exception] = {}
+        self.asked: list[dict[str, Any]] = []
+
+    async def sample(
+        self,
+        *,
+        upstream_model: str,
+        request: Mapping[str, Any],
+        temperature: float,
+        max_tokens: int | None,
+        seed: int | None = None,
+    ) -> SampledAnswer:
+        self.asked.append(
+            {
+                "model": upstream_model,
+                "prompt": request["messages"][-1]["content"],
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+            }
+        )
+        if upstream_model in self.errors:
+            raise self.errors[upstream_model]
+        text = self.texts.get(upstream_model, f"says {upstream_model}")
+        return SampledAnswer(
+            message=json.dumps({"role": "assistant", "content": text}).encode(),
+            finish_reason=self.finish_reasons.get(upstream_model, "stop"),
+            token_ids=(1, 2),
+            logprobs=(-0.5, -0.5),
+            prompt_token_ids=(7,),
+            model=upstream_model,
+        )
+
+
+class FakeJudge:
+    """Scores each answer by a table of contents; 0.5 for those that are not in it."""
+
+    def __init__(self) -> None:
+        self.model = "fake-judge"
+        self.scores: dict[str, float] = {}
+        self.away = False
+        self.rubbish = False
+        self.prompts: list[str] = []
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
+        if self.away:
+            raise JudgeUnavailableError("judge is down")
+        self.prompts.append(messages[1]["content"])
+        if self.rubbish:
+            return JudgeReply(text="I like them all")
+        shown = {name: json.loads(body) for name, body in ANSWER_BLOCK.findall(self.prompts[-1])}
+        scores = [
+            {"id": name, "explanation": "so", "score": self.scores.get(one["content"], 0.5)}
+            for name, one in shown.items()
+        ]
+        return JudgeReply(text=json.dumps({"scores": scores}), seconds=0.1)
+
+
+def write_adapter(
+    folder: Path,
+    *,
+    rank: int = 4,
+    values: Sequence[float] = (0.5, -0.5),
+    dtype: str = "BF16",
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """Write a small PEFT folder of the given numbers. Returns: its digest."""
+    folder.mkdir(parents=True)
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 8,
+        "base_model_name_or_path": "/models/m",
+        "bias": "none",
+        **(config or {}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    shapes = {
+        "base_model.model.layers.0.q_proj.lora_A.weight": [rank, 2],
+        "base_model.model.layers.0.q_proj.lora_B.weight": [2, rank],
+    }
+    header: dict[str, Any] = {}
+    data = b""
+    for name, shape in shapes.items():
+        count = shape[0] * shape[1]
+        block = b"".join(pack(values[i % len(values)], dtype) for i in range(count))
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(block)],
+        }
+        data += block
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return folder_digest(folder)
+
+
+def pack(value: float, dtype: str) -> bytes:
+    """One number in a safetensors dtype; bf16 is the upper half of float32."""
+    if dtype == "BF16":
+        return struct.pack("<f", value)[2:]
+    return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
+
+
+@dataclass
+class World:
+    """A store, the fakes around it, and the few things that other rooms would do."""
+
+    database: Database
+    folder: Path
+    rules: CanarySettings
+    clock: Clock = field(default_factory=Clock)
+    control: FakeControl = field(default_factory=FakeControl)
+    sampler: FakeSampler = field(default_factory=FakeSampler)
+    judge: FakeJudge = field(default_factory=FakeJudge)
+    exchanges: int = 0
+
+    def controller(self, on_change: Callable[[], None] = lambda: None) -> Controller:
+        """A new controller on the same store, as after a restart."""
+        gate = Gate(
+            database=self.database,
+            sampler=self.sampler,
+            judge=self.judge,
+            rules=self.rules,
+            judging=JudgeSettings(rubric="the better one"),
+            parallel=2,
+            clock=self.clock,
+        )
+        return Controller(
+            database=self.database,
+            control=self.control,
+            gate=gate,
+            rules=self.rules,
+            limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
+            model=MODEL,
+            on_change=on_change,
+            clock=self.clock,
+        )
+
+    def register(self, version: int, *, parent: str = BASE, **folder: Any) -> str:
+        """What a training run does at its end. Returns: the adapter's name."""
+        path = self.folder / f"adapter-{version}"
+        digest = write_adapter(path, **folder)
+        name = f"{MODEL}--v{version}-{digest[:8]}{version:04d}"
+        with self.database.write() as session:
+            session.add(
+                AdapterRow(
+                    name=name,
+                    model=MODEL,
+                    version=version,
+                    digest=digest,
+                    path=str(path),
+                    parent=parent,
+                    run_id=None,
+                    state="registered",
+                    reason=None,
+                    created_at=self.clock.now,
+                )
+            )
+        return name
+
+    def serve(
+        self,
+        session_key: str,
+        *,
+        adapter: str = BASE,
+        arm: str = "champion",
+        held_out: bool = False,
+        outcome: str = "ok",
+        status: int = 200,
+        content: str | None = "An answer.",
+        finish_reason: str = "stop",
+        max_tokens: int | None = None,
+    ) -> str:
+        """What ingest does with a captured exchange. Returns: its id."""
+        self.exchanges += 1
+        exchange_id = f"x{self.exchanges}"
+        request: dict[str, Any] = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"ask {exchange_id}"}],
+        }
+        if max_tokens is not None:
+            request["max_tokens"] = max_tokens
+        row = ExchangeRow(
+            exchange_id=exchange_id,
+            stored_at=self.clock.now,
+            started_at=self.clock.now,
+            surface="chat",
+            public_model=MODEL,
+            adapter=adapter,
+            arm=arm,
+            propensity=1.0,
+            replica="http://vllm",
+            session_key=session_key,
+            held_out=held_out,
+            request_body=compress(json.dumps(request).encode()),
+            prompt_token_ids=b"",
+            sampling={},
+            timings={},
+            stream=False,
+            status=status,
+            outcome=outcome,
+            untrainable_reason=None,
+            completion_tokens=None,
+            trace_id="",
+            project="default",
+            user="",
+            selection="held_out" if held_out else "new",
+        )
+        with self.database.write() as session:
+            session.add(row)
+            session.flush()
+            if content is not None:
+                message = {"role": "assistant", "content": content}
+                session.add(
+                    ChoiceRow(
+                        exchange_id=exchange_id,
+                        index=0,
+                        message_body=compress(json.dumps(message).encode()),
+                        finish_reason=finish_reason,
+                        token_ids=b"",
+                        logprobs=b"",
+                    )
+                )
+        return exchange_id
+
+    def hold_out(self, sessions: int) -> None:
+        for number in range(sessions):
+            self.serve(f"held-{number}", held_out=True)
+
+    def promote(self, name: str) -> None:
+        """Take a registered adapter through a trial that passes, without the controller."""
+        with self.database.write() as session:
+            begun = transitions.begin(
+                session, model=MODEL, candidate=name, steps=(5000,), now=self.clock.now, actor="t"
+            )
+            for phase, state in (("gating", "gating"), ("ramping", "ramping")):
+                move = Move(to=phase, candidate_state=state, reason=phase)
+                transitions.apply(session, begun, move, evidence={}, now=self.clock.now)
+                begun = trials.active(session, MODEL)
+            move = Move(to="promoted", candidate_state="champion", reason="good")
+            transitions.apply(session, begun, move, evidence={}, now=self.clock.now)
+
+    def trial(self, candidate: str) -> Trial:
+        with self.database.read() as session:
+            row = trials.trial_of(session, candidate)
+            assert row is not None
+            return trials.to_trial(row)
+
+    def evidence(self, candidate: str) -> dict[str, Any]:
+        with self.database.read() as session:
+            row = trials.trial_of(session, candidate)
+            assert row is not None
+            return row.evidence
+
+    def adapter(self, name: str) -> AdapterVersion:
+        with self.database.read() as session:
+            return registry.find(session, name)
+
+    def aliases(self) -> dict[str, str]:
+        with self.database.read() as session:
+            return registry.aliases_of(session, MODEL)
+
+    def table(self) -> Any:
+        with self.database.read() as session:
+            return routing_writer.current(session, MODEL)
+
+    def actions(self) -> list[str]:
+        """The audit trail's actions in order."""
+        with self.database.read() as session:
+            return [row.action for row in session.query(AuditRow).order_by(AuditRow.seq)]
+
+    def comparisons(self) -> list[Any]:
+        with self.database.read() as session:
+            return session.query(GateComparisonRow).all()
+
+    def rows(self, kind: Any) -> list[Any]:
+        with self.database.read() as session:
+            return session.query(kind).all()
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with its schema and nothing in it, made once."""
+    path = tmp_path_factory.mktemp("store") / "empty.db"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    with database.write() as session:
+        routing_writer.initialise(session, MODEL, now=0.0, actor=audit.CONTROL)
+    database.close()
+    return path
+
+
+@pytest.fixture
+def database(empty_store: Path, tmp_path: Path) -> Iterator[Database]:
+    path = tmp_path / "store.db"
+    shutil.copy(empty_store, path)
+    opened = Database(f"sqlite:///{path}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def rules() -> CanarySettings:
+    return CanarySettings(
+        gate_prompts=4,
+        gate_answers=1,
+        gate_min_prompts=2,
+        gate_margin=0.02,
+        gate_timeout_s=100.0,
+        steps=(2_000, 5_000),
+        step_min_s=10.0,
+        step_min_exchanges=3,
+        step_max_s=1_000.0,
+        max_error_excess=0.10,
+        max_truncated_excess=0.25,
+    )
+
+
+@pytest.fixture
+def world(database: Database, rules: CanarySettings, tmp_path: Path) -> World:
+    return World(database=database, folder=tmp_path, rules=rules)
+
+
+@pytest.fixture
+def adapter_folder(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+    """Write a PEFT folder: (path, digest). Arguments as `write_adapter`."""
+
+    def write(name: str = "adapter", **settings: Any) -> tuple[Path, str]:
+        return tmp_path / name, write_adapter(tmp_path / name, **settings)
+
+    return write
+
+
+@pytest.fixture
+def fake_control() -> FakeControl:
+    return FakeControl()
+
+
+def token_digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

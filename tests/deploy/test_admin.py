@@ -1,0 +1,603 @@
+"""The admin API over HTTP (ASGI transport): reads, changes, preconditions, problems, tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy import transitions, trials
+from deploy.admin import create_app
+from deploy.admin_context import AdminContext
+from deploy.canary import Move
+from deploy.reconcile import Reconciler
+from deploy.rollback import rollback
+from ingest.store.database import compress
+from ingest.store.models import AnswerRow, AuditRow, GroupRow, RunRow
+
+World = Any
+TOKEN = "let-me-in"
+
+
+@dataclass
+class Api:
+    client: httpx.AsyncClient
+    reconciler: Reconciler
+    changes: list[int]
+
+    async def get(self, path: str, **params: Any) -> httpx.Response:
+        return await self.client.get(f"/admin/v1{path}", params=params)
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(f"/admin/v1{path}", json=body, headers=names)
+
+
+@pytest.fixture
+def make_api(world: World) -> Callable[..., Api]:
+    def make(*tokens: str, host: str = "127.0.0.1:8081") -> Api:
+        reconciler = Reconciler(
+            database=world.database,
+            control=world.control,
+            model="m",
+            max_loras=4,
+            clock=world.clock,
+        )
+        changes: list[int] = []
+        digests = tuple(hashlib.sha256(token.encode()).hexdigest() for token in tokens)
+        context = AdminContext(
+            database=world.database,
+            model="m",
+            rules=world.rules,
+            reconciler=reconciler,
+            token_digests=digests,
+            on_change=lambda: changes.append(1),
+            clock=world.clock,
+        )
+        transport = httpx.ASGITransport(app=create_app(context), raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
+        return Api(client=client, reconciler=reconciler, changes=changes)
+
+    return make
+
+
+@pytest.fixture
+def api(make_api: Callable[..., Api]) -> Api:
+    return make_api()
+
+
+def ramping(world: World, version: int = 1, parent: str = "base") -> str:
+    name = world.register(version, parent=parent)
+    with world.database.write() as session:
+        transitions.begin(
+            session, model="m", candidate=name, steps=(2_000, 5_000), now=900.0, actor="control"
+        )
+    for phase in ("gating", "ramping"):
+        with world.database.write() as session:
+            move = Move(to=phase, candidate_state=phase, reason="on")
+            transitions.apply(
+                session, world.trial(name), move, evidence={"probe": {"live": True}}, now=950.0
+            )
+    return name
+
+
+def assert_problem(reply: httpx.Response, status: int, slug: str) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/problem+json"
+    body = dict(reply.json())
+    assert set(body) == {"type", "title", "status", "detail", "instance", "allowed_actions"}
+    assert body["type"] == f"urn:learning-sidecar:problem:{slug}"
+    assert body["status"] == status
+    return body
+
+
+async def test_status_says_what_serves_and_what_is_on_trial(world: World, api: Api) -> None:
+    first = world.register(1)
+    world.promote(first)
+    second = ramping(world, 2, parent=first)
+    await api.reconciler.reconcile()
+
+    body = (await api.get("/status")).json()
+
+    assert (body["champion"], body["previous"]) == (first, "base")
+    assert body["routing"]["canary"] == second
+    assert body["routing"]["canary_weight_bp"] == 2_000
+    assert body["canary"]["state"] == "ramping"
+    assert body["canary"]["weight_bp"] == 2_000
+    assert body["canary"]["next_step_earliest_at"] == 960.0
+    assert body["engine"] == {"away": None, "loaded": sorted([first, second]), "refused": {}}
+    assert body["adapters"] == {"champion": 1, "ramping": 1}
+    assert body["learner"]["paused"] is False
+
+
+async def test_adapters_by_version_name_and_alias(world: World, api: Api) -> None:
+    name = world.register(1)
+    world.promote(name)
+
+    found = [(await api.get(f"/adapters/{ref}")).json() for ref in ("1", "v1", name, "champion")]
+
+    assert [one["name"] for one in found] == [name] * 4
+    assert found[0]["aliases"] == ["champion"]
+    assert found[0]["state"] == "champion"
+    assert found[0]["loaded"] is None, "vLLM was not asked yet"
+
+
+async def test_aliases(world: World, api: Api) -> None:
+    name = world.register(1)
+    world.promote(name)
+
+    assert (await api.get("/aliases")).json() == {
+        "items": [
+            {"alias": "champion", "adapter": name, "generation": 2},
+            {"alias": "previous", "adapter": "base", "generation": 1},
+        ],
+        "next_cursor": None,
+    }
+
+
+async def test_a_canary_and_its_evidence(world: World, api: Api) -> None:
+    name = ramping(world)
+    canary_id = world.trial(name).canary_id
+
+    reply = await api.get(f"/canaries/{canary_id}")
+    evidence = (await api.get(f"/canaries/{canary_id}/evidence")).json()
+
+    assert reply.headers["etag"] == '"g3"'
+    assert reply.json()["allowed_actions"] == ["pause", "abort", "promote"]
+    assert evidence["evidence"]["probe"] == {"live": True}
+    assert evidence["comparisons"] == []
+
+
+def add_groups(world: World, count: int) -> None:
+    for number in range(count):
+        exchange_id = world.serve(f"s{number}")
+        with world.database.write() as session:
+            session.add(
+                GroupRow(
+                    group_id=f"g{number}",
+                    exchange_id=exchange_id,
+                    session_key=f"s{number}",
+                    adapter="base",
+                    status="scored",
+                    reason=None,
+                    created_at=1.0,
+                    scored_at=2.0,
+                    judge_model="j",
+                    rubric_hash="r",
+                    run_id=None,
+                )
+            )
+            session.flush()
+            session.add(
+                AnswerRow(
+                    group_id=f"g{number}",
+                    index=0,
+                    origin="served",
+                    message_body=compress(b'{"content":"Hi."}'),
+                    finish_reason="stop",
+                    token_ids=b"\1\0\0\0",
+                    logprobs=b"\0\0\0\0",
+                    temperature=1.0,
+                    untrainable_reason=None,
+                    score=0.5,
+                    explanation="so",
+                )
+            )
+
+
+async def test_paging_shows_every_row_once_though_rows_are_added(world: World, api: Api) -> None:
+    add_groups(world, 5)
+
+    first = (await api.get("/groups", limit=2)).json()
+    add_groups_later = world.serve("late")
+    assert add_groups_later
+    with world.database.write() as session:
+        session.add(
+            GroupRow(
+                group_id="g-late",
+                exchange_id=add_groups_later,
+                session_key="late",
+                adapter="base",
+                status="sampling",
+                created_at=3.0,
+            )
+        )
+    second = (await api.get("/groups", limit=2, cursor=first["next_cursor"])).json()
+    third = (await api.get("/groups", limit=2, cursor=second["next_cursor"])).json()
+
+    seen = [one["group_id"] for part in (first, second, third) for one in part["items"]]
+    assert seen == ["g4", "g3", "g2", "g1", "g0"]
+    assert third["next_cursor"] is None
+
+
+async def test_every_listing_pages_to_its_end(world: World, api: Api) -> None:
+    for version in range(1, 4):
+        world.promote(world.register(version))
+        with world.database.write() as session:
+            session.add(
+                RunRow(
+                    run_id=f"r{version}",
+                    model="m",
+                    status="finished",
+                    started_at=5.0,
+                    heartbeat_at=6.0,
+                    parent="base",
+                    settings={},
+                    counts={"used": 1},
+                    metrics=[],
+                )
+            )
+    for path, key, total in (
+        ("/adapters", "version", 3),
+        ("/canaries", "canary_id", 3),
+        ("/runs", "run_id", 3),
+        ("/audit", "seq", len(world.rows(AuditRow))),
+    ):
+        seen: list[Any] = []
+        cursor: str | None = None
+        while True:
+            page = (await api.get(path, limit=1, **({"cursor": cursor} if cursor else {}))).json()
+            seen += [one[key] for one in page["items"]]
+            cursor = page["next_cursor"]
+            if cursor is None:
+                break
+        assert len(seen) == len(set(seen)) == total, path
+
+
+@pytest.mark.parametrize("cursor", ["nonsense", "bm9wZQ==", "WyJhIl0=", "WzEsMl0=", "W3RydWVd"])
+async def test_a_foreign_cursor_is_a_problem(api: Api, cursor: str) -> None:
+    assert_problem(await api.get("/groups", cursor=cursor), 422, "bad-cursor")
+
+
+@pytest.mark.parametrize("limit", [0, 201, "many"])
+async def test_a_limit_out_of_range_is_a_problem(api: Api, limit: Any) -> None:
+    body = assert_problem(await api.get("/groups", limit=limit), 422, "bad-request")
+
+    assert body["detail"].startswith("query.limit:")
+
+
+async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
+    world: World, api: Api
+) -> None:
+    add_groups(world, 1)
+
+    group = (await api.get("/groups/g0")).json()
+    exchange = (await api.get(f"/exchanges/{group['exchange_id']}")).json()
+
+    assert group["answers"][0]["message"] == {"content": "Hi."}
+    assert (group["answers"][0]["score"], group["answers"][0]["tokens"]) == (0.5, 1)
+    assert exchange["group_id"] == "g0"
+    assert exchange["request"]["messages"] == [{"role": "user", "content": "ask x1"}]
+    assert exchange["choices"][0]["message"]["content"] == "An answer."
+
+
+async def test_funnel_counts_where_records_stop(world: World, api: Api) -> None:
+    add_groups(world, 2)
+    world.hold_out(3)
+
+    body = (await api.get("/funnel")).json()
+
+    assert body["exchanges"] == {"held_out": 3, "new": 2}
+    assert body["groups"] == {"scored": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "slug"),
+    [
+        ("/adapters/99", "unknown-adapter"),
+        ("/adapters/base", "unknown-adapter"),
+        ("/canaries/nope", "unknown-canary"),
+        ("/canaries/nope/evidence", "unknown-canary"),
+        ("/groups/nope", "unknown-record"),
+        ("/exchanges/nope", "unknown-record"),
+        ("/nope", "no-such-path"),
+    ],
+)
+async def test_what_is_not_there_is_a_problem(api: Api, path: str, slug: str) -> None:
+    body = assert_problem(await api.get(path), 404, slug)
+
+    assert body["instance"] == f"/admin/v1{path}"
+
+
+async def test_a_wrong_method_is_a_problem(api: Api) -> None:
+    assert_problem(await api.client.delete("/admin/v1/status"), 405, "no-such-method")
+
+
+async def test_a_defect_is_a_problem_without_its_inside(
+    api: Api, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("secret path /root/x")
+
+    monkeypatch.setattr(world.database, "read", fail)
+
+    body = assert_problem(await api.get("/status"), 500, "internal")
+    assert "secret" not in json.dumps(body)
+
+
+async def test_rollback_says_from_and_to(world: World, api: Api) -> None:
+    name = world.register(1)
+    world.promote(name)
+
+    reply = await api.post("/rollback", {"to": "previous", "reason": "rambles"})
+
+    assert reply.status_code == 200
+    assert reply.json() == {
+        "from": name,
+        "to": "base",
+        "changed": True,
+        "ended_canary": None,
+        "generation": 4,
+    }
+    assert world.table().champion == "base"
+    assert api.changes == [1]
+    row = world.rows(AuditRow)[-1]
+    assert (row.action, row.actor, row.reason) == ("rollback", "local", "rambles")
+
+
+@pytest.mark.parametrize("body", [None, {}, {"to": 1}, {"to": "v1", "reason": "x"}])
+async def test_rollback_takes_all_its_shapes(world: World, api: Api, body: Any) -> None:
+    first = world.register(1)
+    world.promote(first)
+    world.promote(world.register(2))
+
+    assert (await api.post("/rollback", body)).json()["to"] == first
+
+
+async def test_rollback_needs_no_precondition_and_may_be_repeated(world: World, api: Api) -> None:
+    world.promote(world.register(1))
+
+    first = await api.post("/rollback", {"reason": "a"}, if_match='"stale"')
+    second = await api.post("/rollback", {"reason": "a"})
+
+    assert first.json()["changed"] is True
+    assert second.json()["changed"] is False
+    assert second.json()["to"] == "base"
+
+
+async def test_rollback_loads_its_target_before_it_sends_anyone_there(
+    world: World, api: Api
+) -> None:
+    first = world.register(1)
+    world.promote(first)
+    world.promote(world.register(2))
+
+    await api.post("/rollback", {"to": first, "reason": "x"})
+
+    assert world.control.calls == [("load", first)]
+
+
+async def test_rollback_works_while_vllm_is_away(world: World, api: Api) -> None:
+    first = world.register(1)
+    world.promote(first)
+    world.promote(world.register(2))
+    world.control.away = True
+
+    reply = await api.post("/rollback", {"to": first, "reason": "x"})
+
+    assert reply.status_code == 200
+    assert world.table().champion == first
+
+
+async def test_rollback_to_what_vllm_refuses_is_refused(world: World, api: Api) -> None:
+    first = world.register(1)
+    world.promote(first)
+    second = world.register(2)
+    world.promote(second)
+    world.control.refuses[first] = "file is gone"
+
+    assert_problem(await api.post("/rollback", {"to": first}), 409, "adapter-refused")
+    assert world.table().champion == second
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "slug"),
+    [
+        ({"to": "77"}, 404, "unknown-adapter"),
+        ({"to": "2"}, 409, "not-allowed-now"),
+        ({"to": []}, 422, "bad-request"),
+        ({"target": "base"}, 422, "bad-request"),
+        ([], 422, "bad-request"),
+    ],
+)
+async def test_a_wrong_rollback_is_a_problem_and_changes_nothing(
+    world: World, api: Api, body: Any, status: int, slug: str
+) -> None:
+    first = world.register(1)
+    world.promote(first)
+    world.register(2)
+
+    assert_problem(await api.post("/rollback", body), status, slug)
+    assert world.table().champion == first
+
+
+async def test_promote_and_resume_need_the_etag_of_what_was_seen(world: World, api: Api) -> None:
+    name = ramping(world)
+    path = f"/canaries/{world.trial(name).canary_id}"
+    etag = (await api.get(path)).headers["etag"]
+
+    assert_problem(await api.post(f"{path}/promote"), 428, "if-match-needed")
+    assert_problem(await api.post(f"{path}/resume"), 428, "if-match-needed")
+    await api.post(f"{path}/pause", {"reason": "look"})
+    assert_problem(await api.post(f"{path}/promote", if_match=etag), 412, "stale")
+    fresh = (await api.get(path)).headers["etag"]
+    resumed = await api.post(f"{path}/resume", {"reason": "fine"}, if_match=fresh)
+    promoted = await api.post(f"{path}/promote", if_match=resumed.headers["etag"])
+
+    assert resumed.json()["paused"] is False
+    assert promoted.json()["state"] == "promoted"
+    assert world.aliases()["champion"] == name
+
+
+async def test_pause_and_abort_need_none_and_may_be_repeated(world: World, api: Api) -> None:
+    name = ramping(world)
+    path = f"/canaries/{world.trial(name).canary_id}"
+
+    paused = [await api.post(f"{path}/pause", if_match='"g1"') for _ in range(2)]
+    aborted = [await api.post(f"{path}/abort") for _ in range(2)]
+    late = await api.post(f"{path}/pause")
+
+    assert [one.status_code for one in (*paused, *aborted, late)] == [200] * 5
+    assert paused[0].json() == paused[1].json()
+    assert aborted[0].json() == aborted[1].json() == late.json()
+    assert aborted[0].json()["state"] == "rolled_back"
+    assert world.table().canary is None
+
+
+async def test_what_the_state_does_not_allow_says_what_it_does(world: World, api: Api) -> None:
+    name = ramping(world)
+    path = f"/canaries/{world.trial(name).canary_id}"
+
+    body = assert_problem(await api.post(f"{path}/resume", if_match="*"), 409, "not-allowed-now")
+
+    assert body["allowed_actions"] == ["pause", "abort", "promote"]
+
+
+async def test_an_unknown_action_is_a_problem(world: World, api: Api) -> None:
+    name = ramping(world)
+
+    reply = await api.post(f"/canaries/{world.trial(name).canary_id}/explode")
+
+    assert_problem(reply, 422, "bad-request")
+
+
+async def test_the_learner_is_paused_resumed_and_run(world: World, api: Api) -> None:
+    etag = (await api.get("/learner")).headers["etag"]
+
+    assert_problem(await api.post("/learner/run"), 428, "if-match-needed")
+    ran = await api.post("/learner/run", {"reason": "now"}, if_match=etag)
+    paused = await api.post("/learner/pause")
+    stale = await api.post("/learner/resume", if_match=etag)
+    refused = await api.post("/learner/run", if_match=paused.headers["etag"])
+    resumed = await api.post("/learner/resume", if_match=paused.headers["etag"])
+
+    assert ran.json()["run_requested"] is True
+    assert paused.json()["paused"] is True
+    assert_problem(stale, 412, "stale")
+    assert assert_problem(refused, 409, "not-allowed-now")["allowed_actions"] == ["resume"]
+    assert resumed.json()["paused"] is False
+    assert world.actions()[-3:] == ["learner.run", "learner.pause", "learner.resume"]
+
+
+async def test_the_learner_s_flags_are_those_that_the_schedule_reads(
+    world: World, api: Api
+) -> None:
+    from deploy import learner_switches
+    from ingest.store.database import get_flag
+    from learner import schedule
+
+    await api.post("/learner/pause")
+
+    assert learner_switches.PAUSED == schedule.PAUSED_FLAG
+    assert learner_switches.RUN_REQUESTED == schedule.REQUESTED_FLAG
+    with world.database.read() as session:
+        assert get_flag(session, schedule.PAUSED_FLAG) == "1"
+
+
+async def test_with_tokens_every_path_but_the_probes_needs_one(
+    make_api: Callable[..., Api], world: World
+) -> None:
+    api = make_api(TOKEN, "another")
+    good = {"authorization": f"Bearer {TOKEN}"}
+
+    for path in ("/admin/v1/status", "/metrics"):
+        assert_problem(await api.client.get(path), 401, "unauthorized")
+        wrong = await api.client.get(path, headers={"authorization": "Bearer wrong"})
+        assert wrong.headers["www-authenticate"] == "Bearer"
+        assert_problem(wrong, 401, "unauthorized")
+        assert (await api.client.get(path, headers=good)).status_code == 200
+    assert_problem(await api.post("/rollback", {"to": "base"}), 401, "unauthorized")
+    assert_problem(await api.post("/learner/pause"), 401, "unauthorized")
+    for path in ("/healthz", "/readyz"):
+        assert (await api.client.get(path)).status_code == 200
+
+
+async def test_the_audit_names_the_token_and_never_shows_it(
+    make_api: Callable[..., Api], world: World
+) -> None:
+    api = make_api(TOKEN)
+    world.promote(world.register(1))
+
+    await api.post("/rollback", {"reason": "x"}, authorization=f"Bearer {TOKEN}")
+
+    actor = world.rows(AuditRow)[-1].actor
+    assert actor == "token:" + hashlib.sha256(TOKEN.encode()).hexdigest()[:8]
+
+
+async def test_without_tokens_web_pages_are_refused(api: Api, world: World) -> None:
+    world.promote(world.register(1))
+
+    foreign = await api.post("/rollback", {"to": "base"}, origin="http://evil.example")
+    own = await api.post("/rollback", {"to": "base"}, origin="http://127.0.0.1:8081")
+
+    assert_problem(foreign, 403, "forbidden")
+    assert own.status_code == 200
+
+
+async def test_without_tokens_a_rebound_name_is_refused(make_api: Callable[..., Api]) -> None:
+    assert_problem(await make_api(host="evil.example").get("/status"), 403, "forbidden")
+    assert (await make_api(host="localhost:8081").get("/status")).status_code == 200
+    assert (await make_api(host="[::1]:8081").get("/status")).status_code == 200
+
+
+async def test_ready_once_there_is_a_routing_table(api: Api) -> None:
+    reply = await api.client.get("/readyz")
+
+    assert reply.status_code == 200
+    assert reply.json()["status"] == "ready"
+
+
+async def test_metrics_are_read_from_the_store(world: World, api: Api) -> None:
+    add_groups(world, 2)
+    ramping(world)
+
+    text = (await api.client.get("/metrics")).text
+
+    assert 'sidecar_groups{status="scored"} 2.0' in text
+    assert "sidecar_canary_weight 0.2" in text
+    assert 'sidecar_adapters{state="ramping"} 1.0' in text
+    rollback(world.database, "m", reason="x", actor="y", now=1.0)
+    text = (await api.client.get("/metrics")).text
+    assert 'sidecar_records_total{reason="rolled_back",stage="canary"} 1.0' in text
+    assert "sidecar_canary_weight 0.0" in text
+
+
+async def test_openapi_names_every_path(api: Api) -> None:
+    schema = (await api.client.get("/admin/openapi.json")).json()
+
+    paths = {path.removeprefix("/admin/v1") for path in schema["paths"]}
+    assert {
+        "/status",
+        "/adapters",
+        "/adapters/{version}",
+        "/aliases",
+        "/canaries",
+        "/canaries/{canary_id}",
+        "/canaries/{canary_id}/evidence",
+        "/canaries/{canary_id}/{action}",
+        "/groups",
+        "/groups/{group_id}",
+        "/runs",
+        "/exchanges/{exchange_id}",
+        "/audit",
+        "/funnel",
+        "/rollback",
+        "/learner/{action}",
+    } <= paths
+
+
+async def test_a_paused_canary_shows_no_next_step_time(world: World, api: Api) -> None:
+    name = ramping(world)
+    with world.database.write() as session:
+        row = trials.trial_of(session, name)
+        transitions.pause(session, row, reason="look", now=955.0, actor="me")
+
+    body = (await api.get(f"/canaries/{world.trial(name).canary_id}")).json()
+
+    assert body["next_step_earliest_at"] is None
+    assert body["reason"] == "paused: look"

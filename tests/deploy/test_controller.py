@@ -1,0 +1,570 @@
+"""The controller over a real store and fakes of vLLM and the judge: whole trials, and restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy import transitions, trials
+from deploy.rollback import rollback
+from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.store.models import CounterRow, JudgeCallRow
+
+World = Any
+FULL_STORY = [
+    "canary.loading",
+    "canary.gating",
+    "canary.ramping",
+    "canary.ramping",
+    "alias.champion",
+    "canary.promoted",
+]
+
+
+async def tick(world: World, times: int = 1) -> None:
+    """Each tick by a controller of its own: nothing may live in its memory."""
+    for _ in range(times):
+        await world.controller().tick()
+
+
+def serve_step(world: World, name: str, canary: int = 3, champion: int = 3, **reply: Any) -> None:
+    for number in range(canary):
+        world.serve(f"c{number}", adapter=name, arm="canary", **reply)
+    for number in range(champion):
+        world.serve(f"b{number}", adapter="base", arm="champion")
+
+
+async def to_ramp(world: World, name: str) -> None:
+    """Load and gate: 1 tick for the load, 2 for the 4 prompts, two at a time."""
+    world.hold_out(4)
+    world.clock.now += 1.0
+    await tick(world, 3)
+    assert world.trial(name).phase == "ramping"
+
+
+async def test_a_good_candidate_goes_all_the_way(world: World) -> None:
+    name = world.register(1)
+    first_start = world.actions()
+
+    await to_ramp(world, name)
+    assert world.table().canary_weight_bp == 2_000
+    for weight in (5_000, 0):
+        serve_step(world, name)
+        world.clock.now += 10.0
+        await tick(world)
+        assert world.table().canary_weight_bp == weight
+
+    assert world.trial(name).phase == "promoted"
+    assert world.aliases() == {"champion": name, "previous": "base"}
+    assert world.table().champion == name
+    assert world.adapter(name).state == "champion"
+    assert world.actions()[len(first_start) :] == FULL_STORY
+
+
+async def test_every_decision_keeps_what_it_rests_on(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name)
+    world.clock.now += 10.0
+    await tick(world)
+
+    evidence = world.evidence(name)
+
+    assert evidence["probe"]["live"] is True
+    assert evidence["probe"]["mean_difference"] == 0.25
+    assert evidence["gate"]["scored"] == 4
+    assert evidence["gate"]["mean_difference"] == 0.0
+    assert evidence["step_1"] == {
+        "weight_bp": 2_000,
+        "candidate": {"replies": 3, "errors": 0, "short": 0},
+        "champion": {"replies": 3, "errors": 0, "short": 0},
+    }
+
+
+async def test_without_a_registered_adapter_nothing_happens(world: World) -> None:
+    before = world.actions()
+
+    await tick(world, 3)
+
+    assert world.actions() == before
+    assert world.control.calls == []
+
+
+async def test_the_newest_waiting_adapter_is_tried_and_older_ones_retired(world: World) -> None:
+    older, newer = world.register(1), world.register(2)
+
+    await tick(world)
+
+    assert world.trial(newer).phase == "gating"
+    assert (world.adapter(older).state, world.adapter(older).reason) == (
+        "retired",
+        f"superseded by {newer}",
+    )
+
+
+async def test_one_candidate_at_a_time(world: World) -> None:
+    first = world.register(1)
+    await tick(world)
+    second = world.register(2)
+
+    await tick(world, 2)
+
+    assert world.trial(first).active
+    assert world.adapter(second).state == "registered"
+
+
+async def test_a_child_of_a_rolled_back_adapter_is_not_tried(world: World) -> None:
+    bad = world.register(1)
+    world.promote(bad)
+    child = world.register(2, parent=bad)
+    rollback(world.database, "m", reason="bad", actor="me", now=1.0)
+
+    await tick(world)
+
+    assert world.adapter(child).state == "retired"
+    assert world.adapter(child).reason == f"descends from {bad}, which was rolled back"
+
+
+async def test_an_invalid_adapter_is_rejected_and_never_loaded(world: World) -> None:
+    name = world.register(1, values=(float("nan"), 0.5))
+
+    await tick(world)
+
+    assert world.adapter(name).state == "rejected"
+    assert "infinity or NaN" in world.adapter(name).reason
+    assert world.trial(name).phase == "rolled_back"
+    assert world.control.calls == []
+    counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
+    assert counts[("adapter", "rejected")] == 1
+
+
+async def test_an_adapter_that_changes_nothing_is_rejected(world: World) -> None:
+    name = world.register(1)
+    world.control.reach[name] = 0.0
+
+    await tick(world)
+
+    assert world.adapter(name).state == "rejected"
+    assert world.adapter(name).reason.startswith("not live")
+    assert world.evidence(name)["probe"]["mean_difference"] == 0.0
+
+
+async def test_an_adapter_that_vllm_refuses_is_rejected(world: World) -> None:
+    name = world.register(1)
+    world.control.refuses[name] = "rank 64 is greater than 16"
+
+    await tick(world)
+
+    assert world.adapter(name).state == "rejected"
+    assert "rank 64" in world.trial(name).reason
+
+
+async def test_an_absent_vllm_is_waited_for(world: World) -> None:
+    name = world.register(1)
+    world.control.away = True
+    await tick(world)
+    world.clock.now += 86_400.0
+    await tick(world, 9)
+    assert world.trial(name).phase == "loading"
+    assert world.trial(name).reason == "waiting for vLLM: vLLM gave no reply"
+
+    world.control.away = False
+    await tick(world)
+
+    assert world.trial(name).phase == "gating"
+
+
+async def test_five_failed_loads_reject_also_over_restarts(world: World) -> None:
+    name = world.register(1)
+    world.control.fails_to_load = 5
+
+    await tick(world, 4)
+    assert world.trial(name).phase == "loading"
+    await tick(world)
+
+    assert world.adapter(name).state == "rejected"
+    assert "5 times" in world.trial(name).reason
+
+
+async def test_a_worse_candidate_is_rejected_by_the_gate(world: World) -> None:
+    name = world.register(1)
+    world.judge.scores = {f"says {name}": 0.25, "says m": 0.75}
+    world.hold_out(4)
+
+    await tick(world, 3)
+
+    assert world.trial(name).phase == "rolled_back"
+    assert world.adapter(name).state == "rejected"
+    assert world.evidence(name)["gate"]["mean_difference"] == -0.5
+    assert world.table().canary is None
+    assert world.aliases()["champion"] == "base"
+
+
+async def test_the_gate_waits_for_held_out_prompts(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(1)
+    await tick(world, 2)
+    world.clock.now += 1_000.0
+    await tick(world)
+    assert world.trial(name).phase == "gating"
+    assert world.trial(name).reason == "gate waits for held-out prompts: 1 of the 2 it needs"
+    assert world.sampler.asked == []
+
+    world.serve("held-late", held_out=True)
+    await tick(world)
+
+    assert world.trial(name).phase == "ramping"
+
+
+async def test_only_good_exchanges_of_held_out_sessions_are_prompts(world: World) -> None:
+    name = world.register(1)
+    world.serve("a")
+    world.serve("b", held_out=True, outcome="cut")
+    world.serve("c", held_out=True, status=400)
+    world.serve("d", held_out=True)
+    newest = world.serve("d", held_out=True)
+    other = world.serve("e", held_out=True)
+
+    await tick(world, 2)
+
+    assert {row.exchange_id for row in world.comparisons()} == {newest, other}
+    assert world.trial(name).phase == "ramping"
+
+
+async def test_a_killed_control_makes_only_the_missing_comparisons(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    await tick(world, 2)
+    done = {row.comparison_id for row in world.comparisons()}
+    assert len(done) == 2
+    asked = len(world.sampler.asked)
+    assert asked == 4
+
+    await tick(world)
+
+    assert world.trial(name).phase == "ramping"
+    assert len(world.comparisons()) == 4
+    assert done <= {row.comparison_id for row in world.comparisons()}
+    assert len(world.sampler.asked) == 8
+    prompts = [one["prompt"] for one in world.sampler.asked]
+    assert all(prompts.count(prompt) == 2 for prompt in prompts)
+
+
+async def test_gate_answers_are_fresh_blind_and_limited(world: World) -> None:
+    name = world.register(1)
+    world.serve("a", held_out=True, max_tokens=5)
+    world.serve("b", held_out=True)
+
+    await tick(world, 2)
+
+    asked = {(one["prompt"], one["model"]): one for one in world.sampler.asked}
+    assert {model for _, model in asked} == {name, "m"}
+    assert {one["temperature"] for one in asked.values()} == {1.0}
+    assert asked[("ask x1", name)]["max_tokens"] == 5
+    assert asked[("ask x2", name)]["max_tokens"] == 256
+    assert not any("candidate" in prompt or "champion" in prompt for prompt in world.judge.prompts)
+
+
+async def test_comparisons_and_judge_calls_are_stored(world: World) -> None:
+    name = world.register(1)
+    world.judge.scores = {f"says {name}": 0.75, "says m": 0.5}
+    world.hold_out(2)
+
+    await tick(world, 2)
+
+    rows = world.comparisons()
+    assert [row.difference for row in rows] == [0.25, 0.25]
+    assert {(one["arm"], one["adapter"], one["score"]) for one in rows[0].answers} == {
+        ("candidate", name, 0.75),
+        ("champion", "base", 0.5),
+    }
+    calls = world.rows(JudgeCallRow)
+    assert {call.group_id for call in calls} == {row.comparison_id for row in rows}
+    assert all(call.ok and call.judge_model == "fake-judge" for call in calls)
+
+
+async def test_an_absent_judge_makes_the_gate_wait_and_nothing_else(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.judge.away = True
+    await tick(world, 3)
+    world.clock.now += 10_000.0
+    await tick(world, 3)
+    assert world.trial(name).phase == "gating"
+    assert world.trial(name).reason == "gate waits: judge is down"
+    assert world.comparisons() == []
+
+    world.judge.away = False
+    await tick(world, 2)
+
+    assert world.trial(name).phase == "ramping", "the outage did not use up the gate's time"
+
+
+async def test_without_a_judge_the_gate_says_so(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.judge.model = ""
+
+    await tick(world, 2)
+
+    assert world.trial(name).reason == "gate waits: no judge is set: name one in judge.model"
+    assert world.sampler.asked == []
+
+
+async def test_rubbish_is_set_aside_and_ends_inconclusive_in_time(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(20)
+    world.judge.rubbish = True
+    await tick(world, 8)
+    assert world.trial(name).phase == "gating"
+    set_aside = world.comparisons()
+    assert len(set_aside) == 8, "at most twice the wanted prompts are tried"
+    assert {row.status for row in set_aside} == {"set_aside"}
+    assert {row.difference for row in set_aside} == {None}
+
+    world.clock.now += 100.0
+    await tick(world)
+
+    assert world.trial(name).phase == "inconclusive"
+    assert world.adapter(name).state == "retired"
+    assert world.aliases()["champion"] == "base"
+    calls = world.rows(JudgeCallRow)
+    assert len(calls) == 16, "each group is retried once"
+    assert not any(call.ok for call in calls)
+
+
+async def test_rubbish_on_one_prompt_is_made_up_for_by_another(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(6)
+    await tick(world)
+    world.judge.rubbish = True
+    await tick(world)
+    world.judge.rubbish = False
+
+    await tick(world, 2)
+
+    assert world.trial(name).phase == "ramping"
+    assert world.evidence(name)["gate"]["scored"] == 4
+    assert world.evidence(name)["gate"]["set_aside"] == 2
+
+
+async def test_answers_cut_short_fail_the_gate_whatever_the_judge_says(world: World) -> None:
+    name = world.register(1)
+    world.judge.scores = {f"says {name}": 1.0, "says m": 0.0}
+    world.sampler.finish_reasons[name] = "length"
+    world.hold_out(4)
+
+    await tick(world, 3)
+
+    assert world.adapter(name).state == "rejected"
+    assert "100% of the candidate's answers were cut short or empty" in world.trial(name).reason
+
+
+@pytest.mark.parametrize("error", [EngineDownError("down"), AdapterGoneError("gone")])
+async def test_a_vllm_that_is_away_or_lost_the_adapter_makes_the_gate_wait(
+    world: World, error: Exception
+) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.sampler.errors[name] = error
+
+    await tick(world, 4)
+
+    assert world.trial(name).phase == "gating"
+    assert world.comparisons() == []
+
+
+async def test_a_prompt_that_vllm_cannot_answer_is_set_aside(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(2)
+    world.sampler.errors["m"] = SamplingError("status 400: too long")
+
+    await tick(world, 2)
+
+    assert [row.status for row in world.comparisons()] == ["set_aside", "set_aside"]
+    assert world.trial(name).phase == "gating"
+    counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
+    assert counts[("gate", "sampling_failed")] == 2
+
+
+async def test_a_ramp_goes_on_where_a_killed_control_left_it(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name)
+    world.clock.now += 10.0
+    await tick(world)
+    before = (world.trial(name), world.table(), world.actions())
+
+    await tick(world, 3)
+
+    after = (world.trial(name), world.table(), world.actions())
+    assert after[1:] == before[1:]
+    assert (after[0].step, after[0].step_started_at) == (1, 1_011.0)
+
+
+async def test_replies_of_an_earlier_step_do_not_count(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name)
+    world.clock.now += 10.0
+    await tick(world)
+    world.clock.now += 50.0
+
+    await tick(world)
+
+    assert world.trial(name).step == 1
+    assert world.trial(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges"
+
+
+async def test_failing_replies_roll_back(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name, outcome="upstream_error", content=None)
+
+    await tick(world)
+
+    assert world.trial(name).phase == "rolled_back"
+    assert world.adapter(name).state == "rolled_back"
+    assert world.table().canary is None
+    assert world.trial(name).reason.startswith("100% of the canary's 3 replies failed, 0% of")
+
+
+@pytest.mark.parametrize("reply", [{"finish_reason": "length"}, {"content": ""}, {"content": None}])
+async def test_replies_cut_short_or_empty_roll_back(world: World, reply: dict[str, Any]) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name, **reply)
+
+    await tick(world)
+
+    assert world.trial(name).phase == "rolled_back"
+    assert "were cut short or empty" in world.trial(name).reason
+
+
+@pytest.mark.parametrize("reply", [{"outcome": "cut"}, {"status": 400, "content": None}])
+async def test_replies_that_say_nothing_of_the_candidate_do_not_count(
+    world: World, reply: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name, **reply)
+
+    await tick(world)
+
+    assert world.trial(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges"
+
+
+async def test_a_lost_adapter_s_404_counts_as_a_failure(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    serve_step(world, name, status=404, content=None)
+
+    await tick(world)
+
+    assert world.trial(name).phase == "rolled_back"
+
+
+async def test_a_champion_without_recent_replies_is_measured_by_earlier_ones(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    for number in range(3):
+        world.serve(f"old{number}", finish_reason="length")
+    world.clock.now += 1.0
+    await tick(world, 3)
+
+    serve_step(world, name, champion=0, finish_reason="length")
+    world.clock.now += 10.0
+    await tick(world)
+
+    # All of the candidate's replies are cut short, and so were the champion's last three.
+    assert world.trial(name).step == 1
+    assert world.evidence(name)["step_1"]["champion"] == {"replies": 3, "errors": 0, "short": 3}
+
+
+async def test_a_step_without_traffic_is_inconclusive_at_its_limit(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    world.clock.now += 1_000.0
+
+    await tick(world)
+
+    assert world.trial(name).phase == "inconclusive"
+    assert world.adapter(name).state == "retired"
+    assert world.aliases()["champion"] == "base"
+
+
+async def test_a_paused_canary_does_nothing(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    with world.database.write() as session:
+        transitions.pause(
+            session, trials.trial_of(session, name), reason="look", now=world.clock.now, actor="me"
+        )
+    serve_step(world, name)
+    world.clock.now += 5_000.0
+
+    await tick(world, 3)
+
+    assert world.trial(name).step == 0
+    assert world.table().canary_weight_bp == 2_000
+
+
+async def test_a_rollback_during_a_gate_wins(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    await tick(world)
+    controller = world.controller()
+    original = world.judge.complete
+
+    async def judged_too_late(*arguments: Any) -> Any:
+        rollback(world.database, "m", reason="stop", actor="me", now=1.0)
+        return await original(*arguments)
+
+    world.judge.complete = judged_too_late
+    await controller.tick()
+
+    assert world.trial(name).phase == "rolled_back"
+    assert world.comparisons() == []
+    await tick(world)
+    assert world.actions().count("canary.rolled_back") == 1
+
+
+async def test_a_change_is_told_and_a_hold_is_not(world: World) -> None:
+    world.register(1)
+    told: list[int] = []
+    controller = world.controller(on_change=lambda: told.append(1))
+
+    await controller.tick()
+    assert len(told) == 1
+    await controller.tick()
+
+    assert len(told) == 1
+
+
+async def test_an_unchanged_hold_takes_no_write_lock(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.register(1)
+    world.control.away = True
+    controller = world.controller()
+    await controller.tick()
+    writes: list[int] = []
+    original = world.database.write
+    monkeypatch.setattr(world.database, "write", lambda: writes.append(1) or original())
+
+    await controller.tick()
+
+    assert writes == []
+
+
+async def test_the_second_round_starts_against_the_promoted_champion(world: World) -> None:
+    first = world.register(1)
+    world.promote(first)
+    second = world.register(2, parent=first)
+    world.hold_out(4)
+
+    await tick(world, 3)
+
+    assert world.trial(second).champion == first
+    assert {one["model"] for one in world.sampler.asked} == {first, second}

@@ -1,0 +1,110 @@
+"""The gate's arithmetic, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.answer_shape import is_short
+from deploy.gate_rule import Comparison, bootstrap_interval, judge_gate, mean_difference
+from sidecar.settings import Canary as CanarySettings
+
+RULES = CanarySettings(gate_margin=0.05, max_truncated_excess=0.25)
+
+
+def test_difference_is_candidate_minus_champion() -> None:
+    assert mean_difference([0.9, 0.5], [0.25, 0.25]) == pytest.approx(0.45)
+
+
+def test_mean_over_the_prompts_that_were_scored() -> None:
+    made = [Comparison(difference=0.25), Comparison(difference=None), Comparison(difference=-0.125)]
+
+    verdict = judge_gate(made, RULES, seed=1)
+
+    assert verdict.mean_difference == 0.0625
+    assert (verdict.scored, verdict.set_aside) == (2, 1)
+    assert verdict.passed
+
+
+@pytest.mark.parametrize(("difference", "passed"), [(-0.04, True), (-0.05, False), (-0.06, False)])
+def test_the_candidate_passes_above_minus_the_margin(difference: float, passed: bool) -> None:
+    verdict = judge_gate([Comparison(difference=difference)], RULES, seed=1)
+
+    assert verdict.passed is passed
+
+
+def test_the_reason_says_numbers() -> None:
+    verdict = judge_gate([Comparison(difference=-0.125)] * 2, RULES, seed=1)
+
+    assert verdict.reason == (
+        "gate: judged -0.125 to the champion on 2 held-out prompts, not above the margin of -0.050"
+    )
+
+
+@pytest.mark.parametrize(("short", "passed"), [(1, True), (2, False)])
+def test_cut_short_answers_over_the_champion_s_share_fail_whatever_the_judge_says(
+    short: int, passed: bool
+) -> None:
+    made = [
+        Comparison(
+            difference=1.0,
+            candidate_answers=4,
+            candidate_short=short,
+            champion_answers=4,
+            champion_short=0,
+        )
+    ]
+
+    assert judge_gate(made, RULES, seed=1).passed is passed
+
+
+def test_answers_of_set_aside_comparisons_count_for_the_guard() -> None:
+    made = [
+        Comparison(difference=0.5, candidate_answers=1, champion_answers=1),
+        Comparison(difference=None, candidate_answers=1, candidate_short=1, champion_answers=1),
+    ]
+
+    verdict = judge_gate(made, RULES, seed=1)
+
+    assert verdict.candidate_short_share == 0.5
+    assert not verdict.passed
+
+
+def test_nothing_scored_does_not_pass() -> None:
+    verdict = judge_gate([], RULES, seed=1)
+
+    assert not verdict.passed
+    assert verdict.mean_difference is None
+    assert (verdict.low, verdict.high) == (None, None)
+
+
+def test_the_interval_of_equal_values_is_that_value() -> None:
+    assert bootstrap_interval([0.25] * 5, seed=3) == (0.25, 0.25)
+
+
+def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_mean() -> None:
+    values = [0.0, 0.5, 1.0, 0.25, 0.75]
+
+    low, high = bootstrap_interval(values, seed=3)
+
+    assert (low, high) == bootstrap_interval(values, seed=3)
+    # 5 values with standard deviation 0.354: the mean's is 0.158, two of them on either side.
+    assert 0.15 <= low <= 0.30
+    assert 0.70 <= high <= 0.85
+
+
+@pytest.mark.parametrize(
+    ("message", "finish_reason", "short"),
+    [
+        ({"content": "Yes."}, "stop", False),
+        ({"content": "Yes, but"}, "length", True),
+        ({"content": " \n"}, "stop", True),
+        ({"content": None}, "stop", True),
+        ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls", False),
+        ({"content": [{"type": "text", "text": "Yes."}]}, "stop", False),
+        ({}, None, True),
+    ],
+)
+def test_short_means_cut_or_saying_nothing(
+    message: dict[str, object], finish_reason: str | None, short: bool
+) -> None:
+    assert is_short(message, finish_reason) is short

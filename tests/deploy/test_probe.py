@@ -1,0 +1,70 @@
+"""When a loaded adapter counts as live."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.probe import Probe, compare
+
+
+def probe(name: str, *logprobs: float, ids: tuple[int, ...] = (5, 6)) -> Probe:
+    return Probe(model_in_reply=name, token_ids=ids, logprobs=logprobs)
+
+
+BASE = probe("m", -1.0, -2.0)
+
+
+def test_an_adapter_that_changes_log_probabilities_is_live() -> None:
+    liveness = compare(
+        "m--v1", adapter=probe("m--v1", -1.5, -2.0), base_before=BASE, base_after=BASE
+    )
+
+    assert liveness.live
+    assert (liveness.mean_difference, liveness.max_difference, liveness.noise) == (0.25, 0.5, 0.0)
+    assert liveness.reason == "live: differs from the base by 0.25 nats a token"
+
+
+def test_an_adapter_that_says_what_the_base_says_is_not_live() -> None:
+    liveness = compare(
+        "m--v1", adapter=probe("m--v1", -1.0, -2.0), base_before=BASE, base_after=BASE
+    )
+
+    assert not liveness.live
+    assert "its log-probabilities are the base's" in liveness.reason
+
+
+def test_a_reply_under_another_name_is_not_live() -> None:
+    liveness = compare("m--v1", adapter=probe("m", -9.0, -9.0), base_before=BASE, base_after=BASE)
+
+    assert not liveness.live
+    assert liveness.reason == "not live: the reply to m--v1 names m"
+
+
+@pytest.mark.parametrize(("moved", "live"), [(0.15, False), (0.25, True)])
+def test_the_difference_must_be_twice_the_base_s_own_noise(moved: float, live: bool) -> None:
+    noisy = probe("m", -1.1, -2.1)  # 0.1 a token away from the first probe of the base
+
+    liveness = compare(
+        "m--v1",
+        adapter=probe("m--v1", -1.0 - moved, -2.0 - moved),
+        base_before=BASE,
+        base_after=noisy,
+    )
+
+    assert liveness.live is live
+    assert liveness.noise == pytest.approx(0.1)
+
+
+def test_other_tokens_cannot_be_compared() -> None:
+    other = probe("m--v1", -5.0, -5.0, ids=(5, 7))
+
+    liveness = compare("m--v1", adapter=other, base_before=BASE, base_after=BASE)
+
+    assert not liveness.live
+    assert "tokens differ" in liveness.reason
+
+
+def test_no_tokens_prove_nothing() -> None:
+    empty = Probe(model_in_reply="m--v1", token_ids=(), logprobs=())
+
+    assert not compare("m--v1", adapter=empty, base_before=empty, base_after=empty).live

@@ -1,0 +1,175 @@
+"""Desired against loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy import transitions
+from deploy.canary import Move
+from deploy.errors import EngineError
+from deploy.reconcile import Desired, Plan, Reconciler, make_plan, read_desired
+from deploy.rollback import rollback
+
+World = Any
+PATHS = {f"v{number}": f"/{number}" for number in range(1, 7)}
+
+
+def desired(*wanted: str, rejected: tuple[str, ...] = ()) -> Desired:
+    return Desired(wanted=wanted, paths=PATHS, rejected=frozenset(rejected))
+
+
+def plan(want: Desired, *loaded: str, since: dict[str, float] | None = None) -> Plan:
+    return make_plan(want, loaded, max_loras=4, unwanted_since=since or {}, now=1_000.0)
+
+
+def test_what_is_missing_is_loaded_the_most_urgent_first() -> None:
+    assert plan(desired("v3", "v4", "v2"), "v4") == Plan(load=("v3", "v2"), unload=())
+
+
+def test_old_ones_stay_while_there_is_room() -> None:
+    long_ago = {"v1": 0.0}
+
+    assert plan(desired("v3", "v4", "v2"), "v1", "v2", "v3", "v4", since=long_ago).unload == ()
+
+
+def test_beyond_the_room_the_oldest_goes_after_its_grace() -> None:
+    loaded = ("v1", "v2", "v3", "v4", "v5")
+    want = desired("v5", "v4")
+
+    assert plan(want, *loaded, since={"v1": 970.0, "v2": 0.0, "v3": 0.0}).unload == ("v1",)
+    assert plan(want, *loaded, since={"v1": 970.1, "v2": 970.1, "v3": 970.1}).unload == ()
+    assert plan(want, *loaded, since={"v1": 999.0, "v2": 0.0, "v3": 0.0}).unload == ("v2",)
+
+
+def test_a_wanted_adapter_that_is_not_loaded_yet_takes_room_too() -> None:
+    ago = {"v1": 0.0, "v2": 0.0}
+
+    assert plan(desired("v5", "v4", "v3"), "v1", "v2", "v3", "v4", since=ago) == Plan(
+        load=("v5",), unload=("v1",)
+    )
+
+
+def test_a_rejected_adapter_goes_at_once() -> None:
+    assert plan(desired("v3", rejected=("v4",)), "v3", "v4").unload == ("v4",)
+
+
+def test_foreign_adapters_are_not_touched() -> None:
+    foreign = tuple(f"theirs-{number}" for number in range(9))
+
+    assert plan(desired("v1"), "v1", *foreign) == Plan(load=(), unload=())
+
+
+def reconciler(world: World) -> Reconciler:
+    return Reconciler(
+        database=world.database, control=world.control, model="m", max_loras=4, clock=world.clock
+    )
+
+
+def begin(world: World, name: str, *phases: str) -> None:
+    with world.database.write() as session:
+        transitions.begin(
+            session, model="m", candidate=name, steps=(2_000,), now=1.0, actor="control"
+        )
+    for phase in phases:
+        with world.database.write() as session:
+            move = Move(to=phase, candidate_state=phase, reason="on")
+            transitions.apply(session, world.trial(name), move, evidence={}, now=2.0)
+
+
+def test_champion_candidate_and_previous_are_wanted(world: World) -> None:
+    first, second, third = (world.register(version) for version in (1, 2, 3))
+    world.promote(first)
+    world.promote(second)
+    begin(world, third, "gating", "ramping")
+
+    assert read_desired(world.database, "m").wanted == (second, third, first)
+
+
+def test_a_candidate_that_is_not_validated_yet_is_not_loaded(world: World) -> None:
+    begin(world, world.register(1))
+
+    assert read_desired(world.database, "m").wanted == ()
+
+
+async def test_adapters_come_back_after_vllm_restarted(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    keeper = reconciler(world)
+    await keeper.reconcile()
+    assert set(world.control.adapters) == {name}
+
+    world.control.adapters.clear()
+    await keeper.reconcile()
+
+    assert world.control.adapters == {name: world.adapter(name).path}
+    assert keeper.view.loaded == {name}
+    assert world.control.calls == [("load", name), ("load", name)]
+
+
+async def test_nothing_is_done_when_nothing_is_missing(world: World) -> None:
+    world.promote(world.register(1))
+    keeper = reconciler(world)
+    await keeper.reconcile()
+    calls = list(world.control.calls)
+
+    assert await keeper.reconcile() == Plan(load=(), unload=())
+    assert world.control.calls == calls
+
+
+async def test_an_absent_vllm_is_survived_and_said(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    keeper = reconciler(world)
+    world.control.away = True
+
+    await keeper.reconcile()
+    assert keeper.view.away == "vLLM gave no reply"
+
+    world.control.away = False
+    await keeper.reconcile()
+    assert keeper.view.away is None
+    assert keeper.view.loaded == {name}
+
+
+async def test_an_adapter_that_vllm_refuses_does_not_stop_the_others(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    world.promote(first)
+    world.promote(second)
+    world.control.refuses[second] = "corrupt"
+    keeper = reconciler(world)
+
+    await keeper.reconcile()
+
+    assert set(world.control.adapters) == {first}
+    assert keeper.view.refused == {second: "corrupt"}
+
+
+async def test_the_fifth_adapter_makes_the_oldest_go_once_nothing_wants_it(world: World) -> None:
+    names = [world.register(version) for version in range(1, 6)]
+    keeper = reconciler(world)
+    for name in names:
+        world.promote(name)
+        await keeper.reconcile()
+    assert set(world.control.adapters) == set(names)
+
+    world.clock.now += 30.0
+    await keeper.reconcile()
+
+    assert set(world.control.adapters) == set(names[1:])
+
+
+async def test_a_target_of_a_rollback_can_be_loaded_ahead_of_the_timer(world: World) -> None:
+    first = world.register(1)
+    world.promote(first)
+    rollback(world.database, "m", to="base", reason="r", actor="a", now=1.0)
+    keeper = reconciler(world)
+
+    await keeper.ensure(first)
+    await keeper.ensure(first)
+
+    assert world.control.calls == [("load", first)]
+    world.control.away = True
+    with pytest.raises(EngineError):
+        await keeper.ensure(first)

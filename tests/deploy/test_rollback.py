@@ -1,0 +1,173 @@
+"""Rollback: one call, no helper, the same again changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy import audit, routing_writer
+from deploy.errors import TransitionError, UnknownAdapterError
+from deploy.rollback import RollbackResult, rollback
+from ingest.store.database import Database
+
+World = Any
+
+
+def roll_back(world: World, to: str = "previous", now: float = 2_000.0) -> RollbackResult:
+    return rollback(world.database, "m", to=to, reason="it rambles", actor="me", now=now)
+
+
+@pytest.fixture
+def served(world: World) -> tuple[str, str, str]:
+    """Three versions, promoted one after the other."""
+    first = world.register(1)
+    world.promote(first)
+    second = world.register(2, parent=first)
+    world.promote(second)
+    third = world.register(3, parent=second)
+    world.promote(third)
+    return first, second, third
+
+
+def test_back_to_the_previous_champion(world: World, served: tuple[str, ...]) -> None:
+    _, second, third = served
+    generation = world.table().generation
+
+    result = roll_back(world)
+
+    assert result == RollbackResult(
+        before=third, after=second, ended_canary=None, changed=True, generation=generation + 1
+    )
+    assert world.table().champion == second
+    assert world.adapter(third).state == "rolled_back"
+    assert world.adapter(third).reason == "it rambles"
+    assert world.adapter(second).state == "champion"
+
+
+def test_rolling_back_twice_is_rolling_back_once(world: World, served: tuple[str, ...]) -> None:
+    _, second, _ = served
+    roll_back(world)
+    before = (world.aliases(), world.table(), world.actions())
+
+    again = roll_back(world)
+
+    assert again.after == second
+    assert not again.changed
+    assert (world.aliases(), world.table(), world.actions()) == before
+
+
+def test_previous_is_set_anew_by_the_next_promotion(world: World, served: tuple[str, ...]) -> None:
+    _, second, _ = served
+    roll_back(world)
+    assert world.aliases() == {"champion": second, "previous": second}
+
+    fourth = world.register(4, parent=second)
+    world.promote(fourth)
+
+    assert world.aliases() == {"champion": fourth, "previous": second}
+    assert roll_back(world).after == second
+
+
+@pytest.mark.parametrize("to", ["base", "1", "v1"])
+def test_back_to_a_named_version_or_the_base(
+    world: World, served: tuple[str, ...], to: str
+) -> None:
+    expected = "base" if to == "base" else served[0]
+
+    assert roll_back(world, to).after == expected
+    assert roll_back(world, to).changed is False
+    assert world.table().champion == expected
+
+
+def test_promotion_then_previous_then_base(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+
+    assert roll_back(world).after == "base"
+    assert world.aliases() == {"champion": "base", "previous": "base"}
+    assert roll_back(world, "base").changed is False
+
+
+def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, ...]) -> None:
+    third = served[2]
+    roll_back(world)
+
+    assert roll_back(world, third).after == third
+    assert world.adapter(third).state == "champion"
+
+
+def test_it_ends_a_running_canary_in_the_same_transaction(
+    world: World, served: tuple[str, ...]
+) -> None:
+    from deploy import transitions
+    from deploy.canary import Move
+
+    fourth = world.register(4)
+    with world.database.write() as session:
+        transitions.begin(
+            session, model="m", candidate=fourth, steps=(2_000,), now=1.0, actor="control"
+        )
+    for phase in ("gating", "ramping"):
+        with world.database.write() as session:
+            move = Move(to=phase, candidate_state=phase, reason="on")
+            transitions.apply(session, world.trial(fourth), move, evidence={}, now=2.0)
+    assert world.table().canary == fourth
+
+    result = roll_back(world)
+
+    assert result.ended_canary == world.trial(fourth).canary_id
+    assert world.trial(fourth).phase == "rolled_back"
+    assert world.adapter(fourth).state == "rolled_back"
+    assert (world.table().canary, world.table().champion) == (None, served[1])
+
+
+def test_a_version_that_never_passed_a_trial_is_refused(
+    world: World, served: tuple[str, ...]
+) -> None:
+    world.register(4)
+
+    with pytest.raises(TransitionError, match="has never been champion"):
+        roll_back(world, "4")
+    assert world.table().champion == served[2]
+
+
+def test_an_unknown_version_is_refused(world: World) -> None:
+    with pytest.raises(UnknownAdapterError):
+        roll_back(world, "77")
+
+
+def test_the_audit_says_who_why_and_from_where_to_where(
+    world: World, served: tuple[str, ...]
+) -> None:
+    from ingest.store.models import AuditRow
+
+    roll_back(world)
+
+    row = world.rows(AuditRow)[-1]
+    assert (row.action, row.actor, row.reason) == ("rollback", "me", "it rambles")
+    assert row.before == {"champion": served[2], "canary": None}
+    assert row.after["champion"] == served[1]
+
+
+def test_it_needs_nothing_but_a_store(tmp_path: Any) -> None:
+    """As `sidecar rollback --offline`: no vLLM, no judge, no control process, a new connection."""
+    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
+    database.upgrade()
+    with database.write() as session:
+        routing_writer.initialise(session, "m", now=0.0, actor=audit.CONTROL)
+
+    result = rollback(database, "m", to="base", reason="test", actor="offline", now=1.0)
+
+    assert (result.before, result.after, result.changed) == ("base", "base", False)
+    database.close()
+
+
+def test_it_works_before_any_first_start(tmp_path: Any) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
+    database.upgrade()
+
+    result = rollback(database, "m", reason="test", actor="offline", now=1.0)
+
+    assert result.after == "base"
+    database.close()

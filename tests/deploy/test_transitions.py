@@ -1,0 +1,310 @@
+"""Transitions in the store: what belongs together changes together, and decisions latch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy import routing_writer, transitions, trials
+from deploy.canary import Hold, Move
+from deploy.errors import TransitionError
+from deploy.records import Trial
+from ingest.store.models import AuditRow, CounterRow
+
+World = Any
+
+TO_GATE = Move(to="gating", candidate_state="gating", reason="loaded and live")
+TO_RAMP = Move(to="ramping", candidate_state="ramping", reason="gate passed")
+STEP_2 = Move(to="ramping", candidate_state="ramping", step=1, reason="step 1 passed")
+PROMOTE = Move(to="promoted", candidate_state="champion", reason="ramp passed")
+ROLL_BACK = Move(to="rolled_back", candidate_state="rolled_back", reason="too many errors")
+
+
+def begin(world: World, name: str) -> Trial:
+    with world.database.write() as session:
+        return transitions.begin(
+            session, model="m", candidate=name, steps=(2_000, 5_000), now=100.0, actor="control"
+        )
+
+
+def go(world: World, name: str, *moves: Any, now: float = 200.0, **evidence: Any) -> bool:
+    done = True
+    for move in moves:
+        with world.database.write() as session:
+            done = transitions.apply(session, world.trial(name), move, evidence=evidence, now=now)
+    return done
+
+
+def by_operator(world: World, name: str, verb: Any, now: float = 300.0) -> Trial:
+    with world.database.write() as session:
+        row = trials.trial_of(session, name)
+        return verb(session, row, reason="I say so", now=now, actor="me")
+
+
+def test_a_new_trial_takes_no_traffic(world: World) -> None:
+    name = world.register(1)
+
+    trial = begin(world, name)
+
+    assert (trial.phase, trial.champion, trial.weight_bp) == ("loading", "base", 0)
+    assert world.adapter(name).state == "gating"
+    assert world.table().canary is None
+    assert world.table().generation == 1
+
+
+def test_each_step_of_the_ramp_is_in_the_routing_table(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+
+    go(world, name, TO_GATE)
+    gating = world.table()
+    go(world, name, TO_RAMP)
+    first = world.table()
+    go(world, name, STEP_2)
+    second = world.table()
+
+    assert (gating.canary, gating.generation) == (None, 1)
+    assert (first.canary, first.canary_weight_bp, first.generation) == (name, 2_000, 2)
+    assert (second.canary, second.canary_weight_bp, second.generation) == (name, 5_000, 3)
+    assert first.salt == second.salt == world.trial(name).salt != ""
+
+
+def test_two_canaries_have_different_salts(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    begin(world, first)
+    go(world, first, ROLL_BACK)
+    begin(world, second)
+
+    assert world.trial(first).salt != world.trial(second).salt
+
+
+def test_promotion_moves_aliases_states_and_table_at_once(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    world.promote(first)
+    begin(world, second)
+    go(world, second, TO_GATE, TO_RAMP, STEP_2)
+
+    go(world, second, PROMOTE)
+
+    assert world.aliases() == {"champion": second, "previous": first}
+    assert (world.adapter(second).state, world.adapter(first).state) == ("champion", "retired")
+    table = world.table()
+    assert (table.champion, table.canary, table.canary_weight_bp) == (second, None, 0)
+    assert world.trial(second).ended_at == 200.0
+
+
+def test_a_failure_in_the_transaction_leaves_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP, STEP_2)
+    before = (world.aliases(), world.table(), world.trial(name), world.actions())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("killed here")
+
+    monkeypatch.setattr(routing_writer, "write", fail)
+    with pytest.raises(RuntimeError, match="killed here"):
+        go(world, name, PROMOTE)
+
+    assert (world.aliases(), world.table(), world.trial(name), world.actions()) == before
+
+
+def test_a_rolled_back_canary_loses_its_traffic(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP)
+
+    go(world, name, ROLL_BACK)
+
+    assert world.table().canary is None
+    assert world.table().champion == "base"
+    assert (world.adapter(name).state, world.adapter(name).reason) == (
+        "rolled_back",
+        "too many errors",
+    )
+
+
+def test_a_decision_on_a_trial_that_changed_meanwhile_is_discarded(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP)
+    seen = world.trial(name)
+    by_operator(world, name, transitions.abort)
+    actions = world.actions()
+
+    with world.database.write() as session:
+        applied = transitions.apply(session, seen, PROMOTE, evidence={"late": 1}, now=400.0)
+
+    assert not applied
+    assert world.trial(name).phase == "rolled_back"
+    assert "late" not in world.evidence(name)
+    assert world.actions() == actions
+
+
+def test_a_decision_on_a_trial_paused_meanwhile_is_discarded(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    seen = world.trial(name)
+    by_operator(world, name, transitions.pause)
+
+    with world.database.write() as session:
+        assert not transitions.apply(session, seen, TO_GATE, evidence={}, now=400.0)
+
+
+def test_a_hold_says_why_without_a_generation_or_an_audit_row(world: World) -> None:
+    name = world.register(1)
+    trial = begin(world, name)
+    actions = world.actions()
+
+    go(world, name, Hold(reason="waiting for vLLM"), loading={"failures": 1})
+
+    after = world.trial(name)
+    assert (after.reason, after.generation) == ("waiting for vLLM", trial.generation)
+    assert world.evidence(name)["loading"] == {"failures": 1}
+    assert world.actions() == actions
+
+
+def test_the_clock_stands_through_holds_that_stop_it(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    waits, goes = Hold(reason="away", stops_clock=True), Hold(reason="1 of 4")
+
+    go(world, name, waits, now=110.0)
+    go(world, name, waits, now=150.0)
+    assert world.trial(name).stopped_at == 110.0
+    go(world, name, goes, now=170.0)
+    go(world, name, waits, now=180.0)
+    go(world, name, goes, now=185.0)
+
+    trial = world.trial(name)
+    assert (trial.stopped_at, trial.stopped_s) == (None, 65.0)
+
+
+def test_a_transition_starts_the_clock_anew(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, Hold(reason="away", stops_clock=True), now=110.0)
+
+    go(world, name, TO_GATE, now=150.0)
+
+    trial = world.trial(name)
+    assert (trial.step_started_at, trial.stopped_s, trial.stopped_at) == (150.0, 0.0, None)
+
+
+def test_pause_keeps_the_weight_and_resume_goes_on(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP)
+
+    paused = by_operator(world, name, transitions.pause, now=210.0)
+    again = by_operator(world, name, transitions.pause, now=220.0)
+    resumed = by_operator(world, name, transitions.resume, now=250.0)
+
+    assert paused.paused
+    assert again == paused
+    assert paused.weight_bp == world.table().canary_weight_bp == 2_000
+    assert not resumed.paused
+    assert resumed.stopped_s == 40.0
+    assert world.actions()[-2:] == ["canary.paused", "canary.resumed"]
+
+
+def test_abort_may_be_repeated(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+
+    first = by_operator(world, name, transitions.abort, now=300.0)
+    actions = world.actions()
+    second = by_operator(world, name, transitions.abort, now=400.0)
+
+    assert first == second
+    assert first.phase == "rolled_back"
+    assert world.actions() == actions
+
+
+def test_a_promoted_canary_cannot_be_aborted(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+
+    with pytest.raises(TransitionError, match="use rollback"):
+        by_operator(world, name, transitions.abort)
+
+
+def test_an_operator_promotes_a_ramping_canary_and_no_other(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE)
+    with pytest.raises(TransitionError, match="only a ramping one"):
+        by_operator(world, name, transitions.promote)
+    go(world, name, TO_RAMP)
+
+    by_operator(world, name, transitions.promote)
+
+    assert world.aliases() == {"champion": name, "previous": "base"}
+
+
+def test_resume_of_what_is_not_paused_is_refused(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+
+    with pytest.raises(TransitionError, match="is not paused"):
+        by_operator(world, name, transitions.resume)
+
+
+@pytest.mark.parametrize(
+    ("moves", "pause", "allowed"),
+    [
+        ((), False, ["pause", "abort"]),
+        ((TO_GATE,), True, ["resume", "abort"]),
+        ((TO_GATE, TO_RAMP), False, ["pause", "abort", "promote"]),
+        ((TO_GATE, TO_RAMP, PROMOTE), False, ["rollback"]),
+        ((ROLL_BACK,), False, []),
+    ],
+)
+def test_allowed_actions_follow_the_state(
+    world: World, moves: tuple[Move, ...], pause: bool, allowed: list[str]
+) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, *moves)
+    if pause:
+        by_operator(world, name, transitions.pause)
+
+    assert transitions.allowed_actions(world.trial(name)) == allowed
+
+
+def test_every_transition_is_audited_once_with_before_and_after(world: World) -> None:
+    name = world.register(1)
+    begin(world, name)
+    go(world, name, TO_GATE, TO_RAMP, STEP_2, PROMOTE)
+
+    rows = [row for row in world.rows(AuditRow) if row.subject == world.trial(name).canary_id]
+
+    assert [(row.action, row.after["step"]) for row in rows] == [
+        ("canary.loading", 0),
+        ("canary.gating", 0),
+        ("canary.ramping", 0),
+        ("canary.ramping", 1),
+        ("canary.promoted", 1),
+    ]
+    assert rows[3].before["weight_bp"] == 2_000
+    assert rows[3].after["weight_bp"] == 5_000
+    assert {row.actor for row in rows} == {"control"}
+
+
+def test_ends_are_counted(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    begin(world, first)
+    go(world, first, Move(to="rolled_back", candidate_state="rejected", reason="NaN"))
+    begin(world, second)
+    go(world, second, Move(to="inconclusive", candidate_state="retired", reason="no traffic"))
+
+    counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
+
+    assert counts == {
+        ("canary", "rolled_back"): 1,
+        ("adapter", "rejected"): 1,
+        ("canary", "inconclusive"): 1,
+    }
