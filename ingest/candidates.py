@@ -91,7 +91,7 @@ def _served(answers: Sequence[Answer]) -> int:
 def _as_seen(message: bytes) -> bytes:
     try:
         said = msgspec.json.decode(message, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return message
     calls = [call.get("function") for call in said.get("tool_calls") or ()]
     seen = [said.get("content") or "", said.get("reasoning") or "", calls]

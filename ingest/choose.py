@@ -13,7 +13,7 @@ import structlog
 from sqlalchemy import select as select_rows
 from sqlalchemy.orm import Session
 
-from ingest.selection import BACKLOG, Decision, Rules, Standing, select
+from ingest.selection import BACKLOG, Rules, Standing, select
 from ingest.store.database import Database, count
 from ingest.store.exchanges import NEW, StoredExchange, load_by_selection, set_selection
 from ingest.store.groups import count_by_session, count_pending, save_group
@@ -80,17 +80,21 @@ def _decide(
     )
     before = {stored.exchange.exchange_id: stored.selection for stored in batch}
     pairs = [(stored.exchange, stored.held_out) for stored in batch]
+    moves: dict[tuple[str, str], list[str]] = {}
     for decision in select(pairs, standing, rules):
-        _store(session, decision, before[decision.exchange_id], now=now)
+        move = (before[decision.exchange_id], decision.reason)
+        moves.setdefault(move, []).append(decision.exchange_id)
+        if decision.group is not None:
+            save_group(session, decision.group, now=now)
+        log.debug("exchange_decided", exchange_id=decision.exchange_id, reason=decision.reason)
+    for (left, reason), exchange_ids in moves.items():
+        _move(session, exchange_ids, left, reason)
 
 
-def _store(session: Session, decision: Decision, before: str, *, now: float) -> None:
-    if decision.reason == before:
+def _move(session: Session, exchange_ids: Sequence[str], left: str, reason: str) -> None:
+    if left == reason:
         return
-    set_selection(session, decision.exchange_id, decision.reason)
-    count(session, STAGE, decision.reason)
-    if before != NEW:
-        count(session, STAGE, before, -1)
-    if decision.group is not None:
-        save_group(session, decision.group, now=now)
-    log.debug("exchange_decided", exchange_id=decision.exchange_id, reason=decision.reason)
+    set_selection(session, exchange_ids, reason)
+    count(session, STAGE, reason, len(exchange_ids))
+    if left != NEW:
+        count(session, STAGE, left, -len(exchange_ids))

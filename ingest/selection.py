@@ -24,6 +24,8 @@ CHOSEN = "chosen"
 BACKLOG = "backlog"
 REASON_LENGTH = 64
 """Of the columns that hold a reason."""
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What reading bytes that an agent sent may come to; the last for brackets without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,5 +151,5 @@ def _says_something(message: bytes) -> bool:
 def _object(data: bytes) -> Mapping[str, Any] | None:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return None

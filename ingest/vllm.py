@@ -165,7 +165,7 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
     """Read and check a reply with one choice. Pure. Raises: SamplingError with what is wrong."""
     try:
         reply = msgspec.json.decode(body, type=_Reply)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SamplingError(f"not a reply: {error}") from error
     if reply.model != asked:
         raise SamplingError(f"asked {asked}, {reply.model} answered")

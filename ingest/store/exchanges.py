@@ -65,12 +65,14 @@ def load_by_selection(
     return _stored(session, rows)
 
 
-def set_selection(session: Session, exchange_id: str, selection: str) -> None:
-    """Store what selection decided."""
+def set_selection(session: Session, exchange_ids: Sequence[str], selection: str) -> None:
+    """Store what selection decided about these exchanges."""
     session.execute(
         update(ExchangeRow)
-        .where(ExchangeRow.exchange_id == exchange_id)
+        .where(ExchangeRow.exchange_id.in_(exchange_ids))
         .values(selection=selection)
+        # Nothing in the session is read again: looking for what to refresh would cost more.
+        .execution_options(synchronize_session=False)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -198,10 +199,20 @@ class Kit:
             return session.scalars(select(GroupRow).where(GroupRow.group_id == group_id)).one()
 
 
-@pytest.fixture
-def kit(tmp_path: Path) -> Iterator[Kit]:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store's file with all its tables, migrated once for all tests."""
+    path = tmp_path_factory.mktemp("store") / "empty.db"
+    database = Database(f"sqlite:///{path}")
     database.upgrade()
+    database.close()
+    return path
+
+
+@pytest.fixture
+def kit(tmp_path: Path, empty_store: Path) -> Iterator[Kit]:
+    shutil.copy(empty_store, tmp_path / "store.db")
+    database = Database(f"sqlite:///{tmp_path}/store.db")
     yield Kit(database)
     database.close()
 

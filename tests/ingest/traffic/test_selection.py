@@ -60,6 +60,12 @@ def test_several_choices_are_free_answers_up_to_the_size(kit) -> None:
             {"prompt_token_ids": ()}, "untrainable:no_prompt_token_ids", id="prompt-unknown"
         ),
         pytest.param({"request": b"{"}, "untrainable:request_not_json", id="not-json"),
+        pytest.param(
+            {"request": b'{"model": "\xff"}'}, "untrainable:request_not_json", id="not-utf-8"
+        ),
+        pytest.param(
+            {"request": b'{"a":' * 100_000}, "untrainable:request_not_json", id="too-deep"
+        ),
         pytest.param({"request": b"[]"}, "untrainable:request_not_json", id="not-an-object"),
         pytest.param(
             {"request": {"response_format": {"type": "json_object"}}},

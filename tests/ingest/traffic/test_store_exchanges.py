@@ -53,7 +53,7 @@ def test_an_exchange_that_is_not_there_is_none(kit) -> None:
 def test_exchanges_are_found_by_what_selection_said_in_either_order(kit) -> None:
     kit.store(*(kit.exchange(name) for name in ("a", "b", "c")))
     with kit.database.write() as session:
-        set_selection(session, "b", "rate")
+        set_selection(session, ["b"], "rate")
 
     with kit.database.read() as session:
         oldest = [s.exchange.exchange_id for s in load_by_selection(session, "new", limit=5)]

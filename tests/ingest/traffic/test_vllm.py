@@ -215,7 +215,7 @@ async def test_a_reply_that_does_not_add_up_is_refused(vllm, sampler, changes, r
         await ask(sampler)
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"", b"[]", b'{"model": NaN}'])
+@pytest.mark.parametrize("body", [b"<html>", b"", b"[]", b'{"model": NaN}', b'{"model": "\xff"}'])
 async def test_a_reply_that_is_not_one_is_refused(vllm, sampler, body: bytes) -> None:
     vllm.body = body
 
