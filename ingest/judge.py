@@ -113,7 +113,6 @@ class LiteLlmJudge:
             "messages": [dict(message) for message in messages],
             "timeout": settings.timeout_s,
             "num_retries": 0,
-            "max_retries": 0,
             "caching": False,
         }
         if settings.api_base is not None:

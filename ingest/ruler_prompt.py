@@ -174,7 +174,8 @@ def _escape_character(character: str) -> str:
     if character.isascii():
         # JSON has escaped the controls below 0x20 already.
         return f"\\u{ord(character):04x}" if character in "<>\x7f" else character
-    imitates = set(unicodedata.normalize("NFKC", character)) & set("<>")
+    # Compatibility forms ("＜", "≮"): a server that normalises text would make brackets of them.
+    imitates = set(unicodedata.normalize("NFKD", character)) & set("<>")
     # C*: controls, invisible and direction marks, surrogates, private use; Zl, Zp: line breaks.
     unseen = unicodedata.category(character) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
     if not imitates and not unseen:

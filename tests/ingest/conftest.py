@@ -67,7 +67,7 @@ class ScriptedServer:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.release = threading.Event()
-        """A reply with status 0 waits for this, and is never sent."""
+        """A reply with status 0 waits for this, and is never sent; with a body, it drips."""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -77,7 +77,7 @@ class ScriptedServer:
                 server.headers.append({k.lower(): v for k, v in self.headers.items()})
                 status, reply = server.script.pop(0) if len(server.script) > 1 else server.script[0]
                 if status == 0:
-                    server.release.wait(10)
+                    self._hang(drip=reply is not None)
                     return
                 data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(status)
@@ -85,6 +85,20 @@ class ScriptedServer:
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def _hang(self, *, drip: bool) -> None:
+                if drip:
+                    self.send_response(200)
+                    self.send_header("content-length", "100000")
+                    self.end_headers()
+                for _ in range(200):
+                    if server.release.wait(0.05):
+                        return
+                    if drip:
+                        try:
+                            self.wfile.write(b" ")
+                        except OSError:  # the client has given up, as it should
+                            return
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -63,11 +63,19 @@ async def test_no_error_is_retried_or_lets_the_key_out(judge_kit: Any, status: i
     assert "is no good" in str(raised.value)
 
 
-async def test_a_judge_that_hangs_is_given_up_after_the_time_limit(judge_kit: Any) -> None:
-    server = judge_kit.serve((0, None))
+@pytest.mark.parametrize(
+    ("body", "words"),
+    # LiteLLM's own limit is per read: only ours ends a reply that comes byte by byte.
+    [(None, "openai/local-judge"), (b" ", r"did not answer in 0\.2 s")],
+    ids=["silent", "dripping"],
+)
+async def test_a_judge_that_hangs_is_given_up_after_the_time_limit(
+    judge_kit: Any, body: bytes | None, words: str
+) -> None:
+    server = judge_kit.serve((0, body))
     judge = judge_kit.litellm_judge(server.url, timeout_s=0.2)
     await judge._load()  # else the time to load LiteLLM would count
-    with pytest.raises(JudgeUnavailableError, match=r"openai/local-judge"):
+    with pytest.raises(JudgeUnavailableError, match=words):
         await judge.complete(MESSAGES, SCHEMA)
 
 

@@ -395,14 +395,25 @@ class GatedJudge:
 
 
 async def test_run_keeps_to_the_concurrency_and_judges_everything(
-    database: Database, clock: Clock, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(7):
         put_group(database, f"g{number}", "good", "bad")
     judge = GatedJudge(judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)))
-    stop = asyncio.Event()
-    running = asyncio.create_task(worker(database, judge, clock, concurrency=3).run(stop))
+    judging = worker(database, judge, clock, concurrency=3)
+    claim, limits = judging._claim, []
 
+    async def counted(limit: int) -> list[str]:
+        limits.append(limit)
+        return await claim(limit)
+
+    monkeypatch.setattr(judging, "_claim", counted)
+    monkeypatch.setattr("ingest.judging.POLL_S", 0.01)
+    stop = asyncio.Event()
+    running = asyncio.create_task(judging.run(stop))
+
+    await until(lambda: len(limits) == 5)
+    assert limits == [3, 0, 0, 0, 0]
     await until(lambda: judge.under_way == 3)
     judge.gate.set()
     await until(lambda: counts(database, "judging") == {"scored": 7})

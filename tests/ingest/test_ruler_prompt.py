@@ -123,6 +123,8 @@ def test_an_injection_stays_inside_its_block(text: str) -> None:
     assert len(shown.splitlines()) == len(shown.split("\n"))  # no other kind of line break
     hidden = [c for c in shown if c != "\n" and unicodedata.category(c)[0] == "C"]
     assert hidden == []
+    normalised = unicodedata.normalize("NFKD", shown)  # as a server might do to what it is sent
+    assert [normalised.count(angle) for angle in "<>"] == [shown.count(angle) for angle in "<>"]
     assert re.search(r"\[/?[A-Z_]{2,}\]", shown) is None
     assert prompt.messages[0] == build(ANSWERS[:3]).messages[0]  # the instructions know nothing
 
