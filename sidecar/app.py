@@ -19,7 +19,8 @@ from sidecar.vllm_status import VllmStatus
 
 def make_app(metrics: Metrics, routing: Routing, vllm: VllmStatus) -> FastAPI:
     """Build the application."""
-    app = FastAPI(title="learning sidecar, data plane", docs_url=None, redoc_url=None)
+    # Its own spans would drown the requests' in scrapes and health checks.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, telemetry={"tracing": False})
 
     @app.api_route("/healthz", methods=["GET", "HEAD"])
     async def healthz() -> dict[str, str]:

@@ -13,7 +13,7 @@ import uvicorn
 from opentelemetry.trace import TracerProvider
 
 from sidecar.app import make_app
-from sidecar.capture import Capture
+from sidecar.capture import Capture, ExchangeSink
 from sidecar.errors import SettingsError
 from sidecar.metrics import Metrics
 from sidecar.outbox import Outbox, outbox_path
@@ -36,12 +36,16 @@ CAPTURE_STOP_S = 10.0
 class Proxy:
     """One proxy. `start`, then `stop`; both once."""
 
-    def __init__(self, settings: Settings, tracing: TracerProvider) -> None:
+    def __init__(
+        self, settings: Settings, tracing: TracerProvider, sink: ExchangeSink | None = None
+    ) -> None:
+        """sink: where exchanges go; None takes the one that `bus.url` names."""
         self._settings = settings
         self.metrics = Metrics()
         vllm = endpoint(settings.serving.upstreams[0])
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
-        sink = Outbox(outbox_path(settings.bus.url), max_rows=settings.bus.max_rows)
+        bus = outbox_path(settings.bus.url)
+        sink = sink or Outbox(bus, max_rows=settings.bus.max_rows)
         self.capture = Capture(settings.capture, sink, self.metrics, RequestSpans(tracing))
         self.routing = RoutingSource(
             settings.store.url,
@@ -96,6 +100,7 @@ class Proxy:
         if not await asyncio.to_thread(self.capture.stop, CAPTURE_STOP_S):
             log.error("captures_lost_at_stop", waited_s=CAPTURE_STOP_S)
         self._socket_path.unlink(missing_ok=True)
+        log.info("proxy_stopped")
 
     async def _watch_for_upstream(self) -> None:
         """Say once that vLLM is not there, and once that it is; `/readyz` says it at any time."""

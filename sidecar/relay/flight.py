@@ -29,6 +29,7 @@ from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.upstream import UpstreamConnection, UpstreamPool
 from sidecar.routing import Assignment
 
+STREAM_END = b"data: [DONE]\n\n"
 CLIENT_LEFT = "499"
 """nginx's number for it; no such status is ever sent."""
 
@@ -70,6 +71,7 @@ class Flight:
         self._head: ReplyHead | None = None
         self._body: ReplyBody = PassedBody()
         self._out: list[bytes] = []
+        self._tail = b""
         self._first_byte_s: float | None = None
         self._reply = ClientReply(self._client, self._request)
 
@@ -141,6 +143,7 @@ class Flight:
             self._first_byte_s = time.perf_counter() - self._began
         if self._tee is not None:
             self._tee.add(data)
+        self._tail = (self._tail + data)[-len(STREAM_END) :]
         self._out.append(self._body.feed(data))
 
     def batch_end(self, *, complete: bool, received_at: float) -> None:
@@ -212,7 +215,9 @@ class Flight:
             return
         if self._connection is not None:
             self._connection.abort()
-        self._finish("cut", self._head.status if self._head is not None else 0)
+        # Clients close at `[DONE]`, and do not wait for the end of the chunked body behind it.
+        outcome: Outcome = "ok" if self._tail == STREAM_END else "cut"
+        self._finish(outcome, self._head.status if self._head is not None else 0)
 
     def pause(self) -> None:
         """The client reads slower than vLLM writes."""

@@ -1,0 +1,18 @@
+"""Exchange ids: shape, order, uniqueness."""
+
+from __future__ import annotations
+
+from sidecar.exchange_id import exchange_id
+
+
+def test_an_id_is_its_time_and_its_randomness() -> None:
+    assert exchange_id(0.0, bytes(10)) == "ex_" + "0" * 26
+    assert exchange_id(0.001, bytes(10)) == "ex_" + "0000000001" + "0" * 16
+    assert exchange_id(0.0, b"\xff" * 10) == "ex_" + "0" * 10 + "Z" * 16
+
+
+def test_ids_sort_by_time() -> None:
+    ids = [exchange_id(at_s, b"\xff" * 10) for at_s in (1.0, 1.001, 2.0, 1_795_233_501.5)]
+
+    assert ids == sorted(ids)
+    assert {len(name) for name in ids} == {29}
