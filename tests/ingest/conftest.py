@@ -1,17 +1,28 @@
-"""Fakes of ingest's edges, shared by its tests."""
+"""A judge to script, a server to script, and a store to judge from; shared by ingest's tests."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
-from ingest.judge import JudgeReply
+from ingest.judge import JudgeReply, LiteLlmJudge
+from ingest.judging import JudgingWorker
+from ingest.records import Answer, Group
+from ingest.store.database import Database
+from ingest.store.exchanges import save_exchange
+from ingest.store.groups import mark_sampled, save_group
+from ingest.store.models import CounterRow, GroupRow, JudgeCallRow
+from sidecar.records import Choice, Exchange, Sampling, Timings
+from sidecar.settings import Judge as JudgeSettings
 
 ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
 
@@ -137,6 +148,109 @@ def completion(text: str | None) -> dict[str, Any]:
     }
 
 
+REQUEST = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database(f"sqlite:///{tmp_path}/store.db")
+    opened.upgrade()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def put_group(
+    database: Database, name: str, *texts: str, request: bytes = REQUEST, messages: Any = None
+) -> None:
+    """Store a sampled group `name` with one answer per text."""
+    bodies = messages or [
+        json.dumps({"role": "assistant", "content": text}).encode() for text in texts
+    ]
+    exchange = Exchange(
+        exchange_id=f"x-{name}",
+        surface="chat",
+        public_model="m",
+        adapter="base",
+        arm="champion",
+        propensity=1.0,
+        replica="http://127.0.0.1:1",
+        session_key="m:1",
+        request=request,
+        choices=(Choice(index=0, message=bodies[0]),),
+        prompt_token_ids=(1, 2),
+        sampling=Sampling(),
+        stream=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=1.0),
+    )
+    group = Group(
+        group_id=name,
+        exchange_id=exchange.exchange_id,
+        session_key="m:1",
+        adapter="base",
+        request=request,
+        prompt_token_ids=(1, 2),
+        answers=tuple(
+            Answer(index=i, origin="sampled", message=body, token_ids=(3,), logprobs=(-0.5,))
+            for i, body in enumerate(bodies)
+        ),
+    )
+    with database.write() as session:
+        assert save_exchange(session, exchange, held_out=False, now=1.0)
+        assert save_group(session, group, now=1.0)
+        assert mark_sampled(session, name)
+
+
+def status(database: Database, name: str) -> tuple[str, str | None]:
+    with database.read() as session:
+        row = session.scalars(select(GroupRow).where(GroupRow.group_id == name)).one()
+        return row.status, row.reason
+
+
+def group_row(database: Database, name: str) -> GroupRow:
+    with database.read() as session:
+        return session.scalars(select(GroupRow).where(GroupRow.group_id == name)).one()
+
+
+def counts(database: Database, stage: str) -> dict[str, int]:
+    with database.read() as session:
+        rows = session.scalars(select(CounterRow).where(CounterRow.stage == stage))
+        return {row.reason: row.count for row in rows}
+
+
+def calls(database: Database) -> list[JudgeCallRow]:
+    with database.read() as session:
+        return list(session.scalars(select(JudgeCallRow).order_by(JudgeCallRow.seq)))
+
+
+def worker(database: Database, judge: Any, clock: Any, **settings: Any) -> JudgingWorker:
+    values = {"model": "scripted", "rubric": "Be good.", **settings}
+    seeds = iter(range(100, 10_000))
+    return JudgingWorker(
+        database, judge, JudgeSettings(**values), clock=clock, draw_seed=lambda: next(seeds)
+    )
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 class JudgeKit:
     """What the tests of RULER and of the judges use."""
 
@@ -145,6 +259,13 @@ class JudgeKit:
     scores_reply = staticmethod(scores_reply)
     score_by_content = staticmethod(score_by_content)
     completion = staticmethod(completion)
+    put_group = staticmethod(put_group)
+    status = staticmethod(status)
+    group_row = staticmethod(group_row)
+    counts = staticmethod(counts)
+    calls = staticmethod(calls)
+    worker = staticmethod(worker)
+    until = staticmethod(until)
 
     def __init__(self) -> None:
         self.servers: list[ScriptedServer] = []
@@ -157,11 +278,14 @@ class JudgeKit:
 
     def litellm_judge(self, server_url: str, **settings: Any) -> Any:
         """A real LiteLLM judge against a local server; closed after the test."""
-        from ingest.judge import LiteLlmJudge
-        from sidecar.settings import Judge
-
-        values = {"model": "openai/local-judge", "api_key": "sk-test-key-1", "timeout_s": 10.0}
-        self.judges.append(LiteLlmJudge(Judge(**{**values, "api_base": server_url, **settings})))
+        values: dict[str, Any] = {
+            "model": "openai/local-judge",
+            "api_key": "sk-test-key-1",
+            "timeout_s": 10.0,
+        }
+        self.judges.append(
+            LiteLlmJudge(JudgeSettings(**{**values, "api_base": server_url, **settings}))
+        )
         return self.judges[-1]
 
 
