@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,7 +46,8 @@ class SeenRequest:
     line: str
     headers: dict[str, str]
     body: bytes
-    connection: int
+    connection: int = 0
+    """Numbered by the first request on it; health checks do not count."""
 
 
 @dataclass
@@ -72,19 +73,17 @@ class FakeVllm:
         for writer in self.writers:
             writer.transport.abort()
 
-    def drop_idle(self) -> None:
-        """Close every connection, as uvicorn does with those that were idle for 5 s."""
-        for writer in self.writers:
-            writer.transport.abort()
-        self.writers.clear()
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        number = self.connections
+        number = 0
         self.writers.append(writer)
         try:
-            while (request := await _read_request(reader, number)) is not None:
-                self.requests.append(request)
+            while (request := await _read_request(reader)) is not None:
+                if request.line == "GET /health HTTP/1.1":
+                    writer.write(whole_reply(b""))
+                    continue
+                if number == 0:
+                    number = self.connections = self.connections + 1
+                self.requests.append(replace(request, connection=number))
                 await self._play(self.script(request), reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.client_left.set()
@@ -117,7 +116,7 @@ class FakeVllm:
         await asyncio.gather(leaving, return_exceptions=True)
 
 
-async def _read_request(reader: asyncio.StreamReader, connection: int) -> SeenRequest | None:
+async def _read_request(reader: asyncio.StreamReader) -> SeenRequest | None:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -127,7 +126,7 @@ async def _read_request(reader: asyncio.StreamReader, connection: int) -> SeenRe
         name.lower(): value for name, _, value in (item.partition(": ") for item in lines if item)
     }
     body = await reader.readexactly(int(headers.get("content-length", "0")))
-    return SeenRequest(line, headers, body, connection)
+    return SeenRequest(line, headers, body)
 
 
 def whole_reply(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
