@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,7 +125,7 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
     say("rolling back while traffic is running")
     rolled = await live_rollback(stack, say)
     await agent.close()
-    await sampler.close()
+    await sampler.aclose()
     _show_lineage(stack, champion)
     _finish(stack, held_out, champion, rounds, rolled)
 
@@ -190,6 +192,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
+    # TERM must unwind like Ctrl-C does, so that everything that was started is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = DEMO / "run"
     shutil.rmtree(folder, ignore_errors=True)
     stack = Stack(folder=folder, overrides=SETTINGS)

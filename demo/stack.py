@@ -209,8 +209,9 @@ class Stack:
     def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         log_file = (self.folder / f"{name}.log").open("ab")
         self._logs.append(log_file)
+        leash = [sys.executable, "-m", "deploy.leash", str(os.getpid())]
         return subprocess.Popen(
-            command,
+            [*leash, *command],  # it ends with us, also when we are killed
             cwd=ROOT,
             env=self.environment(),
             stdin=subprocess.DEVNULL,

@@ -46,7 +46,7 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
     Returns: how many were looked at.
     """
     with database.write() as session:
-        room = rules.max_pending_groups - count_pending(session)
+        room = rules.max_pending_groups - count_pending(session, live_adapters(session, model))
         if room <= 0:
             return 0
         batch = load_by_selection(session, BACKLOG, limit=room, newest_first=True)
@@ -71,9 +71,10 @@ def _decide(
 ) -> None:
     if not batch:
         return
+    live = live_adapters(session, model)
     standing = Standing(
-        live_adapters=live_adapters(session, model),
-        pending_groups=count_pending(session),
+        live_adapters=live,
+        pending_groups=count_pending(session, live),
         groups_by_session=count_by_session(
             session, [stored.exchange.session_key for stored in batch]
         ),

@@ -122,7 +122,8 @@ class Groups(Section):
     """Share of sessions, by hash of their key, never trained on; they feed the deployment gate."""
     max_groups_per_session: int = 4
     max_pending_groups: int = 64
-    """Chosen groups that wait for candidates or scores; beyond, exchanges are left unchosen."""
+    """Groups that wait for candidates, for scores or (of the adapters that serve now) for the
+    learner; beyond, exchanges wait unchosen: more than one run takes would only grow stale."""
     tokens_per_day: int = 5_000_000
     """Sampled candidate tokens a day; when spent, sampling waits for midnight UTC."""
     concurrency: int = 16

@@ -8,7 +8,7 @@ the same transaction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -201,9 +201,15 @@ def mark_scored(
     return True
 
 
-def count_pending(session: Session) -> int:
-    """Groups that wait for candidates or for the judge."""
-    statement = select(func.count()).select_from(GroupRow).where(GroupRow.status.in_(PENDING))
+def count_pending(session: Session, live_adapters: Collection[str]) -> int:
+    """Groups that wait for candidates, for the judge, or for the learner.
+
+    live_adapters: scored groups count only when one of these sampled them. Those of an older
+        adapter may be too stale to be ever trained on, and must not keep fresh ones out.
+    """
+    waits = GroupRow.status.in_(PENDING)
+    for_learner = (GroupRow.status == SCORED) & GroupRow.adapter.in_(live_adapters)
+    statement = select(func.count()).select_from(GroupRow).where(waits | for_learner)
     return session.scalar(statement) or 0
 
 

@@ -45,7 +45,7 @@ def test_the_backlog_is_looked_at_every_two_seconds(kit) -> None:
     intake = make_intake(kit, payloads, now=lambda: next(times))
     intake.step()
     with sqlite3.connect(kit.database.engine.url.database) as other:
-        other.execute("UPDATE answer_group SET status = 'scored'")
+        other.execute("UPDATE answer_group SET status = 'trained'")
     other.close()
 
     intake.step()

@@ -212,8 +212,18 @@ def test_pending_groups_and_groups_by_session_are_counted(kit) -> None:
         mark_sampled(session, ids[0])
         set_aside(session, ids[1], "why")
 
-        assert count_pending(session) == 2
+        assert count_pending(session, {"base"}) == 2
         assert count_by_session(session, ["m:s", "m:t", "m:u"]) == {"m:s": 2, "m:t": 1}
+
+
+def test_scored_groups_are_pending_while_their_adapter_serves(kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        mark_sampled(session, group_id)
+        mark_scored(session, group_id, (0.5,), ("fair",), "judge", "rubric", 1.0)
+
+        assert count_pending(session, {"base"}) == 1
+        assert count_pending(session, {"m--v1-0a0b0c0d0e0f"}) == 0
 
 
 def test_group_ids_are_the_exchanges_own() -> None:
