@@ -1,4 +1,4 @@
-"""Is a loaded adapter live? Compare its log-probabilities with the base's on one prompt. Pure.
+"""Is a loaded adapter live? Compare its log-probabilities with the base's on fixed prompts. Pure.
 
 An adapter that vLLM lists may still do nothing: all of its B matrices are zero, the modules' names
 match nothing, or the name falls through to the base. Then the numbers equal the base's. The base is
@@ -8,23 +8,22 @@ movement proves nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MIN_DIFFERENCE = 1e-4
-"""Mean nats a token. Measured on SmolLM2-135M: a fresh adapter 0, B matrices of 5e-4 make 0.07."""
+"""Mean nats a token. Measured on SmolLM2-135M: a fresh adapter 0, B matrices of 5e-4 make 0.05."""
 NOISE_FACTOR = 2.0
 """The difference must be this many times that between the two probes of the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a model said of the fixed prompt."""
+    """What a model would say next after each of the fixed prompts."""
 
     model_in_reply: str
-    token_ids: tuple[int, ...]
-    """[P-1] the prompt's tokens after the first."""
-    logprobs: tuple[float, ...]
-    """[P-1] nats, of those tokens."""
+    next_tokens: tuple[Mapping[int, float], ...]
+    """[prompts] the likeliest next tokens: token id -> log-probability in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +34,7 @@ class Liveness:
     reason: str
     model_in_reply: str
     tokens: int
+    """Log-probabilities that were compared."""
     max_difference: float
     """Nats, adapter to base."""
     mean_difference: float
@@ -44,14 +44,13 @@ class Liveness:
 
 def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe) -> Liveness:
     """Say whether the adapter called `name` changes what the base says."""
-    same_tokens = adapter.token_ids == base_before.token_ids == base_after.token_ids
-    differences = _differences(adapter, base_before) if same_tokens else []
-    noise = _mean(_differences(base_before, base_after)) if same_tokens else 0.0
+    differences = _differences(base_before, adapter)
+    noise = _mean(_differences(base_before, base_after))
     mean = _mean(differences)
     if adapter.model_in_reply != name:
         reason = f"not live: the reply to {name} names {adapter.model_in_reply}"
     elif not differences:
-        reason = "not live: the probe's tokens differ from the base's"
+        reason = "not live: the probe gave no log-probabilities to compare"
     elif mean <= max(MIN_DIFFERENCE, NOISE_FACTOR * noise):
         reason = (
             f"not live: its log-probabilities are the base's ({mean:.2g} nats a token away, noise "
@@ -63,15 +62,30 @@ def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe)
         live=reason.startswith("live"),
         reason=reason,
         model_in_reply=adapter.model_in_reply,
-        tokens=len(adapter.token_ids),
+        tokens=len(differences),
         max_difference=max(differences, default=0.0),
         mean_difference=mean,
         noise=noise,
     )
 
 
-def _differences(one: Probe, other: Probe) -> list[float]:
-    return [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
+def _differences(base: Probe, other: Probe) -> list[float]:
+    """|difference| in nats of every likely token of the base, at the same places of the prompts.
+
+    A token that is not among the other's likeliest has at most the least of their
+    log-probabilities there; how far that is below the base's is taken.
+    """
+    found: list[float] = []
+    for ours, theirs in zip(base.next_tokens, other.next_tokens, strict=False):
+        if not theirs:
+            continue
+        least = min(theirs.values())
+        for token_id, logprob in ours.items():
+            if token_id in theirs:
+                found.append(abs(logprob - theirs[token_id]))
+            else:
+                found.append(max(0.0, logprob - least))
+    return found
 
 
 def _mean(values: list[float]) -> float:

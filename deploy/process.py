@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -55,7 +56,7 @@ async def serve(settings: Settings, database: Database) -> int:
     except OSError as error:
         sys.stderr.write(
             f"sidecar control: cannot listen on {settings.admin.host}:{settings.admin.port} "
-            f"({error.strerror}); set admin.port\n"
+            f"({os.strerror(error.errno or 0)}); set admin.port\n"
         )
         return 1
     with database.write() as session:

@@ -4,8 +4,10 @@ A `AdapterControl` is an edge: `VllmControl` speaks HTTP, the tests have one in 
 contract suite runs against both. Loading and unloading may be repeated: what is so already is no
 error. Names are never loaded twice with other bytes, because vLLM's prefix cache keys on the name.
 
-The probe asks for the log-probabilities of a fixed prompt's own tokens (`prompt_logprobs`), not of
-sampled ones: adapter and base are then compared on the same tokens, whatever they would answer.
+The probe asks what comes next after fixed prompts, one token each, and reads the likeliest tokens'
+log-probabilities: adapter and base are compared at the same places, whatever they would answer.
+It must not ask for `prompt_logprobs`: beside any other request that fails in vLLM's LoRA kernels
+for the CPU (0.32, `punica_cpu.add_lora_logits`) and takes the whole engine down.
 """
 
 from __future__ import annotations
@@ -17,10 +19,18 @@ import httpx
 from deploy.errors import EngineError, InvalidAdapterError
 from deploy.probe import Probe
 
-PROBE_PROMPT = (
-    "A customer writes: my parcel has not arrived and I cannot reset my password. The agent "
-    "answers: I am sorry to hear that. Please open the settings page and choose"
+PROBE_PROMPTS = (
+    "A customer writes: my parcel has not arrived. The agent answers:",
+    "A customer writes: my parcel has not arrived. The agent answers: I am",
+    "To reset your password, open the settings page and",
+    "The capital of France is",
+    "Thank you for your question. The",
+    "def add(a, b):\n    return",
+    "Once upon a time there was a",
+    "Question: is the shop open on Sunday?\nAnswer:",
 )
+LIKELIEST = 5
+"""Next tokens that are compared per prompt; every vLLM allows as many (`--max-logprobs`)."""
 CALL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 120.0
 """vLLM reads the weights in this call, and waits for a running batch first."""
@@ -45,7 +55,7 @@ class AdapterControl(Protocol):
         ...
 
     async def probe(self, model_name: str) -> Probe:
-        """Log-probabilities of the fixed prompt under an adapter, or under the base model's name.
+        """What comes next after the fixed prompts by an adapter, or by the base model's name.
 
         Raises: EngineError, also when the name is not loaded.
         """
@@ -97,16 +107,22 @@ class VllmControl:
     async def probe(self, model_name: str) -> Probe:
         body = {
             "model": model_name,
-            "prompt": PROBE_PROMPT,
+            "prompt": list(PROBE_PROMPTS),
             "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,  # of the prompt's own tokens and no others
+            "logprobs": LIKELIEST,
+            "return_tokens_as_token_ids": True,
+            # All said: the model's generation_config would else cut the distribution.
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
         }
         reply = await self._ask("POST", "/v1/completions", json=body, timeout_s=LOAD_TIMEOUT_S)
         _raise_for_status(reply, f"probe {model_name}")
         try:
             return _read_probe(reply.json())
-        except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(f"vLLM's reply to the probe cannot be read: {error!r}") from error
 
     async def _ask(
@@ -121,15 +137,17 @@ class VllmControl:
 
 
 def _read_probe(body: dict[str, Any]) -> Probe:
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    # The first token has no predecessor, hence no log-probability: its entry is null.
-    for entry in body["choices"][0]["prompt_logprobs"]:
-        if entry:
-            token_id, value = next(iter(entry.items()))
-            token_ids.append(int(token_id))
-            logprobs.append(float(value["logprob"]))
-    return Probe(model_in_reply=body["model"], token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+    choices = sorted(body["choices"], key=lambda choice: choice["index"])
+    return Probe(
+        model_in_reply=body["model"],
+        next_tokens=tuple(_likeliest(choice["logprobs"]["top_logprobs"][0]) for choice in choices),
+    )
+
+
+def _likeliest(logprobs: dict[str, float]) -> dict[int, float]:
+    """The LIKELIEST of {"token_id:17": nats}, which also holds the sampled token."""
+    by_id = {int(name.removeprefix("token_id:")): float(nats) for name, nats in logprobs.items()}
+    return dict(sorted(by_id.items(), key=lambda item: (-item[1], item[0]))[:LIKELIEST])
 
 
 def _raise_for_status(reply: httpx.Response, what: str) -> None:

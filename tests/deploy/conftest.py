@@ -84,8 +84,7 @@ class FakeControl:
         reach = self.reach.get(model_name, 0.0 if model_name == MODEL else 0.25)
         return Probe(
             model_in_reply=self.answers_as.get(model_name, model_name),
-            token_ids=(11, 12),
-            logprobs=(-1.0 - reach, -2.0 - reach),
+            next_tokens=({11: -1.0 - reach}, {12: -2.0 - reach}),
         )
 
     def _check(self) -> None:

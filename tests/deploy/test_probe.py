@@ -7,8 +7,12 @@ import pytest
 from deploy.probe import Probe, compare
 
 
-def probe(name: str, *logprobs: float, ids: tuple[int, ...] = (5, 6)) -> Probe:
-    return Probe(model_in_reply=name, token_ids=ids, logprobs=logprobs)
+def probe(name: str, *logprobs: float) -> Probe:
+    """One prompt for each log-probability; the tokens are 5, 6, …"""
+    return Probe(
+        model_in_reply=name,
+        next_tokens=tuple({5 + place: nats} for place, nats in enumerate(logprobs)),
+    )
 
 
 BASE = probe("m", -1.0, -2.0)
@@ -55,16 +59,21 @@ def test_the_difference_must_be_twice_the_base_s_own_noise(moved: float, live: b
     assert liveness.noise == pytest.approx(0.1)
 
 
-def test_other_tokens_cannot_be_compared() -> None:
-    other = probe("m--v1", -5.0, -5.0, ids=(5, 7))
+def test_a_token_that_is_no_longer_likely_counts_by_how_far_it_fell_at_least() -> None:
+    base = Probe(model_in_reply="m", next_tokens=({1: -0.5, 2: -1.5},))
+    other = Probe(model_in_reply="m--v1", next_tokens=({1: -0.75, 3: -2.0},))
 
-    liveness = compare("m--v1", adapter=other, base_before=BASE, base_after=BASE)
+    liveness = compare("m--v1", adapter=other, base_before=base, base_after=base)
 
-    assert not liveness.live
-    assert "tokens differ" in liveness.reason
+    # Token 1 moved by 0.25; token 2 was at -1.5 and is at -2.0 or below.
+    assert (liveness.mean_difference, liveness.max_difference) == (0.375, 0.5)
+    assert liveness.tokens == 2
 
 
 def test_no_tokens_prove_nothing() -> None:
-    empty = Probe(model_in_reply="m--v1", token_ids=(), logprobs=())
+    empty = Probe(model_in_reply="m--v1", next_tokens=())
 
-    assert not compare("m--v1", adapter=empty, base_before=empty, base_after=empty).live
+    liveness = compare("m--v1", adapter=empty, base_before=BASE, base_after=BASE)
+
+    assert not liveness.live
+    assert liveness.reason == "not live: the probe gave no log-probabilities to compare"

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from deploy.errors import EngineError, InvalidAdapterError
-from deploy.vllm_control import PROBE_PROMPT, AdapterControl, VllmControl
+from deploy.vllm_control import PROBE_PROMPTS, AdapterControl, VllmControl
 
 MODEL = "m"
 
@@ -83,8 +83,9 @@ class FakeVllm:
         if name != MODEL and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
         reach = 0.0 if name == MODEL else 0.25
-        entries = [None] + [{str(11 + i): {"logprob": -1.0 - i - reach}} for i in range(2)]
-        return 200, json.dumps({"model": name, "choices": [{"prompt_logprobs": entries}]}).encode()
+        tops = [{"token_id:11": -1.0 - reach}, {"token_id:12": -2.0 - reach}]
+        choices = [{"index": i, "logprobs": {"top_logprobs": [top]}} for i, top in enumerate(tops)]
+        return 200, json.dumps({"model": name, "choices": choices[::-1]}).encode()
 
 
 def _error(code: int, message: str) -> tuple[int, bytes]:
@@ -131,9 +132,8 @@ async def test_contract_a_probe_names_who_answered(control: AdapterControl) -> N
     base, adapter = await control.probe(MODEL), await control.probe("m--v1")
 
     assert (base.model_in_reply, adapter.model_in_reply) == (MODEL, "m--v1")
-    assert base.token_ids == adapter.token_ids == (11, 12)
-    assert base.logprobs == (-1.0, -2.0)
-    assert adapter.logprobs == (-1.25, -2.25)
+    assert base.next_tokens == ({11: -1.0}, {12: -2.0})
+    assert adapter.next_tokens == ({11: -1.25}, {12: -2.25})
 
 
 async def test_contract_probing_what_is_not_loaded_is_an_engine_error(
@@ -198,16 +198,26 @@ async def test_a_vllm_that_is_down_is_an_engine_error(vllm: FakeVllm, real: Vllm
     await vllm.start()
 
 
-async def test_the_probe_reads_the_prompt_s_own_tokens(vllm: FakeVllm, real: VllmControl) -> None:
+async def test_the_probe_asks_for_one_token_after_each_prompt_and_no_prompt_logprobs(
+    vllm: FakeVllm, real: VllmControl
+) -> None:
     await real.probe(MODEL)
 
-    assert vllm.seen[-1] == (
-        "/v1/completions",
-        {
-            "model": MODEL,
-            "prompt": PROBE_PROMPT,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        },
-    )
+    path, body = vllm.seen[-1]
+    assert path == "/v1/completions"
+    assert body["prompt"] == list(PROBE_PROMPTS)
+    assert (body["max_tokens"], body["logprobs"]) == (1, 5)
+    # It would take a vLLM on the CPU down when another request is in the batch.
+    assert "prompt_logprobs" not in body
+
+
+async def test_the_sampled_token_beside_the_likeliest_is_left_out(
+    vllm: FakeVllm, real: VllmControl
+) -> None:
+    top = {f"token_id:{number}": -float(number) for number in (1, 2, 3, 4, 5, 9)}
+    body = {"model": MODEL, "choices": [{"index": 0, "logprobs": {"top_logprobs": [top]}}]}
+    vllm.override = (200, json.dumps(body).encode())
+
+    probe = await real.probe(MODEL)
+
+    assert probe.next_tokens == ({1: -1.0, 2: -2.0, 3: -3.0, 4: -4.0, 5: -5.0},)

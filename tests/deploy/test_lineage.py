@@ -1,0 +1,149 @@
+"""Lineage: from a version to the base, with everything it learned from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deploy.errors import UnknownAdapterError
+from deploy.lineage import Lineage, render_lineage, trace_lineage
+from ingest.store.database import compress
+from ingest.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
+
+World = Any
+
+
+def add_run(world: World, name: str, run_id: str, scores: tuple[float, ...]) -> str:
+    """A run that made `name` from one group. Returns: the exchange's id."""
+    exchange_id = world.serve(f"s-{run_id}")
+    with world.database.write() as session:
+        session.add(
+            RunRow(
+                run_id=run_id,
+                model="m",
+                status="finished",
+                started_at=1.0,
+                heartbeat_at=2.0,
+                ended_at=3.0,
+                parent="base",
+                settings={"learning_rate": 2e-4, "steps": 3},
+                counts={"used": 1, "no_spread": 2},
+                metrics=[{"loss": 0.1}, {"loss": 0.05}],
+                adapter=name,
+            )
+        )
+        session.add(
+            GroupRow(
+                group_id=f"g-{run_id}",
+                exchange_id=exchange_id,
+                session_key=f"s-{run_id}",
+                adapter="base",
+                status="trained",
+                created_at=1.0,
+                judge_model="openai/judge",
+                rubric_hash="abcdef0123456789",
+                run_id=run_id,
+            )
+        )
+        session.flush()
+        for index, score in enumerate(scores):
+            session.add(
+                AnswerRow(
+                    group_id=f"g-{run_id}",
+                    index=index,
+                    origin="sampled",
+                    message_body=compress(b"{}"),
+                    token_ids=b"",
+                    logprobs=b"",
+                    temperature=1.0,
+                    score=score,
+                )
+            )
+        session.get(AdapterRow, name).run_id = run_id
+    return exchange_id
+
+
+async def traced(world: World) -> tuple[str, str, Lineage]:
+    first = world.register(1)
+    add_run(world, first, "r1", (0.25, 0.75))
+    world.promote(first)
+    second = world.register(2, parent=first)
+    add_run(world, second, "r2", (0.5, 1.0))
+    world.hold_out(2)
+    for _ in range(2):
+        await world.controller().tick()
+    with world.database.read() as session:
+        return first, second, trace_lineage(session, "m", "v2")
+
+
+async def test_the_chain_ends_at_the_base(world: World) -> None:
+    first, second, lineage = await traced(world)
+
+    assert [step.adapter.name for step in lineage.steps] == [second, first]
+    assert lineage.steps[-1].adapter.parent == "base"
+
+
+async def test_a_step_names_run_groups_exchanges_scores_and_judge(world: World) -> None:
+    _, _, lineage = await traced(world)
+
+    run = lineage.steps[1].run
+    assert run is not None
+    assert run.settings == {"learning_rate": 2e-4, "steps": 3}
+    (group,) = run.groups
+    assert (group.group_id, group.exchange_id) == ("g-r1", "x1")
+    assert group.scores == (0.25, 0.75)
+    assert (group.judge_model, group.rubric_hash) == ("openai/judge", "abcdef0123456789")
+
+
+async def test_a_step_names_the_evidence_of_its_trial(world: World) -> None:
+    _, _, lineage = await traced(world)
+
+    trial = lineage.steps[0].trial
+    assert trial is not None
+    assert trial.state == "ramping"
+    assert trial.evidence["probe"]["live"] is True
+    assert trial.evidence["gate"]["scored"] == 2
+    assert set(trial.gate_exchange_ids) == {"x3", "x4"}
+    assert trial.gate_differences == (0.0, 0.0)
+    assert len(trial.gate_judges) == 1
+    assert trial.gate_judges[0].startswith("fake-judge rubric ")
+
+
+async def test_it_is_json(world: World) -> None:
+    _, second, lineage = await traced(world)
+
+    body = json.loads(lineage.to_json())
+
+    assert body["name"] == second
+    assert body["steps"][0]["run"]["groups"][0]["scores"] == [0.5, 1.0]
+
+
+async def test_it_reads_as_text(world: World) -> None:
+    first, second, lineage = await traced(world)
+
+    lines = render_lineage(lineage).splitlines()
+
+    assert lines[0] == f"{second} of m"
+    assert lines[2] == f"v2 {second} [ramping]"
+    assert (
+        "    group g-r2 [trained] exchange x2, answers of base, scores 0.50 1.00 by openai/judge "
+        "rubric abcdef012345" in lines
+    )
+    assert "    probe live: differs from the base by 0.25 nats a token" in lines
+    assert f"v1 {first} [champion]" in lines
+    assert lines[-1] == "base: m"
+
+
+def test_the_base_has_no_steps(world: World) -> None:
+    with world.database.read() as session:
+        lineage = trace_lineage(session, "m", "champion")
+
+    assert (lineage.name, lineage.steps) == ("base", ())
+    assert render_lineage(lineage) == "base of m\n\nbase: m"
+
+
+def test_an_unknown_version_has_none(world: World) -> None:
+    with world.database.read() as session, pytest.raises(UnknownAdapterError):
+        trace_lineage(session, "m", "9")

@@ -1,0 +1,116 @@
+"""The control process itself: starts without vLLM and judge, obeys signals, imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    values = {
+        "serving": {"upstreams": [f"http://127.0.0.1:{free_port()}"], "model": "m"},
+        "store": {"url": f"sqlite:///{folder / 'store.db'}"},
+        "admin": {"port": 0},
+        "telemetry": {"log_json": True},
+        **sections,
+    }
+    lines = [
+        line
+        for name, section in values.items()
+        for line in (f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in section.items()))
+    ]
+    path = folder / "sidecar.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@contextlib.contextmanager
+def control(config: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deploy", "--config", str(config)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
+    assert process.stderr is not None
+    for line in process.stderr:
+        found = json.loads(line)
+        if found["event"] == event:
+            return dict(found)
+    raise AssertionError(f"the process ended before {event}")
+
+
+def test_it_serves_while_vllm_and_judge_are_away_and_stops_on_sigterm(tmp_path: Path) -> None:
+    with control(write_config(tmp_path)) as process:
+        admin = wait_for(process, "control_ready")["admin"]
+        wait_for(process, "engine_away")
+
+        ready = httpx.get(f"{admin}/readyz")
+        status = httpx.get(f"{admin}/admin/v1/status").json()
+        back = httpx.post(f"{admin}/admin/v1/rollback", json={"to": "base", "reason": "test"})
+
+        assert ready.status_code == 200
+        assert status["champion"] == "base"
+        assert status["routing"]["generation"] == 1
+        assert "gave no reply" in status["engine"]["away"]
+        assert back.json()["changed"] is False
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, "control_stopped")
+        assert process.wait(20) == 0
+
+
+def test_a_taken_port_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with control(write_config(tmp_path, admin={"port": port})) as process:
+            _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert errors.strip().splitlines()[-1] == (
+        f"sidecar control: cannot listen on 127.0.0.1:{port} (Address already in use); "
+        "set admin.port"
+    )
+
+
+def test_wrong_settings_are_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deploy.__main__ import main
+
+    config = write_config(tmp_path, canary={"step": [1]})
+
+    assert main(["--config", str(config)]) == 2
+    assert capsys.readouterr().err == (
+        "sidecar control: unknown setting canary.step; did you mean canary.steps?\n"
+    )
+
+
+def test_deploy_imports_no_torch_and_no_litellm() -> None:
+    code = (
+        "import deploy.admin, deploy.controller, deploy.process, deploy.lineage, sys;"
+        "assert not {'torch', 'litellm', 'transformers'} & set(sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
