@@ -3,7 +3,6 @@
 SidecarError
 ├── SettingsError (ValueError)      the settings file or environment is wrong: fix it, start again
 ├── BadRequestError (ValueError)    the client's body cannot be read: answer 400 the way vLLM does
-├── UnknownModelError (LookupError) the client named a model that is not the public one: answer 404
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
 └── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
 """
@@ -21,10 +20,6 @@ class SettingsError(SidecarError, ValueError):
 
 class BadRequestError(SidecarError, ValueError):
     """The request body is not a JSON object that vLLM would accept."""
-
-
-class UnknownModelError(SidecarError, LookupError):
-    """The request names a model that the routing table does not serve."""
 
 
 class UpstreamError(SidecarError, ConnectionError):

@@ -73,6 +73,7 @@ class Proxy:
                 make_app(self.metrics, self.routing, self._status),
                 log_config=None,
                 access_log=False,
+                date_header=False,
                 lifespan="off",
             )
         )
@@ -92,7 +93,7 @@ class Proxy:
     async def stop(self) -> None:
         """Finish what is in flight, write what is captured, and end."""
         await self._relay.stop(self._settings.proxy.drain_timeout_s)
-        self._app_server.should_exit = True
+        self._app_server.stopping.set()
         self._tasks[-1].cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._status.close()
@@ -118,11 +119,19 @@ class Proxy:
 
 
 class _AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process has its own."""
+    """uvicorn without its signal handlers (the process has its own) and without its ten ticks a
+    second, which would stop at each of them a loop that relays."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        await self.stopping.wait()
 
 
 def _listen(path: Path) -> socket.socket:

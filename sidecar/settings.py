@@ -173,8 +173,10 @@ class Learner(Section):
     max_grad_norm: float = 1.0
     min_spread: float = 0.02
     """Groups whose scores have a smaller standard deviation teach nothing: dropped and counted."""
-    max_drift: float = 0.05
-    """Mean |recorded - recomputed| log-probability in nats over which a run refuses to train."""
+    max_drift: float = 0.1
+    """Mean |recorded - recomputed| log-probability in nats over which a run refuses to train.
+    Measured on a bf16 server: 0.03 to 0.05 with the right adapter, which is rounding, and 0.13
+    with its parent in its place."""
     adapters_dir: Path = Path(".sidecar/adapters")
     threads: int = 0
     """Torch threads; 0 takes what the machine has."""

@@ -48,13 +48,17 @@ def members(data: bytes, start: int = 0, end: int | None = None) -> list[Member]
 
 
 def elements(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
-    """The spans of the elements of the array that is `data[start:end]`."""
+    """The spans of the elements of the array that is `data[start:end]`, valid as for `members`."""
+    try:
+        lengths = [len(raw) for raw in _ARRAY.decode(memoryview(data)[start:end])]
+    except msgspec.MsgspecError:
+        return _scan_elements(data, start)
     spans: list[tuple[int, int]] = []
     at = _skip_space(data, start) + 1
-    for raw in _ARRAY.decode(memoryview(data)[start:end]):
+    for length in lengths:
         at = _skip_space(data, at)
-        spans.append((at, at + len(raw)))
-        at = _skip_space(data, at + len(raw)) + 1  # the comma
+        spans.append((at, at + length))
+        at = _skip_space(data, at + length) + 1  # the comma
     return spans
 
 
@@ -93,6 +97,18 @@ def _scan(data: bytes, start: int) -> list[Member]:
         if data[at] == ord(","):
             at = _skip_space(data, at + 1)
     return found
+
+
+def _scan_elements(data: bytes, start: int) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    at = _skip_space(data, data.index(b"[", start) + 1)
+    while data[at] != ord("]"):
+        end = _value_end(data, at)
+        spans.append((at, end))
+        at = _skip_space(data, end)
+        if data[at] == ord(","):
+            at = _skip_space(data, at + 1)
+    return spans
 
 
 def _key(data: bytes, quote: int, end: int) -> str:

@@ -12,12 +12,16 @@ from sidecar.relay import json_spans
 from sidecar.relay.json_spans import elements, members
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )
 OBJECT = st.dictionaries(st.text(), JSON, max_size=6)
 STYLES = st.sampled_from([(None, (",", ":")), (None, (" , ", " : ")), (2, None)])
+
+
+def _same(one: object, other: object) -> bool:
+    return repr(one) == repr(other)  # NaN is NaN here
 
 
 @given(OBJECT, STYLES, st.booleans())
@@ -30,7 +34,7 @@ def test_every_member_is_found_at_its_place(value: dict, style: tuple, ascii_onl
 
     assert [member.key for member in found] == list(value)
     for member in found:
-        assert json.loads(data[member.start : member.end]) == value[member.key]
+        assert _same(json.loads(data[member.start : member.end]), value[member.key])
 
 
 @given(OBJECT, STYLES)
@@ -68,7 +72,7 @@ def test_every_element_is_found_at_its_place(value: list, style: tuple) -> None:
 
     spans = elements(data, 2, len(data) - 2)
 
-    assert [json.loads(data[start:end]) for start, end in spans] == value
+    assert _same([json.loads(data[start:end]) for start, end in spans], value)
 
 
 def test_an_object_inside_other_bytes_is_read_within_its_bounds() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sidecar.outbox import Outbox
 
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 Recorded = Callable[[str], bytes]
@@ -277,6 +282,27 @@ async def test_an_outbox_that_refuses_costs_captures_and_no_requests(
     sink.fail_with = None
     await running.send(wire.post(REQUEST))
     await running.metric_reaches(1, "sidecar_captures_kept_total")
+
+
+async def test_requests_flow_while_the_real_outbox_is_locked_or_deleted(
+    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any, tmp_path: Path
+) -> None:
+    fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
+    path = tmp_path / "bus" / "outbox.db"
+    running = await start_proxy(sink=Outbox(path, max_rows=100, busy_timeout_s=0.01))
+    await running.send(wire.post(REQUEST))
+    await running.metric_reaches(1, "sidecar_captures_kept_total")
+
+    locker = sqlite3.connect(path, isolation_level=None)
+    locker.execute("BEGIN IMMEDIATE")
+    assert (await running.send(wire.post(REQUEST))).startswith(b"HTTP/1.1 200 OK")
+    await running.metric_reaches(1, "sidecar_captures_lost_total", reason="locked")
+    locker.execute("ROLLBACK")
+    locker.close()
+
+    shutil.rmtree(path.parent)
+    assert (await running.send(wire.post(REQUEST))).startswith(b"HTTP/1.1 200 OK")
+    await running.metric_reaches(2, "sidecar_captures_kept_total")
 
 
 async def test_a_reply_in_flight_finishes_when_the_proxy_stops(

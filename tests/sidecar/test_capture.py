@@ -1,0 +1,229 @@
+"""The queue between the relay and the sink: bounded, counted, never in the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from sidecar.assemble import RawCapture
+from sidecar.capture import Capture
+from sidecar.metrics import Metrics
+from sidecar.records import Timings
+from sidecar.routing import Assignment
+from sidecar.settings import Capture as CaptureSettings
+from sidecar.spans import RequestSpans
+
+REPLY = json.dumps(
+    {
+        "model": "m",
+        "prompt_token_ids": [1, 2],
+        "choices": [
+            {
+                "message": {"role": "assistant", "content": "ok"},
+                "token_ids": [7],
+                "logprobs": {"content": [{"logprob": -0.5}]},
+            }
+        ],
+        "usage": {"completion_tokens": 1},
+    }
+).encode()
+
+
+def _raw(name: str = "ex_1", reply: tuple[bytes, ...] | None = (REPLY,)) -> RawCapture:
+    return RawCapture(
+        exchange_id=name,
+        public_model="m",
+        route=Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m"),
+        replica="http://vllm",
+        session_key="h:s",
+        user="",
+        request=b'{"temperature":0.5}',
+        reply=reply,
+        streamed=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=1_000.0, first_byte_s=0.5, total_s=2.0, overhead_s=0.001),
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    )
+
+
+class Bench:
+    """A capture whose thread runs only when the test says so."""
+
+    def __init__(self, sink: Any, **settings: Any) -> None:
+        self.metrics = Metrics()
+        self.spans = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.spans))
+        self.sink = sink
+        self.capture = Capture(
+            CaptureSettings(**settings), sink, self.metrics, RequestSpans(self.provider)
+        )
+
+    def flush(self) -> None:
+        self.capture.start()
+        assert self.capture.stop(5.0)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"sidecar_{name}_total", labels) or 0.0
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    made: list[Bench] = []
+    yield made
+    for bench in made:
+        bench.provider.shutdown()
+
+
+@pytest.fixture
+def make_bench(benches: list[Bench], wire: Any) -> Any:
+    def make(sink: Any = None, **settings: Any) -> Bench:
+        benches.append(Bench(sink if sink is not None else wire.Sink(), **settings))
+        return benches[-1]
+
+    return make
+
+
+def test_what_is_offered_before_the_stop_is_written(make_bench: Any) -> None:
+    bench = make_bench()
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0", "ex_1", "ex_2"]
+    assert bench.metric("captures_kept") == 3
+    assert bench.sink.closed
+
+
+def test_the_newest_is_dropped_when_too_many_wait(make_bench: Any) -> None:
+    bench = make_bench(max_pending=2)
+    for number in range(5):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0", "ex_1"]
+    assert bench.metric("captures_lost", reason="queue_full") == 3
+
+
+def test_the_newest_is_dropped_when_too_many_bytes_wait(make_bench: Any) -> None:
+    bench = make_bench(max_pending_bytes=2 * _raw().size)
+    for number in range(5):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert len(bench.sink.exchanges) == 2
+    assert bench.metric("captures_lost", reason="memory_full") == 3
+
+
+def test_replies_that_still_pass_count_against_the_same_bytes(make_bench: Any) -> None:
+    bench = make_bench(max_pending_bytes=1000)
+    first, second = bench.capture.tee(), bench.capture.tee()
+    first.add(b"x" * 600)
+    second.add(b"x" * 600)
+
+    assert (first.lost_reason, second.lost_reason) == (None, "memory_full")
+
+    first.clear()
+    third = bench.capture.tee()
+    third.add(b"x" * 600)
+    assert third.take() == (b"x" * 600,)
+
+
+def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: Any) -> None:
+    bench = make_bench(max_reply_bytes=10, max_pending_bytes=1000)
+    tee = bench.capture.tee()
+
+    tee.add(b"12345678")
+    tee.add(b"901")
+    tee.add(b"2")
+
+    assert (tee.lost_reason, tee.take()) == ("reply_too_long", ())
+    assert bench.capture.refuse(10, 1000) is None  # all of the memory is free again
+
+
+def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Any) -> None:
+    bench = make_bench(wire.Sink(room=1))
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0"]
+    assert bench.metric("captures_kept") == 1
+    assert bench.metric("captures_lost", reason="outbox_full") == 2
+
+
+def test_a_defect_in_reading_one_capture_costs_that_one_only(
+    make_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sidecar import capture as module
+
+    def assemble(raw: RawCapture) -> Any:
+        if raw.exchange_id == "ex_0":
+            raise ZeroDivisionError
+        return original(raw)
+
+    original = module.assemble
+    monkeypatch.setattr(module, "assemble", assemble)
+    bench = make_bench()
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_1", "ex_2"]
+    assert bench.metric("captures_lost", reason="unreadable") == 1
+
+
+def test_an_exchange_that_must_not_be_learned_from_is_kept_and_counted(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.capture.offer(_raw(reply=(REPLY.replace(b"[7]", b"null"),)))
+
+    bench.flush()
+
+    assert bench.sink.exchanges[0].untrainable_reason == "ids_missing"
+    assert bench.metric("exchanges_untrainable", reason="ids_missing") == 1
+
+
+def test_spans_are_made_from_the_record_under_the_clients_trace(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.capture.offer(_raw())
+
+    bench.flush()
+
+    request, capture = sorted(bench.spans.get_finished_spans(), key=lambda span: span.start_time)
+    assert (request.name, capture.name) == ("chat m", "capture")
+    assert (request.start_time, request.end_time) == (1_000 * 10**9, 1_002 * 10**9)
+    assert request.parent.span_id == 0xB7AD6B7169203331
+    assert capture.parent.span_id == request.context.span_id
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    assert f"{request.context.trace_id:032x}" == bench.sink.exchanges[0].trace_id == trace
+    attributes = dict(request.attributes)
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.provider.name"] == "vllm"
+    assert attributes["gen_ai.request.temperature"] == 0.5
+    assert attributes["gen_ai.response.time_to_first_chunk"] == 0.5
+    assert attributes["gen_ai.usage.input_tokens"] == 2
+    assert attributes["gen_ai.usage.output_tokens"] == 1
+    del attributes["sidecar.outcome"]
+    assert "ok" not in attributes.values(), "content never stands in a span"
+
+
+def test_a_request_that_is_not_captured_has_a_span_and_no_record(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.capture.offer(_raw(reply=None))
+
+    bench.flush()
+
+    assert [span.name for span in bench.spans.get_finished_spans()] == ["chat m"]
+    assert bench.sink.exchanges == []
