@@ -94,7 +94,7 @@ def opening_messages(messages: bytes) -> list[Mapping[str, Any]]:
     opening: list[Mapping[str, Any]] = []
     try:
         for raw in _RAWS.decode(messages) if messages else ():
-            message = json.loads(bytes(raw))
+            message = _message(raw)
             if not isinstance(message, dict):
                 return []
             opening.append(message)
@@ -103,6 +103,13 @@ def opening_messages(messages: bytes) -> list[Mapping[str, Any]]:
     except ValueError:  # msgspec's and json's errors are ValueErrors
         return []
     return opening
+
+
+def _message(raw: msgspec.Raw) -> Any:  # Any: whatever JSON the client sent
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.MsgspecError:  # NaN and lone surrogates; the fast way takes a tenth of the time
+        return json.loads(bytes(raw))
 
 
 def edit_request(body: bytes, *, model: str, ask_token_ids: bool, ask_logprobs: bool) -> bytes:
