@@ -7,6 +7,7 @@ missing would serve the base's answers under the adapter's name.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,16 @@ def save_adapter(policy: Policy, folder: Path) -> None:
     Raises: NonFiniteError, IncompleteAdapterError; OSError when the disk refuses.
     """
     policy.model.save_pretrained(str(folder))
+    _write_canonical(folder / CONFIG)
     check_folder(policy.model, folder)
+
+
+def _write_canonical(path: Path) -> None:
+    """Sort a config: peft writes its sets in an order that differs from process to process, and
+    the same adapter must have the same digest."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["target_modules"] = sorted(config["target_modules"])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def check_folder(model: Any, folder: Path) -> None:  # Any: as above

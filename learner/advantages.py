@@ -7,7 +7,7 @@ full-size gradients. Flat groups are left out instead, by a gate on the spread o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import mean, pstdev
 
 from learner.errors import GroupTooSmallError
 
@@ -21,8 +21,8 @@ def center_rewards(rewards_G: Sequence[float]) -> list[float]:
     Source: Dr. GRPO, arXiv:2503.20783 (no division by the group's std).
     """
     _need_two(rewards_G)
-    mean = fmean(rewards_G)
-    return [reward - mean for reward in rewards_G]
+    group_mean = mean(rewards_G)  # exact, so that equal rewards give exactly 0
+    return [reward - group_mean for reward in rewards_G]
 
 
 def spread(rewards_G: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ class _StepSums:
     """Recorded minus recomputed, of the packs that were sampled under the parent."""
 
     def add(self, loss: TokenLoss, entropy: float, pack: Pack) -> None:
-        self.loss += float(loss.loss_sum.detach())
+        self.loss += loss.loss_sum.item()
         self.ratio += loss.ratio_sum
         self.clipped += loss.clipped
         self.kl += loss.kl_sum
@@ -144,7 +144,7 @@ def accumulate(policy: Policy, packs: Sequence[Pack], job: TrainingJob) -> _Step
         advantages_N = torch.tensor(pack.advantages, device=policy.device)
         loss = LOSSES[LOSS](logprobs_N, recorded_N, advantages_N, clip)
         if not bool(torch.isfinite(loss.loss_sum)):
-            raise NonFiniteError(f"loss of group {pack.group_id} is {float(loss.loss_sum)}")
+            raise NonFiniteError(f"loss of group {pack.group_id} is {loss.loss_sum.item()}")
         (loss.loss_sum / tokens).backward()  # type: ignore[no-untyped-call]  # torch's own gap
         sums.add(loss, entropy, pack)
         if pack.adapter == job.parent.name:

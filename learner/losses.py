@@ -57,12 +57,12 @@ def grpo(
     with torch.no_grad():
         cut_N = clipped_N * advantages_N < ratio_N * advantages_N
         kl_N = ratio_N - 1 - log_ratio_N
-        return TokenLoss(
-            loss_sum=loss_N.sum(),
-            ratio_sum=float(ratio_N.sum()),
-            clipped=int(cut_N.sum()),
-            kl_sum=float(kl_N.sum()),
-        )
+    return TokenLoss(
+        loss_sum=loss_N.sum(),
+        ratio_sum=float(ratio_N.detach().sum()),
+        clipped=int(cut_N.sum()),
+        kl_sum=float(kl_N.sum()),
+    )
 
 
 LOSSES: Mapping[str, Loss] = {"grpo": grpo}

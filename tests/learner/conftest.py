@@ -1,0 +1,345 @@
+"""A tiny model, a store and groups to learn from, shared by the learner's tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingest.records import Answer, Group, ScoredGroup
+from ingest.store.arrays import pack_floats, pack_ids
+from ingest.store.database import Database, compress
+from ingest.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
+from learner.adapter_folder import CONFIG, WEIGHTS
+from learner.records import (
+    Drift,
+    StepMetrics,
+    TrainableRow,
+    TrainingGroup,
+    TrainingJob,
+    TrainingOutcome,
+)
+from sidecar.settings import Learner, Serving, Settings, Store
+
+VOCABULARY = 48
+NOW = 1_000_000.0
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer random Llama on disk."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    path = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def _schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("schema") / "store.db"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    database.close()
+    return path
+
+
+@pytest.fixture
+def database(_schema: Path, tmp_path: Path) -> Iterator[Database]:
+    shutil.copy(_schema, tmp_path / "store.db")
+    opened = Database(f"sqlite:///{tmp_path / 'store.db'}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def learner_settings() -> Learner:
+    return Learner(
+        min_groups=2, rank=4, alpha=8, precision="float32", steps=1, learning_rate=0.02, threads=1
+    )
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tiny_base: Path, learner_settings: Learner) -> Settings:
+    return Settings(
+        serving=Serving(model="m", base_model_path=str(tiny_base)),
+        store=Store(url=f"sqlite:///{tmp_path / 'store.db'}"),
+        learner=learner_settings.model_copy(update={"adapters_dir": tmp_path / "adapters"}),
+    )
+
+
+def _row(
+    token_ids: Sequence[int],
+    advantage: float = 1.0,
+    *,
+    logprobs: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    trainable: bool = True,
+) -> TrainableRow:
+    return TrainableRow(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs) if logprobs is not None else (-1.0,) * len(token_ids),
+        advantage=advantage,
+        temperature=temperature,
+        trainable=trainable,
+    )
+
+
+@pytest.fixture
+def row() -> Callable[..., TrainableRow]:
+    """row(token_ids, advantage, logprobs=, temperature=, trainable=)."""
+    return _row
+
+
+@pytest.fixture
+def group() -> Callable[..., TrainingGroup]:
+    """group(prompt, rows, adapter=, group_id=): scores follow the advantages."""
+
+    def make(
+        prompt: Sequence[int],
+        rows: Sequence[TrainableRow],
+        *,
+        adapter: str = "base",
+        group_id: str = "g",
+    ) -> TrainingGroup:
+        return TrainingGroup(
+            group_id=group_id,
+            adapter=adapter,
+            prompt_token_ids=tuple(prompt),
+            rows=tuple(rows),
+            scores=tuple(0.5 + row.advantage / 2 for row in rows),
+        )
+
+    return make
+
+
+def _answer(index: int, **changes: Any) -> Answer:
+    values: dict[str, Any] = {
+        "index": index,
+        "origin": "sampled",
+        "message": b"{}",
+        "token_ids": (5, 6, 7 + index),
+        "logprobs": (-1.0, -2.0, -3.0),
+        **changes,
+    }
+    return Answer(**values)
+
+
+@pytest.fixture
+def answer() -> Callable[..., Answer]:
+    """answer(index, **fields of Answer)."""
+    return _answer
+
+
+@pytest.fixture
+def scored_group() -> Callable[..., ScoredGroup]:
+    """scored_group(scores, answers=, group_id=, **fields of Group)."""
+
+    def make(
+        scores: Sequence[float],
+        *,
+        answers: Sequence[Answer] | None = None,
+        group_id: str = "g",
+        **changes: Any,
+    ) -> ScoredGroup:
+        given = answers if answers is not None else [_answer(i) for i in range(len(scores))]
+        base = Group(
+            group_id=group_id,
+            exchange_id=f"x-{group_id}",
+            session_key="h:s",
+            adapter="base",
+            request=b"{}",
+            prompt_token_ids=(1, 2, 3),
+            answers=tuple(given),
+        )
+        return ScoredGroup(
+            group=replace(base, **changes),
+            scores=tuple(scores),
+            explanations=("",) * len(given),
+            judge_model="judge",
+            rubric_hash="rubric",
+        )
+
+    return make
+
+
+@pytest.fixture
+def put_group(database: Database) -> Callable[[ScoredGroup], None]:
+    """Write a group into the store, as the scoring process leaves it."""
+
+    def put(scored: ScoredGroup) -> None:
+        group = scored.group
+        with database.write() as session:
+            session.add(_exchange_row(group))
+            session.flush()
+            session.add(
+                GroupRow(
+                    group_id=group.group_id,
+                    exchange_id=group.exchange_id,
+                    session_key=group.session_key,
+                    adapter=group.adapter,
+                    status="scored",
+                    created_at=NOW,
+                    scored_at=NOW,
+                    judge_model=scored.judge_model,
+                    rubric_hash=scored.rubric_hash,
+                )
+            )
+            session.flush()
+            for answer, score in zip(group.answers, scored.scores, strict=True):
+                session.add(
+                    AnswerRow(
+                        group_id=group.group_id,
+                        index=answer.index,
+                        origin=answer.origin,
+                        message_body=compress(answer.message),
+                        token_ids=pack_ids(answer.token_ids),
+                        logprobs=pack_floats(answer.logprobs),
+                        temperature=answer.temperature,
+                        untrainable_reason=answer.untrainable_reason,
+                        score=score,
+                        explanation="",
+                    )
+                )
+
+    return put
+
+
+def _exchange_row(group: Group) -> ExchangeRow:
+    return ExchangeRow(
+        exchange_id=group.exchange_id,
+        stored_at=NOW,
+        started_at=NOW,
+        surface="chat",
+        public_model="m",
+        adapter=group.adapter,
+        arm="champion",
+        propensity=1.0,
+        replica="",
+        session_key=group.session_key,
+        held_out=False,
+        request_body=compress(group.request),
+        prompt_token_ids=pack_ids(group.prompt_token_ids),
+        sampling={},
+        timings={},
+        stream=False,
+        status=200,
+        outcome="ok",
+        trace_id="",
+        project="default",
+        user="",
+    )
+
+
+@pytest.fixture
+def put_version(database: Database) -> Callable[..., str]:
+    """put_version(version, parent, state=, champion=): a registered version. Returns its name."""
+
+    def put(
+        version: int, parent: str = "base", *, state: str = "retired", champion: bool = False
+    ) -> str:
+        name = f"m--v{version}-{version:012x}"
+        with database.write() as session:
+            session.add(
+                AdapterRow(
+                    name=name,
+                    model="m",
+                    version=version,
+                    digest=f"{version:064x}",
+                    path=f"/adapters/{version}",
+                    parent=parent,
+                    state=state,
+                    created_at=NOW,
+                )
+            )
+            if champion:
+                session.merge(AliasRow(model="m", alias="champion", adapter=name, generation=1))
+        return name
+
+    return put
+
+
+@dataclass
+class FakeTrainer:
+    """Writes the bytes it was told to, or raises what it was told to."""
+
+    weights: bytes = b"weights"
+    error: BaseException | None = None
+    on_train: Callable[[TrainingJob], None] = lambda job: None
+    jobs: list[TrainingJob] = field(default_factory=list)
+
+    def train(self, job: TrainingJob) -> TrainingOutcome:
+        self.jobs.append(job)
+        self.on_train(job)
+        if self.error is not None:
+            raise self.error
+        (job.folder / CONFIG).write_text(json.dumps({"peft_type": "LORA"}))
+        (job.folder / WEIGHTS).write_bytes(self.weights)
+        step = StepMetrics(
+            step=1,
+            groups=len(job.groups),
+            answers=4,
+            tokens=12,
+            computed_tokens=14,
+            reward_mean=0.5,
+            reward_spread=0.25,
+            loss=0.1,
+            ratio_mean=1.0,
+            clip_share=0.0,
+            approx_kl=0.0,
+            entropy=1.0,
+            grad_norm=0.3,
+            seconds=2.0,
+            tokens_per_s=7.0,
+        )
+        drift = Drift(mean=0.0, mean_abs=0.01, max_abs=0.1, ratio_mean=1.0, tokens=12)
+        return TrainingOutcome(metrics=(step,), drift=drift, algorithm={"loss": "fake"})
+
+
+@pytest.fixture
+def fake_trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libraries() -> Iterator[None]:
+    """peft and transformers warn about their own affairs; our own warnings stay errors."""
+    with warnings.catch_warnings():
+        for module in ("peft", "transformers", "torch"):
+            warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
+        yield

@@ -1,0 +1,164 @@
+"""Loading a base with a LoRA, saving it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
+from learner.adapter_io import load_policy, save_adapter
+from learner.errors import IncompleteAdapterError, NonFiniteError, ParentError
+from learner.logprobs import Policy
+from learner.packing import pack_group
+from learner.records import Parent
+from sidecar.settings import Learner
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    loaded = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in loaded.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return loaded
+
+
+def test_saved_and_loaded_it_gives_the_same_log_probabilities(
+    policy: Policy,
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    group: Make,
+    row: Make,
+) -> None:
+    (pack,) = pack_group(group([1, 2, 3], [row([4, 5, 6]), row([7, 8])]), max_tokens=100)
+    save_adapter(policy, tmp_path)
+
+    again = load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+    base = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    with torch.no_grad():
+        expected = policy.logprobs(pack)[0]
+        assert torch.equal(again.logprobs(pack)[0], expected)
+        assert not torch.allclose(base.logprobs(pack)[0], expected, atol=1e-3)
+    assert sum(p.requires_grad for p in again.model.parameters()) == 28
+
+
+def test_a_fresh_lora_changes_nothing(
+    tiny_base: Path, learner_settings: Learner, group: Make, row: Make
+) -> None:
+    fresh = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    (pack,) = pack_group(group([1, 2], [row([4, 5, 6])]), max_tokens=100)
+
+    with torch.no_grad():
+        adapted = fresh.logprobs(pack)[0]
+        with fresh.model.disable_adapter():
+            assert torch.equal(fresh.logprobs(pack)[0], adapted)
+
+
+def test_the_folder_is_standard_peft_and_names_the_served_base(
+    policy: Policy, tiny_base: Path, tmp_path: Path
+) -> None:
+    save_adapter(policy, tmp_path)
+
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(tiny_base)
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert sorted({name.rpartition(".")[2] for name in config["target_modules"]}) == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
+    assert not config["modules_to_save"]
+    assert len(load_file(tmp_path / WEIGHTS)) == 28
+
+
+def test_the_same_weights_have_the_same_digest(
+    policy: Policy, tiny_base: Path, tmp_path: Path, learner_settings: Learner
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    save_adapter(policy, tmp_path / "one")
+    parent = Parent(name="p", path=tmp_path / "one")
+
+    save_adapter(load_policy(str(tiny_base), parent, learner_settings), tmp_path / "two")
+
+    assert folder_digest(tmp_path / "one") == folder_digest(tmp_path / "two")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(
+    policy: Policy, tmp_path: Path, value: float
+) -> None:
+    parameter = next(p for p in policy.model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        parameter[0, 0] = value
+
+    with pytest.raises(NonFiniteError, match="lora_A"):
+        save_adapter(policy, tmp_path)
+
+
+def test_a_parent_that_lacks_a_matrix_is_refused(
+    policy: Policy, tiny_base: Path, tmp_path: Path, learner_settings: Learner
+) -> None:
+    save_adapter(policy, tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    del weights["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
+    save_file(weights, tmp_path / WEIGHTS)
+
+    with pytest.raises(ParentError, match=r"1 matrices missing.*up_proj\.lora_B") as caught:
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+    assert isinstance(caught.value.__cause__, IncompleteAdapterError)
+
+
+def test_a_parent_of_another_shape_is_refused(
+    policy: Policy, tiny_base: Path, tmp_path: Path, learner_settings: Learner
+) -> None:
+    save_adapter(policy, tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({**weights, name: torch.zeros(4, 99)}, tmp_path / WEIGHTS)
+
+    with pytest.raises(ParentError, match="parent p cannot be loaded"):
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+
+@pytest.mark.parametrize(
+    ("base", "parent", "message"),
+    [
+        ("", Parent(name="base"), "base_model_path is empty"),
+        ("/nowhere/at/all", Parent(name="base"), "base /nowhere/at/all cannot be loaded"),
+        (None, Parent(name="p", path=Path("/nowhere")), "parent p: .* is missing"),
+    ],
+)
+def test_what_is_missing_is_named(
+    tiny_base: Path, learner_settings: Learner, base: str | None, parent: Parent, message: str
+) -> None:
+    with pytest.raises(ParentError, match=message):
+        load_policy(base if base is not None else str(tiny_base), parent, learner_settings)
+
+
+def test_a_broken_weights_file_is_a_parent_error(
+    policy: Policy, tiny_base: Path, tmp_path: Path, learner_settings: Learner
+) -> None:
+    save_adapter(policy, tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"not safetensors")
+
+    with pytest.raises(ParentError):
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)

@@ -1,0 +1,305 @@
+"""The optimiser steps on a tiny model: signs, masks, invariances, and what stops a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.adapter_io import load_policy
+from learner.errors import DriftError, NonFiniteError, RunStoppedError
+from learner.grpo import accumulate, check_drift, deal, measure_drift, run_steps
+from learner.logprobs import Policy
+from learner.packing import pack_group
+from learner.records import Drift, Parent, TrainableRow, TrainingGroup, TrainingJob
+from sidecar.settings import Learner
+
+Make = Callable[..., Any]
+PROMPT = (1, 2, 3)
+GOOD, BAD = (10, 11, 12), (20, 21)
+
+
+def never_stop() -> None:
+    """A run that nobody stops."""
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+
+@pytest.fixture
+def on_policy(policy: Policy, group: Make, row: Make) -> Callable[..., TrainingGroup]:
+    """on_policy({ids: advantage}): a group whose recorded log-probabilities are the policy's."""
+
+    def make(answers: dict[tuple[int, ...], float], **options: Any) -> TrainingGroup:
+        rows = [
+            row(ids, advantage, logprobs=logprobs_of(policy, PROMPT, [ids])[0].tolist())
+            for ids, advantage in answers.items()
+        ]
+        return group(PROMPT, rows, **options)  # type: ignore[no-any-return]
+
+    return make
+
+
+def logprobs_of(
+    policy: Policy, prompt: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    rows = [
+        TrainableRow(
+            token_ids=tuple(ids),
+            logprobs=(0.0,) * len(ids),
+            advantage=0.0,
+            temperature=1.0,
+            trainable=True,
+        )
+        for ids in answers
+    ]
+    group = TrainingGroup(
+        group_id="", adapter="", prompt_token_ids=tuple(prompt), rows=tuple(rows), scores=(0.0,)
+    )
+    (pack,) = pack_group(group, max_tokens=1000)
+    with torch.no_grad():
+        return list(policy.logprobs(pack)[0].split([len(ids) for ids in answers]))
+
+
+def job_of(
+    groups: Sequence[TrainingGroup],
+    settings: Learner,
+    *,
+    parent: str = "base",
+    check_stop: Callable[[], None] = never_stop,
+) -> TrainingJob:
+    return TrainingJob(
+        base_model_path="",
+        parent=Parent(name=parent),
+        groups=tuple(groups),
+        settings=settings,
+        folder=Path("unused"),
+        check_stop=check_stop,
+    )
+
+
+def gradient(policy: Policy, groups: Sequence[TrainingGroup], settings: Learner) -> torch.Tensor:
+    """The whole LoRA gradient of one step over these groups, flat."""
+    policy.model.zero_grad()
+    packs = [
+        pack for group in groups for pack in pack_group(group, max_tokens=settings.pack_tokens)
+    ]
+    accumulate(policy, packs, job_of(groups, settings))
+    return torch.cat(
+        [
+            p.grad.flatten()
+            for p in policy.model.parameters()
+            if p.requires_grad and p.grad is not None
+        ]
+    )
+
+
+def test_a_step_makes_good_answers_likelier_and_bad_ones_rarer(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    before = logprobs_of(policy, PROMPT, [GOOD, BAD])
+
+    outcome = run_steps(policy, job_of([on_policy({GOOD: 0.5, BAD: -0.5})], learner_settings))
+
+    after = logprobs_of(policy, PROMPT, [GOOD, BAD])
+    assert after[0].sum() > before[0].sum() + 0.01
+    assert after[1].sum() < before[1].sum() - 0.01
+    (step,) = outcome.metrics
+    assert (step.step, step.groups, step.answers, step.tokens) == (1, 1, 2, 5)
+    assert step.computed_tokens == 3 + 2 + 1
+    assert step.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert step.clip_share == 0.0
+    # At ratio 1 the loss is -sum(A) / N = -(3 * 0.5 - 2 * 0.5) / 5
+    assert step.loss == pytest.approx(-0.1, abs=1e-5)
+    assert outcome.drift is not None
+    assert outcome.drift.max_abs < 1e-5
+    assert outcome.drift.tokens == 5
+
+
+def test_the_first_gradient_is_reinforce_over_the_global_token_mean(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    group = on_policy({GOOD: 0.7, BAD: -0.3})
+    found = gradient(policy, [group], learner_settings)
+
+    policy.model.zero_grad()
+    (pack,) = pack_group(group, max_tokens=100)
+    logprobs, _ = policy.logprobs(pack)
+    (-(logprobs[:3].sum() * 0.7 + logprobs[3:].sum() * -0.3) / 5).backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad])
+
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_the_gradient_does_not_depend_on_order_or_on_packs(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    answers = {GOOD: 0.5, BAD: -0.5, (30,): 0.25, (40, 41, 42, 43): -0.25}
+    one, other = on_policy(answers), on_policy({(15, 16): 0.5, (17,): -0.5})
+    turned = on_policy(dict(reversed(answers.items())))
+
+    expected = gradient(policy, [one, other], learner_settings)
+    reordered = gradient(policy, [other, turned], learner_settings)
+    narrow = learner_settings.model_copy(update={"pack_tokens": 6})
+    split = gradient(policy, [one, other], narrow)
+
+    assert len(pack_group(one, max_tokens=6)) == 2
+    torch.testing.assert_close(reordered, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(split, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_masked_answers_have_no_part_in_the_gradient(
+    policy: Policy, on_policy: Make, learner_settings: Learner, group: Make, row: Make
+) -> None:
+    exact = on_policy({GOOD: 0.5, BAD: -0.5})
+    masked = group(PROMPT, [*exact.rows, row([33, 34], 0.9, trainable=False)])
+
+    assert torch.equal(
+        gradient(policy, [masked], learner_settings), gradient(policy, [exact], learner_settings)
+    )
+
+
+def test_prompt_tokens_have_no_target(policy: Policy, on_policy: Make) -> None:
+    """The head's input at every prompt position but the last, which predicts the first answer
+    token, gets exactly no gradient."""
+    (pack,) = pack_group(on_policy({GOOD: 0.5, BAD: -0.5}), max_tokens=100)
+    seen: list[torch.Tensor] = []
+    decoder = policy.model.get_base_model().get_decoder()
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        output.last_hidden_state.retain_grad()
+        seen.append(output.last_hidden_state)
+
+    handle = decoder.register_forward_hook(keep)
+    policy.logprobs(pack)[0].sum().backward()
+    handle.remove()
+
+    assert seen[0].grad is not None
+    touched = seen[0].grad[0].abs().sum(-1) > 0
+    assert touched.tolist() == [False, False, True, True, True, True]
+
+
+def test_groups_without_advantage_give_no_gradient(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    assert not gradient(policy, [on_policy({GOOD: 0.0, BAD: 0.0})], learner_settings).any()
+
+
+def test_groups_are_dealt_over_the_steps_with_the_parents_own_first(group: Make, row: Make) -> None:
+    groups = [
+        group([1], [row([2])], adapter=adapter, group_id=str(number))
+        for number, adapter in enumerate(["old", "old", "p", "old", "p"])
+    ]
+
+    dealt = deal(groups, 2, "p")
+
+    assert [[g.group_id for g in step] for step in dealt] == [["2", "0", "3"], ["4", "1"]]
+    assert [len(step) for step in deal(groups[:2], 4, "p")] == [1, 1]
+
+
+def test_every_step_changes_the_policy_the_next_one_sees(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=str(i)) for i in range(2)]
+    settings = learner_settings.model_copy(update={"steps": 2})
+
+    first, second = run_steps(policy, job_of(groups, settings)).metrics
+
+    assert first.approx_kl == pytest.approx(0.0, abs=1e-6)
+    assert second.approx_kl > 1e-4
+    assert (first.step, second.step) == (1, 2)
+
+
+def test_drift_over_the_limit_stops_before_the_first_step(
+    policy: Policy, on_policy: Make, learner_settings: Learner, row: Make, group: Make
+) -> None:
+    exact = on_policy({GOOD: 0.5, BAD: -0.5})
+    shifted = [
+        row(r.token_ids, r.advantage, logprobs=[value + 0.3 for value in r.logprobs])
+        for r in exact.rows
+    ]
+    before = logprobs_of(policy, PROMPT, [GOOD])[0]
+
+    with pytest.raises(DriftError, match=r"differ by 0\.3000 nats a token.*base_model_path"):
+        run_steps(policy, job_of([group(PROMPT, shifted)], learner_settings))
+
+    assert torch.equal(logprobs_of(policy, PROMPT, [GOOD])[0], before)
+
+
+def test_drift_is_only_measured_on_answers_of_the_parent(
+    policy: Policy, learner_settings: Learner, row: Make, group: Make
+) -> None:
+    off_policy = group(PROMPT, [row(GOOD, 0.5), row(BAD, -0.5)], adapter="older")
+
+    outcome = run_steps(policy, job_of([off_policy], learner_settings))
+
+    assert outcome.drift is None
+
+
+def test_drift_is_measured_from_the_differences() -> None:
+    drift = measure_drift([torch.tensor([0.1, -0.3]), torch.tensor([0.2])])
+
+    assert drift is not None
+    assert drift.mean == pytest.approx(0.0, abs=1e-7)
+    assert drift.mean_abs == pytest.approx(0.2)
+    assert drift.max_abs == pytest.approx(0.3)
+    # (e^-0.1 + e^0.3 + e^-0.2) / 3 = (0.904837 + 1.349859 + 0.818731) / 3
+    assert drift.ratio_mean == pytest.approx(1.024476, abs=1e-5)
+    assert drift.tokens == 3
+
+
+def test_a_ratio_far_from_one_is_refused_though_the_mean_is_small() -> None:
+    drift = Drift(mean=0.0, mean_abs=0.05, max_abs=3.0, ratio_mean=1.2, tokens=100)
+
+    with pytest.raises(DriftError, match=r"before the first step is 1\.2000"):
+        check_drift(drift, 0.1)
+    check_drift(None, 0.1)
+
+
+def test_drift_that_is_no_number_is_refused() -> None:
+    nan = float("nan")
+    with pytest.raises(DriftError):
+        check_drift(Drift(mean=nan, mean_abs=nan, max_abs=nan, ratio_mean=1.0, tokens=1), 0.1)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    policy: Policy, learner_settings: Learner, row: Make, group: Make
+) -> None:
+    # exp(logprob + 1000) overflows, and a bad answer's overflow is not clipped.
+    broken = group(PROMPT, [row(GOOD, -0.5, logprobs=[-1000.0] * 3), row(BAD, 0.5)], group_id="x")
+
+    with pytest.raises(NonFiniteError, match="group x"):
+        run_steps(policy, job_of([broken], learner_settings, parent="other"))
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    parameter = next(p for p in policy.model.parameters() if p.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
+    before = parameter.detach().clone()
+
+    with pytest.raises(NonFiniteError, match="gradient norm is nan"):
+        run_steps(policy, job_of([on_policy({GOOD: 0.5, BAD: -0.5})], learner_settings))
+
+    assert torch.equal(parameter, before)
+
+
+def test_a_run_that_is_asked_to_stop_ends_between_packs(
+    policy: Policy, on_policy: Make, learner_settings: Learner
+) -> None:
+    asked = iter([False, True])
+
+    def check_stop() -> None:
+        if next(asked):
+            raise RunStoppedError("asked to stop")
+
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=str(i)) for i in range(3)]
+    with pytest.raises(RunStoppedError):
+        run_steps(policy, job_of(groups, learner_settings, check_stop=check_stop))

@@ -1,0 +1,85 @@
+"""Log-probabilities: temperature, entropy, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.adapter_io import load_policy
+from learner.logprobs import Policy, wants_autocast
+from learner.packing import pack_group
+from learner.records import Parent
+from sidecar.settings import Learner
+
+Make = Callable[..., Any]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+
+def test_the_temperature_divides_the_logits(policy: Policy, group: Make, row: Make) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids, use_cache=False).logits[0, -1]
+    expected = [torch.log_softmax(logits / t, dim=-1)[9].item() for t in (1.0, 0.5, 2.0)]
+
+    rows = [row([9], temperature=temperature) for temperature in (1.0, 0.5, 2.0)]
+    (pack,) = pack_group(group([1, 2, 3], rows), max_tokens=100)
+    with torch.no_grad():
+        found, _ = policy.logprobs(pack)
+
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 3) for value in expected}) == 3
+
+
+def test_entropy_is_summed_over_the_targets(policy: Policy, group: Make, row: Make) -> None:
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([[1, 2]]), use_cache=False).logits[0, -1]
+        expected = torch.distributions.Categorical(logits=logits).entropy().item()
+        (pack,) = pack_group(group([1, 2], [row([9]), row([8])]), max_tokens=100)
+        _, entropy = policy.logprobs(pack)
+
+    assert entropy == pytest.approx(2 * expected, rel=1e-5)
+
+
+def test_bf16_products_leave_the_log_probabilities_fp32_and_close(
+    tiny_base: Path, learner_settings: Learner, policy: Policy, group: Make, row: Make
+) -> None:
+    half = load_policy(
+        str(tiny_base),
+        Parent(name="base"),
+        learner_settings.model_copy(update={"precision": "bfloat16"}),
+    )
+    (pack,) = pack_group(group([1, 2, 3], [row([4, 5, 6]), row([7, 8])]), max_tokens=100)
+
+    with torch.no_grad():
+        exact, rounded = policy.logprobs(pack)[0], half.logprobs(pack)[0]
+
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "features", "expected"),
+    [
+        ("float32", {"avx512_bf16": True}, False),
+        ("bfloat16", {}, True),
+        ("auto", {"avx512_bf16": True}, True),
+        ("auto", {"amx_bf16": True}, True),
+        ("auto", {"avx2": True, "avx512_bf16": False}, False),
+    ],
+)
+def test_auto_takes_bf16_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, precision: Any, features: dict[str, bool], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+
+    assert wants_autocast(precision, CPU) is expected

@@ -1,0 +1,176 @@
+"""`python -m learner --once`: its line, its exit code, and how it takes TERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingest.store.database import Database
+from ingest.store.models import GroupRow, RunRow
+from learner import once
+from learner.__main__ import main
+from learner.errors import RunInProgressError
+from learner.once import run_once, start_when_free
+from learner.records import Candidate
+from sidecar.settings import Settings
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Give the process its signal handlers back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(
+    settings: Settings,
+    database: Database,
+    clock: Any,
+    fake_trainer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[], int]:
+    monkeypatch.setattr(once, "_torch_trainer", lambda: fake_trainer)
+    return lambda: run_once(settings, database, run_id="r1", clock=clock)
+
+
+@pytest.fixture
+def two_groups(put_group: Make, scored_group: Make) -> None:
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(scored_group([0.2, 0.6], group_id="b"))
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_trained_run_says_the_name_and_exits_0(
+    run: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("trained m--v1-")
+    assert last.endswith(" from base")
+
+
+def test_nothing_to_learn_exits_3_and_says_why(
+    run: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 3
+    assert "0 fresh scored groups wait" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_failed_run_exits_1_with_one_line(
+    run: Callable[[], int], fake_trainer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_trainer.error = OSError(28, "No space left on device")
+
+    assert run() == 1
+    assert capsys.readouterr().err == "learner: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_term_ends_the_run_and_gives_the_groups_back(
+    run: Callable[[], int], fake_trainer: Any, database: Database
+) -> None:
+    def be_terminated(job: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        job.check_stop()
+
+    fake_trainer.on_train = be_terminated
+
+    assert run() == 1
+    with database.read() as session:
+        assert {row.status for row in session.query(GroupRow)} == {"scored"}
+        assert session.get_one(RunRow, "r1").reason == "RunStoppedError: asked to stop"
+
+
+def candidate() -> Candidate:
+    return Candidate(adapter="a", parent="base", version=1, digest="d", path=Path("/p"))
+
+
+def never_woken(_seconds: float) -> bool:
+    return False
+
+
+def test_a_dead_runs_lease_is_waited_for() -> None:
+    answers: list[Any] = [RunInProgressError("dead", 1.0), RunInProgressError("dead", 1.0)]
+
+    def start() -> Candidate:
+        if answers:
+            raise answers.pop()
+        return candidate()
+
+    assert start_when_free(start, wait=never_woken) == candidate()
+
+
+def test_a_run_that_lives_is_not_waited_for() -> None:
+    beats = iter([1.0, 1.0, 4.0])
+
+    def start() -> Candidate:
+        raise RunInProgressError("alive", next(beats))
+
+    with pytest.raises(RunInProgressError):
+        start_when_free(start, wait=never_woken)
+    assert next(beats, None) is None
+
+
+def test_waiting_for_a_lease_ends_when_asked() -> None:
+    def start() -> Candidate:
+        raise RunInProgressError("dead", 1.0)
+
+    with pytest.raises(RunInProgressError):
+        start_when_free(start, wait=lambda _seconds: True)
+
+
+def test_wrong_settings_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "sidecar.toml"
+    config.write_text("[learner]\nstepps = 3\n")
+
+    assert main(["--once", "--config", str(config)]) == 2
+    assert "learner.steps" in capsys.readouterr().err
+
+
+def test_a_killed_learner_process_stops_cleanly(tmp_path: Path, database: Database) -> None:
+    """The real schedule as a process: it says it is ready, and TERM ends it with 0."""
+    config = tmp_path / "sidecar.toml"
+    config.write_text(f'[store]\nurl = "{database.url}"\n[learner]\nschedule = "manual"\n')
+    command = [sys.executable, "-m", "learner", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        try:
+            assert process.stderr is not None
+            seen = next(line for line in process.stderr if "learner_ready" in line)
+            assert "manual" in seen
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            killer.cancel()
+
+
+def test_only_the_trainer_loads_torch() -> None:
+    """Deploy reads the learner's records and folders, and the schedule idles for days."""
+    modules = [path.stem for path in Path(once.__file__).parent.glob("*.py")]
+    with_torch = {"adapter_io", "grpo", "logprobs", "losses"}
+    without = sorted(set(modules) - with_torch - {"__init__"})
+    assert with_torch < set(modules)
+    program = "\n".join(
+        [
+            "import sys",
+            *(f"import learner.{name}" for name in without),
+            "loaded = {'torch', 'transformers', 'peft'} & sys.modules.keys()",
+            "assert not loaded, loaded",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,165 @@
+"""Packing: the index arithmetic by hand, and exactness against one row per answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from learner.adapter_io import load_policy
+from learner.logprobs import Policy, attention_mask
+from learner.packing import Pack, pack_group, packed_length
+from learner.records import Parent, TrainableRow, TrainingGroup
+from sidecar.settings import Learner
+
+Make = Callable[..., Any]
+
+
+def test_the_answers_lie_behind_one_prompt(group: Make, row: Make) -> None:
+    rows = [
+        row([10, 11, 12], 0.5, logprobs=[-1, -2, -3]),
+        row([20, 21, 22, 23], -0.5, temperature=0.7),
+    ]
+
+    (pack,) = pack_group(group([1, 2, 3], rows, adapter="a"), max_tokens=100)
+
+    assert pack == Pack(
+        group_id="g",
+        adapter="a",
+        input_ids=(1, 2, 3, 10, 11, 20, 21, 22),
+        positions=(0, 1, 2, 3, 4, 3, 4, 5),
+        segments=(0, 0, 0, 1, 1, 2, 2, 2),
+        sources=(2, 3, 4, 2, 5, 6, 7),
+        targets=(10, 11, 12, 20, 21, 22, 23),
+        recorded=(-1, -2, -3, -1, -1, -1, -1),
+        advantages=(0.5, 0.5, 0.5, -0.5, -0.5, -0.5, -0.5),
+        temperatures=(1.0, 1.0, 1.0, 0.7, 0.7, 0.7, 0.7),
+    )
+
+
+def test_an_answer_of_one_token_needs_no_input_of_its_own(group: Make, row: Make) -> None:
+    (pack,) = pack_group(group([1, 2], [row([10]), row([20])]), max_tokens=100)
+
+    assert pack.input_ids == (1, 2)
+    assert pack.sources == (1, 1)
+    assert pack.targets == (10, 20)
+
+
+def test_masked_answers_are_not_packed(group: Make, row: Make) -> None:
+    rows = [row([10, 11]), row([20, 21], trainable=False), row([30, 31])]
+
+    (pack,) = pack_group(group([1], rows), max_tokens=100)
+
+    assert pack.targets == (10, 11, 30, 31)
+
+
+def test_a_group_that_does_not_fit_is_split_and_each_part_has_the_prompt(
+    group: Make, row: Make
+) -> None:
+    rows = [row([10, 11, 12]), row([20, 21, 22]), row([30, 31, 32])]
+    assert packed_length(2, [3, 3]) == 6
+
+    packs = pack_group(group([1, 2], rows), max_tokens=6)
+
+    assert [pack.targets for pack in packs] == [(10, 11, 12, 20, 21, 22), (30, 31, 32)]
+    assert [pack.input_ids[:2] for pack in packs] == [(1, 2), (1, 2)]
+    assert max(len(pack.input_ids) for pack in packs) == 6
+
+
+def test_a_token_sees_the_prompt_and_its_own_past() -> None:
+    mask = attention_mask(torch.tensor([0, 0, 1, 1, 2]))
+
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Iterator[Policy]:
+    """The tiny model with a LoRA that changes its answers: B is zero in a fresh one."""
+    loaded = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in loaded.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    yield loaded
+    loaded.model.zero_grad()
+
+
+@pytest.fixture
+def mixed_group(group: Make, row: Make) -> TrainingGroup:
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(0, 48, (length,), generator=generator).tolist()
+
+    lengths, temperatures = (5, 1, 9, 4), (1.0, 0.5, 1.3, 1.0)
+    rows = [
+        row(ids(length), advantage, temperature=temperature)
+        for length, temperature, advantage in zip(
+            lengths, temperatures, (0.5, -0.2, 0.1, -0.4), strict=True
+        )
+    ]
+    return group(ids(7), rows)  # type: ignore[no-any-return]
+
+
+def alone(policy: Policy, prompt: tuple[int, ...], row: TrainableRow) -> torch.Tensor:
+    """The plain way: prompt and answer as one causal row, transformers' own forward."""
+    ids = torch.tensor([[*prompt, *row.token_ids]])
+    logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs = functional.log_softmax(logits.float() / row.temperature, dim=-1)
+    return logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    found = {
+        name: parameter.grad.clone()
+        for name, parameter in policy.model.named_parameters()
+        if parameter.grad is not None
+    }
+    policy.model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [100, 16])
+def test_packed_equals_one_row_per_answer(
+    policy: Policy, mixed_group: TrainingGroup, max_tokens: int
+) -> None:
+    weights = torch.linspace(-1, 1, 19)
+    expected = torch.cat(
+        [alone(policy, mixed_group.prompt_token_ids, row) for row in mixed_group.rows]
+    )
+    (expected * weights).sum().backward()
+    expected_gradients = gradients(policy)
+
+    packs = pack_group(mixed_group, max_tokens=max_tokens)
+    found = torch.cat([policy.logprobs(pack)[0] for pack in packs])
+    (found * weights).sum().backward()
+    found_gradients = gradients(policy)
+
+    assert len(packs) == {100: 1, 16: 3}[max_tokens]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    # 2 layers x 7 linear layers x (A, B); the head and the embeddings have no gradient.
+    assert len(expected_gradients) == 28
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        assert gradient.abs().max() > 1e-4, name
+        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_answers_do_not_see_each_other(policy: Policy, group: Make, row: Make) -> None:
+    first = row([4, 5, 6])
+    (one,) = pack_group(group([1, 2], [first, row([7, 8, 9])]), max_tokens=100)
+    (other,) = pack_group(group([1, 2], [first, row([30, 31, 32])]), max_tokens=100)
+
+    with torch.no_grad():
+        assert torch.equal(policy.logprobs(one)[0][:3], policy.logprobs(other)[0][:3])

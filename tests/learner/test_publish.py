@@ -1,0 +1,122 @@
+"""Immutable folders, digests, versions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from ingest.store.database import Database
+from ingest.store.models import AdapterRow, AuditRow
+from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
+from learner.publish import find_published, register, seal
+
+Make = Callable[..., Any]
+
+
+def write_folder(folder: Path, *, weights: bytes = b"weights", lineage: str = "{}") -> Path:
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text("{}")
+    (folder / WEIGHTS).write_bytes(weights)
+    (folder / LINEAGE).write_text(lineage)
+    (folder / CARD).write_text("card")
+    return folder
+
+
+def test_the_digest_is_that_of_the_canonical_manifest(tmp_path: Path) -> None:
+    # printf '{}' | sha256sum, printf 'weights' | sha256sum, then
+    # printf '[{"path":"adapter_config.json","sha256":"44136f…","size":2},{…}]' | sha256sum
+    assert folder_digest(write_folder(tmp_path / "a")) == (
+        "43e8c3afa1d681974d0146ee7f763bb7c7c9932b88363313b4c9a90afd28e5ba"
+    )
+
+
+def test_the_digest_names_what_is_served_and_not_the_story_of_the_run(tmp_path: Path) -> None:
+    plain = folder_digest(write_folder(tmp_path / "a"))
+
+    assert folder_digest(write_folder(tmp_path / "b", lineage='{"run_id": "r"}')) == plain
+    assert folder_digest(write_folder(tmp_path / "c", weights=b"other")) != plain
+
+
+def test_a_sealed_folder_is_whole_and_read_only(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "adapters" / ".run-1")
+
+    digest, path = seal(folder, tmp_path / "adapters")
+
+    assert path == tmp_path / "adapters" / digest
+    assert path.is_absolute()
+    assert {entry.name for entry in path.iterdir()} == {CONFIG, WEIGHTS, LINEAGE, CARD}
+    assert folder_digest(path) == digest
+    assert not folder.exists()
+    assert all(os.stat(entry).st_mode & 0o777 == 0o444 for entry in path.iterdir())
+    assert os.stat(path).st_mode & 0o777 == 0o555
+
+
+def test_an_orphan_of_a_crash_is_replaced(tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    seal(write_folder(adapters / ".run-1", lineage='{"run_id": "1"}'), adapters)
+
+    _, path = seal(write_folder(adapters / ".run-2", lineage='{"run_id": "2"}'), adapters)
+
+    assert (path / LINEAGE).read_text() == '{"run_id": "2"}'
+    assert [entry.name for entry in adapters.iterdir()] == [path.name]
+
+
+def test_a_folder_that_cannot_be_moved_leaves_nothing_under_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = tmp_path / "adapters"
+    folder = write_folder(adapters / ".run-1")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        seal(folder, adapters)
+
+    assert [entry.name for entry in adapters.iterdir()] == [".run-1"]
+
+
+def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
+    database: Database, tmp_path: Path, put_version: Make
+) -> None:
+    put_version(1)
+    put_version(7, state="rejected")
+    digest, path = seal(write_folder(tmp_path / "adapters" / ".run-1"), tmp_path / "adapters")
+
+    with database.write() as session:
+        candidate = register(
+            session,
+            model="m",
+            parent="base",
+            run_id="r1",
+            digest=digest,
+            path=path,
+            now=5.0,
+        )
+
+    assert candidate.adapter == f"m--v8-{digest[:12]}"
+    assert (candidate.version, candidate.parent, candidate.path) == (8, "base", path)
+    with database.read() as session:
+        row = session.get(AdapterRow, candidate.adapter)
+        assert row is not None
+        assert (row.state, row.digest, row.path, row.run_id) == (
+            "registered",
+            digest,
+            str(path),
+            "r1",
+        )
+        (audit,) = session.scalars(select(AuditRow)).all()
+        assert (audit.actor, audit.action, audit.subject) == (
+            "learner",
+            "adapter_registered",
+            candidate.adapter,
+        )
+        assert audit.after["lineage_sha256"] == file_digest(path / LINEAGE)
+        assert find_published(session, "m", digest) == candidate
+        assert find_published(session, "other", digest) is None

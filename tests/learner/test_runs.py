@@ -1,0 +1,188 @@
+"""The lease of a run, and the groups it claims and gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from ingest.store.database import Database
+from ingest.store.models import AliasRow, CounterRow, GroupRow, RunRow
+from learner.errors import ParentError, RunInProgressError, RunStoppedError
+from learner.records import Parent
+from learner.runs import LEASE_S, Heartbeat, abandon, end_run, find_parent, open_run
+from learner.source import (
+    claim,
+    count_fresh,
+    drop,
+    give_back,
+    load,
+    mark_trained,
+    waiting_groups,
+)
+
+Make = Callable[..., Any]
+
+
+def statuses(database: Database) -> dict[str, str]:
+    with database.read() as session:
+        return {row.group_id: row.status for row in session.scalars(select(GroupRow))}
+
+
+def counters(database: Database) -> dict[tuple[str, str], int]:
+    with database.read() as session:
+        rows = session.scalars(select(CounterRow))
+        return {(row.stage, row.reason): row.count for row in rows}
+
+
+def begin(database: Database, run_id: str, now: float, model: str = "m") -> None:
+    with database.write() as session:
+        open_run(session, run_id=run_id, model=model, parent="base", settings={}, now=now)
+
+
+def test_the_first_run_starts_from_the_base(database: Database) -> None:
+    with database.read() as session:
+        assert find_parent(session, "m") == Parent(name="base")
+
+
+def test_a_run_starts_from_the_champion(database: Database, put_version: Make) -> None:
+    name = put_version(3, champion=True)
+
+    with database.read() as session:
+        parent = find_parent(session, "m")
+
+    assert (parent.name, parent.version, str(parent.path)) == (name, 3, "/adapters/3")
+
+
+def test_a_champion_that_nobody_registered_is_refused(database: Database) -> None:
+    with database.write() as session:
+        session.add(AliasRow(model="m", alias="champion", adapter="ghost", generation=1))
+
+    with database.read() as session, pytest.raises(ParentError, match="ghost"):
+        find_parent(session, "m")
+
+
+def test_two_runs_of_one_model_never_overlap(database: Database) -> None:
+    begin(database, "one", now=100.0)
+
+    with pytest.raises(RunInProgressError) as caught:
+        begin(database, "two", now=100.0 + LEASE_S - 1)
+
+    assert (caught.value.run_id, caught.value.heartbeat_at) == ("one", 100.0)
+    begin(database, "other", now=101.0, model="n")
+
+
+def test_a_dead_run_gives_its_groups_to_the_next(
+    database: Database, put_group: Make, scored_group: Make
+) -> None:
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    begin(database, "dead", now=100.0)
+    with database.write() as session:
+        claim(session, "dead", ["a"])
+
+    begin(database, "next", now=100.0 + LEASE_S)
+
+    with database.read() as session:
+        dead = session.get_one(RunRow, "dead")
+        assert (dead.status, dead.reason) == ("failed", "it died: its heartbeat stood still")
+        assert session.get_one(RunRow, "next").status == "running"
+        assert session.scalar(select(GroupRow.run_id)) is None
+    assert statuses(database) == {"a": "scored"}
+
+
+def test_an_end_is_final(database: Database) -> None:
+    begin(database, "one", now=1.0)
+    with database.write() as session:
+        assert abandon(session, "one", "killed", now=2.0)
+        assert not abandon(session, "one", "again", now=3.0)
+
+    with database.write() as session, pytest.raises(RunStoppedError, match="lost its lease"):
+        end_run(session, "one", "finished", now=4.0)
+
+    with database.read() as session:
+        row = session.get_one(RunRow, "one")
+        assert (row.status, row.reason, row.ended_at) == ("failed", "killed", 2.0)
+
+
+def test_the_heartbeat_keeps_the_lease_and_notices_its_loss(database: Database, clock: Any) -> None:
+    begin(database, "one", now=clock.now)
+    clock.now += 500
+
+    with Heartbeat(database, "one", clock=clock, period_s=0.005) as heartbeat:
+        wait_until(lambda: heartbeat_of(database, "one") == clock.now)
+        assert not heartbeat.lost.is_set()
+        with database.write() as session:
+            abandon(session, "one", "taken over", now=clock.now)
+        assert heartbeat.lost.wait(5)
+
+
+def heartbeat_of(database: Database, run_id: str) -> float:
+    with database.read() as session:
+        return session.get_one(RunRow, run_id).heartbeat_at
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(1000):
+        if true():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it never came true")
+
+
+def test_groups_wait_newest_first_and_old_ones_are_stale(
+    database: Database, put_group: Make, scored_group: Make, put_version: Make
+) -> None:
+    first = put_version(1)
+    second = put_version(2, first)
+    third = put_version(3, second, champion=True)
+    for group_id, adapter in [
+        ("old", "base"),
+        ("one", first),
+        ("ghost", "m--v9-gone"),
+        ("two", second),
+        ("new", third),
+    ]:
+        put_group(scored_group([0.0, 1.0], group_id=group_id, adapter=adapter))
+
+    with database.read() as session:
+        waiting = waiting_groups(session, model="m", parent=third, max_age=2)
+        fresh = count_fresh(session, model="m", parent=third, max_age=2)
+
+    assert waiting.fresh == ("new", "two", "one")
+    assert waiting.stale == {"old": "stale", "ghost": "unknown_adapter"}
+    assert fresh == 3
+
+
+def test_a_group_goes_its_way_once(database: Database, put_group: Make, scored_group: Make) -> None:
+    for group_id in ("a", "b", "c", "d"):
+        put_group(scored_group([0.0, 1.0], group_id=group_id))
+
+    with database.write() as session:
+        claim(session, "r", ["a", "b", "c"])
+        mark_trained(session, ["a"])
+        drop(session, "r", {"b": "no_spread"}, before="claimed")
+        mark_trained(session, ["b", "d"])  # not claimed any more, and never claimed
+        assert give_back(session, "r") == 1
+
+    assert statuses(database) == {"a": "trained", "b": "dropped", "c": "scored", "d": "scored"}
+    assert counters(database) == {("learn", "trained"): 1, ("learn", "no_spread"): 1}
+    with database.read() as session:
+        dropped = session.scalars(select(GroupRow).where(GroupRow.group_id == "b")).one()
+        assert (dropped.reason, dropped.run_id) == ("no_spread", "r")
+
+
+def test_a_claimed_group_is_read_back_as_it_was_scored(
+    database: Database, put_group: Make, scored_group: Make
+) -> None:
+    original = scored_group([0.25, 1.0])
+    put_group(original)
+
+    with database.read() as session:
+        groups, broken = load(session, ["g", "nowhere"])
+
+    assert groups == [original]
+    assert broken == {"nowhere": "no_scores"}

@@ -1,0 +1,287 @@
+"""The schedule over the store, with children that are only pretended; and one real child."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from ingest.store.database import Database, get_flag, set_flag
+from ingest.store.models import CanaryRow, RunRow
+from learner import schedule as schedule_module
+from learner.runs import open_run
+from learner.schedule import (
+    PAUSED_FLAG,
+    REQUESTED_FLAG,
+    ChildProcess,
+    Schedule,
+    start_clock,
+)
+from sidecar.errors import SettingsError
+from sidecar.settings import Settings
+
+Make = Callable[..., Any]
+
+
+class FakeChild:
+    """A run that ends when the test says so."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.code: int | None = None
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def stop(self) -> None:
+        self.code = -15
+
+
+class World:
+    """A schedule and the children it launched."""
+
+    def __init__(self, settings: Settings, database: Database, clock: Any) -> None:
+        self.children: list[FakeChild] = []
+        self.database = database
+        self.clock = clock
+        self.schedule = Schedule(settings, database, self._launch, clock=clock)
+
+    def _launch(self, run_id: str) -> FakeChild:
+        self.children.append(FakeChild(run_id))
+        return self.children[-1]
+
+    def look(self) -> str:
+        decision = self.schedule.look()
+        assert decision is not None
+        return decision.kind
+
+    def flag(self, name: str, value: str) -> None:
+        with self.database.write() as session:
+            set_flag(session, name, value, now=self.clock.now)
+
+
+@pytest.fixture
+def world(settings: Settings, database: Database, clock: Any) -> Callable[..., World]:
+    """world(**learner settings)."""
+
+    def make(**changes: Any) -> World:
+        learner = settings.learner.model_copy(update=changes)
+        return World(settings.model_copy(update={"learner": learner}), database, clock)
+
+    return make
+
+
+@pytest.fixture
+def two_groups(put_group: Make, scored_group: Make) -> None:
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(scored_group([0.2, 0.6], group_id="b"))
+
+
+def test_groups_start_a_run_as_soon_as_enough_wait(
+    world: Make, put_group: Make, scored_group: Make
+) -> None:
+    here = world()
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    assert here.look() == "too_few_groups"
+
+    put_group(scored_group([0.0, 1.0], group_id="b"))
+
+    assert here.look() == "start"
+    assert here.look() == "running"
+    assert len(here.children) == 1
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_an_interval_has_one_run_a_turn(world: Make) -> None:
+    here = world(schedule="interval")
+    assert here.look() == "not_due"
+
+    here.schedule.turn()
+    assert here.look() == "start"
+    here.children[0].code = 0
+
+    assert here.look() == "not_due"
+    here.schedule.turn()
+    assert here.look() == "start"
+
+
+def test_a_turn_with_too_few_groups_is_skipped(world: Make) -> None:
+    here = world(schedule="cron")
+    here.schedule.turn()
+
+    assert here.look() == "too_few_groups"
+    assert here.look() == "not_due"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_manual_learner_only_runs_on_request(world: Make, database: Database) -> None:
+    here = world(schedule="manual")
+    assert here.look() == "not_due"
+
+    here.flag(REQUESTED_FLAG, "1")
+
+    assert here.look() == "start"
+    with database.read() as session:
+        assert get_flag(session, REQUESTED_FLAG) == "0"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_paused_learner_keeps_the_request_for_later(world: Make) -> None:
+    here = world(schedule="manual")
+    here.flag(PAUSED_FLAG, "1")
+    here.flag(REQUESTED_FLAG, "1")
+    assert here.look() == "paused"
+
+    here.flag(PAUSED_FLAG, "0")
+
+    assert here.look() == "start"
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("state", ["loading", "gating", "ramping"])
+def test_an_open_trial_is_waited_for(
+    world: Make, database: Database, put_version: Make, state: str
+) -> None:
+    name = put_version(1, state=state)
+    with database.write() as session:
+        session.add(
+            CanaryRow(
+                canary_id="c",
+                model="m",
+                candidate=name,
+                champion="base",
+                state=state,
+                salt="",
+                created_at=1.0,
+                step_started_at=1.0,
+                evidence={},
+            )
+        )
+    here = world()
+    with capture_logs() as logs:
+        assert here.look() == "trial"
+        assert here.look() == "trial"
+    waits = [entry["why"] for entry in logs if entry["event"] == "learner_waits"]
+    assert waits == [f"the trial of {name} is not decided"]
+
+    with database.write() as session:
+        session.get_one(CanaryRow, "c").state = "rolled_back"
+
+    assert here.look() == "start"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_version_that_waits_for_its_trial_is_waited_for(world: Make, put_version: Make) -> None:
+    put_version(1, state="registered")
+
+    assert world().look() == "trial"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: Any) -> None:
+    here = world()
+    here.look()
+    here.children[-1].code = 1
+    assert here.look() == "held_back"
+    clock.now += 29.9
+    assert here.look() == "held_back"
+    clock.now += 0.1
+    assert here.look() == "start"
+    here.children[-1].code = 1
+    assert here.look() == "held_back"
+    clock.now += 60.0
+    assert here.look() == "start"
+    here.children[-1].code = 3
+
+    assert here.look() == "start"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_killed_child_gives_up_its_lease_at_once(
+    world: Make, database: Database, clock: Any
+) -> None:
+    here = world()
+    here.look()
+    run_id = here.children[0].run_id
+    with database.write() as session:
+        open_run(session, run_id=run_id, model="m", parent="base", settings={}, now=clock.now)
+
+    here.children[0].code = -9
+    here.look()
+
+    with database.read() as session:
+        row = session.get_one(RunRow, run_id)
+        assert (row.status, row.reason) == ("failed", "its process ended with -9")
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_stopping_ends_the_child(world: Make) -> None:
+    here = world()
+    here.look()
+
+    here.schedule.stop()
+
+    assert here.children[0].code == -15
+
+
+def test_a_store_that_is_away_is_waited_for(world: Make, database: Database) -> None:
+    here = world()
+    database.close()
+    path = Path(database.url.removeprefix("sqlite:///"))
+    path.unlink()
+    path.mkdir()
+
+    with capture_logs() as logs:
+        assert here.schedule.look() is None
+
+    assert [entry["kind"] for entry in logs] == ["store"]
+
+
+def test_the_clock_of_apscheduler_looks_again_and_again(world: Make, settings: Settings) -> None:
+    looked = threading.Semaphore(0)
+    here = world()
+    here.schedule.look = looked.release
+    learner = settings.learner.model_copy(update={"poll_s": 0.02})
+
+    ticking = start_clock(settings.model_copy(update={"learner": learner}), here.schedule)
+
+    assert all(looked.acquire(timeout=10) for _ in range(2))
+    ticking.shutdown(wait=True)
+
+
+def test_a_cron_expression_that_is_none_is_refused(world: Make, settings: Settings) -> None:
+    learner = settings.learner.model_copy(update={"schedule": "cron", "cron": "every day"})
+
+    with pytest.raises(SettingsError, match=r"learner\.cron"):
+        start_clock(settings.model_copy(update={"learner": learner}), world().schedule)
+
+
+def test_a_child_is_asked_before_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A child that ignores TERM; the shim stands where Python would start the learner."""
+    ready = tmp_path / "ready"
+    shim = tmp_path / "python"
+    shim.write_text(
+        f"#!/bin/sh\ntrap '' TERM\n: > {ready}\nwhile :; do read x < {tmp_path}/fifo; done\n"
+    )
+    shim.chmod(0o755)
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setattr(sys, "executable", str(shim))
+    monkeypatch.setattr(schedule_module, "STOP_TIMEOUT_S", 0.1)
+    child = ChildProcess("r", None)
+    deadline = time.monotonic() + 10
+    while not ready.exists():
+        assert time.monotonic() < deadline
+    assert child.exit_code() is None
+
+    child.stop()
+
+    assert child.exit_code() == -9

@@ -1,0 +1,101 @@
+"""Which groups are trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from learner.selection import Selection, mask_reason, select_groups
+
+Make = Callable[..., Any]
+
+
+def select(*groups: Any, pack_tokens: int = 100) -> Selection:
+    return select_groups(groups, min_spread=0.02, pack_tokens=pack_tokens)
+
+
+def test_a_good_group_carries_its_tokens_and_centred_scores(scored_group: Make) -> None:
+    selection = select(scored_group([1.0, 0.0, 0.5, 0.5]))
+
+    (group,) = selection.groups
+    assert group.prompt_token_ids == (1, 2, 3)
+    assert [row.advantage for row in group.rows] == [0.5, -0.5, 0.0, 0.0]
+    assert group.rows[1].token_ids == (5, 6, 8)
+    assert group.rows[1].logprobs == (-1.0, -2.0, -3.0)
+    assert group.scores == (1.0, 0.0, 0.5, 0.5)
+    assert not selection.dropped
+    assert not selection.masked_answers
+
+
+def test_a_masked_answer_counts_in_the_mean_and_not_in_the_loss(
+    scored_group: Make, answer: Make
+) -> None:
+    answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
+
+    selection = select(scored_group([1.0, 0.0, 0.2], answers=answers))
+
+    (group,) = selection.groups
+    # mean = 1.2 / 3 = 0.4, the masked answer's 1.0 included
+    assert [row.advantage for row in group.rows] == pytest.approx([0.6, -0.4, -0.2])
+    assert [row.trainable for row in group.rows] == [False, True, True]
+    assert selection.masked_answers == {"top_p": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": (), "logprobs": ()}, "no_tokens"),
+        ({"logprobs": (-1.0,)}, "tokens_without_logprobs"),
+        ({"logprobs": (-1.0, -math.inf, -1.0)}, "non_finite_logprob"),
+        ({"temperature": 0.0}, "greedy"),
+        ({"untrainable_reason": "penalties"}, "penalties"),
+        ({}, None),
+    ],
+)
+def test_an_answer_that_is_not_exact_is_masked(
+    answer: Make, changes: dict[str, Any], reason: str | None
+) -> None:
+    assert mask_reason(answer(0, **changes)) == reason
+
+
+def test_each_useless_group_is_dropped_for_its_reason(scored_group: Make, answer: Make) -> None:
+    greedy = [answer(0), answer(1, temperature=0.0)]
+    groups = [
+        scored_group([0.5], group_id="alone"),
+        scored_group([0.5, math.nan], group_id="nan"),
+        scored_group([0.7, 0.7], group_id="flat"),
+        scored_group([0.70, 0.73], group_id="nearly flat"),  # deviation 0.015
+        scored_group([0.0, 1.0], group_id="no prompt", prompt_token_ids=()),
+        scored_group([0.0, 1.0], group_id="greedy", answers=greedy),
+    ]
+
+    selection = select(*groups)
+
+    assert selection.groups == ()
+    assert selection.dropped == {
+        "alone": "too_few_answers",
+        "nan": "non_finite_score",
+        "flat": "no_spread",
+        "nearly flat": "no_spread",
+        "no prompt": "no_prompt",
+        "greedy": "too_few_trainable",
+    }
+
+
+def test_scores_just_spread_enough_are_kept(scored_group: Make) -> None:
+    assert len(select(scored_group([0.70, 0.75])).groups) == 1  # deviation 0.025
+
+
+def test_a_gate_of_zero_still_drops_equal_scores(scored_group: Make) -> None:
+    selection = select_groups([scored_group([0.7, 0.7])], min_spread=0.0, pack_tokens=100)
+
+    assert selection.dropped == {"g": "no_spread"}
+
+
+def test_a_group_with_one_answer_too_long_is_dropped_whole(scored_group: Make) -> None:
+    # prompt 3 + answer 3, whose last token is not computed: 5 tokens
+    assert len(select(scored_group([0.0, 1.0]), pack_tokens=5).groups) == 1
+    assert select(scored_group([0.0, 1.0]), pack_tokens=4).dropped == {"g": "too_long"}

@@ -1,0 +1,352 @@
+"""One run over the store: what it takes, what it leaves, and what each failure does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from ingest.errors import StoreError
+from ingest.store.database import Database
+from ingest.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
+from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
+from learner.errors import (
+    DriftError,
+    NonFiniteError,
+    NothingToLearnError,
+    RunInProgressError,
+    RunStoppedError,
+)
+from learner.records import TrainingJob
+from learner.runs import abandon
+from learner.train import Run, Trainer
+from sidecar.settings import Settings
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def new_run(
+    settings: Settings, database: Database, clock: Any, fake_trainer: Any
+) -> Callable[..., Run]:
+    """new_run(run_id, trainer=, **learner settings)."""
+
+    def make(run_id: str = "r1", trainer: Trainer | None = None, **changes: Any) -> Run:
+        learner = settings.learner.model_copy(update=changes)
+        return Run(
+            settings.model_copy(update={"learner": learner}),
+            database,
+            lambda: trainer if trainer is not None else fake_trainer,
+            run_id=run_id,
+            clock=clock,
+            heartbeat_s=0.01,
+        )
+
+    return make
+
+
+@pytest.fixture
+def two_groups(put_group: Make, scored_group: Make) -> None:
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(scored_group([0.2, 0.6], group_id="b"))
+
+
+def run_row(database: Database, run_id: str = "r1") -> RunRow:
+    with database.read() as session:
+        return session.get_one(RunRow, run_id)
+
+
+def statuses(database: Database) -> dict[str, tuple[str, str | None]]:
+    with database.read() as session:
+        rows = session.scalars(select(GroupRow)).all()
+        return {row.group_id: (row.status, row.reason) for row in rows}
+
+
+def counters(database: Database) -> dict[str, int]:
+    with database.read() as session:
+        rows = session.scalars(select(CounterRow).where(CounterRow.stage == "learn"))
+        return {row.reason: row.count for row in rows}
+
+
+def versions(database: Database) -> list[AdapterRow]:
+    with database.read() as session:
+        return list(session.scalars(select(AdapterRow).order_by(AdapterRow.version)))
+
+
+def adapter_folders(settings: Settings) -> list[str]:
+    folder = settings.learner.adapters_dir
+    return sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_registers_a_version_and_closes_its_books(
+    new_run: Make, database: Database, settings: Settings, put_group: Make, scored_group: Make
+) -> None:
+    put_group(scored_group([0.5, 0.5], group_id="flat"))
+
+    candidate = new_run().start()
+
+    assert (candidate.version, candidate.parent) == (1, "base")
+    assert candidate.adapter == f"m--v1-{candidate.digest[:12]}"
+    (version,) = versions(database)
+    assert (version.state, version.run_id) == ("registered", "r1")
+    assert folder_digest(Path(version.path)) == version.digest
+    assert {entry.name for entry in Path(version.path).iterdir()} == {
+        CARD,
+        CONFIG,
+        LINEAGE,
+        WEIGHTS,
+    }
+    assert adapter_folders(settings) == [candidate.digest]
+    assert statuses(database) == {
+        "a": ("trained", None),
+        "b": ("trained", None),
+        "flat": ("dropped", "no_spread"),
+    }
+    assert counters(database) == {"trained": 2, "no_spread": 1}
+    row = run_row(database)
+    assert (row.status, row.adapter, row.parent) == ("finished", candidate.adapter, "base")
+    assert row.counts == {"used": 2, "no_spread": 1}
+    assert [step["loss"] for step in row.metrics] == [0.1]
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_the_lineage_tells_what_it_was_made_from(new_run: Make, tiny_base: Path) -> None:
+    candidate = new_run().start()
+
+    lineage = json.loads((candidate.path / LINEAGE).read_text())
+    assert lineage["run_id"] == "r1"
+    assert lineage["base_model"] == str(tiny_base)
+    assert lineage["parent"] == {"name": "base", "version": 0, "digest": ""}
+    assert [group["group_id"] for group in lineage["groups"]] == ["b", "a"]
+    assert lineage["groups"][1]["exchange_id"] == "x-a"
+    assert lineage["groups"][1]["scores"] == [0.0, 1.0]
+    assert lineage["judges"] == [["judge", "rubric"]]
+    assert lineage["settings"]["rank"] == 4
+    assert lineage["libraries"].keys() >= {"torch", "peft", "transformers"}
+    assert lineage["drift"]["mean_abs"] == 0.01
+    assert lineage["algorithm"] == {"loss": "fake"}
+    assert "base_model:" in (candidate.path / CARD).read_text()
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_the_next_run_starts_from_the_champion(
+    new_run: Make, put_version: Make, fake_trainer: Any
+) -> None:
+    champion = put_version(4, champion=True)
+
+    candidate = new_run().start()
+
+    assert fake_trainer.jobs[0].parent.name == champion
+    assert fake_trainer.jobs[0].parent.path == Path("/adapters/4")
+    assert (candidate.parent, candidate.version) == (champion, 5)
+
+
+def test_the_newest_groups_are_taken_and_the_others_wait(
+    new_run: Make, database: Database, put_group: Make, scored_group: Make, fake_trainer: Any
+) -> None:
+    for number in range(5):
+        put_group(scored_group([0.0, 1.0], group_id=str(number)))
+
+    new_run(max_groups=3).start()
+
+    assert [group.group_id for group in fake_trainer.jobs[0].groups] == ["4", "3", "2"]
+    assert statuses(database)["0"] == ("scored", None)
+
+
+def test_stale_groups_are_dropped_and_counted(
+    new_run: Make, database: Database, put_group: Make, scored_group: Make, put_version: Make
+) -> None:
+    champion = put_version(2, put_version(1), champion=True)
+    for number in range(3):
+        adapter = "base" if number == 0 else champion
+        put_group(scored_group([0.0, 1.0], group_id=str(number), adapter=adapter))
+
+    new_run(max_age_versions=1).start()
+
+    assert statuses(database)["0"] == ("dropped", "stale")
+    assert counters(database) == {"trained": 2, "stale": 1}
+    assert run_row(database).counts == {"used": 2, "stale": 1}
+
+
+def test_masked_answers_are_counted_by_reason(
+    new_run: Make, database: Database, put_group: Make, scored_group: Make, answer: Make
+) -> None:
+    answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
+    put_group(scored_group([0.0, 1.0, 0.5], group_id="a", answers=answers))
+    put_group(scored_group([0.0, 1.0, 0.5], group_id="b"))
+
+    new_run().start()
+
+    assert counters(database) == {"trained": 2, "answer_masked_top_p": 1}
+
+
+def test_too_few_groups_are_nothing_to_learn(
+    new_run: Make, database: Database, put_group: Make, scored_group: Make, fake_trainer: Any
+) -> None:
+    put_group(scored_group([0.0, 1.0]))
+
+    with pytest.raises(NothingToLearnError, match=r"1 fresh scored groups wait.*min_groups is 2"):
+        new_run().start()
+
+    assert run_row(database).status == "skipped"
+    assert statuses(database) == {"g": ("scored", None)}
+    assert not fake_trainer.jobs
+
+
+def test_useless_groups_are_dropped_though_nothing_is_learned(
+    new_run: Make, database: Database, settings: Settings, put_group: Make, scored_group: Make
+) -> None:
+    for group_id in ("a", "b"):
+        put_group(scored_group([0.5, 0.5], group_id=group_id))
+
+    with pytest.raises(NothingToLearnError, match="no group was usable; dropped: 2 no_spread"):
+        new_run().start()
+
+    assert statuses(database) == {"a": ("dropped", "no_spread"), "b": ("dropped", "no_spread")}
+    assert counters(database) == {"no_spread": 2}
+    assert run_row(database).counts == {"used": 0, "no_spread": 2}
+    assert adapter_folders(settings) == []
+
+
+def test_a_group_without_all_its_scores_is_dropped(
+    new_run: Make, database: Database, put_group: Make, scored_group: Make
+) -> None:
+    for group_id in ("a", "b", "c"):
+        put_group(scored_group([0.0, 1.0], group_id=group_id))
+    with database.write() as session:
+        session.get_one(AnswerRow, ("c", 1)).score = None
+
+    new_run().start()
+
+    assert statuses(database)["c"] == ("dropped", "no_scores")
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize(
+    "error", [DriftError("0.3 nats"), NonFiniteError("nan"), MemoryError("none left")]
+)
+def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
+    new_run: Make,
+    database: Database,
+    settings: Settings,
+    fake_trainer: Any,
+    error: Exception,
+) -> None:
+    fake_trainer.error = error
+
+    with pytest.raises(type(error)):
+        new_run().start()
+
+    row = run_row(database)
+    assert (row.status, row.reason) == ("failed", f"{type(error).__name__}: {error}")
+    assert statuses(database) == {"a": ("scored", None), "b": ("scored", None)}
+    assert versions(database) == []
+    assert adapter_folders(settings) == []
+    assert counters(database) == {}
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
+    new_run: Make, database: Database, fake_trainer: Any
+) -> None:
+    run = new_run()
+    fake_trainer.on_train = lambda job: (run.stop(), job.check_stop())
+
+    with pytest.raises(RunStoppedError, match="asked to stop"):
+        run.start()
+
+    assert run_row(database).status == "failed"
+    assert statuses(database) == {"a": ("scored", None), "b": ("scored", None)}
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_lost_its_lease_registers_nothing(
+    new_run: Make, database: Database, settings: Settings, fake_trainer: Any, clock: Any
+) -> None:
+    def lose(job: TrainingJob) -> None:
+        with database.write() as session:
+            abandon(session, "r1", "taken over", now=clock.now)
+        pause = threading.Event()
+        while not pause.wait(0.005):
+            job.check_stop()
+
+    fake_trainer.on_train = lose
+
+    with pytest.raises(RunStoppedError, match="took over"):
+        new_run().start()
+
+    assert run_row(database).reason == "taken over"
+    assert versions(database) == []
+    assert adapter_folders(settings) == []
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_second_run_does_not_start(new_run: Make, database: Database, fake_trainer: Any) -> None:
+    refused: list[Exception] = []
+
+    def start_another(_job: TrainingJob) -> None:
+        try:
+            new_run("r2").start()
+        except RunInProgressError as error:
+            refused.append(error)
+
+    fake_trainer.on_train = start_another
+    new_run().start()
+
+    assert len(refused) == 1
+    with database.read() as session:
+        assert session.get(RunRow, "r2") is None
+
+
+def test_the_same_weights_are_not_registered_twice(
+    new_run: Make, database: Database, settings: Settings, put_group: Make, scored_group: Make
+) -> None:
+    for number in range(4):
+        put_group(scored_group([0.0, 1.0], group_id=str(number)))
+    first = new_run("r1", max_groups=2).start()
+
+    second = new_run("r2", max_groups=2).start()
+
+    assert second == first
+    assert len(versions(database)) == 1
+    assert adapter_folders(settings) == [first.digest]
+    assert json.loads((first.path / LINEAGE).read_text())["run_id"] == "r1"
+    row = run_row(database, "r2")
+    assert (row.status, row.adapter) == ("finished", first.adapter)
+    assert "not registered again" in (row.reason or "")
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_crash_between_folder_and_row_is_made_good(
+    new_run: Make, database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise StoreError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("learner.train.register", crash)
+        with pytest.raises(StoreError):
+            new_run("r1").start()
+    assert versions(database) == []
+    assert len(adapter_folders(settings)) == 1
+
+    candidate = new_run("r2").start()
+
+    assert adapter_folders(settings) == [candidate.digest]
+    assert json.loads((candidate.path / LINEAGE).read_text())["run_id"] == "r2"
+    assert [row.name for row in versions(database)] == [candidate.adapter]
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_leftovers_of_killed_runs_are_removed(new_run: Make, settings: Settings) -> None:
+    (settings.learner.adapters_dir / ".run-dead").mkdir(parents=True)
+
+    candidate = new_run().start()
+
+    assert adapter_folders(settings) == [candidate.digest]
