@@ -34,7 +34,7 @@ DEMO = ROOT / ".demo"
 ROUNDS = 6
 ROUND_ANSWERS = 2
 FINAL_ANSWERS = 4
-PACE_S = 1.0
+WAVE, PAUSE_S = 8, 4.0
 BASE = "base"
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -74,7 +74,7 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
     agent = SupportAgent(
         base_url=f"{stack.addresses.proxy_url}/v1", model=MODEL, system=questions.system
     )
-    traffic = Traffic(agent=agent, conversations=questions.traffic, pace_s=PACE_S)
+    traffic = Traffic(agent=agent, conversations=questions.traffic, wave=WAVE, pause_s=PAUSE_S)
     stop = asyncio.Event()
     sheets: dict[str, list[ExamAnswer]] = {}
 

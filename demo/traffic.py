@@ -17,14 +17,14 @@ from demo.questions import Conversation
 
 @dataclass(kw_only=True)
 class Traffic:
-    """Serves the conversations again and again, each time for a new customer, at a steady pace."""
+    """Serves the conversations again and again, each time for a new customer, in waves."""
 
     agent: SupportAgent
     conversations: Sequence[Conversation]
-    pace_s: float
-    """Seconds from the start of one conversation to the start of the next."""
-    at_once: int = 6
-    """A slower model holds customers back: so many at a time, no more."""
+    wave: int
+    """Customers who come together."""
+    pause_s: float
+    """Seconds between the end of one wave and the start of the next."""
     sent: int = 0
     failed: int = 0
     leaked: int = 0
@@ -32,19 +32,12 @@ class Traffic:
     adapters: Counter[str] = field(default_factory=Counter)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send until told to stop; then wait for the conversations under way."""
-        places = asyncio.Semaphore(self.at_once)
-        under_way: set[asyncio.Task[None]] = set()
-        for number, conversation in enumerate(itertools.cycle(self.conversations)):
-            if stop.is_set():
-                break
-            await places.acquire()
-            task = asyncio.create_task(self._serve(conversation, f"customer-{number}"))
-            task.add_done_callback(lambda _: places.release())
-            task.add_done_callback(under_way.discard)
-            under_way.add(task)
-            await _wait(stop, self.pace_s)
-        await asyncio.gather(*under_way)
+        """Send wave after wave until told to stop; the last one is served to its end."""
+        customers = enumerate(itertools.cycle(self.conversations))
+        while not stop.is_set():
+            wave = itertools.islice(customers, self.wave)
+            await asyncio.gather(*(self._serve(c, f"customer-{n}") for n, c in wave))
+            await _wait(stop, self.pause_s)
 
     async def _serve(self, conversation: Conversation, customer: str) -> None:
         self.sent += len(conversation.turns)

@@ -34,7 +34,7 @@ class AdminClient:
 
     def etag(self, path: str) -> str:
         """The current ETag of a resource, for a change that must not race."""
-        return self._request("GET", path).headers.get("etag", "")
+        return str(self._request("GET", path).headers.get("etag", ""))
 
     def _ask(self, method: str, path: str, **rest: Any) -> Any:
         return self._request(method, path, **rest).json()

@@ -94,7 +94,7 @@ async def play(told: Story) -> None:
     agent = SupportAgent(
         base_url=f"{stack.addresses.proxy_url}/v1", model=MODEL, system=questions.system
     )
-    told.traffic = Traffic(agent=agent, conversations=questions.traffic, pace_s=0.8, at_once=4)
+    told.traffic = Traffic(agent=agent, conversations=questions.traffic, wave=6, pause_s=2.0)
     stop = asyncio.Event()
     sending = asyncio.create_task(told.traffic.run(stop))
     watcher = RoundWatcher(stack.addresses.admin_url, print)
