@@ -102,10 +102,11 @@ class Controller:
     async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
         version, failures = await asyncio.to_thread(self._candidate, trial)
         try:
+            # Asked first: while vLLM is away there is no use in hashing the folder again and again.
+            already = await self._control.loaded()
             await asyncio.to_thread(
                 validate_folder, Path(version.path), digest=version.digest, limits=self._limits
             )
-            already = await self._control.loaded()
         except InvalidAdapterError as error:
             return LoadEvidence(invalid=f"invalid: {error}"), {}
         except EngineError as error:

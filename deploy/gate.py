@@ -9,19 +9,16 @@ set aside and counted.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from deploy import gate_store
-from deploy.answer_shape import is_short
 from deploy.canary import GateEvidence
+from deploy.gate_answers import Answered, FreshAnswers, as_rows, seed_of
 from deploy.gate_rule import judge_gate, mean_difference
 from deploy.gate_store import HeldOutPrompt
 from deploy.records import Trial
@@ -37,8 +34,7 @@ from ingest.judge import Judge
 from ingest.ruler import JudgeCall, score_answers
 from ingest.ruler_prompt import rubric_hash
 from ingest.store.database import Database
-from ingest.vllm import SampledAnswer, Sampler
-from sidecar.records import BASE
+from ingest.vllm import Sampler
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 
@@ -46,18 +42,32 @@ log = structlog.get_logger()
 
 SPARE_PROMPTS = 2
 """Prompts tried at most, as a multiple of those wanted: some comparisons are set aside."""
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
 _AWAY = (EngineDownError, AdapterGoneError, JudgeUnavailableError)
 """Nobody's answer was bad: ask again later. The reconciler brings a lost adapter back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """One fresh answer and whose it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """When to ask again whoever was away. In memory: a restart may ask at once."""
 
-    arm: str
-    adapter: str
-    message: dict[str, Any]
-    finish_reason: str | None
+    at: float = 0.0
+    wait_s: float = 0.0
+    reason: str = ""
+
+    def later(self, now: float, reason: str) -> Retry:
+        """Wait twice as long as the last time, up to a limit."""
+        wait_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self.wait_s))
+        return Retry(at=now + wait_s, wait_s=wait_s, reason=reason)
+
+
+class Room(Protocol):
+    """Whoever knows whether users leave room in the engine."""
+
+    async def is_open(self) -> bool:
+        """Raises: SamplingError when that cannot be told."""
+        ...
 
 
 class Gate:
@@ -71,30 +81,52 @@ class Gate:
         judge: Judge,
         rules: CanarySettings,
         judging: JudgeSettings,
+        room: Room,
         parallel: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """parallel: comparisons made at once, each with 2 `gate_answers` requests in flight."""
         self._database = database
-        self._sampler = sampler
+        self._answers = FreshAnswers(sampler, rules)
+        self._room = room
         self._judge = judge
         self._rules = rules
         self._judging = judging
         self._parallel = parallel
         self._clock = clock
+        self._retry = Retry()
 
     async def advance(self, trial: Trial) -> GateEvidence:
         """Make up to `parallel` missing comparisons, then add up all there are."""
         prompts, missing = await asyncio.to_thread(self._prompts, trial)
         away: str | None = None
-        if len(prompts) < self._rules.gate_min_prompts:
-            missing = []
-        elif missing and not self._judge.model:
-            away, missing = "no judge is set: name one in judge.model", []
-        batch = missing[: self._parallel]
-        for reason in await asyncio.gather(*(self._compare(trial, one) for one in batch)):
-            away = away or reason
+        if missing and len(prompts) >= self._rules.gate_min_prompts:
+            away = await self._make(trial, missing)
         return await asyncio.to_thread(self._evidence, trial, away)
+
+    async def _make(self, trial: Trial, missing: list[HeldOutPrompt]) -> str | None:
+        """Make a batch of comparisons. Returns: why they cannot be made now, or None."""
+        if not self._judge.model:
+            return "no judge is set: name one in judge.model"
+        if self._clock() < self._retry.at:
+            return self._retry.reason
+        try:
+            if not await self._room.is_open():
+                return "vLLM is busy with users"
+        except SamplingError as error:
+            return self._wait(trial, str(error))
+        # After an outage one comparison shows whether it is over.
+        batch = missing[: 1 if self._retry.reason else self._parallel]
+        reasons = await asyncio.gather(*(self._compare(trial, one) for one in batch))
+        for reason in filter(None, reasons):
+            return self._wait(trial, reason)
+        self._retry = Retry()
+        return None
+
+    def _wait(self, trial: Trial, reason: str) -> str:
+        self._retry = self._retry.later(self._clock(), reason)
+        log.warning("gate_waits", canary=trial.canary_id, reason=reason)
+        return reason
 
     def _prompts(self, trial: Trial) -> tuple[set[str], list[HeldOutPrompt]]:
         """(keys of all sessions that take part, prompts not compared yet)."""
@@ -115,19 +147,19 @@ class Gate:
         return GateEvidence(
             prompts=len(prompts),
             pending=len(missing),
-            verdict=judge_gate(made, self._rules, seed=_seed(trial, "bootstrap")),
+            verdict=judge_gate(made, self._rules, seed=seed_of(trial, "bootstrap")),
             away=away,
         )
 
     async def _compare(self, trial: Trial, prompt: HeldOutPrompt) -> str | None:
         """Make and store one comparison. Returns: why it could not be made yet, or None."""
         calls: list[JudgeCall] = []
-        answered: list[_Answered] = []
+        answered: list[Answered] = []
         status = "scored"
         scores: tuple[float, ...] = ()
         explanations: tuple[str, ...] = ()
         try:
-            answered = await self._answer(trial, prompt)
+            answered = await self._answers.get(trial, prompt)
             judgement = await score_answers(
                 self._judge,
                 context=prompt.request["messages"],
@@ -135,13 +167,12 @@ class Gate:
                 answers=[one.message for one in answered],
                 rubric=self._judging.rubric,
                 passes=self._judging.passes,
-                seed=_seed(trial, f"judge\x00{prompt.exchange_id}"),
+                seed=seed_of(trial, f"judge\x00{prompt.exchange_id}"),
                 on_call=calls.append,
                 subject=gate_store.comparison_id(trial, prompt),
             )
             scores, explanations = judgement.scores, judgement.explanations
         except _AWAY as error:
-            log.warning("gate_waits", canary=trial.canary_id, reason=str(error))
             return str(error)
         except SamplingError as error:
             status = "sampling_failed"
@@ -149,38 +180,10 @@ class Gate:
         except (JudgeReplyError, JudgeRefusalError) as error:
             status = "judge_rubbish"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        rows = _as_rows(answered, scores, explanations)
+        self._answers.forget(trial, prompt)
+        rows = as_rows(answered, scores, explanations)
         await asyncio.to_thread(self._save, trial, prompt, status, rows, calls)
         return None
-
-    async def _answer(self, trial: Trial, prompt: HeldOutPrompt) -> list[_Answered]:
-        """`gate_answers` fresh answers of each arm, in an order that tells nothing."""
-        arms = [("candidate", trial.candidate), ("champion", trial.champion)]
-        asked = [pair for pair in arms for _ in range(self._rules.gate_answers)]
-        random.Random(_seed(trial, f"order\x00{prompt.exchange_id}")).shuffle(asked)
-        sampled = await asyncio.gather(
-            *(self._sample(trial, prompt, adapter) for _, adapter in asked), return_exceptions=True
-        )
-        answered: list[_Answered] = []
-        errors = [one for one in sampled if isinstance(one, BaseException)]
-        # An engine that is down, or has lost an adapter, explains the other errors.
-        for error in sorted(errors, key=lambda one: not isinstance(one, _AWAY)):
-            raise error
-        for (arm, adapter), answer in zip(asked, sampled, strict=True):
-            assert isinstance(answer, SampledAnswer)
-            message = json.loads(answer.message)
-            answered.append(_Answered(arm, adapter, message, answer.finish_reason))
-        return answered
-
-    async def _sample(self, trial: Trial, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
-        asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
-        limit = self._rules.max_tokens
-        return await self._sampler.sample(
-            upstream_model=trial.model if adapter == BASE else adapter,
-            request=prompt.request,
-            temperature=1.0,
-            max_tokens=min(asked, limit) if isinstance(asked, int) else limit,
-        )
 
     def _save(
         self,
@@ -212,27 +215,3 @@ class Gate:
                     rubric_hash=rubric_hash(self._judging.rubric),
                     now=self._clock(),
                 )
-
-
-def _as_rows(
-    answered: list[_Answered], scores: tuple[float, ...], explanations: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "arm": one.arm,
-            "adapter": one.adapter,
-            "content": one.message.get("content"),
-            "tool_calls": one.message.get("tool_calls") or [],
-            "finish_reason": one.finish_reason,
-            "short": is_short(one.message, one.finish_reason),
-            "score": scores[place] if scores else None,
-            "explanation": explanations[place] if explanations else None,
-        }
-        for place, one in enumerate(answered)
-    ]
-
-
-def _seed(trial: Trial, purpose: str) -> int:
-    """A seed that nobody who writes prompts can guess: it hangs on the trial's random salt."""
-    digest = hashlib.sha256(f"{trial.salt}\x00{purpose}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 2**29

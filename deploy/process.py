@@ -26,6 +26,7 @@ from deploy.vllm_control import VllmControl
 from ingest.errors import StoreError
 from ingest.judge import LiteLlmJudge
 from ingest.store.database import Database
+from ingest.throttle import PROBE_INTERVAL_S, Throttle
 from ingest.vllm import VllmSampler
 from sidecar.settings import Settings
 
@@ -143,6 +144,7 @@ def make_controller(
         judge=judge,
         rules=rules,
         judging=settings.judge,
+        room=Throttle(sampler, settings.groups.max_running_requests, interval_s=PROBE_INTERVAL_S),
         parallel=max(1, settings.groups.concurrency // (2 * rules.gate_answers)),
     )
     bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()

@@ -131,6 +131,19 @@ class FakeSampler:
         )
 
 
+class FakeRoom:
+    """Whether users leave room in the engine; `error` is raised instead when set."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.error: Exception | None = None
+
+    async def is_open(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.open
+
+
 class FakeJudge:
     """Scores each answer by a table of contents; 0.5 for those that are not in it."""
 
@@ -214,6 +227,7 @@ class World:
     control: FakeControl = field(default_factory=FakeControl)
     sampler: FakeSampler = field(default_factory=FakeSampler)
     judge: FakeJudge = field(default_factory=FakeJudge)
+    room: FakeRoom = field(default_factory=FakeRoom)
     exchanges: int = 0
 
     def controller(self, on_change: Callable[[], None] = lambda: None) -> Controller:
@@ -224,6 +238,7 @@ class World:
             judge=self.judge,
             rules=self.rules,
             judging=JudgeSettings(rubric="the better one"),
+            room=self.room,
             parallel=2,
             clock=self.clock,
         )

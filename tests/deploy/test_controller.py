@@ -301,6 +301,69 @@ async def test_an_absent_judge_makes_the_gate_wait_and_nothing_else(world: World
     assert world.trial(name).phase == "ramping", "the outage did not use up the gate's time"
 
 
+async def test_an_absent_judge_costs_vllm_no_second_answers(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.judge.away = True
+    controller = world.controller()
+    await controller.tick()
+    for _ in range(10):
+        await controller.tick()
+        world.clock.now += 100.0
+    assert len(world.sampler.asked) == 4, "two prompts, one answer of each arm"
+
+    world.judge.away = False
+    for _ in range(3):
+        await controller.tick()
+        world.clock.now += 0.5
+
+    assert world.trial(name).phase == "ramping"
+    assert len(world.sampler.asked) == 8
+
+
+async def test_whoever_is_away_is_asked_again_after_longer_and_longer(world: World) -> None:
+    world.register(1)
+    world.hold_out(4)
+    controller = world.controller()
+    await controller.tick()
+    world.sampler.errors = {"m": EngineDownError("down")}
+    asked: list[float] = []
+    for _ in range(200):
+        before = len(world.sampler.asked)
+        await controller.tick()
+        if len(world.sampler.asked) > before:
+            asked.append(world.clock.now - 1_000.0)
+        world.clock.now += 0.5
+
+    assert asked == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
+    # The first try is of two prompts with two answers each, the others of one prompt.
+    assert len(world.sampler.asked) == 4 + 6 * 2
+
+
+async def test_the_gate_yields_to_users(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.room.open = False
+    await tick(world, 3)
+    assert world.trial(name).reason == "gate waits: vLLM is busy with users"
+    assert world.sampler.asked == []
+
+    world.room.open = True
+    await tick(world, 2)
+
+    assert world.trial(name).phase == "ramping"
+
+
+async def test_a_load_that_cannot_be_told_makes_the_gate_wait(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.room.error = SamplingError("no metrics")
+
+    await tick(world, 2)
+
+    assert world.trial(name).reason == "gate waits: no metrics"
+
+
 async def test_without_a_judge_the_gate_says_so(world: World) -> None:
     name = world.register(1)
     world.hold_out(4)
