@@ -33,7 +33,9 @@ from sidecar.settings import Settings
 log = structlog.get_logger()
 
 RECONCILE_S = 2.0
-"""How often vLLM's list of adapters is looked at; bounds how long a restart of it goes unseen."""
+"""How often vLLM's list of adapters is looked at."""
+RECONCILE_AWAY_S = 0.25
+"""The same while vLLM is away: until the champion is loaded again, its users get errors."""
 STORE_RETRY_S = 1.0
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s; ours must be given up before."""
@@ -108,10 +110,14 @@ async def _run(
     )
     config = uvicorn.Config(create_app(context), log_config=None, access_log=False, lifespan="off")
     server = _Server(config)
+
+    def reconcile_every() -> float:
+        return RECONCILE_S if reconciler.view.away is None else RECONCILE_AWAY_S
+
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener])),
-        asyncio.create_task(_repeat("tick", controller.tick, settings.canary.poll_s)),
-        asyncio.create_task(_repeat("reconcile", reconciler.reconcile, RECONCILE_S, changed)),
+        asyncio.create_task(_repeat("tick", controller.tick, lambda: settings.canary.poll_s)),
+        asyncio.create_task(_repeat("reconcile", reconciler.reconcile, reconcile_every, changed)),
     ]
     host, port = listener.getsockname()[:2]
     log.info("control_ready", admin=f"http://{host}:{port}", model=model)
@@ -172,19 +178,19 @@ def _vllm_client(settings: Settings) -> httpx.AsyncClient:
 async def _repeat(
     name: str,
     work: Callable[[], Awaitable[object]],
-    every_s: float,
+    every_s: Callable[[], float],
     wake: asyncio.Event | None = None,
 ) -> None:
-    """Do `work`, wait `every_s` or until woken, again. A store that is away is waited for."""
+    """Do `work`, wait `every_s()` or until woken, again. A store that is away is waited for."""
     wake = wake or asyncio.Event()
     while True:
         wake.clear()
-        pause_s = every_s
         try:
             await work()
+            pause_s = every_s()
         except StoreError as error:
             log.warning("store_away", loop=name, reason=str(error))
-            pause_s = max(every_s, STORE_RETRY_S)
+            pause_s = STORE_RETRY_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await wake.wait()

@@ -99,11 +99,15 @@ def champion(session: Session, model: str) -> str:
 
 
 def ancestors(session: Session, name: str) -> list[AdapterVersion]:
-    """The version and its parents, the youngest first, down to the one trained from the base."""
+    """The version and its parents, the youngest first, down to the one trained from the base.
+
+    The chain ends early at a parent that this store does not know.
+    """
     chain: list[AdapterVersion] = []
-    while name != BASE and len(chain) < MAX_ANCESTORS:
-        chain.append(find(session, name))
-        name = chain[-1].parent
+    row = session.get(AdapterRow, name)
+    while row is not None and len(chain) < MAX_ANCESTORS:
+        chain.append(to_version(row))
+        row = session.get(AdapterRow, row.parent)
     return chain
 
 

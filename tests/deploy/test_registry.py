@@ -90,6 +90,14 @@ def test_ancestors_lead_to_the_base(world: World) -> None:
     assert chain[-1].parent == "base"
 
 
+def test_ancestors_end_at_a_parent_that_is_not_known(world: World) -> None:
+    name = world.register(2, parent="m--v1-from-elsewhere")
+
+    with world.database.read() as session:
+        assert [one.name for one in registry.ancestors(session, name)] == [name]
+        assert registry.ancestors(session, "base") == []
+
+
 def test_only_promoted_versions_have_been_champion(world: World) -> None:
     promoted, other = world.register(1), world.register(2)
     world.promote(promoted)
