@@ -34,27 +34,22 @@ DEMO = ROOT / ".demo"
 ROUNDS = 6
 ROUND_ANSWERS = 2
 FINAL_ANSWERS = 4
-WAVE, PAUSE_S = 8, 4.0
+WAVE, PAUSE_S = 8, 2.0
 BASE = "base"
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    # A day of production in a quarter of an hour: small steps, short holds, every session grouped.
-    "groups": {"size": 8, "held_out_rate": 0.2, "max_pending_groups": 24, "concurrency": 24},
-    "learner": {
-        "schedule": "groups",
-        "min_groups": 16,
-        "max_groups": 24,
-        "steps": 3,
-        "learning_rate": 4e-4,
-    },
+    # A week of production in a quarter of an hour: small runs, short steps, every session grouped.
+    "groups": {"size": 8, "held_out_rate": 0.2, "max_pending_groups": 16, "concurrency": 24},
+    "learner": {"min_groups": 12, "max_groups": 16, "steps": 3, "learning_rate": 4e-4},
     "canary": {
-        "steps": [3000, 6000],
+        "steps": [3000, 7000],
         "step_min_s": 4.0,
-        "step_min_exchanges": 5,
+        "step_min_exchanges": 4,
         "step_max_s": 120.0,
-        "gate_prompts": 10,
+        "gate_prompts": 8,
         "gate_answers": 2,
         "gate_min_prompts": 4,
+        "gate_margin": 0.06,
         "max_tokens": 96,
     },
 }

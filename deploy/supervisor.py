@@ -27,8 +27,8 @@ from sidecar.settings import Settings
 log = structlog.get_logger()
 
 TICK_S = 0.2
-STOP_TIMEOUT_S = 15.0
-"""A child that has not gone this long after TERM is killed."""
+STOP_TIMEOUT_S = 25.0
+"""A child that has not gone this long after TERM is killed; longer than the proxy drains."""
 REMIND_S = 30.0
 
 

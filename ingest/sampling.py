@@ -29,7 +29,7 @@ from sidecar.settings import Groups
 
 POLL_S = 0.5
 """How long a worker with nothing to do waits before it looks again."""
-PAUSE_MOST_S = 30.0
+PAUSE_MOST_S = 5.0
 """The longest pause while vLLM or the store is away; it starts at POLL_S and doubles."""
 LEASE_SLACK_S = 60.0
 
@@ -215,5 +215,5 @@ class SamplingWorker:
 
 
 def _pause_s(failures: int) -> float:
-    """0.5, 1, 2, ... 30 seconds."""
+    """0.5, 1, 2, 4, 5, 5, ... seconds."""
     return min(POLL_S * 2.0 ** min(failures, 10), PAUSE_MOST_S)
