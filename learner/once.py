@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -69,6 +70,10 @@ def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], b
 
 
 def _torch_trainer() -> Trainer:
+    # Read when torch loads. Threads that spin while they wait for each other take the server's
+    # time, and stall when they are preempted: on two cores with other work a step ran 5 times
+    # faster with this, on idle ones 1.2 times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from learner.grpo import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()
