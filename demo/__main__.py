@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import signal
 import subprocess
@@ -64,6 +65,7 @@ STARTED = time.monotonic()
 
 async def run(stack: Stack, rounds_wanted: int) -> None:
     questions = load_questions()
+    os.environ.update(stack.environment())
     settings = load_settings(stack.config)
     sampler = VllmSampler(stack.addresses.engine_url, None, timeout_s=120.0)
     agent = SupportAgent(
@@ -90,6 +92,7 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
         say(f"round {len(rounds)} of {rounds_wanted}: {done.describe()}")
         if done.champion not in sheets:
             await examine(done.champion)
+    await watcher.pause_learner()
     stop.set()
     await sending
     say(

@@ -57,6 +57,14 @@ class RoundWatcher:
             funnel = (await client.get(f"{self._url}/funnel")).text
         raise RoundTimeoutError(f"no round ended in {ROUND_TIMEOUT_S:.0f} s; the funnel: {funnel}")
 
+    async def pause_learner(self) -> None:
+        """No further run: the demo has seen its rounds, and the machine has two cores."""
+        async with httpx.AsyncClient(timeout=30.0) as client:
+            reply = await client.post(
+                f"{self._url}/learner/pause", json={"reason": "demo: enough rounds"}
+            )
+            reply.raise_for_status()
+
     async def _round(self, client: httpx.AsyncClient, canary: dict[str, Any]) -> Round:
         aliases = {item["alias"]: item["adapter"] for item in await self._items(client, "aliases")}
         return Round(
