@@ -1,0 +1,100 @@
+"""Settings: one file, the environment on top, nothing unknown, nothing unsafe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sidecar.errors import SettingsError
+from sidecar.settings import is_loopback, load_settings
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "sidecar.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_environment_wins_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, '[judge]\nmodel = "openai/from-file"\npasses = 2\n')
+    monkeypatch.setenv("SIDECAR_JUDGE__MODEL", "openai/from-environment")
+
+    settings = load_settings(path)
+
+    assert settings.judge.model == "openai/from-environment"
+    assert settings.judge.passes == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[judge]\nmodl = "x"\n', "unknown setting judge.modl; did you mean judge.model?"),
+        ("[learnr]\nrank = 4\n", "unknown setting learnr; did you mean learner?"),
+        ("[groups]\nsize = 9\n", "setting groups.size: Input should be less than or equal to 8"),
+    ],
+    ids=["unknown key", "unknown section", "out of range"],
+)
+def test_what_is_wrong_is_named_with_the_nearest_known_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(write(tmp_path, text))
+
+    assert str(caught.value) == message
+
+
+def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_PROXY__PROT", "1")
+
+    with pytest.raises(SettingsError, match=r"SIDECAR_PROXY__PROT; did you mean proxy\.port\?"):
+        load_settings()
+
+
+def test_a_file_that_is_not_toml_says_which_line(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"is not TOML .*line 1"):
+        load_settings(write(tmp_path, "model = \n"))
+
+
+def test_listening_to_the_world_without_keys_must_be_said_in_words(tmp_path: Path) -> None:
+    open_proxy = '[proxy]\nhost = "0.0.0.0"\n'
+
+    with pytest.raises(SettingsError, match="allow_remote_without_keys"):
+        load_settings(write(tmp_path, open_proxy))
+    allowed = load_settings(write(tmp_path, open_proxy + "allow_remote_without_keys = true\n"))
+
+    assert allowed.proxy.host == "0.0.0.0"
+
+
+def test_admin_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"admin\.tokens is empty"):
+        load_settings(write(tmp_path, '[admin]\nhost = "192.0.2.1"\n'))
+
+
+def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", "s3cret-value")
+
+    settings = load_settings()
+
+    assert "s3cret-value" not in settings.model_dump_json()
+    assert "s3cret-value" not in repr(settings)
+    assert settings.judge.api_key is not None
+    assert settings.judge.api_key.get_secret_value() == "s3cret-value"
+
+
+def test_loopback_addresses_are_known() -> None:
+    answers = {
+        host: is_loopback(host)
+        for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "example.org")
+    }
+
+    assert answers == {
+        "127.0.0.1": True,
+        "127.8.8.8": True,
+        "::1": True,
+        "localhost": True,
+        "0.0.0.0": False,
+        "example.org": False,
+    }
