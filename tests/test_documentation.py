@@ -1,0 +1,181 @@
+"""The reference pages name what the code has, and nothing that it has not.
+
+Whether a page says the right thing of a name, a person must judge; that no name is missing, a
+machine can.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from deploy.cli import app
+from deploy.metrics import StoreCollector
+from deploy.reconcile import EngineView
+from deploy.records import AdapterState, Phase
+from ingest.candidates import Miss
+from ingest.store.database import Database
+from ingest.store.models import Base
+from learner.runs import EndStatus
+from learner.selection import DropReason
+from sidecar.metrics import Metrics
+from sidecar.records import Outcome
+from sidecar.settings import DEFAULT_RUBRIC, Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+DICTIONARY = ROOT / "docs" / "data-dictionary.md"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+SETTINGS = ROOT / "docs" / "settings.md"
+PACKAGES = ("sidecar", "ingest", "learner", "deploy")
+TOP_LEVEL = "Top level"
+SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Settings.model_fields.items()}
+RUBRIC = "see [below](#the-default-rubric)"
+"""Too long for a cell."""
+
+
+def section(page: Path, title: str) -> str:
+    """The text under a heading, up to the next heading. Raises: AssertionError without it."""
+    parts = re.split(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert title in bodies, f"{page.name} has no heading {title!r}"
+    return bodies[title]
+
+
+def first_cells(text: str) -> list[str]:
+    """The names in the first column of a section's table."""
+    return re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
+
+
+def counter_suffix(kind: str) -> str:
+    """What Prometheus adds to a counter's name when it is scraped."""
+    return "_total" if kind == "counter" else ""
+
+
+def leaf_commands(command: Any, path: str) -> Iterator[str]:  # Any: typer carries its own click
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from leaf_commands(inner, f"{path} {name}")
+    if not hasattr(command, "commands"):
+        yield path
+
+
+def keys_of(name: str) -> dict[str, str]:
+    """Key -> default as the page must show it, of a section or of the keys outside sections."""
+    if name == TOP_LEVEL:
+        plain = [key for key, kind in SECTIONS.items() if not is_section(kind)]
+        return {key: shown(Settings.model_fields[key].default) for key in plain}
+    model: type[BaseModel] = SECTIONS[name]
+    return {key: shown(value) for key, value in model()}
+
+
+def is_section(kind: Any) -> bool:  # Any: an annotation
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def shown(value: object) -> str:
+    """A default as TOML writes it."""
+    if value is None:
+        return "*not set*"
+    if value == DEFAULT_RUBRIC:
+        return RUBRIC
+    return f"`{json.dumps(str(value) if isinstance(value, Path) else value)}`"
+
+
+@pytest.mark.parametrize("table", sorted(Base.metadata.tables))
+def test_the_dictionary_has_every_column_of_the_table_and_no_other(table: str) -> None:
+    documented = first_cells(section(DICTIONARY, f"`{table}`"))
+
+    assert documented == [column.name for column in Base.metadata.tables[table].columns]
+
+
+def test_the_dictionary_has_every_metric_of_the_proxy_and_no_other() -> None:
+    documented = first_cells(section(DICTIONARY, "Metrics of the proxy"))
+
+    families = Metrics().registry.collect()
+    assert sorted(documented) == sorted(one.name + counter_suffix(one.type) for one in families)
+
+
+def test_the_dictionary_has_every_metric_of_control_and_no_other(tmp_path: Path) -> None:
+    documented = first_cells(section(DICTIONARY, "Metrics of control"))
+
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    database.upgrade()
+    families = list(StoreCollector(database, "any", EngineView()).collect())
+    database.close()
+    assert sorted(documented) == sorted(one.name + counter_suffix(one.type) for one in families)
+
+
+@pytest.mark.parametrize(
+    ("title", "values"),
+    [
+        ("`adapter_version.state`", get_args(AdapterState)),
+        ("`canary.state`", get_args(Phase)),
+        ("`training_run.status`", ("running", *get_args(EndStatus))),
+        ("`answer_group.reason`", get_args(DropReason)),
+        ("`counter`: stage and reason", get_args(Miss)),
+        ("Small lists", get_args(Outcome)),
+    ],
+)
+def test_the_dictionary_has_every_value_of_the_list(title: str, values: tuple[str, ...]) -> None:
+    text = section(DICTIONARY, title)
+
+    assert [value for value in values if f"`{value}`" not in text] == []
+
+
+@pytest.mark.parametrize("command", list(leaf_commands(typer.main.get_command(app), "sidecar")))
+def test_the_runbook_lists_every_command(command: str) -> None:
+    assert re.search(rf"^\| `{command}`", section(RUNBOOK, "Commands"), flags=re.MULTILINE), (
+        f"`{command}` is not in the table of commands"
+    )
+
+
+def test_every_event_that_the_runbook_names_as_a_symptom_is_in_the_code() -> None:
+    symptoms = re.findall(r"^\| ([^|]+) \|", section(RUNBOOK, "Symptoms"), flags=re.MULTILINE)
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)", " ".join(symptoms)))
+
+    sources = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    assert len(named) > 20
+    assert [event for event in sorted(named) if f'"{event}"' not in code] == []
+
+
+@pytest.mark.parametrize(
+    "name", [TOP_LEVEL, *(n for n, kind in SECTIONS.items() if is_section(kind))]
+)
+def test_the_settings_page_has_every_key_with_its_default_and_no_other(name: str) -> None:
+    title = name if name == TOP_LEVEL else f"`[{name}]`"
+    rows = re.findall(r"^\| `([^`]+)` \| (.+?) \|", section(SETTINGS, title), flags=re.MULTILINE)
+
+    assert dict(rows) == keys_of(name)
+
+
+def test_the_settings_page_quotes_the_default_rubric() -> None:
+    assert DEFAULT_RUBRIC in section(SETTINGS, "The default rubric")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    broken = [link for link in links if not link.startswith("http") and not leads(page, link)]
+
+    assert broken == []
+
+
+def leads(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    if not target.exists():
+        return False
+    return not anchor or anchor in anchors(target)
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub names them: lower case, no punctuation, hyphens for spaces."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
