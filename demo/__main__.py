@@ -33,17 +33,23 @@ from sidecar.settings import load_settings
 
 DEMO = ROOT / ".demo"
 ROUNDS = 6
-ROUND_ANSWERS = 2
+ROUND_ANSWERS = 1
 FINAL_ANSWERS = 4
-WAVE, PAUSE_S = 8, 2.0
+WAVE, PAUSE_S = 8, 5.0
 BASE = "base"
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     # A week of production in a quarter of an hour: small runs, short steps, every session grouped.
-    "groups": {"size": 8, "held_out_rate": 0.2, "max_pending_groups": 16, "concurrency": 24},
-    "learner": {"min_groups": 12, "max_groups": 16, "steps": 3, "learning_rate": 4e-4},
+    "groups": {"size": 6, "held_out_rate": 0.2, "max_pending_groups": 12, "concurrency": 12},
+    "learner": {
+        "min_groups": 12,
+        "max_groups": 16,
+        "max_age_versions": 0,
+        "steps": 3,
+        "learning_rate": 4e-4,
+    },
     "canary": {
-        "steps": [3000, 7000],
+        "steps": [4000, 8000],
         "step_min_s": 4.0,
         "step_min_exchanges": 4,
         "step_max_s": 120.0,

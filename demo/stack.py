@@ -26,7 +26,7 @@ MODEL_FOLDER = ROOT / ".models" / MODEL
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 STAND_IN = "stand-in-judge"
 READY_TIMEOUT_S = 420.0
-STOP_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 80.0
 
 
 class StackError(RuntimeError):

@@ -28,6 +28,7 @@ VERSION = "0.1.0"
 def create_app(context: AdminContext) -> FastAPI:
     """The ASGI application."""
     app = FastAPI(
+        telemetry={"tracing": False},
         title="Learning sidecar: admin",
         version=VERSION,
         openapi_url="/admin/openapi.json",

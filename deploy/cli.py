@@ -18,6 +18,7 @@ import typer
 
 from deploy.admin_client import AdminApiError, AdminClient
 from deploy.processes import MODULES
+from ingest.errors import StoreError
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
 
@@ -133,6 +134,7 @@ def rollback(
         from ingest.store.database import Database
 
         settings = _settings(context)
+        _require_store(settings.store.url)
         done = roll_back(
             Database(settings.store.url),
             settings.serving.model,
@@ -146,6 +148,15 @@ def rollback(
     _print(_client(context).post("/rollback", {"to": to, "reason": reason}), output)
 
 
+def _require_store(url: str) -> None:
+    """An SQLite file that is not there would be made, empty, and the real one left alone."""
+    from sqlalchemy import make_url
+
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
+        raise StoreError(f"store {url}: no such file; check store.url, or name --config")
+
+
 @app.command()
 def lineage(context: typer.Context, adapter: str, output: Output = "text") -> None:
     """What an adapter learned from: parents, runs, groups, exchanges, scores, settings."""
@@ -153,6 +164,7 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
     from ingest.store.database import Database
 
     settings = _settings(context)
+    _require_store(settings.store.url)
     with Database(settings.store.url).read() as session:
         traced = trace_lineage(session, settings.serving.model, adapter)
     _say(traced.to_json() if output == "json" else render_lineage(traced))
@@ -248,7 +260,15 @@ def canary_wait(
 @config_app.command("show")
 def config_show(context: typer.Context) -> None:
     """The settings in force; secrets are not shown."""
-    _say(_settings(context).model_dump_json(indent=2))
+    from sqlalchemy import make_url
+
+    settings = _settings(context)
+    shown = settings.model_dump(mode="json")
+    for section in ("store", "bus"):
+        hidden = make_url(shown[section]["url"]).render_as_string(hide_password=True)
+        shown[section]["url"] = hidden
+    shown["engine"]["env"] = dict.fromkeys(settings.engine.env, "(set)")
+    _say(json.dumps(shown, indent=2))
 
 
 @config_app.command("check")

@@ -14,6 +14,8 @@ LAST_BACKOFF_S = 30.0
 STEADY_S = 60.0
 """A child that lived this long starts again without waiting."""
 
+ENGINE = "engine"
+"""The name of a vLLM that is ours."""
 MODULES = {
     "proxy": "sidecar",
     "ingest": "ingest",
@@ -39,9 +41,7 @@ def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
     specs = []
     if settings.engine.command:
         specs.append(
-            ProcessSpec(
-                name="engine", command=settings.engine.command, env=dict(settings.engine.env)
-            )
+            ProcessSpec(name=ENGINE, command=settings.engine.command, env=dict(settings.engine.env))
         )
     arguments = ("--config", str(config)) if config is not None else ()
     specs += [

@@ -21,14 +21,15 @@ from typing import IO
 import httpx
 import structlog
 
-from deploy.processes import ProcessSpec, backoff_s, describe_exit, plan
+from deploy.processes import ENGINE, ProcessSpec, backoff_s, describe_exit, plan
 from sidecar.settings import Settings
 
 log = structlog.get_logger()
 
 TICK_S = 0.2
-STOP_TIMEOUT_S = 25.0
-"""A child that has not gone this long after TERM is killed; longer than the proxy drains."""
+STOP_TIMEOUT_S = 35.0
+"""A child that has not gone this long after TERM is killed; longer than the proxy takes to
+drain and to write its captures."""
 REMIND_S = 30.0
 
 
@@ -153,13 +154,15 @@ class Supervisor:
         return 0
 
     def stop(self) -> None:
-        """Stop the children, last started first, so that the engine outlives its users."""
+        """Stop the children, our own engine after all others: the proxy drains through it."""
         self._announce("stopping")
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for child in reversed(self.children):
-            child.terminate()
-        for child in reversed(self.children):
-            child.join(deadline)
+        engine = [child for child in self.children if child.spec.name == ENGINE]
+        for together in ([child for child in self.children if child not in engine], engine):
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for child in together:
+                child.terminate()
+            for child in together:
+                child.join(deadline)
         self._announce("stopped")
 
     def _tell_when_ready(self) -> None:

@@ -1,7 +1,7 @@
 """Read trials from the store. The only module that knows how a `canary` row is laid out.
 
 What has no column of its own lies in the row's `evidence` object, by key: `steps`, `clock`,
-`probe`, `loading`, `gate`, `ramp`.
+`probe`, `loading`, `gate`, `step_<n>`.
 """
 
 from __future__ import annotations

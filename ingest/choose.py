@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import structlog
-from sqlalchemy import select as select_rows
 from sqlalchemy.orm import Session
 
 from ingest.selection import BACKLOG, Rules, Standing, select
 from ingest.store.database import Database, count
 from ingest.store.exchanges import NEW, StoredExchange, load_by_selection, set_selection
 from ingest.store.groups import count_by_session, count_pending, save_group
-from ingest.store.models import AliasRow
+from ingest.store.models import RoutingRow
 from sidecar.records import BASE
+from sidecar.routing import decode_table
 
 STAGE = "selection"
-LIVE_ALIASES = ("champion", "canary")
 
 log = structlog.get_logger()
 
@@ -55,15 +54,12 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
 
 
 def live_adapters(session: Session, model: str) -> frozenset[str]:
-    """The adapters that answer users now; the base until there is a champion."""
-    rows = session.execute(
-        select_rows(AliasRow.alias, AliasRow.adapter).where(
-            AliasRow.model == model, AliasRow.alias.in_(LIVE_ALIASES)
-        )
-    )
-    adapters = {row.alias: row.adapter for row in rows}
-    adapters.setdefault("champion", BASE)
-    return frozenset(adapters.values())
+    """The adapters that answer users now, by the routing table; the base until there is one."""
+    row = session.get(RoutingRow, model)
+    if row is None:
+        return frozenset({BASE})
+    table = decode_table(row.body)
+    return frozenset({table.champion, table.canary or table.champion})
 
 
 def _decide(

@@ -15,11 +15,10 @@ from sqlalchemy.orm import Session
 
 from ingest.records import ScoredGroup
 from ingest.store.database import count
-from ingest.store.groups import SCORED, load_scored_group
+from ingest.store.groups import CLAIMED, SCORED, load_scored_group
 from ingest.store.models import AdapterRow, GroupRow
 from learner.staleness import runs_between
 
-CLAIMED = "claimed"
 TRAINED = "trained"
 DROPPED = "dropped"
 STAGE = "learn"

@@ -21,7 +21,7 @@ from opentelemetry import trace
 from ingest.errors import StoreError
 from ingest.records import ScoredGroup
 from ingest.store.database import Database, count
-from ingest.store.groups import SCORED
+from ingest.store.groups import CLAIMED, SCORED
 from learner import source
 from learner.adapter_folder import CARD, LINEAGE, folder_digest
 from learner.errors import NothingToLearnError, RunStoppedError
@@ -198,7 +198,7 @@ class Run:
         if drops:
             reason += "; dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(drops.items()))
         with self._database.write() as session:
-            source.drop(session, self.run_id, useless, before=source.CLAIMED)
+            source.drop(session, self.run_id, useless, before=CLAIMED)
             end_run(
                 session,
                 self.run_id,
@@ -248,7 +248,7 @@ class Run:
             trained = [group.group_id for group in material.selection.groups]
             left_out = {g: why for g, why in material.dropped.items() if g not in trained}
             source.mark_trained(session, trained)
-            source.drop(session, self.run_id, left_out, before=source.CLAIMED)
+            source.drop(session, self.run_id, left_out, before=CLAIMED)
             for why, answers in material.selection.masked_answers.items():
                 count(session, source.STAGE, f"answer_masked_{why}", answers)
             end_run(

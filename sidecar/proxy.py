@@ -81,11 +81,12 @@ class Proxy:
 
     async def start(self) -> int:
         """Be ready. Returns the port. Raises: OSError, SettingsError."""
+        # The port first: who holds it may take over the socket's path, and nobody else.
+        port = await self._relay.start()
         listener = _listen(self._socket_path)
         self.routing.start()
         self.capture.start()
         self._tasks.append(asyncio.create_task(self._app_server.serve(sockets=[listener])))
-        port = await self._relay.start()
         log.info("proxy_ready", host=self._settings.proxy.host, port=port)
         self._tasks.append(asyncio.create_task(self._watch_for_upstream()))
         return port

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableSettingError
 
 from sidecar.errors import SettingsError
 
@@ -66,7 +67,6 @@ class Engine(Section):
 
     command: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
-    ready_timeout_s: float = 300.0
 
 
 class Proxy(Section):
@@ -122,8 +122,8 @@ class Groups(Section):
     """Share of sessions, by hash of their key, never trained on; they feed the deployment gate."""
     max_groups_per_session: int = 4
     max_pending_groups: int = 64
-    """Groups that wait for candidates, for scores or (of the adapters that serve now) for the
-    learner; beyond, exchanges wait unchosen: more than one run takes would only grow stale."""
+    """Groups that wait for candidates or for scores, and those of the adapters that serve now that
+    wait for the learner or are in it; beyond, exchanges wait unchosen: more would grow stale."""
     tokens_per_day: int = 5_000_000
     """Sampled candidate tokens a day; when spent, sampling waits for midnight UTC."""
     concurrency: int = 16
@@ -242,7 +242,7 @@ class Settings(BaseSettings):
     )
 
     state_dir: Path = Path(".sidecar")
-    """Sockets, pid files and logs of `sidecar up`."""
+    """The proxy's socket and the logs of `sidecar up`."""
     serving: Serving = Serving()
     engine: Engine = Engine()
     proxy: Proxy = Proxy()
@@ -277,6 +277,8 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
         settings = Settings(**values)
     except ValidationError as error:
         raise SettingsError(_explain(error)) from error
+    except UnreadableSettingError as error:  # a list or a mapping that is not JSON
+        raise SettingsError(f"environment: {error}; lists and mappings are JSON there") from error
     _refuse_unsafe(settings)
     return settings
 

@@ -34,7 +34,7 @@ class Database:
         self.url = url
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite" and parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            _make_private(Path(parsed.database))
         self._shown_url = parsed.render_as_string(hide_password=True)
         self._engine = _open(url)
         self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
@@ -82,6 +82,13 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _make_private(path: Path) -> None:
+    """Prompts and answers are in it: a new file is for its owner alone (SQLite's -wal follows)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.touch(mode=0o600)
 
 
 def _open(url: str) -> Engine:

@@ -23,6 +23,7 @@ from ingest.store.models import AnswerRow, ExchangeRow, GroupRow
 SAMPLING = "sampling"
 SAMPLED = "sampled"
 SCORED = "scored"
+CLAIMED = "claimed"
 SET_ASIDE = "set_aside"
 PENDING = (SAMPLING, SAMPLED)
 """Chosen, and neither scored nor set aside yet."""
@@ -202,13 +203,14 @@ def mark_scored(
 
 
 def count_pending(session: Session, live_adapters: Collection[str]) -> int:
-    """Groups that wait for candidates, for the judge, or for the learner.
+    """Groups that wait for candidates or for the judge, that wait for the learner, or are in it.
 
-    live_adapters: scored groups count only when one of these sampled them. Those of an older
-        adapter may be too stale to be ever trained on, and must not keep fresh ones out.
+    live_adapters: groups at the learner count only when one of these sampled them. Those of an
+        older adapter may be too stale to be ever trained on, and must not keep fresh ones out.
     """
     waits = GroupRow.status.in_(PENDING)
-    for_learner = (GroupRow.status == SCORED) & GroupRow.adapter.in_(live_adapters)
+    at_learner = GroupRow.status.in_((SCORED, CLAIMED))
+    for_learner = at_learner & GroupRow.adapter.in_(live_adapters)
     statement = select(func.count()).select_from(GroupRow).where(waits | for_learner)
     return session.scalar(statement) or 0
 

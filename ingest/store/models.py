@@ -210,7 +210,7 @@ class AdapterRow(Base):
 
 
 class AliasRow(Base):
-    """Where a name points now: champion, previous, canary, anchor."""
+    """Where a name points now: champion, previous."""
 
     __tablename__ = "alias"
     model: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -271,7 +271,7 @@ class GateComparisonRow(Base):
     difference: Mapped[float | None]
     """mean score of the candidate's answers minus mean score of the champion's, -1..1"""
     answers: Mapped[list[Any]]
-    """Objects {arm, adapter, content, score, explanation}."""
+    """Objects {arm, adapter, content, tool_calls, finish_reason, short, score, explanation}."""
 
 
 class RoutingRow(Base):

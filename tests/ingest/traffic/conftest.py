@@ -19,9 +19,10 @@ from ingest.engine_load import EngineLoad
 from ingest.selection import Rules, group_id_of
 from ingest.store.database import Database
 from ingest.store.exchanges import save_exchange
-from ingest.store.models import CounterRow, GroupRow
+from ingest.store.models import CounterRow, GroupRow, RoutingRow
 from ingest.vllm import SampledAnswer
 from sidecar.records import Choice, Exchange, Sampling, Timings
+from sidecar.routing import RoutingTable, encode_table
 
 PROMPT = (1, 9, 9, 4)
 REQUEST = {"model": "smollm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
@@ -187,6 +188,13 @@ class Kit:
         self.store(*exchanges)
         choose_new(self.database, self.rules(**rules), model="smollm", limit=100, now=2.0)
         return [group_id_of(exchange.exchange_id) for exchange in exchanges]
+
+    def route(self, *, champion: str, canary: str | None = None) -> None:
+        """Write the routing table."""
+        table = RoutingTable(model="smollm", champion=champion, canary=canary)
+        row = RoutingRow(model="smollm", generation=1, body=encode_table(table), updated_at=1.0)
+        with self.database.write() as session:
+            session.merge(row)
 
     def counts(self, stage: str) -> dict[str, int]:
         """The durable counters of a stage, without those at 0."""

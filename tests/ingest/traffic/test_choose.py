@@ -6,7 +6,6 @@ from ingest.choose import choose_backlog, choose_new, live_adapters
 from ingest.selection import group_id_of
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
-from ingest.store.models import AliasRow
 
 
 def new(kit, *, limit: int = 100, **rules: Any) -> int:
@@ -20,12 +19,6 @@ def backlog(kit, **rules: Any) -> int:
 def selections(kit, *names: str) -> list[str]:
     with kit.database.read() as session:
         return [load_exchange(session, name).selection for name in names]
-
-
-def point(kit, **aliases: str) -> None:
-    with kit.database.write() as session:
-        for alias, adapter in aliases.items():
-            session.merge(AliasRow(model="smollm", alias=alias, adapter=adapter, generation=1))
 
 
 def test_decisions_groups_and_counts_are_stored_together(kit) -> None:
@@ -64,7 +57,7 @@ def test_a_session_cap_counts_groups_of_earlier_batches_whatever_became_of_them(
 def test_the_base_is_live_until_there_is_a_champion(kit) -> None:
     with kit.database.read() as session:
         assert live_adapters(session, "smollm") == {"base"}
-    point(kit, champion="v2", canary="v3", previous="v1")
+    kit.route(champion="v2", canary="v3")
     with kit.database.read() as session:
         assert live_adapters(session, "smollm") == {"v2", "v3"}
         assert live_adapters(session, "another-model") == {"base"}
@@ -94,7 +87,7 @@ def test_groups_that_wait_for_the_judge_take_places_too(kit) -> None:
 
 def test_an_exchange_that_went_stale_in_the_backlog_leaves_it(kit) -> None:
     kit.choose(kit.exchange("a"), max_pending_groups=0)
-    point(kit, champion="v2")
+    kit.route(champion="v2")
 
     backlog(kit)
 

@@ -9,7 +9,6 @@ from ingest.errors import AdapterGoneError, EngineDownError, SamplingError, Stor
 from ingest.sampling import SamplingWorker
 from ingest.store.database import Database
 from ingest.store.groups import append_answers, claim_groups, load_group
-from ingest.store.models import AliasRow
 from sidecar.records import Sampling
 from sidecar.settings import Groups
 
@@ -53,8 +52,7 @@ def group_of(kit, group_id: str):
 
 
 async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_worker) -> None:
-    with kit.database.write() as session:
-        session.add(AliasRow(model="smollm", alias="champion", adapter="smollm--v2", generation=1))
+    kit.route(champion="smollm--v2")
     sampling = Sampling(temperature=0.7, max_tokens=16)
     (group_id,) = kit.choose(kit.exchange("e1", adapter="smollm--v2", sampling=sampling))
     sampler = kit.ScriptedSampler("a", "b", "c")
@@ -144,8 +142,7 @@ async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
 
 
 async def test_an_adapter_that_is_gone_sets_the_group_aside(kit, make_worker) -> None:
-    with kit.database.write() as session:
-        session.add(AliasRow(model="smollm", alias="champion", adapter="v2", generation=1))
+    kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
 
     await make_worker(kit.ScriptedSampler(AdapterGoneError("404"))).step()
