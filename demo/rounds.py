@@ -47,15 +47,28 @@ class RoundWatcher:
         deadline = loop.time() + ROUND_TIMEOUT_S
         async with httpx.AsyncClient(timeout=30.0) as client:
             while loop.time() < deadline:
-                await self._tell_runs(client)
-                for canary in reversed(await self._items(client, "canaries")):
-                    self._tell_canary(canary)
-                    if canary["state"] in ENDED and canary["canary_id"] not in self._ended:
-                        self._ended.add(canary["canary_id"])
-                        return await self._round(client, canary)
+                try:
+                    done = await self._look(client)
+                except httpx.TransportError as error:
+                    if self._first_time("away", str(int(loop.time()) // 10)):
+                        self._say(f"  control is away ({error!r}); it will be back")
+                    done = None
+                if done is not None:
+                    return done
                 await asyncio.sleep(0.5)
             funnel = (await client.get(f"{self._url}/funnel")).text
         raise RoundTimeoutError(f"no round ended in {ROUND_TIMEOUT_S:.0f} s; the funnel: {funnel}")
+
+    async def _look(self, client: httpx.AsyncClient) -> Round | None:
+        """Say what is new. Returns: a round that has ended, if one has."""
+        await self._tell_runs(client)
+        for canary in reversed(await self._items(client, "canaries")):
+            self._tell_canary(canary)
+            if canary["state"] in ENDED and canary["canary_id"] not in self._ended:
+                done = await self._round(client, canary)
+                self._ended.add(canary["canary_id"])
+                return done
+        return None
 
     async def pause_learner(self) -> None:
         """No further run: the demo has seen its rounds, and the machine has two cores."""

@@ -74,7 +74,7 @@ def register(
         AuditRow(
             at=now,
             actor=ACTOR,
-            action="adapter_registered",
+            action="adapter.registered",
             subject=row.name,
             before={},
             after={

@@ -79,6 +79,35 @@ def test_rollback_offline_needs_the_store_alone(
     database.close()
 
 
+def test_a_store_that_is_not_there_is_not_made(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
+
+    code = main([*arguments, "--reason", "x"])
+
+    assert code == 1
+    assert "no such file; check store.url" in capsys.readouterr().err
+    assert not (tmp_path / "store.db").exists()
+
+
+def test_settings_are_shown_without_passwords(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(
+        '[store]\nurl = "postgresql://joe:s3cret@db/x"\n'
+        '[engine]\ncommand = ["vllm"]\n[engine.env]\nHF_TOKEN = "s3cret"\n'
+    )
+
+    code = main(["--config", str(path), "config", "show"])
+
+    shown = capsys.readouterr().out
+    assert code == 0
+    assert "s3cret" not in shown
+    assert json.loads(shown)["engine"]["env"] == {"HF_TOKEN": "(set)"}
+
+
 def test_rollback_to_an_unknown_version_exits_1(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,27 @@ def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
     stranger.wait()
 
 
+def test_our_own_engine_is_stopped_after_those_who_use_it(tmp_path: Path) -> None:
+    stamp = "import signal, sys, time; from pathlib import Path\n"
+    stamp += "def end(*_): Path(sys.argv[1]).write_text(str(time.monotonic())); sys.exit()\n"
+    stamp += "signal.signal(signal.SIGTERM, end); print('up', flush=True); time.sleep(60)"
+    specs = [
+        ProcessSpec(name=name, command=(*python(stamp), str(tmp_path / name)))
+        for name in ("engine", "proxy")
+    ]
+    supervisor = Supervisor(
+        Settings(state_dir=tmp_path), None, announce=lambda _: None, specs=specs
+    )
+    for child in supervisor.children:
+        child.start(time.monotonic())
+    until(lambda: all(child.last_line() == "up" for child in supervisor.children))
+
+    supervisor.stop()
+
+    ended = {name: float((tmp_path / name).read_text()) for name in ("engine", "proxy")}
+    assert ended["proxy"] < ended["engine"]
+
+
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = (
         "import time\nfrom pathlib import Path\n"

@@ -30,7 +30,7 @@ from demo.traffic import Traffic
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "groups": {"size": 4, "held_out_rate": 0.3, "max_pending_groups": 12, "concurrency": 16},
+    "groups": {"size": 4, "held_out_rate": 0.3, "max_pending_groups": 12, "concurrency": 18},
     "learner": {"min_groups": 6, "max_groups": 8, "steps": 2, "learning_rate": 4e-4},
     "canary": {
         "steps": [3000, 6000],
@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gate_answers": 1,
         "gate_min_prompts": 3,
         # Two rounds of a few groups prove the machinery, not the learning: the gate lets pass
-        # whatever is not clearly worse, and the demo is where the score must rise.
+        # whatever is not far worse, and the demo is where the score must rise.
         "gate_margin": 0.9,
         "max_truncated_excess": 1.0,
         "max_tokens": 48,
@@ -111,7 +111,7 @@ async def play(told: Story) -> None:
         told.admin_metrics = (await client.get(f"{stack.addresses.admin_url}/metrics")).text
     told.canaries = told.admin("canaries")["items"]
     told.runs = told.admin("runs")["items"]
-    told.audit = told.admin("audit")["items"]
+    told.audit = told.admin("audit?page_size=100")["items"]
     await agent.close()
 
 
@@ -156,7 +156,13 @@ def test_control_killed_in_mid_canary_goes_on_where_it_was(story: Story) -> None
     log = (story.stack.folder / "up.log").read_text()
     assert log.count("process_died") == 1
     moves = [entry["action"] for entry in story.audit if entry["subject"] == second["canary_id"]]
-    assert len(moves) == len({*moves}) or moves.count("ramping") <= 2, moves
+    assert moves[::-1] == [
+        "canary.loading",
+        "canary.gating",
+        "canary.ramping",
+        "canary.ramping",
+        "canary.promoted",
+    ]
 
 
 def test_every_request_was_served_and_nothing_leaked(story: Story) -> None:

@@ -114,7 +114,7 @@ def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
         (audit,) = session.scalars(select(AuditRow)).all()
         assert (audit.actor, audit.action, audit.subject) == (
             "learner",
-            "adapter_registered",
+            "adapter.registered",
             candidate.adapter,
         )
         assert audit.after["lineage_sha256"] == file_digest(path / LINEAGE)

@@ -53,6 +53,15 @@ def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         load_settings()
 
 
+def test_a_list_in_the_environment_that_is_not_json_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN__TOKENS", "ab")
+
+    with pytest.raises(SettingsError, match=r'environment: .*"admin".*; lists .* are JSON there'):
+        load_settings()
+
+
 def test_a_file_that_is_not_toml_says_which_line(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"is not TOML .*line 1"):
         load_settings(write(tmp_path, "model = \n"))
