@@ -35,6 +35,7 @@ DEMO = ROOT / ".demo"
 ROUNDS = 6
 ROUND_ANSWERS = 1
 FINAL_ANSWERS = 4
+LINEAGE_LINES, LINEAGE_WIDTH = 30, 150
 WAVE, PAUSE_S = 8, 5.0
 BASE = "base"
 
@@ -158,10 +159,9 @@ def _show_lineage(stack: Stack, champion: str) -> None:
     shown = subprocess.run(
         stack.command("lineage", champion), capture_output=True, text=True, check=True, cwd=ROOT
     )
-    lines = shown.stdout.splitlines()
-    print("\n".join(f"  {line}" for line in lines[:40]))
-    if len(lines) > 40:
-        print(f"  ... {len(lines) - 40} more lines")
+    lines = [line for line in shown.stdout.splitlines() if "[dropped:" not in line]
+    print("\n".join(f"  {line[:LINEAGE_WIDTH]}" for line in lines[:LINEAGE_LINES]))
+    print(f"  ... {len(lines) - LINEAGE_LINES} more lines, down to the base")
 
 
 def _finish(

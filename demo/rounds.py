@@ -117,12 +117,13 @@ def describe_run(run: dict[str, Any]) -> str:
     if run["status"] != "finished":
         return f"  learner: run {run['status']}: {run['reason']}"
     steps = run["metrics"]
+    reward = sum(step["reward_mean"] for step in steps) / len(steps)
     used = run["counts"].get("used", "?")
     dropped = {key: value for key, value in run["counts"].items() if key != "used" and value}
     return (
         f"  learner: {len(steps)} steps on {used} groups in "
         f"{sum(step['seconds'] for step in steps):.0f} s "
-        f"(mean reward {steps[0]['reward_mean']:.2f}; dropped {dropped or 'none'})"
+        f"(mean reward {reward:.2f}; dropped {dropped or 'none'})"
     )
 
 
