@@ -34,6 +34,7 @@ from ingest.judge import Judge
 from ingest.ruler import JudgeCall, score_answers
 from ingest.ruler_prompt import rubric_hash
 from ingest.store.database import Database
+from ingest.store.judge_calls import save_judge_calls
 from ingest.vllm import Sampler
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
@@ -208,7 +209,7 @@ class Gate:
                 answers=answers,
             )
             if saved:
-                gate_store.save_judge_calls(
+                save_judge_calls(
                     session,
                     gate_store.comparison_id(trial, prompt),
                     calls,

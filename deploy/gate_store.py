@@ -13,9 +13,8 @@ from sqlalchemy.orm import Session
 
 from deploy.gate_rule import Comparison
 from deploy.records import Trial
-from ingest.ruler import JudgeCall
 from ingest.store.database import count, decompress, insert_into
-from ingest.store.models import CanaryRow, ExchangeRow, GateComparisonRow, JudgeCallRow
+from ingest.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,34 +110,6 @@ def save_comparison(
         return False
     count(session, "gate", status)
     return True
-
-
-def save_judge_calls(
-    session: Session,
-    comparison: str,
-    calls: Sequence[JudgeCall],
-    *,
-    rubric_hash: str,
-    now: float,
-) -> None:
-    """Keep every answered judge call of a comparison, good or bad."""
-    for call in calls:
-        session.add(
-            JudgeCallRow(
-                group_id=comparison,
-                at=now,
-                judge_model=call.judge_model,
-                rubric_hash=rubric_hash,
-                order_seed=call.order_seed,
-                ok=call.ok,
-                error=call.error,
-                reply=call.reply.text,
-                prompt_tokens=call.reply.prompt_tokens,
-                completion_tokens=call.reply.completion_tokens,
-                cost_usd=call.reply.cost_usd,
-                seconds=call.reply.seconds,
-            )
-        )
 
 
 def _to_comparison(row: GateComparisonRow) -> Comparison:
