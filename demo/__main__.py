@@ -161,7 +161,8 @@ def _show_lineage(stack: Stack, champion: str) -> None:
     )
     lines = [line for line in shown.stdout.splitlines() if "[dropped:" not in line]
     print("\n".join(f"  {line[:LINEAGE_WIDTH]}" for line in lines[:LINEAGE_LINES]))
-    print(f"  ... {len(lines) - LINEAGE_LINES} more lines, down to the base")
+    if len(lines) > LINEAGE_LINES:
+        print(f"  ... {len(lines) - LINEAGE_LINES} more lines, down to the base")
 
 
 def _finish(
