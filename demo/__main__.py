@@ -29,6 +29,8 @@ from demo.stack import MODEL, ROOT, Stack
 from demo.traffic import Traffic
 from ingest.judge import LiteLlmJudge
 from ingest.vllm import VllmSampler
+from sidecar.records import BASE
+from sidecar.routing import upstream_model
 from sidecar.settings import load_settings
 
 DEMO = ROOT / ".demo"
@@ -37,7 +39,6 @@ ROUND_ANSWERS = 1
 FINAL_ANSWERS = 4
 LINEAGE_LINES, LINEAGE_WIDTH = 30, 150
 WAVE, PAUSE_S = 8, 5.0
-BASE = "base"
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     # A week of production in a quarter of an hour: small runs, short steps, every session grouped.
@@ -82,11 +83,13 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
     stop = asyncio.Event()
     sheets: dict[str, list[ExamAnswer]] = {}
 
-    async def examine(name: str) -> None:
-        upstream = MODEL if name == BASE else name
-        sheets[name] = await sit_exam(
-            sampler, questions, upstream_model=upstream, answers=ROUND_ANSWERS
+    async def exam(name: str, answers: int) -> list[ExamAnswer]:
+        return await sit_exam(
+            sampler, questions, upstream_model=upstream_model(MODEL, name), answers=answers
         )
+
+    async def examine(name: str) -> None:
+        sheets[name] = await exam(name, ROUND_ANSWERS)
 
     await examine(BASE)
     say("customers start to come; the agent's only change is its base_url")
@@ -108,15 +111,7 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
     )
     champion = rounds[-1].champion
     say("final exam: base and champion answer the held-out questions in the same blind groups")
-    final = {
-        name: await sit_exam(
-            sampler,
-            questions,
-            upstream_model=MODEL if name == BASE else name,
-            answers=FINAL_ANSWERS,
-        )
-        for name in dict.fromkeys((BASE, champion))
-    }
+    final = {name: await exam(name, FINAL_ANSWERS) for name in dict.fromkeys((BASE, champion))}
     judge = LiteLlmJudge(settings.judge)
     rubric = settings.judge.rubric
     held_out = compare(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
+from sqlalchemy import Select, tuple_
+from sqlalchemy.orm import InstrumentedAttribute
 
 from deploy.admin_models import Page
 from deploy.errors import DeployError
@@ -49,6 +51,24 @@ def decode_cursor(cursor: str, *kinds: type) -> tuple[Any, ...]:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise BadCursorError("cursor: is of another listing")
     return tuple(key)
+
+
+def newest_first(
+    statement: Select[T],
+    *,
+    limit: int,
+    cursor: str | None,
+    key: Mapping[InstrumentedAttribute[Any], type],
+) -> Select[T]:
+    """The rows of one page and one more, behind the cursor's place.
+
+    key: the sort key's columns and the kind of each, the same as in the cursor.
+    Raises: BadCursorError.
+    """
+    if cursor is not None:
+        place = decode_cursor(cursor, *key.values())
+        statement = statement.where(tuple_(*key) < tuple_(*place))
+    return statement.order_by(*(column.desc() for column in key)).limit(limit + 1)
 
 
 def page(items: list[T], limit: int, cursor_of: Callable[[T], str]) -> Page[T]:

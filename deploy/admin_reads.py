@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Depends, Response
-from sqlalchemy import and_, func, or_, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy import learner_switches, registry, routing_writer, trials
@@ -24,7 +24,7 @@ from deploy.admin_models import (
     RoutingOut,
     StatusOut,
 )
-from deploy.admin_paging import DEFAULT_LIMIT, Cursor, Limit, decode_cursor, encode_cursor, page
+from deploy.admin_paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
 from deploy.admin_records import run_out
 from deploy.errors import UnknownAdapterError
 from ingest.store.models import (
@@ -113,14 +113,12 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
         statement = select(AdapterRow).where(AdapterRow.model == model)
         if state is not None:
             statement = statement.where(AdapterRow.state == state)
-        if cursor is not None:
-            (after,) = decode_cursor(cursor, int)
-            statement = statement.where(AdapterRow.version < after)
+        statement = newest_first(
+            statement, limit=limit, cursor=cursor, key={AdapterRow.version: int}
+        )
         with database.read() as session:
             aliases = registry.aliases_of(session, model)
-            rows = session.scalars(
-                statement.order_by(AdapterRow.version.desc()).limit(limit + 1)
-            ).all()
+            rows = session.scalars(statement).all()
         items = [AdapterOut.of(registry.to_version(row), aliases, context.loaded()) for row in rows]
         return page(items, limit, lambda last: encode_cursor(last.version))
 
@@ -152,17 +150,10 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
     @router.get("/canaries")
     def canaries(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[CanaryOut]:
         statement = select(CanaryRow).where(CanaryRow.model == model)
-        if cursor is not None:
-            at, name = decode_cursor(cursor, float, str)
-            statement = statement.where(
-                or_(
-                    CanaryRow.created_at < at,
-                    and_(CanaryRow.created_at == at, CanaryRow.canary_id < name),
-                )
-            )
-        order = (CanaryRow.created_at.desc(), CanaryRow.canary_id.desc())
+        key = {CanaryRow.created_at: float, CanaryRow.canary_id: str}
+        statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
-            rows = session.scalars(statement.order_by(*order).limit(limit + 1)).all()
+            rows = session.scalars(statement).all()
         items = [CanaryOut.of(trials.to_trial(row), context.rules) for row in rows]
         return page(items, limit, lambda last: encode_cursor(last.created_at, last.canary_id))
 

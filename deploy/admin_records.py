@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fastapi import APIRouter, Depends
-from sqlalchemy import and_, or_, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.admin_auth import caller
@@ -21,7 +21,7 @@ from deploy.admin_models import (
     Page,
     RunOut,
 )
-from deploy.admin_paging import DEFAULT_LIMIT, Cursor, Limit, decode_cursor, encode_cursor, page
+from deploy.admin_paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
 from deploy.errors import UnknownRecordError
 from ingest.store.arrays import unpack_ids
 from ingest.store.database import decompress
@@ -46,11 +46,9 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
         statement = select(GroupRow)
         if status is not None:
             statement = statement.where(GroupRow.status == status)
-        if cursor is not None:
-            (after,) = decode_cursor(cursor, int)
-            statement = statement.where(GroupRow.seq < after)
+        statement = newest_first(statement, limit=limit, cursor=cursor, key={GroupRow.seq: int})
         with database.read() as session:
-            rows = session.scalars(statement.order_by(GroupRow.seq.desc()).limit(limit + 1)).all()
+            rows = session.scalars(statement).all()
         following = encode_cursor(rows[limit - 1].seq) if len(rows) > limit else None
         items = [GroupOut(**_group(row)) for row in rows[:limit]]
         return Page(items=items, next_cursor=following)
@@ -73,17 +71,10 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
     @router.get("/runs")
     def runs(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RunOut]:
         statement = select(RunRow).where(RunRow.model == model)
-        if cursor is not None:
-            at, name = decode_cursor(cursor, float, str)
-            statement = statement.where(
-                or_(
-                    RunRow.started_at < at,
-                    and_(RunRow.started_at == at, RunRow.run_id < name),
-                )
-            )
-        order = (RunRow.started_at.desc(), RunRow.run_id.desc())
+        key = {RunRow.started_at: float, RunRow.run_id: str}
+        statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
-            rows = session.scalars(statement.order_by(*order).limit(limit + 1)).all()
+            rows = session.scalars(statement).all()
         items = [run_out(row) for row in rows]
         return page(items, limit, lambda last: encode_cursor(last.started_at, last.run_id))
 
@@ -94,12 +85,11 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
-        statement = select(AuditRow)
-        if cursor is not None:
-            (after,) = decode_cursor(cursor, int)
-            statement = statement.where(AuditRow.seq < after)
+        statement = newest_first(
+            select(AuditRow), limit=limit, cursor=cursor, key={AuditRow.seq: int}
+        )
         with database.read() as session:
-            rows = session.scalars(statement.order_by(AuditRow.seq.desc()).limit(limit + 1)).all()
+            rows = session.scalars(statement).all()
         items = [AuditOut.model_validate(row) for row in rows]
         return page(items, limit, lambda last: encode_cursor(last.seq))
 

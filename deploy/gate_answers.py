@@ -18,7 +18,7 @@ from deploy.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Trial
 from ingest.errors import AdapterGoneError, EngineDownError
 from ingest.vllm import SampledAnswer, Sampler
-from sidecar.records import BASE
+from sidecar.routing import upstream_model
 from sidecar.settings import Canary as CanarySettings
 
 
@@ -79,7 +79,7 @@ class FreshAnswers:
         asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
         limit = self._rules.max_tokens
         return await self._sampler.sample(
-            upstream_model=trial.model if adapter == BASE else adapter,
+            upstream_model=upstream_model(trial.model, adapter),
             request=prompt.request,
             temperature=1.0,
             max_tokens=min(asked, limit) if isinstance(asked, int) else limit,

@@ -28,6 +28,7 @@ from ingest.store.groups import (
 )
 from ingest.vllm import Sampler
 from sidecar.records import BASE
+from sidecar.routing import upstream_model
 
 STAGE = "candidate"
 """Counter rows: ("candidate", "kept" or why there is none) -> candidates."""
@@ -61,7 +62,7 @@ def load_job(
     return Job(
         group=group,
         request=msgspec.json.decode(group.request, type=dict[str, Any]),
-        upstream_model=model if group.adapter == BASE else group.adapter,
+        upstream_model=upstream_model(model, group.adapter),
         temperature=candidate_temperature(sampling, mode),
         max_tokens=sampling.max_tokens,
         rounds=sampling_attempts(session, group_id),

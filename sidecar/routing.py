@@ -71,10 +71,17 @@ def fallbacks(table: RoutingTable, first: Assignment) -> tuple[Assignment, ...]:
     return tuple(_assignment(table, adapter, "champion", champion_share) for adapter in left)
 
 
+def upstream_model(model: str, adapter: str) -> str:
+    """What to write into a request's `model` so that this adapter, or the base, answers it."""
+    return model if adapter == BASE else adapter
+
+
 def _assignment(table: RoutingTable, adapter: str, arm: Arm, propensity: float) -> Assignment:
-    upstream_model = table.model if adapter == BASE else adapter
     return Assignment(
-        adapter=adapter, arm=arm, propensity=propensity, upstream_model=upstream_model
+        adapter=adapter,
+        arm=arm,
+        propensity=propensity,
+        upstream_model=upstream_model(table.model, adapter),
     )
 
 
