@@ -12,17 +12,37 @@ from collections.abc import Sequence
 import structlog
 from sqlalchemy.orm import Session
 
-from ingest.selection import BACKLOG, Rules, Standing, select
+from ingest.best_of_groups import settle_new
+from ingest.selection import BACKLOG, TURN_DECIDED, Rules, Standing, select, turn_of
 from ingest.store.database import Database, count
-from ingest.store.exchanges import NEW, StoredExchange, load_by_selection, set_selection
+from ingest.store.exchanges import (
+    NEW,
+    StoredExchange,
+    load_by_selection,
+    load_of_turns,
+    set_selection,
+    turns_with,
+)
 from ingest.store.groups import count_by_session, count_pending, save_group
 from ingest.store.models import RoutingRow
 from sidecar.records import BASE
 from sidecar.routing import decode_table
+from sidecar.settings import Settings
 
 STAGE = "selection"
 
 log = structlog.get_logger()
+
+
+def rules_of(settings: Settings) -> Rules:
+    """Selection's share of the settings."""
+    return Rules(
+        size=settings.groups.size,
+        rate=settings.groups.rate,
+        max_groups_per_session=settings.groups.max_groups_per_session,
+        max_pending_groups=settings.groups.max_pending_groups,
+        logprobs_mode=settings.serving.logprobs_mode,
+    )
 
 
 def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
@@ -67,13 +87,22 @@ def _decide(
 ) -> None:
     if not batch:
         return
+    turns = {turn for stored in batch if (turn := turn_of(stored.exchange)) is not None}
+    # A retry that comes while its original waits in the backlog takes its place.
+    held = {stored.exchange.exchange_id for stored in batch}
+    waiting = load_of_turns(session, turns, selection=BACKLOG)
+    batch = [*batch, *(one for one in waiting if one.exchange.exchange_id not in held)]
     live = live_adapters(session, model)
+    batch = settle_new(session, batch, rules, live=live, now=now)
+    if not batch:
+        return
     standing = Standing(
         live_adapters=live,
         pending_groups=count_pending(session, live),
         groups_by_session=count_by_session(
             session, [stored.exchange.session_key for stored in batch]
         ),
+        decided_turns=frozenset(turns_with(session, turns, selections=TURN_DECIDED)),
     )
     before = {stored.exchange.exchange_id: stored.selection for stored in batch}
     pairs = [(stored.exchange, stored.held_out) for stored in batch]

@@ -3,6 +3,7 @@
 IngestError
 ├── BusError (OSError)              the bus cannot be read or written: try again later
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
+├── NoTokenizerError (LookupError)  the base model's tokenizer is not on this machine
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
 │   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
 │   └── AdapterGoneError            vLLM does not know the adapter: trying again will not help
@@ -24,6 +25,10 @@ class BusError(IngestError, OSError):
 
 class StoreError(IngestError, OSError):
     """The store cannot be reached, or its schema is not the one this version expects."""
+
+
+class NoTokenizerError(IngestError, LookupError):
+    """The base model's tokenizer cannot be found or read: ids cannot be checked against texts."""
 
 
 class SamplingError(IngestError, ConnectionError):

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import structlog
 
+from ingest.base_tokenizer import FLAG, TokenCheck
 from ingest.bus import BusReader
-from ingest.choose import choose_backlog, choose_new
+from ingest.choose import choose_backlog, choose_new, rules_of
 from ingest.consume import consume
 from ingest.errors import BusError, StoreError
-from ingest.selection import Rules
-from ingest.store.database import Database
+from ingest.store.database import Database, set_flag
 from sidecar.settings import Settings
 
 BACKLOG_INTERVAL_S = 2.0
@@ -44,16 +44,13 @@ class Intake:
         self._bus_settings = settings.bus
         self._held_out_rate = settings.groups.held_out_rate
         self._model = settings.serving.model
-        self._rules = Rules(
-            size=settings.groups.size,
-            rate=settings.groups.rate,
-            max_groups_per_session=settings.groups.max_groups_per_session,
-            max_pending_groups=settings.groups.max_pending_groups,
-            logprobs_mode=settings.serving.logprobs_mode,
-        )
+        self._tokens = TokenCheck(settings.serving.base_model_path)
+        self._rules = rules_of(settings)
         self._now = now
         self._backlog_due = 0.0
         self._upgraded = False
+        self._told = False
+        """Whether the store says how the token check stands."""
         self._failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -89,8 +86,18 @@ class Intake:
             self._upgraded = True
         limit = self._bus_settings.batch
         now = self._now()
+        if self._tokens.look(now) or not self._told:
+            self._told = False
+            with self._database.write() as session:
+                set_flag(session, FLAG, self._tokens.state, now=now)
+            self._told = True
         consumed = consume(
-            self._bus, self._database, limit=limit, held_out_rate=self._held_out_rate, now=now
+            self._bus,
+            self._database,
+            limit=limit,
+            held_out_rate=self._held_out_rate,
+            now=now,
+            check_tokens=self._tokens,
         )
         if consumed.read:
             log.info(

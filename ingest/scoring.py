@@ -1,7 +1,8 @@
 """The scoring process, `python -m ingest.scoring`: sample candidates, have the judge score them.
 
 Both workers share one event loop and meet only in the store. Without a judge neither works:
-candidates that nobody will score would cost tokens for nothing.
+candidates that nobody will score would cost tokens for nothing. Beside them, where best of N is on,
+the same judge chooses among the answers of requests whose users wait.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from sidecar.best_of_wire import socket_path
 from sidecar.errors import SettingsError
 from sidecar.logs import configure_logging
 from sidecar.settings import Settings, load_settings
@@ -60,16 +62,22 @@ async def _run(settings: Settings) -> int:
 
 
 async def score_until(stop: asyncio.Event, settings: Settings) -> int:
-    """Run both workers until `stop` is set. Returns: the process's exit code.
+    """Run the workers, and answer best-of-N questions where that is on, until `stop` is set.
 
-    An error that a worker did not expect ends both: a supervisor starts the process again.
+    Returns: the process's exit code.
+
+    An error that a worker did not expect ends all: a supervisor starts the process again.
     """
+    from ingest.base_tokenizer import TokenCheck
+    from ingest.best_of import BestOfJudge
+    from ingest.best_of_server import BestOfServer
+    from ingest.checked_sampler import CheckedSampler
     from ingest.errors import StoreError
     from ingest.judge import LiteLlmJudge
     from ingest.judging import JudgingWorker
     from ingest.sampling import SamplingWorker
     from ingest.store.database import Database
-    from ingest.vllm import VllmSampler
+    from ingest.vllm_replicas import open_replicas
 
     serving = settings.serving
     database = Database(settings.store.url)
@@ -79,22 +87,25 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         log.error("store_not_ready", error=str(error))
         return 1
     api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
-    engine = VllmSampler(serving.upstreams[0], api_key, settings.groups.timeout_s)
+    engine = open_replicas(serving.upstreams, api_key, settings.groups.timeout_s)
     judge = LiteLlmJudge(settings.judge)
     sampling = SamplingWorker(
         database,
-        engine,
+        CheckedSampler(engine, TokenCheck(serving.base_model_path)),
         engine,
         settings.groups,
         model=serving.model,
         logprobs_mode=serving.logprobs_mode,
     )
     judging = JudgingWorker(database, judge, settings.judge)
+    best_of = BestOfServer(socket_path(settings.state_dir), BestOfJudge(database, judge, settings))
     log.info("scoring_started", judge=settings.judge.model, passes=settings.judge.passes)
     try:
         async with asyncio.TaskGroup() as workers:
             workers.create_task(sampling.run(stop))
             workers.create_task(judging.run(stop))
+            if settings.best_of.enabled:
+                workers.create_task(best_of.run(stop))
     finally:
         await judge.aclose()
         await engine.aclose()

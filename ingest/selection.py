@@ -3,13 +3,18 @@
 The share that `rate` leaves in is chosen by a hash of the exchange's id: the same exchange gets the
 same answer in every process and after every restart. What an exchange is comes first, then how
 much is wanted; only `backlog` is looked at again, when there is room.
+
+A user's turn counts once. Of the exchanges of one turn (a request and the client's retries of it)
+that could become a group, only the last does; once one of them was decided, those that arrive later
+are too late. So each turn has one group at most, and each reason the same count, in whatever order
+and in whatever batches they arrive.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,10 +27,22 @@ from sidecar.records import Exchange
 
 CHOSEN = "chosen"
 BACKLOG = "backlog"
+RATE = "rate"
+SESSION_CAP = "session_cap"
+RETRIED_TURN = "retried_turn"
+TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP)
+"""An exchange of a turn that ended here was the one that counts: the turn's others do not."""
+CHOSEN_SURFACES = frozenset({"chat"})
+"""Candidates are sampled by chat requests (`ingest.vllm`), and the judge is shown their messages.
+A plain completion has a prompt text and no messages; the others give no token ids."""
 REASON_LENGTH = 64
 """Of the columns that hold a reason."""
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What reading bytes that an agent sent may come to; the last for brackets without end."""
+
+
+Turn = tuple[str, str]
+"""Project and turn id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +66,8 @@ class Standing:
     """Groups that wait for candidates or for the judge."""
     groups_by_session: Mapping[str, int]
     """Groups that a session ever had."""
+    decided_turns: frozenset[Turn] = frozenset()
+    """Turns of which one exchange was decided in an earlier batch (`TURN_DECIDED`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +86,22 @@ def select(
 ) -> list[Decision]:
     """Decide a batch in the order given; each exchange takes a place from those after it.
 
-    batch: exchanges, each with whether its session is held out.
+    batch: exchanges, each with whether its session is held out. Those of one turn that wait in
+        the backlog must be in it too, beside those of the turn that are new.
     """
     pending = standing.pending_groups
     by_session = dict(standing.groups_by_session)
+    read = [
+        (exchange, request, _why_unfit(exchange, request, held_out, standing.live_adapters))
+        for exchange, held_out in batch
+        for request in (_object(exchange.request),)
+    ]
+    counting = _last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
     decisions = []
-    for exchange, held_out in batch:
-        request = _object(exchange.request)
+    for exchange, request, reason in read:
         in_session = by_session.get(exchange.session_key, 0)
-        reason = _why_unfit(exchange, request, held_out, standing.live_adapters)
+        if reason is None and _counts_elsewhere(exchange, counting, standing.decided_turns):
+            reason = RETRIED_TURN
         reason = reason or _why_unwanted(exchange, in_session, pending, rules)
         group = None
         if reason is None:
@@ -97,6 +123,33 @@ def group_id_of(exchange_id: str) -> str:
     return "g-" + hashlib.sha256(exchange_id.encode()).hexdigest()[:24]
 
 
+def turn_of(exchange: Exchange) -> Turn | None:
+    """The turn that it shares with the client's retries; None when it is one of its own."""
+    return (exchange.project, exchange.turn_id) if exchange.turn_id else None
+
+
+def _last_of_each_turn(fit: Sequence[Exchange]) -> dict[Turn, str]:
+    """Turn -> id of the exchange that began last."""
+    last: dict[Turn, Exchange] = {}
+    for exchange in fit:
+        turn = turn_of(exchange)
+        if turn is not None and (turn not in last or _begun(exchange) > _begun(last[turn])):
+            last[turn] = exchange
+    return {turn: exchange.exchange_id for turn, exchange in last.items()}
+
+
+def _begun(exchange: Exchange) -> tuple[float, str]:
+    return exchange.timings.started_at, exchange.exchange_id
+
+
+def _counts_elsewhere(
+    exchange: Exchange, counting: Mapping[Turn, str], decided: frozenset[Turn]
+) -> bool:
+    """Whether another exchange of its turn is the one that counts."""
+    turn = turn_of(exchange)
+    return turn is not None and (turn in decided or counting[turn] != exchange.exchange_id)
+
+
 def _why_unfit(
     exchange: Exchange,
     request: Mapping[str, Any] | None,
@@ -110,6 +163,8 @@ def _why_unfit(
         return "outcome"
     if exchange.untrainable_reason is not None:
         return f"untrainable:{exchange.untrainable_reason}"
+    if exchange.surface not in CHOSEN_SURFACES:
+        return "surface"
     if not exchange.prompt_token_ids:
         return "untrainable:no_prompt_token_ids"
     if request is None:
@@ -124,11 +179,41 @@ def _why_unfit(
 
 def _why_unwanted(exchange: Exchange, in_session: int, pending: int, rules: Rules) -> str | None:
     """How much is wanted: a fit exchange of which there is enough."""
-    if share_of(f"rate\x00{exchange.exchange_id}") >= rules.rate:
-        return "rate"
+    # A retry draws what its turn drew: else a turn would have one more chance with each.
+    drawn = exchange.turn_id or exchange.exchange_id
+    if share_of(f"rate\x00{drawn}") >= rules.rate:
+        return RATE
     if in_session >= rules.max_groups_per_session:
-        return "session_cap"
+        return SESSION_CAP
     return BACKLOG if pending >= rules.max_pending_groups else None
+
+
+def judged_group(
+    exchange: Exchange,
+    held_out: bool,
+    *,
+    live_adapters: frozenset[str],
+    in_session: int,
+    rules: Rules,
+) -> Group | str:
+    """The reply's answers as a group of their own, for scores that were given already.
+
+    It costs nothing more, so `rate` and the backlog have no say; the session's cap has, because it
+    keeps one session from filling a run.
+    Returns: the group, or why there is none.
+    """
+    request = _object(exchange.request)
+    reason = _why_unfit(exchange, request, held_out, live_adapters)
+    if reason is None and in_session >= rules.max_groups_per_session:
+        reason = "session_cap"
+    if reason is not None:
+        return reason[:REASON_LENGTH]
+    group = _make_group(exchange, request or {}, replace(rules, size=len(exchange.choices)))
+    masks = [answer.untrainable_reason for answer in group.answers]
+    if masks.count(None) < 2:
+        masked_by = next((mask for mask in masks if mask is not None), "alone")
+        return f"masked_by_{masked_by}"[:REASON_LENGTH]
+    return group
 
 
 def _make_group(exchange: Exchange, request: Mapping[str, Any], rules: Rules) -> Group:

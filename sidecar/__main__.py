@@ -1,9 +1,10 @@
-"""`python -m sidecar`: the proxy process."""
+"""`python -m sidecar`: the proxy process, or with `--workers N` the parent of N of them."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sidecar.proxy import Proxy
+    from sidecar.settings import Settings
 
+GC_THRESHOLDS = (50_000, 20, 50)
+"""Requests in flight leave no cycles behind, so there is little to find."""
 SWITCH_INTERVAL_S = 0.0005
 """The capture's thread gives the interpreter back to the relay after this long, not after 5 ms."""
 
@@ -19,27 +23,51 @@ SWITCH_INTERVAL_S = 0.0005
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sidecar proxy", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="the settings file (TOML)")
-    config: Path | None = parser.parse_args(argv).config
-
-    import uvloop
+    parser.add_argument("--workers", type=int, default=None, help="processes that share the port")
+    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)  # see worker_seat.py
+    arguments = parser.parse_args(argv)
 
     from sidecar.errors import SettingsError
     from sidecar.logs import configure_logging
-    from sidecar.proxy import Proxy
-    from sidecar.settings import load_settings
-    from sidecar.telemetry import configure_tracing
+    from sidecar.settings import load_settings, with_workers
 
     try:
-        settings = load_settings(config)
+        settings = load_settings(arguments.config)
+        if arguments.workers is not None:
+            settings = with_workers(settings, arguments.workers)
         configure_logging(settings.telemetry, "proxy")
-        tracing = configure_tracing(settings.telemetry, "proxy")
-        proxy = Proxy(settings, tracing)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(proxy))
+        if settings.proxy.workers > 1 and arguments.worker is None:
+            return _run_workers(settings, arguments.config)
+        return _run_proxy(settings, arguments.worker)
     except (SettingsError, OSError) as error:
         print(f"sidecar proxy: {error}", file=sys.stderr)  # noqa: T201 - to the person who typed it
         return 2 if isinstance(error, SettingsError) else 1
+
+
+def _run_workers(settings: Settings, config: Path | None) -> int:
+    # Light: the parent relays nothing and needs none of what does.
+    from sidecar.workers import Workers
+
+    return asyncio.run(Workers(settings, config).run())
+
+
+def _run_proxy(settings: Settings, worker: str | None) -> int:
+    import structlog
+    import uvloop
+
+    from sidecar.proxy import Proxy
+    from sidecar.spans import GivenIds
+    from sidecar.telemetry import configure_tracing
+    from sidecar.worker_seat import decode_seat
+
+    seat = decode_seat(worker) if worker is not None else None
+    if seat is not None:
+        structlog.contextvars.bind_contextvars(worker=seat.slot)
+    tracing = configure_tracing(settings.telemetry, "proxy", GivenIds())
+    proxy = Proxy(settings, tracing, seat=seat)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(proxy))
     tracing.shutdown()
     return 0
 
@@ -47,11 +75,24 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(proxy: Proxy) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
-    await proxy.start()
+    await proxy.start(parent_gone=stopping.set)
+    _calm_the_collector()
     await stopping.wait()
     await proxy.stop()
+
+
+def _calm_the_collector() -> None:
+    """Leave what was loaded at the start out of every garbage collection, and make those rarer.
+
+    Measured: with 32 requests in flight the default threshold of 700 is passed by every batch of
+    them, 15% of the relay's time; and a full collection over 84,000 objects stops the relay for
+    36 ms (0.7 us after freezing).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 if __name__ == "__main__":

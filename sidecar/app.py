@@ -5,20 +5,24 @@ It listens on a unix socket only; the relay is its one client.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from sidecar.access import Keys
 from sidecar.metrics import Metrics
 from sidecar.relay.context import Routing
 from sidecar.relay.refusals import upstream_failed
-from sidecar.vllm_status import VllmStatus
+from sidecar.replica_watch import ReplicaWatch
 
 
-def make_app(metrics: Metrics, routing: Routing, vllm: VllmStatus) -> FastAPI:
-    """Build the application."""
+def make_app(
+    metrics: Metrics, routing: Routing, watch: ReplicaWatch, keys: Keys | None = None
+) -> FastAPI:
+    """Build the application. keys: None where none are asked for."""
     # Its own spans would drown the requests' in scrapes and health checks.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, telemetry={"tracing": False})
 
@@ -30,13 +34,19 @@ def make_app(metrics: Metrics, routing: Routing, vllm: VllmStatus) -> FastAPI:
     @app.api_route("/readyz", methods=["GET", "HEAD"])
     async def readyz() -> JSONResponse:
         """Requests can be relayed."""
-        reachable = await vllm.reachable()
+        answers = await asyncio.gather(*(status.reachable() for status in watch.statuses))
+        keys_read = keys is None or keys.ring is not None
+        ready = any(answers) and keys_read
         state = {
-            "ready": reachable,
-            "upstream": {"url": vllm.url, "reachable": reachable},
+            "ready": ready,
+            "upstreams": [
+                {"url": status.url, "reachable": reachable}
+                for status, reachable in zip(watch.statuses, answers, strict=True)
+            ],
+            "keys_read": keys_read,
             "routing": {"model": routing.table.model, "generation": routing.table.generation},
         }
-        return JSONResponse(state, status_code=200 if reachable else 503)
+        return JSONResponse(state, status_code=200 if ready else 503)
 
     @app.get("/metrics")
     async def exposition() -> Response:
@@ -46,6 +56,7 @@ def make_app(metrics: Metrics, routing: Routing, vllm: VllmStatus) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """vLLM's list, with the public model only: adapters are not for clients to name."""
+        vllm = watch.healthiest()
         reply = await vllm.models(request.headers.get("authorization"))
         if reply is None:
             refusal = upstream_failed(vllm.url, "no model list")

@@ -6,26 +6,20 @@ it serves sessions and feedback. `untrainable_reason` says why it must not be le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from sidecar.records import Choice, Exchange, Outcome, Sampling, Timings
-from sidecar.reply_reading import (
-    ReadReply,
-    UnreadableReplyError,
-    message_json,
-    read_stream,
-    read_whole,
-)
+from sidecar.records import Choice, Exchange, Outcome, Sampling, Surface, Timings
+from sidecar.reply_check import untrainable
+from sidecar.reply_parts import ReadReply, UnreadableReplyError, message_json
+from sidecar.reply_reading import read_reply
 from sidecar.routing import Assignment
+from sidecar.turns import Turns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawCapture:
-    """relay -> capture. One finished chat request, nothing of it parsed."""
+class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """relay -> capture. One finished request, nothing of it parsed."""
 
     exchange_id: str
     public_model: str
@@ -35,7 +29,7 @@ class RawCapture:
     session_key: str
     user: str
     request: bytes
-    reply: tuple[bytes, ...] | None
+    reply: Sequence[bytes] | None
     """The reply's body as vLLM sent it, cut anywhere; None: only the span is wanted."""
     streamed: bool
     """The reply is a stream of events; a request for one may still be refused in one piece."""
@@ -44,30 +38,55 @@ class RawCapture:
     outcome: Outcome
     timings: Timings
     traceparent: str = ""
+    """As the client sent it."""
+    own_traceparent: str = ""
+    """As it was sent on to vLLM."""
+    surface: Surface = "chat"
+    project: str = "default"
+    key_id: str = ""
+    retry_count: int = 0
+    """`x-stainless-retry-count`; 0 when it was not sent."""
+    idempotency_key: str = ""
+    """`Idempotency-Key`; empty when it was not sent."""
+    fallback_from: str = ""
+    """The adapter that was to answer and that vLLM did not know."""
+    reply_bytes: int = -1
+    """Length of the reply's body, if the relay has counted it (`Tee.size`); -1: it has not."""
+    returned_index: int = 0
+    """As `Exchange.returned_index`."""
 
     @property
     def size(self) -> int:
         """Bytes that it holds in memory."""
-        return len(self.request) + sum(map(len, self.reply or ()))
+        return len(self.request) + self.reply_size
+
+    @property
+    def reply_size(self) -> int:
+        if self.reply_bytes >= 0:
+            return self.reply_bytes
+        return sum(map(len, self.reply or ()))
 
 
-def assemble(raw: RawCapture) -> Exchange:
+def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     """Read a capture. Never raises for what a client or vLLM sent: it says what is wrong instead.
 
     raw: with a reply.
+    turns: remembers the originals of retries; the one thing here that is not pure.
     """
     request = _request(raw.request)
-    sampling, sampling_known = _sampling(request)
+    sampling, sampling_known = _sampling(request, raw.surface)
     reply, readable = _read(raw)
     choices = tuple(
-        Choice(
-            index=index,
-            message=message_json(choice.message),
-            finish_reason=choice.finish_reason,
-            token_ids=tuple(choice.token_ids),
-            logprobs=tuple(choice.logprobs),
-        )
-        for index, choice in sorted(reply.choices.items())
+        [
+            Choice(
+                index=index,
+                message=message_json(choice.message),
+                finish_reason=_word(choice.finish_reason),
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs,
+            )
+            for index, choice in sorted(reply.choices.items())
+        ]
     )
     outcome: Outcome = "upstream_error" if reply.error is not None else raw.outcome
     reason: str | None
@@ -78,10 +97,19 @@ def assemble(raw: RawCapture) -> Exchange:
     elif not sampling_known:
         reason = "unreadable_sampling"
     else:
-        reason = _wrong(reply, choices, raw.route.upstream_model)
+        reason = untrainable(reply, raw.surface, raw.route.upstream_model)
+    turn_id = (turns or Turns(0)).name(
+        raw.exchange_id,
+        project=raw.project,
+        session_key=raw.session_key,
+        body=raw.request,
+        retry_count=raw.retry_count,
+        idempotency_key=raw.idempotency_key,
+        ended_well=outcome == "ok" and raw.status == 200,
+    )
     return Exchange(
         exchange_id=raw.exchange_id,
-        surface="chat",
+        surface=raw.surface,
         public_model=raw.public_model,
         adapter=raw.route.adapter,
         arm=raw.route.arm,
@@ -90,77 +118,139 @@ def assemble(raw: RawCapture) -> Exchange:
         session_key=raw.session_key,
         request=raw.request,
         choices=choices,
-        prompt_token_ids=tuple(reply.prompt_token_ids),
+        prompt_token_ids=reply.prompt_token_ids,
         sampling=sampling,
-        stream=raw.streamed or request.get("stream") is True,
+        stream=raw.streamed or request.stream is True,
         status=raw.status,
         outcome=outcome,
-        timings=raw.timings,
+        timings=_timings(raw, reply),
         untrainable_reason=reason,
         completion_tokens=reply.completion_tokens,
+        trace_id=trace_id(raw.own_traceparent) or trace_id(raw.traceparent),
+        project=raw.project,
+        key_id=raw.key_id,
+        returned_index=raw.returned_index,
         user=raw.user,
+        turn_id=turn_id,
+        retry_count=raw.retry_count,
+        fallback_from=raw.fallback_from,
+        request_bytes=len(raw.request),
+        reply_bytes=raw.reply_size,
     )
 
 
-def _wrong(reply: ReadReply, choices: tuple[Choice, ...], asked: str) -> str | None:
-    """Why a reply that reached its end cannot be learned from, or None."""
-    if not choices:
-        return "no_choices"
-    if not reply.ended:
-        return "stream_incomplete"
-    if reply.models != {asked}:
-        return "model_mismatch"
-    if not reply.prompt_token_ids or not all(choice.token_ids for choice in choices):
-        return "ids_missing"
-    if not all(choice.logprobs for choice in choices):
-        return "logprobs_missing"
-    sampled = sum(len(choice.token_ids) for choice in choices)
-    paired = all(len(choice.token_ids) == len(choice.logprobs) for choice in choices)
-    if not paired or reply.completion_tokens not in (None, sampled):
-        return "count_mismatch"
-    return None
+def _word(text: str | None) -> str | None:
+    """vLLM's word, without the half surrogate pairs that no record can hold."""
+    if text is None or text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode()
+
+
+def trace_id(traceparent: str) -> str:
+    """The trace that a W3C `traceparent` names, 32 hex digits; empty when it names none."""
+    found = traceparent[3:35]
+    proper = traceparent[2:3] == "-" == traceparent[35:36] and len(found) == 32
+    if not proper or found == "0" * 32 or not set(found) <= _HEX_DIGITS:
+        return ""
+    return found
+
+
+_HEX_DIGITS = frozenset("0123456789abcdef")
+
+
+def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
+    """With the time between tokens, if it is one. Several answers of a stream grow side by side, so
+    the longest counts."""
+    timings = raw.timings
+    if not raw.streamed or timings.first_byte_s is None:
+        return timings
+    tokens = max((len(choice.token_ids) for choice in reply.choices.values()), default=0)
+    if tokens == 0 and len(reply.choices) == 1:
+        tokens = reply.completion_tokens or 0
+    if tokens < 2:
+        return timings
+    return Timings(
+        started_at=timings.started_at,
+        queue_s=timings.queue_s,
+        first_byte_s=timings.first_byte_s,
+        per_token_s=max(0.0, timings.total_s - timings.first_byte_s) / (tokens - 1),
+        total_s=timings.total_s,
+        overhead_s=timings.overhead_s,
+    )
 
 
 def _read(raw: RawCapture) -> tuple[ReadReply, bool]:
     """The reply and whether it could be read. What a cut or failed reply had is kept if it can."""
-    chunks = raw.reply or ()
     try:
-        return (read_stream(chunks) if raw.streamed else read_whole(b"".join(chunks))), True
+        return read_reply(raw.surface, raw.reply or (), streamed=raw.streamed), True
     except UnreadableReplyError:
         return ReadReply(), False
 
 
-def _request(body: bytes) -> Mapping[str, Any]:
+class _Request(msgspec.Struct, gc=False):
+    """What is read of a request: how to sample. Types are looked at afterwards, one by one."""
+
+    stream: object = None
+    temperature: object = None
+    top_p: object = None
+    min_p: object = None
+    top_k: object = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    repetition_penalty: object = None
+    seed: object = None
+    max_tokens: object = None
+    max_completion_tokens: object = None
+    max_output_tokens: object = None
+
+
+_REQUEST = msgspec.json.Decoder(_Request)
+_UNREADABLE = _Request(temperature="unreadable")
+"""NaN and the like, which only Python's json takes."""
+
+
+def _request(body: bytes) -> _Request:
     try:
-        request = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return {"temperature": "unreadable"}  # NaN and the like, which only Python's json takes
-    return request if isinstance(request, dict) else {}
+        return _REQUEST.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _UNREADABLE
 
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-_COUNTS = ("top_k", "seed")
-
-
-def _sampling(request: Mapping[str, Any]) -> tuple[Sampling, bool]:
+def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
     """How vLLM was asked to sample, and whether all of it is known.
 
     vLLM takes some values in other types too ("0.7"); what was meant by those is not guessed.
     """
-    values: dict[str, Any] = {name: request.get(name) for name in (*_NUMBERS, *_COUNTS)}
-    # vLLM's own order: the newer name wins.
-    newer = request.get("max_completion_tokens")
-    values["max_tokens"] = newer if newer is not None else request.get("max_tokens")
     known = True
-    for name, value in values.items():
-        wanted = (int, float) if name in _NUMBERS else (int,)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
-            values[name], known = None, False
-    return Sampling(**values), known
+
+    def number(value: object) -> float | None:
+        nonlocal known
+        if value is None or type(value) is float or type(value) is int:
+            return value
+        known = False
+        return None
+
+    def count(value: object) -> int | None:
+        nonlocal known
+        if value is None or type(value) is int:
+            return value
+        known = False
+        return None
+
+    limit = request.max_tokens
+    if surface == "responses":
+        limit = request.max_output_tokens
+    elif request.max_completion_tokens is not None:  # vLLM's own order: the newer name wins
+        limit = request.max_completion_tokens
+    sampling = Sampling(
+        temperature=number(request.temperature),
+        top_p=number(request.top_p),
+        top_k=count(request.top_k),
+        min_p=number(request.min_p),
+        presence_penalty=number(request.presence_penalty),
+        frequency_penalty=number(request.frequency_penalty),
+        repetition_penalty=number(request.repetition_penalty),
+        seed=count(request.seed),
+        max_tokens=count(limit),
+    )
+    return sampling, known

@@ -3,6 +3,7 @@
 SidecarError
 ├── SettingsError (ValueError)      the settings file or environment is wrong: fix it, start again
 ├── BadRequestError (ValueError)    the client's body cannot be read: answer 400 the way vLLM does
+├── InvalidKeyError (ValueError)    no API key may be like this: the message says why
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
 └── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
 """
@@ -20,6 +21,10 @@ class SettingsError(SidecarError, ValueError):
 
 class BadRequestError(SidecarError, ValueError):
     """The request body is not a JSON object that vLLM would accept."""
+
+
+class InvalidKeyError(SidecarError, ValueError):
+    """An API key's record breaks a rule: project, scope or limit. Never contains the key."""
 
 
 class UpstreamError(SidecarError, ConnectionError):

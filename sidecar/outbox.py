@@ -2,12 +2,15 @@
 
 Both ends are here because the file format has one owner. Records stay until the reader says that
 they are stored, so either process may die at any time: WAL mode keeps what was committed.
-The writer keeps its file even when someone takes the file away: it looks, before each batch,
-whether the name still leads to the file that it has open, and opens a new one if not.
+When someone takes the file away, both ends notice before their next step, for the name no longer
+leads to the file that they have open, and open a new one; the writer counts what went, unread, with
+the old one. Several processes may write; each record goes to one of them.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +18,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
 
+log = structlog.get_logger()
 SCHEME = "sqlite:///"
 BUSY_TIMEOUT_S = 5.0
 """How long a writer waits for another's lock. Captures queue in memory meanwhile."""
 _SCHEMA = """CREATE TABLE IF NOT EXISTS outbox(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, exchange_id TEXT, at REAL, payload BLOB)"""
-# Rows leave from the front only, so the ends give the number without counting.
-_ROWS = "SELECT COALESCE(MAX(seq) - MIN(seq) + 1, 0) FROM outbox"
+# Rows leave from the front only, so the ends give the number without counting. Each end has its own
+# SELECT: SQLite finds one in the index's first or last entry, but reads the whole table for both.
+_ROWS = """SELECT COALESCE(
+    (SELECT MAX(seq) FROM outbox) - (SELECT MIN(seq) FROM outbox) + 1, 0)"""
 _REASONS = {
     sqlite3.SQLITE_BUSY: "locked",
     sqlite3.SQLITE_LOCKED: "locked",
@@ -62,8 +70,14 @@ def outbox_path(url: str) -> Path:
 class _File:
     """The open file, opened when first needed and again after a failure or when it was replaced."""
 
-    def __init__(self, path: Path, busy_timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        busy_timeout_s: float,
+        on_rows_gone: Callable[[int], object] | None = None,
+    ) -> None:
         self.path = path
+        self._on_rows_gone = on_rows_gone
         self._busy_timeout_s = busy_timeout_s
         self._connection: sqlite3.Connection | None = None
         self._inode = -1
@@ -89,11 +103,18 @@ class _File:
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None and _inode(self.path) == self._inode:
             return self._connection
+        if self._connection is not None and self._on_rows_gone is not None:
+            self._on_rows_gone(_claim_unread(self._connection))
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch(mode=0o600)  # it holds what users wrote
-        self._connection = _connect(self.path, self._busy_timeout_s)
-        self._inode = _inode(self.path)
+        with _alone(self.path.parent):
+            if not self.path.exists():
+                # Beside a new file, the old one's log would be taken for its own.
+                for suffix in ("-wal", "-shm"):
+                    self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            self.path.touch(mode=0o600)  # it holds what users wrote
+            self._connection = _connect(self.path, self._busy_timeout_s)
+            self._inode = _inode(self.path)
         return self._connection
 
 
@@ -107,8 +128,11 @@ class Outbox:
         max_rows: int,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
+        on_rows_gone: Callable[[int], object] | None = None,
     ) -> None:
-        self._file = _File(path, busy_timeout_s)
+        """on_rows_gone: told how many records went unread with a file that was deleted or moved,
+        by one of its writers only."""
+        self._file = _File(path, busy_timeout_s, on_rows_gone)
         self._max_rows = max_rows
         self._clock = clock
 
@@ -119,13 +143,14 @@ class Outbox:
         Raises: OutboxError when none was stored.
         """
         at = self._clock()
+        # Before the transaction: other writers need not wait for it.
+        rows = [(item.exchange_id, at, encode_exchange(item)) for item in exchanges]
         with self._file.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])
-            kept = exchanges[:room]
+            kept = rows[:room]
             connection.executemany(
-                "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)",
-                [(item.exchange_id, at, encode_exchange(item)) for item in kept],
+                "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)", kept
             )
             connection.execute("COMMIT")
         return len(kept)
@@ -186,6 +211,37 @@ def _connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _claim_unread(connection: sqlite3.Connection) -> int:
+    """How many records lie in a file that is gone; 0 when another writer has counted them, or when
+    it cannot be read any more. The file keeps a mark that it was counted."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        if connection.execute("PRAGMA user_version").fetchone()[0] != 0:
+            connection.execute("ROLLBACK")
+            return 0
+        unread: int = connection.execute(_ROWS).fetchone()[0]
+        connection.execute("PRAGMA user_version = 1")
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        log.warning("outbox_gone_uncounted", error=str(error))
+        return 0
+    if unread:
+        log.warning("outbox_gone", unread=unread)
+    return unread
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time opens or makes an outbox here: two that make one would take each
+    other's log away, and the first switch to WAL fails beside another. Raises: OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _inode(path: Path) -> int:

@@ -5,31 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
 import uvicorn
-from opentelemetry.trace import TracerProvider
 
+from sidecar.access import open_access
 from sidecar.app import make_app
+from sidecar.best_of_client import Picker, SocketPicker
+from sidecar.best_of_wire import socket_path
 from sidecar.capture import Capture, ExchangeSink
 from sidecar.errors import SettingsError
+from sidecar.key_source import KeySource
+from sidecar.loop_lag import LoopLag
+from sidecar.metric_table import MetricTable
 from sidecar.metrics import Metrics
 from sidecar.outbox import Outbox, outbox_path
+from sidecar.relay import flight
 from sidecar.relay.context import RelayContext
 from sidecar.relay.rare_log import RareLog
+from sidecar.relay.replicas import Replica, Replicas
 from sidecar.relay.server import RelayServer
-from sidecar.relay.upstream import Endpoint, UpstreamPool, endpoint
+from sidecar.relay.upstream import Endpoint, endpoint
+from sidecar.replica_watch import ReplicaWatch
 from sidecar.routing_source import RoutingSource
+from sidecar.sampling_rule import SamplingRule
 from sidecar.settings import Settings
-from sidecar.spans import RequestSpans
-from sidecar.vllm_status import VllmStatus
+from sidecar.spans import request_spans
+from sidecar.telemetry import Tracing
+from sidecar.trace_context import Propagation
+from sidecar.worker import ORPHAN_DRAIN_S, ParentLine
+from sidecar.worker_seat import READY, WorkerSeat
 
 log = structlog.get_logger()
 MAX_UNIX_PATH = 100
 """Linux takes 107 bytes, macOS 103."""
-UPSTREAM_RETRY_S = 2.0
 CAPTURE_STOP_S = 10.0
 
 
@@ -37,40 +48,76 @@ class Proxy:
     """One proxy. `start`, then `stop`; both once."""
 
     def __init__(
-        self, settings: Settings, tracing: TracerProvider, sink: ExchangeSink | None = None
+        self,
+        settings: Settings,
+        tracing: Tracing | None = None,
+        sink: ExchangeSink | None = None,
+        seat: WorkerSeat | None = None,
     ) -> None:
-        """sink: where exchanges go; None takes the one that `bus.url` names."""
+        """tracing: None exports neither spans nor OpenTelemetry metrics.
+        sink: where exchanges go; None takes the one that `bus.url` names.
+        seat: its place among several; None when it has the port to itself."""
         self._settings = settings
-        self.metrics = Metrics()
-        vllm = endpoint(settings.serving.upstreams[0])
+        self._table, others = seat.table() if seat is not None else (MetricTable(), [])
+        self.metrics = Metrics(self._table, others)
+        endpoints = [endpoint(url) for url in settings.serving.upstreams]
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
+        if seat is not None:
+            name = f"proxy-{seat.port}-{seat.slot}.sock"
+            self._socket_path = settings.state_dir / name
         bus = outbox_path(settings.bus.url)
-        sink = sink or Outbox(bus, max_rows=settings.bus.max_rows)
-        self.capture = Capture(settings.capture, sink, self.metrics, RequestSpans(tracing))
+        sink = sink or Outbox(
+            bus, max_rows=settings.bus.max_rows, on_rows_gone=self.metrics.outbox_rows_gone.inc
+        )
+        spans = request_spans(tracing, settings.telemetry) if tracing is not None else None
+        traced = tracing is not None and tracing.spans is not None
+        propagation = Propagation(settings.telemetry.trace_sample_rate)
+        self.capture = Capture(settings.capture, sink, self.metrics, spans)
+        self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
         self.routing = RoutingSource(
             settings.store.url,
             settings.serving.model,
             poll_s=settings.proxy.routing_poll_s,
             metrics=self.metrics,
+            readers=(self._keys,) if self._keys is not None else (),
         )
         timeout_s = settings.proxy.connect_timeout_s
         app = Endpoint(url="the sidecar's application", unix_path=str(self._socket_path))
+        replicas = Replicas([Replica(where, connect_timeout_s=timeout_s) for where in endpoints])
+        api_key = settings.serving.api_key
+        self._watch = ReplicaWatch(
+            replicas,
+            self.metrics,
+            interval_s=settings.proxy.health_interval_s,
+            api_key=api_key.get_secret_value() if api_key is not None else None,
+        )
+        self._access = open_access(settings, self._keys, self.metrics)
         self._relay = RelayServer(
             RelayContext(
                 proxy=settings.proxy,
-                sample_rate=settings.capture.sample_rate,
-                vllm=UpstreamPool(vllm, connect_timeout_s=timeout_s),
-                app=UpstreamPool(app, connect_timeout_s=timeout_s),
+                access=self._access,
+                sampling=SamplingRule(
+                    settings.capture.sample_rate,
+                    projects=settings.capture.projects,
+                    surfaces={str(name): rate for name, rate in settings.capture.surfaces.items()},
+                ),
+                replicas=replicas,
+                models_changed=self._watch.look_soon,
+                app=Replica(app, connect_timeout_s=timeout_s),
                 routing=self.routing,
                 capture=self.capture,
                 metrics=self.metrics,
+                best_of=settings.best_of,
+                picker=_picker(settings),
                 rare_log=RareLog(),
+                outgoing_trace=propagation.outgoing if traced else None,
             )
         )
-        self._status = VllmStatus(vllm.url)
+        self._parent = ParentLine(seat, self._relay) if seat is not None else None
+        self._lag = LoopLag(self.metrics.event_loop_lag)
         self._app_server = _AppServer(
             uvicorn.Config(
-                make_app(self.metrics, self.routing, self._status),
+                make_app(self.metrics, self.routing, self._watch, self._keys),
                 log_config=None,
                 access_log=False,
                 date_header=False,
@@ -79,44 +126,56 @@ class Proxy:
         )
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> int:
-        """Be ready. Returns the port. Raises: OSError, SettingsError."""
+    async def start(self, parent_gone: Callable[[], None] | None = None) -> int:
+        """Be ready. Returns the port. Raises: OSError, SettingsError.
+
+        parent_gone: called when the parent of several workers is gone; then `stop` soon.
+        """
+        self.routing.look()  # the first request obeys it too
         # The port first: who holds it may take over the socket's path, and nobody else.
-        port = await self._relay.start()
+        port = await self._relay.start(self._parent.own if self._parent is not None else None)
         listener = _listen(self._socket_path)
         self.routing.start()
         self.capture.start()
         self._tasks.append(asyncio.create_task(self._app_server.serve(sockets=[listener])))
-        log.info("proxy_ready", host=self._settings.proxy.host, port=port)
-        self._tasks.append(asyncio.create_task(self._watch_for_upstream()))
+        self._lag.start()
+        self.metrics.workers_alive.set(1)
+        self._table.open()
+        log.info(
+            "proxy_ready", host=self._settings.proxy.host, port=port, compiled=relay_is_compiled()
+        )
+        self._watch.start()
+        if self._parent is not None:
+            self._parent.open(parent_gone)
+            self._parent.say(READY)
         return port
 
     async def stop(self) -> None:
         """Finish what is in flight, write what is captured, and end."""
-        await self._relay.stop(self._settings.proxy.drain_timeout_s)
+        drain_s = self._settings.proxy.drain_timeout_s
+        if self._parent is not None:
+            self._parent.drain()  # first: from now on another worker takes what comes
+            if self._parent.orphaned:
+                drain_s = min(drain_s, ORPHAN_DRAIN_S)
+        await self._relay.stop(drain_s)
+        self._lag.stop()
         self._app_server.stopping.set()
-        self._tasks[-1].cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._status.close()
+        await self._watch.stop()
         self.routing.stop()
+        self._access.close()
         if not await asyncio.to_thread(self.capture.stop, CAPTURE_STOP_S):
             log.error("captures_lost_at_stop", waited_s=CAPTURE_STOP_S)
         self._socket_path.unlink(missing_ok=True)
+        if self._parent is not None:
+            self._parent.close()
+        self._table.close()
         log.info("proxy_stopped")
 
-    async def _watch_for_upstream(self) -> None:
-        """Say once that vLLM is not there, and once that it is; `/readyz` says it at any time."""
-        said = False
-        while not await self._status.reachable():
-            if not said:
-                log.warning(
-                    "upstream_unreachable",
-                    url=self._status.url,
-                    check="is vLLM running, and does serving.upstreams name its address?",
-                )
-                said = True
-            await asyncio.sleep(UPSTREAM_RETRY_S)
-        log.info("upstream_reachable", url=self._status.url)
+
+def relay_is_compiled() -> bool:
+    """Whether the relay was compiled when it was installed (`SIDECAR_COMPILE=1`)."""
+    return not flight.__file__.endswith(".py")
 
 
 class _AppServer(uvicorn.Server):
@@ -133,6 +192,16 @@ class _AppServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self.stopping.wait()
+
+
+def _picker(settings: Settings) -> Picker | None:
+    if not settings.best_of.enabled:
+        return None
+    return SocketPicker(
+        socket_path(settings.state_dir),
+        concurrency=settings.best_of.concurrency,
+        max_waiting=settings.best_of.max_waiting,
+    )
 
 
 def _listen(path: Path) -> socket.socket:

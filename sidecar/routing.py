@@ -34,6 +34,12 @@ class RoutingTable:
     generation: int = 0
     """Grows by one with each change; a proxy never goes back."""
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a name that could not be written into a header."""
+        for name in (self.model, self.champion, self.canary or BASE):
+            if not name.isprintable() or not name.isascii() or not name:
+                raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -52,23 +58,51 @@ def bucket(salt: str, session_key: str) -> int:
     return int.from_bytes(digest[:8], "big") % BUCKETS
 
 
-def assign(table: RoutingTable, session_key: str) -> Assignment:
-    """Choose the arm of a session. Same table and key, same answer."""
-    weight = table.canary_weight_bp if table.canary is not None else 0
-    if table.canary is not None and bucket(table.salt, session_key) < weight:
-        return _assignment(table, table.canary, "canary", weight / BUCKETS)
-    return _assignment(table, table.champion, "champion", 1 - weight / BUCKETS)
+class CompiledRouting:
+    """A table with the answers that it can give worked out: what a proxy obeys."""
+
+    __slots__ = ("_canary", "_champion", "base", "splits", "table")
+
+    def __init__(self, table: RoutingTable) -> None:
+        self.table = table
+        self.splits = table.canary is not None and table.canary_weight_bp > 0
+        """Sessions are answered by different adapters, so a request's session must be known."""
+        share = table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0
+        base = _assignment(table, BASE, "champion", 1 - share)
+        self._champion: tuple[Assignment, ...] = (base,)
+        if table.champion != BASE:
+            self._champion = (_assignment(table, table.champion, "champion", 1 - share), base)
+        self._canary = self._champion
+        if table.canary is not None:
+            canary = _assignment(table, table.canary, "canary", share)
+            self._canary = (canary, *self._champion)
+        self.base = (_assignment(table, BASE, "champion", 1.0),)
+        """For what no adapter answers."""
+
+    def routes(self, session_key: str) -> tuple[Assignment, ...]:
+        """Who answers this session; behind it, in order, who does when vLLM does not know that
+        adapter (it was restarted, or the adapter was unloaded under our feet): the champion, then
+        the base, which is always there. Same table and key, same answer."""
+        if self.splits and bucket(self.table.salt, session_key) < self.table.canary_weight_bp:
+            return self._canary
+        return self._champion
 
 
-def fallbacks(table: RoutingTable, first: Assignment) -> tuple[Assignment, ...]:
-    """Who answers, in order, when vLLM does not know the adapter of `first` (it was restarted, or
-    the adapter was unloaded under our feet): the champion, then the base, which is always there."""
-    champion_share = 1 - (table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0)
-    left = dict.fromkeys((table.champion, BASE))
-    left.pop(first.adapter, None)
-    if first.adapter == BASE:
-        return ()
-    return tuple(_assignment(table, adapter, "champion", champion_share) for adapter in left)
+def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) -> Assignment | None:
+    """The adapter that somebody asks for: `base`, `champion`, `canary`, a version (`v12`), or its
+    name at vLLM. None when there is none such.
+
+    loaded: the names that vLLM lists.
+    """
+    roles = {BASE: BASE, "champion": table.champion, "canary": table.canary}
+    adapter = roles.get(name, name)
+    if name in roles:
+        return _assignment(table, adapter, "champion", 1.0) if adapter is not None else None
+    prefix = f"{table.model}--{name}-"
+    found = sorted(model for model in loaded if model == name or model.startswith(prefix))
+    if len(found) != 1 or found[0] == table.model:
+        return None
+    return _assignment(table, found[0], "champion", 1.0)
 
 
 def upstream_model(model: str, adapter: str) -> str:

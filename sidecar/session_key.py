@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
+
+DEFAULT_PROJECT = "default"
 
 
-def session_key(*, header: str | None, user: str, messages: Sequence[Mapping[str, Any]]) -> str:
+def session_key(
+    *,
+    header: str | None,
+    user: str,
+    opening: Iterable[bytes],
+    project: str = DEFAULT_PROJECT,
+    key_id: str = "",
+) -> str:
     """Name the session of a request: the same for every turn of one conversation.
 
     header: the agent's own `x-sidecar-session`, which wins when it is sent.
     user: `x-sidecar-user` or the body's `user`; two users that open alike stay apart.
-    messages: the request's messages. The opening, up to and including the first user message,
-    names the conversation, because every later turn repeats it. White space at the ends and the
-    order of keys do not count.
+    opening: what the conversation opens with, up to and including the first user message, as it
+    stands in the body: every later turn repeats it. With nothing the key and the user name it.
+    project: sessions of two projects are never the same one.
+    key_id: of the API key, for requests that open with nothing.
     Returns: "h:" + header, or "m:" + 32 hex digits.
     """
     if header:
-        return f"h:{header}"
-    opening: list[list[str]] = []
-    for message in messages:
-        role = str(message.get("role", ""))
-        opening.append([role, _text(message.get("content"))])
-        if role == "user":
-            break
-    canonical = json.dumps([user, opening], ensure_ascii=False, separators=(",", ":"))
-    return "m:" + hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _text(content: Any) -> str:  # Any: a client may send anything here, and it still needs a key
-    if isinstance(content, str):
-        return content.strip()
-    return json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return f"h:{header}" if project == DEFAULT_PROJECT else f"h:{project}/{header}"
+    pieces = list(opening)
+    who = f"{user}\x00{project}" if pieces else f"{user}\x00{project}\x00{key_id}"
+    pieces.append(who.encode("utf-8", "surrogatepass"))
+    # JSON has no zero bytes, so the pieces cannot run into each other.
+    return "m:" + hashlib.sha256(b"\x00".join(pieces)).hexdigest()[:32]

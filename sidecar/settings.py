@@ -2,30 +2,29 @@
 
 `SIDECAR_<SECTION>__<KEY>` wins over the file, the file over the defaults below. Unknown keys are
 refused with the nearest known name, in the file and in the environment. The classes live in the
-leftmost room so that every process reads the same file the same way; each process takes the
-sections it needs and passes them on by hand. Nothing is read at import.
+leftmost room, so that every process reads the file alike. Nothing is read at import.
 """
 
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableSettingError
 
 from sidecar.errors import SettingsError
+from sidecar.settings_safety import refuse_unsafe
 
 ENV_PREFIX = "SIDECAR_"
 DEFAULT_FILE = Path("sidecar.toml")
-NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN"})
-"""Variables of the same prefix that other parts read: the `sidecar` command's admin token."""
+NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE"})
+"""Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py."""
 DEFAULT_RUBRIC = (
     "An answer that reaches the goal set by the system prompt and the user beats one that does "
     "not.\n"
@@ -46,11 +45,12 @@ class Serving(Section):
     """The vLLM that answers, and how it was started."""
 
     upstreams: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """Base URLs of vLLM, without `/v1`. This release uses the first."""
+    """Base URLs of vLLM, without `/v1`: one, or several replicas that serve the same model."""
     model: str = "smollm2-135m"
     """The public model name; must be vLLM's `--served-model-name`."""
     api_key: SecretStr | None = None
-    """vLLM's own `--api-key`, for the calls that the sidecar makes on its own account."""
+    """vLLM's own `--api-key`, for the calls that the sidecar makes on its own account, and for
+    every call when `access.mode` is `keys`."""
     base_model_path: str = ""
     """Folder or hub name of the base weights, for the learner; must be what vLLM serves."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
@@ -74,21 +74,53 @@ class Proxy(Section):
 
     host: str = "127.0.0.1"
     port: int = 8080
+    workers: int = Field(default=1, ge=1, le=128)
+    """Processes that share the port. One serves about what one core can."""
     max_body_bytes: int = 32 * 2**20
     connect_timeout_s: float = 5.0
+    max_connections: int = 4096
+    """Client connections at once, per worker; a further one is closed as it comes."""
+    max_in_flight: int = 2048
+    """Model requests at once, per worker; a further one is answered 503 with `Retry-After`."""
     idle_timeout_s: float = 75.0
     """An idle client connection is closed after this long."""
+    head_timeout_s: float = 10.0
+    """From a request's first byte to the end of its headers."""
+    body_timeout_s: float = 30.0
+    """Longest stand-still of a request's body; beyond it a body must also come at 1 kB/s."""
+    write_timeout_s: float = 60.0
+    """A client that takes nothing of its reply for this long is cut off."""
+    upstream_timeout_s: float = 600.0
+    """Longest silence of vLLM in a reply; then 504, or the stream ends with an error."""
+    health_interval_s: float = 2.0
+    """How often each vLLM is asked for its health and its adapters."""
     drain_timeout_s: float = 20.0
     """On SIGTERM, replies in flight have this long to finish."""
     routing_poll_s: float = 0.1
     """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
     allow_remote_without_keys: bool = False
+    """In words: `host` may be reachable from outside with `access.mode = "open"`."""
+
+
+class Access(Section):
+    """Who may ask the model. Limits are each key's own (`sidecar keys create`)."""
+
+    mode: Literal["open", "keys", "upstream"] = "open"
+    """`open`: no key is asked for. `keys`: the sidecar's own. `upstream`: the caller's credentials
+    go on to vLLM, which judges them by its `--api-key`."""
 
 
 class Capture(Section):
     """What is recorded, and how much may wait in memory."""
 
     sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
+    projects: dict[str, Annotated[float, Field(ge=0.0, le=1.0)]] = Field(default_factory=dict)
+    """Rates of single projects, by name; multiplied with `sample_rate`."""
+    surfaces: dict[
+        Literal["chat", "completions", "responses", "messages"],
+        Annotated[float, Field(ge=0.0, le=1.0)],
+    ] = Field(default_factory=dict)
+    """Rates of single surfaces; multiplied with the others. Embeddings are never captured."""
     max_pending: int = 2_000
     max_pending_bytes: int = 64 * 2**20
     max_reply_bytes: int = 8 * 2**20
@@ -148,6 +180,18 @@ class Judge(Section):
     timeout_s: float = 60.0
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …)."""
+
+
+class BestOf(Section):
+    """Best of N at serving time. `concurrency` and `max_waiting` count requests of one proxy."""
+
+    enabled: bool = False
+    max_n: int = Field(default=4, ge=2, le=8)
+    """Largest N of a request; a key may have a smaller one."""
+    timeout_s: float = Field(default=5.0, gt=0.0)
+    """How long a request waits for the judge; then it gets the first answer."""
+    concurrency: int = Field(default=8, ge=1)
+    max_waiting: int = Field(default=32, ge=0)
 
 
 class Learner(Section):
@@ -230,6 +274,14 @@ class Telemetry(Section):
     """OTLP/HTTP traces endpoint; empty: spans go nowhere unless `spans_file` is set."""
     spans_file: str = ""
     """Append finished spans to this file, one JSON object a line."""
+    otlp_metrics_endpoint: str = ""
+    """OTLP/HTTP metrics endpoint for the GenAI metrics; empty: none are made."""
+    trace_sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Of the traces that begin at the proxy; those that a client began follow the client."""
+    content: bool = False
+    """Put what was said into the spans."""
+    semantic_conventions: Literal["latest", "1.41"] = "latest"
+    """Which names the GenAI metrics have."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 
@@ -242,15 +294,17 @@ class Settings(BaseSettings):
     )
 
     state_dir: Path = Path(".sidecar")
-    """The proxy's socket and the logs of `sidecar up`."""
+    """The proxy's socket, the limits' file and the logs of `sidecar up`."""
     serving: Serving = Serving()
     engine: Engine = Engine()
     proxy: Proxy = Proxy()
+    access: Access = Access()
     capture: Capture = Capture()
     bus: Bus = Bus()
     store: Store = Store()
     groups: Groups = Groups()
     judge: Judge = Judge()
+    best_of: BestOf = BestOf()
     learner: Learner = Learner()
     canary: Canary = Canary()
     admin: Admin = Admin()
@@ -279,7 +333,7 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
         raise SettingsError(_explain(error)) from error
     except UnreadableSettingError as error:  # a list or a mapping that is not JSON
         raise SettingsError(f"environment: {error}; lists and mappings are JSON there") from error
-    _refuse_unsafe(settings)
+    refuse_unsafe(settings)
     return settings
 
 
@@ -337,25 +391,10 @@ def _refuse_unknown_env(env: Mapping[str, str]) -> None:
             raise SettingsError(f"unknown environment variable {name}; {_nearest(where[:2])}")
 
 
-def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
-    if host == "localhost":
-        return True
+def with_workers(settings: Settings, count: int) -> Settings:
+    """The settings with another `proxy.workers`. Raises SettingsError when it is out of range."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _refuse_unsafe(settings: Settings) -> None:
-    proxy, admin = settings.proxy, settings.admin
-    if not is_loopback(proxy.host) and not proxy.allow_remote_without_keys:
-        raise SettingsError(
-            f"proxy.host {proxy.host} is reachable from outside and this release has no keys of "
-            "its own; put it behind your gateway and set proxy.allow_remote_without_keys = true"
-        )
-    if not is_loopback(admin.host) and not admin.tokens:
-        raise SettingsError(
-            f"admin.host {admin.host} is reachable from outside and admin.tokens is empty; "
-            "add the SHA-256 hex digest of a token, or listen on 127.0.0.1"
-        )
+        proxy = Proxy.model_validate({**settings.proxy.model_dump(), "workers": count})
+    except ValidationError as error:
+        raise SettingsError(_explain(error).replace("workers", "proxy.workers", 1)) from error
+    return settings.model_copy(update={"proxy": proxy})

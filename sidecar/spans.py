@@ -1,42 +1,90 @@
 """OpenTelemetry spans of finished requests, made off the path with explicit times.
 
-Names follow the GenAI semantic conventions (open-telemetry/semantic-conventions-genai, which split
-from semconv 1.42; all "Development"). Sizes, names and outcomes only; never content.
+The ids were chosen when the request went out (`sidecar/trace_context.py`), so vLLM's own spans hang
+below the span that is made here later. Names follow the GenAI semantic conventions; sizes, names
+and outcomes only, and what was said only with `telemetry.content`.
 """
 
 from __future__ import annotations
 
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from sidecar.assemble import RawCapture
+from sidecar.genai_metrics import GenAiMetrics
+from sidecar.genai_names import OPERATIONS
 from sidecar.records import Exchange
+from sidecar.settings import Telemetry
+from sidecar.span_attributes import error_type, span_attributes
+from sidecar.span_content import content_attributes
+from sidecar.telemetry import Tracing
+from sidecar.trace_context import TraceParent, parse
 
-_PROPAGATOR = TraceContextTextMapPropagator()
 NANOSECONDS = 1_000_000_000
 
 
-class RequestSpans:
-    """Writes `chat <model>` and, below it, `capture`."""
+class GivenIds(IdGenerator):
+    """Gives a span the ids that went out, when there are some. One thread makes such spans."""
 
-    def __init__(self, provider: trace.TracerProvider) -> None:
-        self._tracer = provider.get_tracer("sidecar")
+    def __init__(self) -> None:
+        self._random = RandomIdGenerator()
+        self.given: TraceParent | None = None
+
+    def generate_span_id(self) -> int:
+        given = self.given
+        return given.span_id if given is not None else self._random.generate_span_id()
+
+    def generate_trace_id(self) -> int:
+        given = self.given
+        return given.trace_id if given is not None else self._random.generate_trace_id()
+
+
+class RequestSpans:
+    """Writes `chat <model>` and, below it, `capture`. One thread at a time."""
+
+    def __init__(
+        self,
+        provider: trace.TracerProvider | None,
+        ids: GivenIds | None = None,
+        *,
+        metrics: GenAiMetrics | None = None,
+        content: bool = False,
+    ) -> None:
+        """provider: None when only metrics are wanted. ids: the provider's own id generator;
+        without it spans get ids of their own. metrics: told of every request, sampled or not."""
+        self._tracer = provider.get_tracer("sidecar") if provider is not None else None
+        self._ids = ids or GivenIds()
+        self._metrics = metrics
+        self._content = content
 
     def request(self, raw: RawCapture, exchange: Exchange | None) -> trace.Span:
-        """The span of a request, ended. Under the client's span when it sent a `traceparent`."""
-        context = _PROPAGATOR.extract({"traceparent": raw.traceparent})
+        """The span of a request, ended; one that is not recorded when its trace is not sampled.
+        Under the client's span when it sent a `traceparent`."""
+        if self._metrics is not None:
+            self._metrics.record(raw, exchange)
+        own = _parse(raw.own_traceparent)
+        if self._tracer is None or (own is not None and not own.sampled):
+            return trace.NonRecordingSpan(_context(own) if own else trace.INVALID_SPAN_CONTEXT)
         started_ns = int(raw.timings.started_at * NANOSECONDS)
-        span = self._tracer.start_span(
-            f"chat {raw.public_model}",
-            context=context,
-            kind=SpanKind.CLIENT,
-            start_time=started_ns,
-            attributes=_attributes(raw, exchange),
-        )
-        outcome = raw.outcome if exchange is None else exchange.outcome
-        if outcome == "upstream_error":
-            span.set_attribute("error.type", str(raw.status))
+        attributes = dict(span_attributes(raw, exchange))
+        if self._content and exchange is not None:
+            attributes |= content_attributes(exchange)
+        parent = _parse(raw.traceparent)
+        self._ids.given = own
+        try:
+            span = self._tracer.start_span(
+                f"{OPERATIONS[raw.surface]} {raw.public_model}",
+                context=trace.set_span_in_context(
+                    trace.NonRecordingSpan(_context(parent)) if parent else trace.INVALID_SPAN
+                ),
+                kind=SpanKind.CLIENT,
+                start_time=started_ns,
+                attributes=attributes,
+            )
+        finally:
+            self._ids.given = None
+        if error_type(raw, exchange) is not None:
             span.set_status(Status(StatusCode.ERROR))
         span.end(started_ns + int(raw.timings.total_s * NANOSECONDS))
         return span
@@ -45,6 +93,8 @@ class RequestSpans:
         self, request: trace.Span, exchange: Exchange, *, began: float, ended: float
     ) -> None:
         """The span of reading one capture. began, ended: unix seconds."""
+        if self._tracer is None or not request.get_span_context().trace_flags.sampled:
+            return
         span = self._tracer.start_span(
             "capture",
             context=trace.set_span_in_context(request),
@@ -57,38 +107,34 @@ class RequestSpans:
         span.end(int(ended * NANOSECONDS))
 
 
-def trace_id(span: trace.Span) -> str:
-    """32 hex digits."""
-    return f"{span.get_span_context().trace_id:032x}"
-
-
-def _attributes(raw: RawCapture, exchange: Exchange | None) -> dict[str, str | int | float | bool]:
-    attributes: dict[str, str | int | float | bool] = {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": raw.public_model,
-        "gen_ai.request.stream": raw.streamed,
-        "gen_ai.response.model": raw.route.upstream_model,
-        "gen_ai.conversation.id": raw.session_key,
-        "http.response.status_code": raw.status,
-        "sidecar.exchange.id": raw.exchange_id,
-        "sidecar.adapter": raw.route.adapter,
-        "sidecar.arm": raw.route.arm,
-        "sidecar.outcome": raw.outcome,
-        "sidecar.overhead_s": raw.timings.overhead_s,
-    }
-    if raw.timings.first_byte_s is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = raw.timings.first_byte_s
-    if exchange is None:
-        return attributes
-    sampling = exchange.sampling
-    if sampling.temperature is not None:
-        attributes["gen_ai.request.temperature"] = sampling.temperature
-    if sampling.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
-    attributes["gen_ai.request.choice.count"] = len(exchange.choices)
-    attributes["gen_ai.usage.input_tokens"] = len(exchange.prompt_token_ids)
-    attributes["gen_ai.usage.output_tokens"] = exchange.completion_tokens or sum(
-        len(choice.token_ids) for choice in exchange.choices
+def request_spans(tracing: Tracing, telemetry: Telemetry) -> RequestSpans | None:
+    """As this process exports; None when it exports nothing."""
+    if tracing.spans is None and tracing.metrics is None:
+        return None
+    ids = tracing.spans.id_generator if tracing.spans is not None else None
+    metrics = None
+    if tracing.metrics is not None:
+        meter = tracing.metrics.get_meter("sidecar")
+        metrics = GenAiMetrics(meter, telemetry.semantic_conventions)
+    return RequestSpans(
+        tracing.spans,
+        ids if isinstance(ids, GivenIds) else None,
+        metrics=metrics,
+        content=tracing.content,
     )
-    return attributes
+
+
+def trace_id(span: trace.Span) -> str:
+    """32 hex digits; empty when the span is in no trace."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def _parse(header: str) -> TraceParent | None:
+    return parse(header.encode("ascii", "replace"))
+
+
+def _context(parent: TraceParent) -> SpanContext:
+    return SpanContext(
+        parent.trace_id, parent.span_id, is_remote=True, trace_flags=TraceFlags(parent.flags)
+    )

@@ -1,22 +1,30 @@
 """OpenTelemetry spans, the same set-up for every process.
 
-Spans carry sizes, names and outcomes; never content, never keys. Without an endpoint or a file
-they are made and dropped, which costs microseconds and keeps one code path.
+Spans carry sizes, names and outcomes; content only with `telemetry.content`, keys never. Without an
+endpoint or a file there is no provider, and then no span is made.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 from sidecar.settings import Telemetry
+
+CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 
 class JsonLinesExporter(SpanExporter):
@@ -50,10 +58,46 @@ def _as_dict(span: ReadableSpan) -> dict[str, object]:
     }
 
 
-def configure_tracing(telemetry: Telemetry, process: str) -> TracerProvider:
-    """Set up tracing for this process. Call `shutdown()` on the result at the end: it flushes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracing:
+    """What this process exports to. None: nothing of the kind is exported."""
+
+    spans: TracerProvider | None
+    metrics: MeterProvider | None
+    content: bool
+    """What was said may be in the spans."""
+
+    def shutdown(self) -> None:
+        """Flush, and end. Call it when the process ends."""
+        if self.spans is not None:
+            self.spans.shutdown()
+        if self.metrics is not None:
+            self.metrics.shutdown()
+
+
+def configure_tracing(
+    telemetry: Telemetry, process: str, id_generator: IdGenerator | None = None
+) -> Tracing:
+    """Set up spans and OpenTelemetry metrics for this process, as far as they go anywhere."""
     resource = Resource.create({"service.name": "learning-sidecar", "service.instance.id": process})
-    provider = TracerProvider(resource=resource)
+    return Tracing(
+        spans=_spans(telemetry, resource, id_generator),
+        metrics=_metrics(telemetry, resource),
+        content=telemetry.content or content_by_environment(os.environ.get(CONTENT_VARIABLE, "")),
+    )
+
+
+def content_by_environment(value: str) -> bool:
+    """Whether the variable that all GenAI instrumentations read asks for content in spans. Pure."""
+    return value.lower() in ("true", "span_only", "span_and_event")
+
+
+def _spans(
+    telemetry: Telemetry, resource: Resource, id_generator: IdGenerator | None
+) -> TracerProvider | None:
+    if not telemetry.otlp_endpoint and not telemetry.spans_file:
+        return None
+    provider = TracerProvider(resource=resource, id_generator=id_generator)
     if telemetry.otlp_endpoint:
         exporter = OTLPSpanExporter(endpoint=telemetry.otlp_endpoint)
         provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -65,3 +109,10 @@ def configure_tracing(telemetry: Telemetry, process: str) -> TracerProvider:
         )
     trace.set_tracer_provider(provider)
     return provider
+
+
+def _metrics(telemetry: Telemetry, resource: Resource) -> MeterProvider | None:
+    if not telemetry.otlp_metrics_endpoint:
+        return None
+    exporter = OTLPMetricExporter(endpoint=telemetry.otlp_metrics_endpoint)
+    return MeterProvider([PeriodicExportingMetricReader(exporter)], resource=resource)

@@ -36,9 +36,16 @@ class VllmStatus:
             return False
         return reply.status_code == 200
 
-    async def models(self, authorization: str | None) -> ModelsReply | None:
-        """vLLM's model list, asked with the caller's own key; None when it gives none."""
-        headers = {} if authorization is None else {"authorization": authorization}
+    async def models(
+        self, authorization: str | None, *, agent: str = "learning-sidecar"
+    ) -> ModelsReply | None:
+        """vLLM's model list, asked with this key; None when it gives none.
+
+        agent: who asks, as vLLM's log will show it.
+        """
+        headers = {"user-agent": agent}
+        if authorization is not None:
+            headers["authorization"] = authorization
         try:
             reply = await self._client.get("/v1/models", headers=headers)
             body = reply.json()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, and_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
@@ -27,15 +27,19 @@ class StoredExchange:
     selection: str
 
 
-def save_exchange(session: Session, exchange: Exchange, *, held_out: bool, now: float) -> bool:
+def save_exchange(
+    session: Session, exchange: Exchange, *, held_out: bool, now: float, doubt: str | None = None
+) -> bool:
     """Store an exchange and its choices, in the caller's transaction.
 
+    doubt: why it must not be learned from, when the proxy saw no reason.
     Returns: False when this exchange id is already stored; then nothing is changed.
     Raises: ValueError or OverflowError, before anything is written, when a value has no place in
     a row (a token id of 2**31 or more, two choices of one index).
     """
     _check_indices([choice.index for choice in exchange.choices])
     row = _exchange_values(exchange, held_out=held_out, now=now)
+    row["untrainable_reason"] = exchange.untrainable_reason or doubt
     choices = [_choice_values(exchange.exchange_id, choice) for choice in exchange.choices]
     statement = insert_into(session, ExchangeRow).on_conflict_do_nothing(
         index_elements=["exchange_id"]
@@ -65,6 +69,34 @@ def load_by_selection(
     return _stored(session, rows)
 
 
+def load_of_turns(
+    session: Session, turns: Collection[tuple[str, str]], *, selection: str
+) -> list[StoredExchange]:
+    """Read the exchanges of these turns (project, turn id) that selection left in one place."""
+    if not turns:
+        return []
+    rows = session.scalars(
+        select(ExchangeRow)
+        .where(_of_turns(turns), ExchangeRow.selection == selection)
+        .order_by(ExchangeRow.seq)
+    ).all()
+    return _stored(session, rows)
+
+
+def turns_with(
+    session: Session, turns: Collection[tuple[str, str]], *, selections: Collection[str]
+) -> set[tuple[str, str]]:
+    """Those of these turns that have an exchange which selection left in one of some places."""
+    if not turns:
+        return set()
+    rows = session.execute(
+        select(ExchangeRow.project, ExchangeRow.turn_id)
+        .where(_of_turns(turns), ExchangeRow.selection.in_(selections))
+        .distinct()
+    )
+    return {(project, turn_id) for project, turn_id in rows}
+
+
 def set_selection(session: Session, exchange_ids: Sequence[str], selection: str) -> None:
     """Store what selection decided about these exchanges."""
     session.execute(
@@ -80,6 +112,13 @@ def bury(session: Session, payload: bytes, *, reason: str, now: float) -> None:
     """Keep a bus record that cannot be stored as an exchange, whole."""
     session.add(DeadLetterRow(at=now, reason=reason, payload=payload))
     session.flush()
+
+
+def _of_turns(turns: Collection[tuple[str, str]]) -> ColumnElement[bool]:
+    # The turn id alone finds them by its index; the project tells two of one id apart.
+    ids = {turn_id for _, turn_id in turns}
+    pairs = tuple_(ExchangeRow.project, ExchangeRow.turn_id).in_(sorted(turns))
+    return and_(ExchangeRow.turn_id.in_(sorted(ids)), pairs)
 
 
 def _exchange_values(exchange: Exchange, *, held_out: bool, now: float) -> dict[str, object]:
@@ -104,9 +143,16 @@ def _exchange_values(exchange: Exchange, *, held_out: bool, now: float) -> dict[
         "outcome": exchange.outcome,
         "untrainable_reason": exchange.untrainable_reason,
         "completion_tokens": exchange.completion_tokens,
+        "returned_index": exchange.returned_index,
         "trace_id": exchange.trace_id,
         "project": exchange.project,
         "user": exchange.user,
+        "key_id": exchange.key_id,
+        "turn_id": exchange.turn_id,
+        "retry_count": exchange.retry_count,
+        "request_bytes": exchange.request_bytes,
+        "reply_bytes": exchange.reply_bytes,
+        "fallback_from": exchange.fallback_from,
         "selection": NEW,
     }
 
@@ -164,9 +210,16 @@ def _exchange(row: ExchangeRow, choices: Sequence[ChoiceRow]) -> Exchange:
         "outcome": row.outcome,
         "untrainable_reason": row.untrainable_reason,
         "completion_tokens": row.completion_tokens,
+        "returned_index": row.returned_index,
         "trace_id": row.trace_id,
         "project": row.project,
         "user": row.user,
+        "key_id": row.key_id,
+        "turn_id": row.turn_id,
+        "retry_count": row.retry_count,
+        "request_bytes": row.request_bytes,
+        "reply_bytes": row.reply_bytes,
+        "fallback_from": row.fallback_from,
     }
     # Checked, not trusted: the Literal fields come back from the store as plain strings.
     return msgspec.convert(values, Exchange)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Float,
     ForeignKey,
     Index,
@@ -67,9 +68,18 @@ class ExchangeRow(Base):
     outcome: Mapped[str] = mapped_column(String(16))
     untrainable_reason: Mapped[str | None] = mapped_column(String(64))
     completion_tokens: Mapped[int | None]
+    returned_index: Mapped[int] = mapped_column(default=0, server_default="0")
     trace_id: Mapped[str] = mapped_column(String(64))
     project: Mapped[str] = mapped_column(String(64))
     user: Mapped[str] = mapped_column(String(255))
+    key_id: Mapped[str] = mapped_column(String(64), default="")
+    turn_id: Mapped[str] = mapped_column(String(64), default="", index=True)
+    """The same for a request and its retries; empty: a turn of its own."""
+    retry_count: Mapped[int] = mapped_column(default=0)
+    request_bytes: Mapped[int] = mapped_column(default=0)
+    reply_bytes: Mapped[int] = mapped_column(default=0)
+    fallback_from: Mapped[str] = mapped_column(String(255), default="", index=True)
+    """The adapter that vLLM did not know, when another answered in its place."""
     selection: Mapped[str] = mapped_column(String(64), default="new", index=True)
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
 
@@ -166,6 +176,20 @@ class JudgeCallRow(Base):
     completion_tokens: Mapped[int | None]
     cost_usd: Mapped[float | None]
     seconds: Mapped[float]
+
+
+class BestOfScoreRow(Base):
+    """Scores given while a user waited, until the exchange that they belong to is stored."""
+
+    __tablename__ = "best_of_score"
+    exchange_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """Not a foreign key: the scores come first."""
+    at: Mapped[float] = mapped_column(index=True)
+    answers_digest: Mapped[str] = mapped_column(String(64))
+    scores: Mapped[list[Any]]
+    explanations: Mapped[list[Any]]
+    judge_model: Mapped[str] = mapped_column(String(255))
+    rubric_hash: Mapped[str] = mapped_column(String(64))
 
 
 class RunRow(Base):
@@ -300,3 +324,23 @@ class FlagRow(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     value: Mapped[str] = mapped_column(Text)
     updated_at: Mapped[float]
+
+
+class ApiKeyRow(Base):
+    """One key of the data plane. The key itself is nowhere; proxies poll this table."""
+
+    __tablename__ = "api_key"
+    key_id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    project: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(128))
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    scopes: Mapped[str] = mapped_column(String(64))
+    """Names with a blank between them."""
+    expires_at: Mapped[float | None]
+    requests_per_minute: Mapped[int | None]
+    tokens_per_day: Mapped[int | None] = mapped_column(BigInteger)
+    best_of_max: Mapped[int]
+    created_at: Mapped[float]
+    revoked_at: Mapped[float | None]
+    generation: Mapped[int] = mapped_column(index=True)
+    """Grows by one with each change of any key, so that proxies need to read only the largest."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidecar.relay.client_request import ClientRequest
-from sidecar.relay.heads import Header, reply_head
+from sidecar.relay.heads import reply_head
 from sidecar.relay.reply_body import ReplyBody
 from sidecar.relay.reply_parser import NO_BODY_STATUSES, ReplyHead
 
@@ -26,30 +26,38 @@ class ClientSide(Protocol):
 class ClientReply:
     """One reply on its way to one client."""
 
-    def __init__(self, client: ClientSide, request: ClientRequest) -> None:
+    __slots__ = ("_chunked", "_client", "_request", "begun", "keep_alive")
+
+    def __init__(self, client: ClientSide, request: ClientRequest, *, keep_alive: bool) -> None:
         self.begun = False
         """The head is written: what happens now cannot be answered with another status."""
-        self.keep_alive = request.keep_alive
+        self.keep_alive = keep_alive
         self._client = client
         self._request = request
         self._chunked = False
 
     def write(
-        self, head: ReplyHead, body: ReplyBody, out: bytes, own: Sequence[Header], *, complete: bool
+        self, head: ReplyHead, body: ReplyBody, out: bytes, own: Sequence[bytes], *, complete: bool
     ) -> None:
-        """Write what may go out now. complete: `out` is the last of it."""
-        pieces: list[bytes] = []
+        """Write what may go out now. own: header lines of ours. complete: `out` is the last."""
         if not self.begun:
-            pieces.append(self._begin(head, body, len(out) if complete else None, own))
-        if out:
-            pieces += (b"%x\r\n" % len(out), out, b"\r\n") if self._chunked else (out,)
-        if complete and self._chunked:
-            pieces.append(b"0\r\n\r\n")
-        if pieces:
-            self._client.write(b"".join(pieces))
+            begin = self._begin(head, body, len(out) if complete else None, own)
+        elif not complete and self._chunked:  # nearly every event of a stream
+            if out:
+                self._client.write(b"%x\r\n%b\r\n" % (len(out), out))
+            return
+        else:
+            begin = b""
+        if not self._chunked:
+            piece = begin + out
+        else:
+            chunk = b"%x\r\n%b\r\n" % (len(out), out) if out else b""
+            piece = begin + chunk + (b"0\r\n\r\n" if complete else b"")
+        if piece:
+            self._client.write(piece)
 
     def _begin(
-        self, head: ReplyHead, body: ReplyBody, whole_length: int | None, own: Sequence[Header]
+        self, head: ReplyHead, body: ReplyBody, whole_length: int | None, own: Sequence[bytes]
     ) -> bytes:
         self.begun = True
         bodyless = self._request.method == b"HEAD" or head.status in NO_BODY_STATUSES
@@ -62,7 +70,7 @@ class ClientReply:
         return reply_head(
             head.status,
             head.reason,
-            head.headers,
+            head.headers.lines,
             own=own,
             content_length=length,
             chunked=self._chunked,

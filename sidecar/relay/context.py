@@ -1,20 +1,22 @@
-"""What one relay works with, put together once in `server.py` and handed to every connection."""
+"""What one relay works with, put together once in `proxy.py` and handed to every connection."""
 
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from sidecar.access import Access
+from sidecar.best_of_client import Picker
 from sidecar.capture import Capture
+from sidecar.exchange_id import ExchangeIds
 from sidecar.metrics import Metrics
 from sidecar.relay.rare_log import RareLog
-from sidecar.relay.upstream import UpstreamPool
-from sidecar.routing import RoutingTable
-from sidecar.settings import Proxy
+from sidecar.relay.replicas import Replica, Replicas
+from sidecar.routing import CompiledRouting, RoutingTable
+from sidecar.settings import BestOf, Proxy
 
 
 class Routing(Protocol):
@@ -24,18 +26,47 @@ class Routing(Protocol):
     def table(self) -> RoutingTable: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRule(Protocol):
+    """Whether a request is captured."""
+
+    def skip_reason(self, *, surface: str, project: str, header: str) -> str | None: ...
+
+
+@dataclass(kw_only=True)
 class RelayContext:
     proxy: Proxy
-    sample_rate: float
-    vllm: UpstreamPool
-    app: UpstreamPool
+    replicas: Replicas
+    app: Replica
     routing: Routing
     capture: Capture
     metrics: Metrics
     rare_log: RareLog
+    sampling: SamplingRule
+    access: Access
+    best_of: BestOf = field(default_factory=BestOf)
+    picker: Picker | None = None
+    """Who picks the best of N; None: best of N is off."""
+    outgoing_trace: Callable[[bytes | None], bytes] | None = None
+    """The `traceparent` to send on for the one that came; None: it goes on as it came."""
+    models_changed: Callable[[], None] = lambda: None
+    """Told when a replica turns out to lack a model that it was thought to have."""
     clock: Callable[[], float] = time.time
     """Unix seconds."""
-    randomness: Callable[[int], bytes] = os.urandom
-    chance: Callable[[], float] = random.random
-    """Uniform in 0..1, for `capture.sample_rate`."""
+    monotonic: Callable[[], float] = time.monotonic
+    ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
+    _compiled: CompiledRouting | None = None
+
+    @property
+    def busy(self) -> bool:
+        """As many requests are in flight as may be."""
+        in_flight = sum([replica.in_flight for replica in self.replicas.all])
+        return in_flight >= self.proxy.max_in_flight
+
+    def compiled_routing(self) -> CompiledRouting:
+        """The table that is obeyed now."""
+        compiled, table = self._compiled, self.routing.table
+        if compiled is None or compiled.table is not table:
+            if compiled is not None:  # a new adapter may be one that was just loaded
+                self.models_changed()
+            compiled = self._compiled = CompiledRouting(table)
+        return compiled

@@ -1,44 +1,63 @@
 """One request on its way: to an upstream and back, with everything that may happen in between.
 
-The flight owns the decisions (send again? another adapter? give up?), the upstream connection owns
-the reply's framing, `ClientReply` the client's. Rules:
+The flight owns the decisions (send again? another replica? another adapter? give up?), the upstream
+connection owns the reply's framing, `ClientReply` the client's. Rules:
 - A request is sent again only when nothing of its reply came on a connection that was used before.
-- An adapter that vLLM does not know is answered for by the champion, else by the base.
-- Once a byte went to the client, a failure closes the client's connection without a clean end.
+- A replica that cannot be reached was sent nothing, so another one is asked (`outbound.py`).
+- An adapter that vLLM does not know is answered for by another replica that has it, else by the
+  champion, else by the base.
+- Once a byte went to the client nothing is tried again: a stream ends as vLLM's own failure would
+  end it, anything else by the close of the connection.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
+from time import perf_counter
 
+from sidecar.access import Admission
 from sidecar.capture import Tee
-from sidecar.errors import UpstreamError
-from sidecar.exchange_id import RANDOM_BYTES, exchange_id
-from sidecar.records import Outcome, Timings
+from sidecar.records import Outcome
 from sidecar.relay.client_reply import ClientReply, ClientSide
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
-from sidecar.relay.ending import Ending, settle
-from sidecar.relay.heads import Header, request_head, text_header
-from sidecar.relay.plan import ChatPlan
-from sidecar.relay.refusals import names_unknown_model, refusal_reply, upstream_failed
-from sidecar.relay.reply_body import HeldBody, PassedBody, ReplyBody, reply_body
+from sidecar.relay.ending import settle
+from sidecar.relay.heads import header_lines
+from sidecar.relay.outbound import Outbound
+from sidecar.relay.plan import Plan
+from sidecar.relay.refusals import (
+    names_unknown_model,
+    refusal_reply,
+    stream_failure,
+    upstream_failed,
+)
+from sidecar.relay.replicas import Replica
+from sidecar.relay.reply_body import PASSED, HeldBody, ReplyBody, reply_body
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
-from sidecar.relay.upstream import UpstreamConnection, UpstreamPool
-from sidecar.routing import Assignment
+from sidecar.relay.usage import TAIL_BYTES
 
-STREAM_END = b"data: [DONE]\n\n"
-CLIENT_LEFT = "499"
-"""nginx's number for it; no such status is ever sent."""
+STREAM_ENDS = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
+"""What the last event of a surface ends with; clients close when they have it."""
+RESPONSE_COMPLETED = b"event: response.completed\n"
 
 
-class Flight:
-    """`start` it once; it ends by `reply_done` or `reply_broken` of the client, or `client_left`.
+class Flight(Outbound):
+    """`start` it once; it ends by `reply_done` or `reply_broken`, or by `client_left`."""
 
-    plan: None for what is passed on as it came.
-    """
+    __slots__ = (
+        "_body",
+        "_client",
+        "_last",
+        "_out",
+        "_reply",
+        "_touched",
+        "first_byte",
+        "head",
+        "metered_tail",
+        "pieces",
+        "returned_index",
+        "tee",
+    )
 
     def __init__(
         self,
@@ -46,166 +65,170 @@ class Flight:
         client: ClientSide,
         request: ClientRequest,
         *,
-        upstream: UpstreamPool,
-        plan: ChatPlan | None,
+        plan: Plan | None,
+        admission: Admission,
+        replica: Replica | None = None,
+        keep_alive: bool = True,
     ) -> None:
-        self._context = context
+        """plan: None for what is passed on as it came, to `replica`. keep_alive: False closes the
+        client's connection after the reply, whatever the client wants."""
+        super().__init__(context, request, plan=plan, admission=admission, replica=replica)
         self._client = client
-        self._request = request
-        self._upstream = upstream
-        self._plan = plan
-        self._routes = list(plan.routes) if plan is not None else []
-        self._strip = plan.strip if plan is not None else STRIP_NOTHING
-        captured = plan is not None and plan.skip_reason is None
-        self._tee: Tee | None = context.capture.tee() if captured else None
-        self._connection: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._retried = self._done = False
-        self._started_at = context.clock()
-        self._exchange_id = exchange_id(self._started_at, context.randomness(RANDOM_BYTES))
-        self._began = self._working_since = time.perf_counter()
-        self._overhead_s = 0.0
-        self._await_reply()
+        self._touched = 0.0
+        self.returned_index = 0
+        self.tee: Tee | None = None
+        self.metered_tail: bytes | None = None
+        if plan is not None:
+            if plan.skip_reason is None:
+                self.tee = context.capture.tee()
+            if plan.metered:
+                self.metered_tail = b""
+        self._await_reply(keep_alive=keep_alive and request.keep_alive)
 
-    def _await_reply(self) -> None:
-        self._head: ReplyHead | None = None
-        self._body: ReplyBody = PassedBody()
+    def _await_reply(self, *, keep_alive: bool) -> None:
+        self.head: ReplyHead | None = None
+        self._body: ReplyBody = PASSED
         self._out: list[bytes] = []
-        self._tail = b""
-        self._first_byte_s: float | None = None
-        self._reply = ClientReply(self._client, self._request)
-
-    @property
-    def _route(self) -> Assignment | None:
-        """The one that answers, unless vLLM does not know it; the next ones stand behind it."""
-        return self._routes[0] if self._routes else None
-
-    # -- to the upstream
-
-    def start(self) -> None:
-        self._context.metrics.in_flight.inc()
-        self._send(reuse=True)
-
-    def _send(self, *, reuse: bool) -> None:
-        connection = self._upstream.take_idle() if reuse else None
-        if connection is not None:
-            self._send_on(connection)
-        else:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
-
-    async def _connect(self) -> None:
-        try:
-            connection = await self._upstream.connect()
-        except UpstreamError as error:
-            if not self._done:
-                self._give_up(str(error))
-            return
-        if self._done:  # the client left meanwhile; the next one will be glad of it
-            self._upstream.give_back(connection)
-        elif connection.usable:
-            self._send_on(connection)
-        else:
-            self._give_up("the connection was closed as soon as it was open")
-
-    def _send_on(self, connection: UpstreamConnection) -> None:
-        request, where = self._request, self._upstream.endpoint
-        body = request.body
-        if self._plan is not None:
-            body = self._plan.body_for(self._routes[0])
-        head = request_head(
-            request.method,
-            where.prefix + request.target,
-            request.headers,
-            host=where.authority,
-            content_length=len(body) if body or request.method == b"POST" else None,
-            accept_plain_only=not self._strip.nothing,
-        )
-        self._connection = connection
-        connection.send(self, head, body, head_only=request.method == b"HEAD")
-        self._overhead_s += time.perf_counter() - self._working_since
+        self._last = b""
+        self.pieces = 0
+        self.first_byte = 0.0
+        self._reply = ClientReply(self._client, self.request, keep_alive=keep_alive)
 
     # -- from the upstream (ReplyReader)
 
     def reply_head(self, head: ReplyHead) -> None:
-        self._head = head
-        if self._may_be_missing_adapter(head):
+        self.head = head
+        if head.status == 404 and len(self.routes) > 1:
             self._body = HeldBody(STRIP_NOTHING)
-            return
-        self._body = reply_body(
-            status=head.status,
-            content_type=text_header(head.headers, b"content-type"),
-            encoded=text_header(head.headers, b"content-encoding") not in ("", "identity"),
-            strip=self._strip,
-        )
+        elif not self._strip.nothing:
+            headers = head.headers
+            self._body = reply_body(
+                status=head.status,
+                content_type=headers.content_type,
+                encoded=headers.encoded,
+                strip=self._strip,
+            )
+        if head.headers.streams:
+            self._context.metrics.streams_open.inc()
 
     def reply_body(self, data: bytes) -> None:
-        if self._first_byte_s is None:
-            self._first_byte_s = time.perf_counter() - self._began
-        if self._tee is not None:
-            self._tee.add(data)
-        self._tail = (self._tail + data)[-len(STREAM_END) :]
-        self._out.append(self._body.feed(data))
+        if self.tee is not None or self.metered_tail is not None:
+            self._keep(data)
+        self._pass_on(data)
+
+    def _keep(self, data: bytes) -> None:
+        """For the record, and for the key's allowance."""
+        if self.tee is not None:
+            self.tee.add(data)
+        if self.metered_tail is not None:
+            self.metered_tail = (self.metered_tail + data)[-TAIL_BYTES:]
+
+    def _pass_on(self, data: bytes) -> None:
+        self._last = data
+        self.pieces += 1
+        self._out.append(data if self._body is PASSED else self._body.feed(data))
 
     def batch_end(self, *, complete: bool, received_at: float) -> None:
-        head = self._head
+        head, out_pieces = self.head, self._out
         if head is None:  # part of a head, or an interim reply
             return
+        self._touched = received_at
+        if not self.first_byte and self.pieces:
+            self.first_byte = received_at
         if complete:
             self._connection = None
-            self._out.append(self._body.end())
-        out = b"".join(self._out)
-        self._out.clear()
-        if complete and self._may_be_missing_adapter(head) and names_unknown_model(out):
-            self._answer_by_next_route(received_at)
+            if self._body is not PASSED:
+                out_pieces.append(self._body.end())
+        out = out_pieces[0] if len(out_pieces) == 1 else b"".join(out_pieces)
+        out_pieces.clear()
+        if complete and head.status == 404 and self._answers_for_unknown_model(out):
+            self._answer_without(received_at)
             return
         if complete or not self._body.holds:
-            self._reply.write(head, self._body, out, self._own_headers(), complete=complete)
-        self._overhead_s += time.perf_counter() - received_at
+            own = () if self._reply.begun else self._own_lines()
+            self._reply.write(head, self._body, out, own, complete=complete)
+        self.overhead_s += perf_counter() - received_at
         if complete:
+            if self.replica is not None:
+                self.replica.answered()
             self._finish("upstream_error" if head.status >= 500 else "ok", head.status)
             self._client.reply_done(keep_alive=self._reply.keep_alive)
 
     def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None:
         self._connection = None
+        replica = self.replica
+        assert replica is not None, "it was asked"
         if nothing_came and reused and not self._retried:
             self._retried = True
             self._context.metrics.upstream_retries.inc()
-            self._working_since = time.perf_counter()
-            self._send(reuse=False)
+            self._working_since = perf_counter()
+            self._send(replica, reuse=False)
             return
+        self._count_failure(replica, why)
         self._give_up(why)
 
-    def _give_up(self, why: str) -> None:
-        url = self._upstream.endpoint.url
-        self._context.rare_log.warning("upstream_failed", url=url, why=why)
+    def _give_up(self, why: str, status: int = 502) -> None:
+        context, replica = self._context, self.replica or self._tried[-1]
+        context.rare_log.warning("upstream_failed", url=replica.url, why=why)
         if self._reply.begun:
-            self._finish("upstream_error", self._head.status if self._head is not None else 0)
-            self._client.reply_broken()
+            self._break_off(why)
             return
-        refusal = upstream_failed(url, why)
-        keep_alive = self._request.keep_alive
-        head_only = self._request.method == b"HEAD"
+        surface = self.plan.rule.surface if self.plan is not None else "chat"
+        refusal = upstream_failed(replica.url, why, status, surface)
+        own = self._own_lines()
+        keep_alive = self._reply.keep_alive
+        head_only = self.request.method == b"HEAD"
         self._finish("upstream_error", refusal.status)
-        own = self._own_headers()
         self._client.write(
             refusal_reply(refusal, own=own, close=not keep_alive, head_only=head_only)
         )
         self._client.reply_done(keep_alive=keep_alive)
 
+    def _break_off(self, why: str) -> None:
+        """The client has part of the reply: end it as vLLM ends a stream that fails, if it is one
+        and stands between two events; else let the connection break."""
+        head, plan = self.head, self.plan
+        assert head is not None, "a reply was begun"
+        told = b""
+        if plan is not None and head.headers.streams and self._body.rest_dropped(self._last):
+            told = stream_failure(why, plan.rule.failure)
+        if told:
+            self._reply.write(head, PASSED, told, (), complete=True)
+        self._finish("upstream_error", head.status)
+        if told:
+            self._client.reply_done(keep_alive=self._reply.keep_alive)
+        else:
+            self._client.reply_broken()
+
     # -- adapters that vLLM has lost
 
-    def _may_be_missing_adapter(self, head: ReplyHead) -> bool:
-        return head.status == 404 and len(self._routes) > 1
+    def _answers_for_unknown_model(self, body: bytes) -> bool:
+        return len(self.routes) > 1 and not self._reply.begun and names_unknown_model(body)
 
-    def _answer_by_next_route(self, received_at: float) -> None:
-        missing = self._routes.pop(0).adapter
-        self._context.metrics.adapter_missing.labels(missing).inc()
-        self._context.rare_log.warning("adapter_missing", adapter=missing)
-        if self._tee is not None:
-            self._tee.clear()
-        self._await_reply()
+    def _answer_without(self, received_at: float) -> None:
+        """This replica does not know the adapter: another one that has it answers, or the next
+        adapter does."""
+        route, context, replica = self.routes[0], self._context, self.replica
+        assert replica is not None, "it was asked"
+        context.metrics.adapter_missing.inc((route.adapter,))
+        context.rare_log.warning("adapter_missing", adapter=route.adapter, url=replica.url)
+        replica.in_flight -= 1
+        replica.lacks(route.upstream_model)
+        context.models_changed()
+        self.replica = None
+        self._tried.append(replica)
+        self._without += (replica,)
+        if not context.replicas.another_serves(route.upstream_model, self._tried):
+            self._next_adapter()
+        self._begin_again(received_at)
+        self._send_to_a_replica()
+
+    def _begin_again(self, received_at: float) -> None:
+        """The reply that came is not the client's: forget it, and wait for another."""
+        if self.tee is not None:
+            self.tee.clear()
+        self._await_reply(keep_alive=self._reply.keep_alive)
         self._working_since = received_at
-        self._send(reuse=True)
 
     # -- from the client
 
@@ -215,9 +238,10 @@ class Flight:
             return
         if self._connection is not None:
             self._connection.abort()
-        # Clients close at `[DONE]`, and do not wait for the end of the chunked body behind it.
-        outcome: Outcome = "ok" if self._tail == STREAM_END else "cut"
-        self._finish(outcome, self._head.status if self._head is not None else 0)
+        # Clients close at the last event; they do not wait for the end of the chunked body.
+        last = self._last
+        ended = last.endswith(STREAM_ENDS) or RESPONSE_COMPLETED in last
+        self._finish("ok" if ended else "cut", self.head.status if self.head is not None else 0)
 
     def pause(self) -> None:
         """The client reads slower than vLLM writes."""
@@ -228,39 +252,30 @@ class Flight:
         if self._connection is not None:
             self._connection.resume()
 
+    def tick(self, now: float) -> None:
+        """Called now and then. now: `time.perf_counter()`."""
+        limit_s = self._context.proxy.upstream_timeout_s
+        if self._connection is None or now - max(self._touched, self.sent) <= limit_s:
+            return
+        self._connection.abort()
+        self._connection = None
+        self._give_up(f"it was silent for {limit_s:g} s", status=504)
+
     # -- the end
 
-    def _own_headers(self) -> tuple[Header, ...]:
-        if self._route is None:
+    def _own_lines(self) -> tuple[bytes, ...]:
+        if self.plan is None:
             return ()
-        return (
-            (b"x-sidecar-exchange-id", self._exchange_id.encode()),
-            (b"x-sidecar-adapter", self._route.adapter.encode()),
+        own = (
+            b"x-sidecar-exchange-id: " + self.exchange_id.encode(),
+            b"x-sidecar-adapter: " + self.routes[0].adapter.encode(),
         )
+        limits = self.admission.headers
+        return own if not limits else (*own, *header_lines(limits))
 
     def _finish(self, outcome: Outcome, status: int) -> None:
         self._done = True
-        metrics = self._context.metrics
-        metrics.in_flight.dec()
-        metrics.requests.labels(CLIENT_LEFT if outcome == "cut" else str(status)).inc()
-        if self._plan is None:
-            return
-        content_type = text_header(self._head.headers if self._head else (), b"content-type")
-        ending = Ending(
-            exchange_id=self._exchange_id,
-            plan=self._plan,
-            route=self._routes[0],
-            replica=self._upstream.endpoint.url,
-            status=status,
-            outcome=outcome,
-            timings=Timings(
-                started_at=self._started_at,
-                first_byte_s=self._first_byte_s,
-                total_s=time.perf_counter() - self._began,
-                overhead_s=self._overhead_s,
-            ),
-            streamed=content_type.startswith("text/event-stream"),
-            request_headers=self._request.headers,
-            tee=self._tee,
-        )
-        settle(self._context, ending)
+        self._connection = self._connecting = None
+        if self.replica is not None:
+            self.replica.in_flight -= 1
+        settle(self._context, self, outcome, status)

@@ -1,7 +1,8 @@
-"""Write the head of a request to vLLM and of a reply to the client. Pure.
+"""The heads of requests and replies: what is passed on, what is kept aside, and how one is written.
 
-Headers pass both ways as they came, spelling and order included, except those that belong to one
-connection (RFC 9110 section 7.6.1) and the sidecar's own.
+Headers pass both ways as they came, spelling included, except those that belong to one connection
+(RFC 9110 section 7.6.1) and the sidecar's own. Each header is sorted once, while it is parsed.
+Pure.
 """
 
 from __future__ import annotations
@@ -24,86 +25,181 @@ CONNECTION_HEADERS = frozenset(
         b"http2-settings",
     }
 )
-_NOT_FORWARDED = frozenset({b"host", b"content-length", b"expect"})
+AUTHORIZATION = b"authorization"
+X_API_KEY = b"x-api-key"
+"""Where Anthropic's SDK puts the key."""
+ACCEPT_ENCODING = b"accept-encoding"
+TRACEPARENT = b"traceparent"
+RETRY_COUNT = b"x-stainless-retry-count"
+IDEMPOTENCY_KEY = b"idempotency-key"
+SENT_ON_DEMAND = (AUTHORIZATION, X_API_KEY, ACCEPT_ENCODING, TRACEPARENT)
+"""Kept aside: whoever sends the request on decides about them."""
 OWN_PREFIX = b"x-sidecar-"
+ASIDE = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SENT_ON_DEMAND}
+"""Of a request: not passed on as they came."""
+JOINED = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
+"""Of these every value counts: a doubled key is no key."""
+READ_TOO = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
+_AGENTS_SEND = (
+    b"Accept", b"Content-Type", b"User-Agent", b"X-Stainless-Lang", b"X-Stainless-OS",
+    b"X-Stainless-Arch", b"X-Stainless-Runtime", b"X-Stainless-Runtime-Version",
+    b"X-Stainless-Package-Version", b"X-Stainless-Async", b"x-stainless-read-timeout",
+    b"Anthropic-Version", b"anthropic-beta", b"X-Request-Id", b"OpenAI-Organization",
+)  # fmt: skip
+PASSED_ON = frozenset(_AGENTS_SEND) | frozenset(name.lower() for name in _AGENTS_SEND)
+"""Spellings that need no second look, for speed alone: the headers of the usual SDKs."""
+EVENT_STREAM = b"text/event-stream"
+_ORDINARY_CONNECTION = frozenset({b"keep-alive", b"close"})
 
 
-def header(headers: Iterable[Header], name: bytes) -> bytes | None:
-    """The first value of a header; `name` in lower case."""
-    for key, value in headers:
-        if key.lower() == name:
-            return value
-    return None
+class RequestHeaders:
+    """The headers of one request, sorted by `RequestParser`."""
+
+    __slots__ = ("aside", "lines")
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        """`name: value`, to be passed on as they came."""
+        self.aside: dict[bytes, bytes] = {}
+        """By lower-case name: what the relay reads or decides about. The first of a name counts,
+        as it does for vLLM; those in `JOINED` are joined by commas."""
+
+    def end(self) -> None:
+        """All came: drop what `Connection` names besides."""
+        connection = self.aside.get(b"connection")
+        if connection is not None and connection.lower() not in _ORDINARY_CONNECTION:
+            drop_named(self.lines, connection)
+            for name in connection_names(connection):
+                if name in SENT_ON_DEMAND:
+                    self.aside.pop(name, None)
+
+    def text(self, name: bytes) -> str:
+        """A header kept aside as text; empty when absent. Bytes that are not UTF-8 stay apart
+        (backslashes)."""
+        value = self.aside.get(name)
+        return "" if value is None else value.decode("utf-8", "backslashreplace").strip()
 
 
-def text_header(headers: Iterable[Header], name: bytes) -> str:
-    """The same as text; empty when absent. Bytes that are not UTF-8 stay apart (backslashes)."""
-    value = header(headers, name)
-    return "" if value is None else value.decode("utf-8", "backslashreplace").strip()
+class ReplyHeaders:
+    """The headers of one reply, sorted by `ReplyParser`."""
+
+    __slots__ = (
+        "chunked",
+        "connection",
+        "content_encoding",
+        "content_length",
+        "content_type",
+        "lines",
+    )
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.content_length: bytes | None = None
+        self.chunked = False
+        self.content_type = b""
+        self.content_encoding = b""
+        self.connection = b""
+
+    @property
+    def streams(self) -> bool:
+        """The body is a stream of server-sent events."""
+        return self.content_type.startswith(EVENT_STREAM)
+
+    @property
+    def encoded(self) -> bool:
+        """The body is compressed."""
+        return self.content_encoding not in (b"", b"identity")
+
+    def end(self) -> None:
+        """All came: drop what `Connection` names besides."""
+        if self.connection:
+            drop_named(self.lines, self.connection)
+
+
+def connection_names(value: bytes) -> frozenset[bytes]:
+    """The lower-case names that the value of `Connection` lists."""
+    return frozenset(name.strip().lower() for name in value.split(b",")) - {b""}
+
+
+def drop_named(lines: list[bytes], connection: bytes) -> None:
+    """Take the headers that `Connection` names out of `lines`."""
+    named = connection_names(connection)
+    lines[:] = [line for line in lines if line.partition(b":")[0].lower() not in named]
 
 
 def request_head(
     method: bytes,
     target: bytes,
-    headers: Sequence[Header],
+    lines: Iterable[bytes],
     *,
     host: bytes,
     content_length: int | None,
-    accept_plain_only: bool = False,
+    sent_on_demand: Iterable[bytes] = (),
 ) -> bytes:
     """The head of a request to an upstream, blank line included.
 
-    accept_plain_only: a compressed reply could not be edited, so none is asked for.
+    lines, sent_on_demand: finished `name: value` lines.
     """
-    dropped = _connection_names(headers) | _NOT_FORWARDED
-    if accept_plain_only:
-        dropped |= {b"accept-encoding"}
-    lines = [b"%b %b HTTP/1.1" % (method, target), b"Host: " + host]
-    lines += (
-        b"%b: %b" % (key, value)
-        for key, value in headers
-        if (name := key.lower()) not in dropped and not name.startswith(OWN_PREFIX)
-    )
-    if content_length is not None:
-        lines.append(b"Content-Length: %d" % content_length)
-    return b"\r\n".join((*lines, b"\r\n"))
+    length = () if content_length is None else (b"Content-Length: %d" % content_length,)
+    first = b"%b %b HTTP/1.1\r\nHost: %b" % (method, target, host)
+    return b"\r\n".join((first, *lines, *sent_on_demand, *length, b"\r\n"))
+
+
+def header_lines(headers: Iterable[Header]) -> tuple[bytes, ...]:
+    """`name: value` of each."""
+    return tuple(name + b": " + value for name, value in headers)
+
+
+def lines_on_demand(
+    aside: dict[bytes, bytes],
+    authorization: bytes | None,
+    *,
+    encoding: bool,
+    traceparent: bytes | None,
+) -> list[bytes]:
+    """The lines of the headers about which somebody decides.
+
+    authorization: instead of the caller's credentials; None passes those on, empty sends none.
+    encoding: the reply may be compressed. traceparent: instead of the caller's.
+    """
+    lines: list[bytes] = []
+    if authorization is None:
+        if AUTHORIZATION in aside:
+            lines.append(b"Authorization: " + aside[AUTHORIZATION])
+        if X_API_KEY in aside:
+            lines.append(b"X-Api-Key: " + aside[X_API_KEY])
+    elif authorization:
+        lines.append(b"Authorization: " + authorization)
+    if encoding and ACCEPT_ENCODING in aside:
+        lines.append(b"Accept-Encoding: " + aside[ACCEPT_ENCODING])
+    if traceparent is None:
+        traceparent = aside.get(TRACEPARENT)
+    if traceparent is not None:
+        lines.append(b"traceparent: " + traceparent)
+    return lines
 
 
 def reply_head(
     status: int,
     reason: bytes,
-    headers: Sequence[Header],
+    lines: Iterable[bytes],
     *,
-    own: Sequence[Header],
+    own: Sequence[bytes] = (),
     content_length: int | None,
     chunked: bool,
     close: bool,
 ) -> bytes:
     """The head of a reply to the client, blank line included.
 
-    content_length: None leaves the header out (chunked, no body, or ended by the close).
+    lines, own: finished `name: value` lines. content_length: None leaves the header out (chunked,
+    no body, or ended by the close).
     """
-    dropped = _connection_names(headers) | {b"content-length"}
-    lines = [b"HTTP/1.1 %d %b" % (status, reason)]
-    lines += (
-        b"%b: %b" % (key, value)
-        for key, value in headers
-        if (name := key.lower()) not in dropped and not name.startswith(OWN_PREFIX)
-    )
-    lines += (b"%b: %b" % pair for pair in own)
+    pieces = [b"HTTP/1.1 %d %b" % (status, reason), *lines, *own]
     if content_length is not None:
-        lines.append(b"content-length: %d" % content_length)
+        pieces.append(b"content-length: %d" % content_length)
     if chunked:
-        lines.append(b"transfer-encoding: chunked")
+        pieces.append(b"transfer-encoding: chunked")
     if close:
-        lines.append(b"connection: close")
-    return b"\r\n".join((*lines, b"\r\n"))
-
-
-def _connection_names(headers: Sequence[Header]) -> frozenset[bytes]:
-    """Headers of this connection only: the known ones and those that `Connection` names."""
-    named = [value for key, value in headers if key.lower() == b"connection"]
-    if not named:
-        return CONNECTION_HEADERS
-    extra = {name.strip().lower() for value in named for name in value.split(b",")}
-    return CONNECTION_HEADERS | extra
+        pieces.append(b"connection: close")
+    pieces.append(b"\r\n")
+    return b"\r\n".join(pieces)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 from typing import cast
 
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.flight import Flight
 from sidecar.relay.paths import Destination, destination
-from sidecar.relay.plan import plan_chat
-from sidecar.relay.refusals import Refusal, not_found, refusal_reply, too_slow
+from sidecar.relay.reception import receive
+from sidecar.relay.refusals import Refusal, not_found, refusal_reply, too_busy, too_slow
 from sidecar.relay.request_parser import RequestParser
+from sidecar.relay.surfaces import SurfaceRule
 from sidecar.relay.upstream import no_delay
 
 MAX_EARLY_BYTES = 64 * 1024
@@ -25,6 +27,10 @@ MAX_EARLY_BYTES = 64 * 1024
 LINGER_S = 1.0
 """A refused client may still be sending; closing at once would reset the connection and could take
 the refusal with it. So we read on and throw away for this long."""
+DRAIN_IDLE_S = 0.5
+"""While draining, an idle connection is kept this long: its client may just be sending."""
+MIN_BODY_BYTES_PER_S = 1024
+"""A body that comes slower than this, over `proxy.body_timeout_s` and more, is not waited for."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -43,18 +49,24 @@ class ClientConnection(asyncio.Protocol):
         self._early_bytes = 0
         self._reading_paused = self._writing_paused = False
         self._pumping = self._closing = self._draining = False
-        self._waiting_since = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
+        self._since = perf_counter()
+        """Since when it is idle, or the request that is coming in has been."""
+        self._progress = self._since
+        """When a byte last moved in the direction that is waited for."""
+        self._unsent_bytes = 0
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
         no_delay(self._transport)
-        self._arm_timer()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
+            return
+        if self._flight is None and not self._early and not self._writing_paused:
+            self._feed(data)  # nearly always: nothing is in the way of it
+            self._pump()
             return
         self._early.append(data)
         self._early_bytes += len(data)
@@ -66,8 +78,6 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = True
         self._transport = None
-        if self._timer is not None:
-            self._timer.cancel()
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.client_left()
@@ -75,6 +85,8 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writing_paused = True
+        self._progress = perf_counter()
+        self._unsent_bytes = 0
         if self._flight is not None:
             self._flight.pause()
 
@@ -92,11 +104,13 @@ class ClientConnection(asyncio.Protocol):
 
     def reply_done(self, *, keep_alive: bool) -> None:
         self._flight = None
-        self._waiting_since = self._loop.time()
-        if keep_alive and not self._draining:
-            self._pump()
-        else:
+        self._since = perf_counter()
+        if not keep_alive:
             self._close()
+            return
+        if self._draining:  # the client was told that it may go on: its next request may be coming
+            self._loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+        self._pump()
 
     def reply_broken(self) -> None:
         self._flight = None
@@ -105,10 +119,48 @@ class ClientConnection(asyncio.Protocol):
     # -- for the server
 
     def drain(self) -> None:
-        """Finish what is in flight, then close; close at once when nothing is."""
+        """Finish what is in flight or on its way, then close."""
+        if self._draining:
+            return
         self._draining = True
         if self._flight is None:
+            self._loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._flight is None and not self._parser.begun:
             self._close()
+
+    def tick(self, now: float) -> None:
+        """Called now and then: end what has waited too long. now: `time.perf_counter()`."""
+        proxy = self._context.proxy
+        if self._writing_paused and self._transport is not None:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent != self._unsent_bytes:
+                self._unsent_bytes, self._progress = unsent, now
+            elif now - self._progress > proxy.write_timeout_s:
+                self._context.metrics.clients_cut.inc(("not_reading",))
+                self.abort()
+        elif self._flight is not None:
+            self._flight.tick(now)
+        elif self._closing:
+            # What is unsent may never be taken, and `close` waits for it for ever.
+            if now - self._since > proxy.write_timeout_s:
+                self._context.metrics.clients_cut.inc(("not_reading",))
+                self.abort()
+        elif not self._parser.begun:
+            if now - self._since > proxy.idle_timeout_s:
+                self._close()
+        elif self._is_late(now):
+            self._context.metrics.clients_cut.inc(("too_slow",))
+            self._refuse(too_slow(), head_only=False, keep_alive=False)
+
+    def _is_late(self, now: float) -> bool:
+        """The request that is coming in is not worth waiting for."""
+        proxy, waited_s = self._context.proxy, now - self._since
+        if not self._parser.in_body:
+            return waited_s > proxy.head_timeout_s
+        allowed_s = proxy.body_timeout_s + self._parser.body_bytes / MIN_BODY_BYTES_PER_S
+        return now - self._progress > proxy.body_timeout_s or waited_s > allowed_s
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -140,11 +192,19 @@ class ClientConnection(asyncio.Protocol):
         if self._reading_paused:
             self._reading_paused = False
             self._open_transport().resume_reading()
-        self._parser.feed(data)
-        if self._parser.in_body:
-            self._waiting_since = self._loop.time()  # a body may take long, but never stand still
-        if self._parser.wants_continue and not self._parser.ready:
-            self._parser.wants_continue = False
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        parser = self._parser
+        self._progress = now = perf_counter()
+        was_in_head = parser.begun and not parser.in_body
+        if not parser.begun:
+            self._since = now
+        parser.feed(data)
+        if was_in_head and parser.in_body:
+            self._since = now  # the body has a time of its own
+        if parser.wants_continue and not parser.ready:
+            parser.wants_continue = False
             self.write(CONTINUE)
 
     def _begin(self, item: ClientRequest | Refusal) -> None:
@@ -152,33 +212,31 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(item, head_only=False, keep_alive=False)
             return
         where = destination(item.method, item.target)
-        if where is Destination.CHAT:
-            self._begin_chat(item)
-        elif where is Destination.NOWHERE:
-            head_only = item.method == b"HEAD"
-            self._refuse(not_found(), head_only=head_only, keep_alive=item.keep_alive)
-        else:
-            pool = self._context.app if where is Destination.APP else self._context.vllm
-            self._fly(Flight(self._context, self, item, upstream=pool, plan=None))
-
-    def _begin_chat(self, item: ClientRequest) -> None:
+        head_only = item.method == b"HEAD"
         context = self._context
-        sampled = context.sample_rate >= 1.0 or context.chance() < context.sample_rate
-        plan = plan_chat(item.body, item.headers, context.routing.table, sampled=sampled)
-        if isinstance(plan, Refusal):
-            self._refuse(plan, head_only=False, keep_alive=item.keep_alive)
+        if where is Destination.NOWHERE:
+            self._refuse(not_found(), head_only=head_only, keep_alive=item.keep_alive)
             return
-        self._fly(Flight(context, self, item, upstream=context.vllm, plan=plan))
-
-    def _fly(self, flight: Flight) -> None:
+        rule = where if isinstance(where, SurfaceRule) else None
+        if where is not Destination.APP and context.busy:
+            surface = rule.surface if rule is not None else "chat"
+            busy = too_busy(context.proxy.max_in_flight, surface)
+            self._refuse(busy, head_only=head_only, keep_alive=item.keep_alive)
+            return
+        flight = receive(
+            context, self, item, rule, app=where is Destination.APP, keep_alive=not self._draining
+        )
+        if isinstance(flight, Refusal):
+            self._refuse(flight, head_only=head_only, keep_alive=item.keep_alive)
+            return
         self._flight = flight
         flight.start()
 
     def _refuse(self, refusal: Refusal, *, head_only: bool, keep_alive: bool) -> None:
-        self._context.metrics.requests.labels(str(refusal.status)).inc()
+        self._context.metrics.requests.inc((str(refusal.status),))
         close = refusal.close or not keep_alive or self._draining
         self.write(refusal_reply(refusal, close=close, head_only=head_only))
-        self._waiting_since = self._loop.time()
+        self._since = perf_counter()
         if refusal.close:
             self._linger()
         elif close:
@@ -197,25 +255,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         self._closing = True
+        self._since = perf_counter()
         if self._transport is not None:
             self._transport.close()
 
     def _open_transport(self) -> asyncio.Transport:
         assert self._transport is not None, "called between connection_made and connection_lost"
         return self._transport
-
-    def _arm_timer(self) -> None:
-        limit_s = self._context.proxy.idle_timeout_s
-        left_s = self._waiting_since + limit_s - self._loop.time()
-        if self._flight is not None:
-            left_s = limit_s
-        self._timer = self._loop.call_later(max(left_s, 0.0), self._timer_fired)
-
-    def _timer_fired(self) -> None:
-        waited_s = self._loop.time() - self._waiting_since
-        if self._flight is not None or waited_s < self._context.proxy.idle_timeout_s:
-            self._arm_timer()
-        elif self._parser.begun and not self._closing:
-            self._refuse(too_slow(), head_only=False, keep_alive=False)
-        else:
-            self._close()

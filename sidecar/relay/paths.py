@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-CHAT_PATH = b"/v1/chat/completions"
+from sidecar.relay.surfaces import BY_PATH, SurfaceRule
+
 APP_PATHS = frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"})
 
 
 class Destination(Enum):
-    CHAT = "chat"
-    """vLLM, with routing and capture."""
     VLLM = "vllm"
     """vLLM as it came: other methods on a model path (CORS preflight, 405) are vLLM's to answer."""
     APP = "app"
@@ -22,11 +21,15 @@ class Destination(Enum):
     NOWHERE = "nowhere"
 
 
-def destination(method: bytes, target: bytes) -> Destination:
-    """Who answers `method target`. Paths match byte for byte: no decoding, no trailing slash."""
+def destination(method: bytes, target: bytes) -> Destination | SurfaceRule:
+    """Who answers `method target`; a surface: vLLM, with routing and capture.
+
+    Paths match byte for byte: no decoding, no trailing slash.
+    """
     path = target.partition(b"?")[0]
-    if path == CHAT_PATH:
-        return Destination.CHAT if method == b"POST" else Destination.VLLM
+    rule = BY_PATH.get(path)
+    if rule is not None:
+        return rule if method == b"POST" else Destination.VLLM
     if path in APP_PATHS:
         return Destination.APP
     return Destination.NOWHERE

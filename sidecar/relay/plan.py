@@ -1,95 +1,194 @@
-"""What to do with one chat request: who answers it, and what is written into it. Pure."""
+"""What to do with one model request: who answers it, and what is written into it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
 
-from sidecar.relay.heads import Header, text_header
+from sidecar.relay.heads import RequestHeaders
 from sidecar.relay.refusals import Refusal, unknown_model
-from sidecar.relay.reply_edit import Strip
+from sidecar.relay.reply_edit import STRIP_NOTHING, Strip
 from sidecar.relay.request_edit import (
-    RequestView,
-    UnreadableBodyError,
+    LOGPROBS,
+    MODEL,
+    STREAM_OPTIONS,
+    TOKEN_IDS,
     edit_request,
-    opening_messages,
-    read_request,
+    splice_request,
 )
-from sidecar.routing import Assignment, RoutingTable, assign, fallbacks
-from sidecar.session_key import session_key
+from sidecar.relay.request_peek import RequestPeek, UnreadableBodyError, peek_request
+from sidecar.relay.surfaces import SurfaceRule
+from sidecar.routing import Assignment, CompiledRouting
+from sidecar.session_key import DEFAULT_PROJECT, session_key
 
 SESSION_HEADER = b"x-sidecar-session"
 USER_HEADER = b"x-sidecar-user"
-CAPTURE_HEADER = b"x-sidecar-capture"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPlan:
-    """Everything that is decided before the first byte goes to vLLM."""
+class Circumstances:
+    """What a request's plan depends on beside the request itself."""
 
-    view: RequestView
-    public_model: str
-    session_key: str
-    user: str
-    routes: tuple[Assignment, ...]
-    """Tried in order; the next one only when vLLM does not know the adapter."""
-    skip_reason: str | None
-    """Why the exchange is not captured; None when it is."""
-    strip: Strip
-    """What the sidecar asks for on its own account."""
+    __slots__ = (
+        "key_id",
+        "metered",
+        "needs_session",
+        "pinned",
+        "project",
+        "routing",
+        "skip_reason",
+    )
+
+    def __init__(
+        self,
+        routing: CompiledRouting,
+        skip_reason: str | None = None,
+        project: str = DEFAULT_PROJECT,
+        key_id: str = "",
+        metered: bool = False,
+        needs_session: bool = True,
+        pinned: Assignment | None = None,
+    ) -> None:
+        """skip_reason: why the exchange is not captured; None when it is to be.
+        metered: the key has an allowance of tokens, so the usage must be known.
+        needs_session: somebody beside the canary's split wants the session's name.
+        pinned: an operator named the adapter."""
+        self.routing = routing
+        self.skip_reason = skip_reason
+        self.project = project
+        self.key_id = key_id
+        self.metered = metered
+        self.needs_session = needs_session
+        self.pinned = pinned
+
+
+class Plan:
+    """Everything that is decided before the first byte goes to vLLM. (A plain class: one is made
+    for every request.)"""
+
+    __slots__ = (
+        "metered",
+        "peek",
+        "public_model",
+        "routes",
+        "rule",
+        "session_key",
+        "skip_reason",
+        "strip",
+        "user",
+    )
+
+    def __init__(
+        self,
+        rule: SurfaceRule,
+        peek: RequestPeek,
+        *,
+        public_model: str,
+        session_key: str,
+        user: str,
+        routes: tuple[Assignment, ...],
+        skip_reason: str | None,
+        strip: Strip,
+        metered: bool,
+    ) -> None:
+        """metered: the key has an allowance of tokens, so the usage must be known.
+        routes: tried in order; the next one only when vLLM does not know the adapter.
+        skip_reason: why the exchange is not captured; None when it is.
+        strip: what the sidecar asks for on its own account."""
+        self.rule = rule
+        self.metered = metered
+        self.peek = peek
+        self.public_model = public_model
+        self.session_key = session_key
+        self.user = user
+        self.routes = routes
+        self.skip_reason = skip_reason
+        self.strip = strip
 
     def body_for(self, route: Assignment) -> bytes:
         """The body to send to vLLM."""
-        if not self.view.model_is_text:
-            return self.view.body
-        named = self.view.model or self.public_model
-        if named == route.upstream_model and self.strip.nothing:
-            return self.view.body
-        return edit_request(
-            self.view.body,
-            model=route.upstream_model,
-            ask_token_ids=self.strip.token_ids,
-            ask_logprobs=self.strip.logprobs,
-        )
+        peek, strip = self.peek, self.strip
+        if not _is_valid(self.rule, peek):
+            return peek.body
+        named = peek.model or self.public_model
+        same_model = named == route.upstream_model
+        if same_model and strip.nothing:
+            return peek.body
+        model = peek.model_raw if same_model and peek.model else None
+        new = bytes(model) if model is not None else b'"%b"' % route.upstream_model.encode()
+        if peek.model_raw is not None and not strip.usage and peek.asks_nothing_of_ours:
+            spliced = splice_request(peek.body, bytes(peek.model_raw), new, self._in_front())
+            if spliced is not None:
+                return spliced
+        wanted = {MODEL: new}
+        if strip.token_ids:
+            wanted[TOKEN_IDS] = b"true"
+        if strip.logprobs:
+            wanted[LOGPROBS] = self.rule.logprobs_ask
+        if strip.usage:
+            options = {**(peek.stream_options() or {}), "include_usage": True}
+            wanted[STREAM_OPTIONS] = json.dumps(options).encode()
+        return edit_request(peek.body, wanted)
+
+    def _in_front(self) -> bytes:
+        strip = self.strip
+        ids = b'"return_token_ids":true,' if strip.token_ids else b""
+        return ids + b'"logprobs":%b,' % self.rule.logprobs_ask if strip.logprobs else ids
 
 
-def plan_chat(
-    body: bytes, headers: Sequence[Header], table: RoutingTable, *, sampled: bool
-) -> ChatPlan | Refusal:
-    """Decide about a chat request, or refuse it the way vLLM would.
-
-    sampled: whether `capture.sample_rate` chose this request.
-    """
+def plan_request(
+    rule: SurfaceRule, body: bytes, headers: RequestHeaders, around: Circumstances
+) -> Plan | Refusal:
+    """Decide about a request, or refuse it the way vLLM would."""
     try:
-        view = read_request(body)
+        peek = peek_request(body)
     except UnreadableBodyError as error:
         return error.refusal
-    if view.model not in (None, table.model):
-        return unknown_model(str(view.model), table.model)
-    user = text_header(headers, USER_HEADER) or view.user
-    header = text_header(headers, SESSION_HEADER) or None
-    messages = [] if header else opening_messages(view.messages)
-    key = session_key(header=header, user=user, messages=messages)
-    first = assign(table, key)
-    reason = _skip_reason(headers, view, sampled=sampled)
-    captured = reason is None
-    return ChatPlan(
-        view=view,
-        public_model=table.model,
+    routing = around.routing
+    public = routing.table.model
+    if peek.model is not None and peek.model != public:
+        return unknown_model(peek.model, public, rule.surface)
+    reason = around.skip_reason if rule.captured else "surface"
+    if reason is None and not _is_valid(rule, peek):
+        reason = "not_valid"
+    user = key = ""
+    if reason is None or around.needs_session or (rule.adapted and routing.splits):
+        user = headers.text(USER_HEADER) or peek.user
+        header = headers.text(SESSION_HEADER)
+        key = session_key(
+            header=header or None,
+            user=user,
+            opening=() if header else peek.opening(),
+            project=around.project,
+            key_id=around.key_id,
+        )
+    if around.pinned is not None:
+        routes: tuple[Assignment, ...] = (around.pinned,)
+        reason = reason or "pinned"
+    else:
+        routes = routing.routes(key) if rule.adapted else routing.base
+    return Plan(
+        rule,
+        peek,
+        public_model=public,
         session_key=key,
         user=user,
-        routes=(first, *fallbacks(table, first)),
+        routes=routes,
         skip_reason=reason,
-        strip=Strip(
-            token_ids=captured and view.may_ask_token_ids,
-            logprobs=captured and view.may_ask_logprobs,
-        ),
+        metered=around.metered,
+        strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
     )
 
 
-def _skip_reason(headers: Sequence[Header], view: RequestView, *, sampled: bool) -> str | None:
-    if text_header(headers, CAPTURE_HEADER).lower() == "off":
-        return "header"
-    if not view.model_is_text:
-        return "not_valid"
-    return None if sampled else "not_sampled"
+def _is_valid(rule: SurfaceRule, peek: RequestPeek) -> bool:
+    """False: vLLM will refuse the request for its `model`, and must see it as it came."""
+    return peek.model_is_text and (peek.model is not None or not rule.needs_model)
+
+
+def _strip(rule: SurfaceRule, peek: RequestPeek, *, captured: bool, metered: bool) -> Strip:
+    if not rule.gives_ids or not (captured or metered):
+        return STRIP_NOTHING
+    options = peek.stream_options() if metered and peek.streams else None
+    return Strip(
+        token_ids=captured and peek.may_ask_token_ids(rule.surface),
+        logprobs=captured and peek.may_ask_logprobs(rule.surface),
+        usage=options is not None and not options.get("include_usage"),
+    )

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
-from sidecar.relay.heads import Header, reply_head
+from sidecar.access_words import Denial
+from sidecar.records import Surface
+from sidecar.relay.heads import Header, header_lines, reply_head
+from sidecar.relay.surfaces import Failure
 
 MAX_ECHO_CHARS = 200
 """vLLM repeats at most this much of a wrong value."""
@@ -26,6 +29,8 @@ class Refusal:
     body: bytes
     close: bool = False
     """The connection cannot be used further: its framing or its rest is not trusted."""
+    headers: tuple[bytes, ...] = ()
+    """Finished `name: value` lines that belong to it."""
 
 
 def vllm_error(
@@ -35,6 +40,22 @@ def vllm_error(
     error = {"message": message, "type": kind, "param": param, "code": status}
     body = json.dumps({"error": error}, separators=(",", ":"), ensure_ascii=False)
     return Refusal(status=status, body=body.encode("utf-8", "replace"), close=close)
+
+
+def anthropic_error(status: int, message: str, *, kind: str) -> Refusal:
+    """An error as vLLM's `/v1/messages` writes it: Anthropic's shape, vLLM's names."""
+    error = {"type": "error", "error": {"type": kind, "message": message}}
+    body = json.dumps(error, separators=(",", ":"), ensure_ascii=False)
+    return Refusal(status=status, body=body.encode("utf-8", "replace"))
+
+
+def surface_error(
+    surface: Surface, status: int, message: str, *, kind: str, param: str | None = None
+) -> Refusal:
+    """An error in the shape in which vLLM tells its own on that surface."""
+    if surface == "messages":
+        return anthropic_error(status, message, kind=kind)
+    return vllm_error(status, message, kind=kind, param=param)
 
 
 def invalid_json(error: json.JSONDecodeError) -> Refusal:
@@ -77,10 +98,10 @@ def unreadable_text() -> Refusal:
     return Refusal(status=400, body=body)
 
 
-def unknown_model(asked: str, public: str) -> Refusal:
+def unknown_model(asked: str, public: str, surface: Surface = "chat") -> Refusal:
     """The model is not the public one. Adapters are chosen by the routing table, never by name."""
     message = f"The model `{asked}` does not exist. Valid aliases: {public}."
-    return vllm_error(404, message, kind="NotFoundError", param="model")
+    return surface_error(surface, 404, message, kind="NotFoundError", param="model")
 
 
 def not_found() -> Refusal:
@@ -107,23 +128,74 @@ def too_slow() -> Refusal:
     return vllm_error(408, "The request did not arrive in time.", kind="Bad Request", close=True)
 
 
-def upstream_failed(url: str, why: str) -> Refusal:
-    """vLLM could not be reached or broke off before the first byte of its reply."""
+def upstream_failed(url: str, why: str, status: int = 502, surface: Surface = "chat") -> Refusal:
+    """vLLM could not be reached, broke off, or was silent (504) before its reply began."""
     message = (
         f"The sidecar got no reply from vLLM at {url} ({why}). "
         "Check that vLLM is running and that serving.upstreams names its address."
     )
-    return vllm_error(502, message, kind="BadGatewayError")
+    kind = "BadGatewayError" if status == 502 else "GatewayTimeoutError"
+    return surface_error(surface, status, message, kind=kind)
+
+
+def with_limits(refusal: Refusal, headers: tuple[Header, ...]) -> Refusal:
+    """The same with what is left of the caller's limits: a refused request counts too."""
+    return replace(refusal, headers=refusal.headers + header_lines(headers)) if headers else refusal
+
+
+def denied(denial: Denial, surface: Surface) -> Refusal:
+    """Somebody may not come in, told in the shape that the surface's clients read."""
+    if surface == "messages":
+        refusal = anthropic_error(denial.status, denial.message, kind=denial.kind)
+    else:
+        error = {
+            "message": denial.message,
+            "type": denial.kind,
+            "param": None,
+            "code": denial.code,
+        }
+        body = json.dumps({"error": error}, separators=(",", ":")).encode()
+        refusal = Refusal(status=denial.status, body=body)
+    return replace(refusal, headers=header_lines(denial.headers))
+
+
+def unknown_adapter(name: str, surface: Surface) -> Refusal:
+    message = (
+        f"No adapter `{name}` is loaded: name base, champion, canary, a version such as v12, or "
+        "an adapter as `sidecar adapters ls` shows it."
+    )
+    return surface_error(surface, 404, message, kind="NotFoundError", param="x-sidecar-adapter")
+
+
+def too_busy(limit: int, surface: Surface) -> Refusal:
+    message = f"The sidecar has proxy.max_in_flight ({limit}) requests in flight; try again."
+    refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
+    return replace(refusal, headers=(b"retry-after: 1",))
+
+
+def stream_failure(why: str, failure: Failure) -> bytes:
+    """What goes into a stream that vLLM will not finish: as vLLM's own failure looks (0.32).
+
+    Empty where vLLM lets the connection break.
+    """
+    if failure == "cut":
+        return b""
+    message = f"The sidecar lost vLLM in the middle of its reply ({why})."
+    if failure == "event":
+        told = anthropic_error(500, message, kind="internal_error")
+        return b"event: error\ndata: " + told.body + b"\n\n"
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def refusal_reply(
-    refusal: Refusal, *, own: Sequence[Header] = (), close: bool, head_only: bool = False
+    refusal: Refusal, *, own: Sequence[bytes] = (), close: bool, head_only: bool = False
 ) -> bytes:
     """The whole reply as bytes. head_only: the answer to a HEAD."""
     head = reply_head(
         refusal.status,
         HTTPStatus(refusal.status).phrase.encode(),
-        ((b"content-type", b"application/json"),),
+        (b"content-type: application/json", *refusal.headers),
         own=own,
         content_length=len(refusal.body),
         chunked=False,
@@ -133,7 +205,11 @@ def refusal_reply(
 
 
 def names_unknown_model(body: bytes) -> bool:
-    """True when this 404 of vLLM says that it does not know the model (and so the adapter)."""
+    """True when this 404 of vLLM says that it does not know the model (and so the adapter).
+
+    Responses has 404s for other things (`previous_response_id`), which name their `param`; messages
+    names none.
+    """
     try:
         error = json.loads(body)["error"]
         return bool(error["type"] == "NotFoundError" and error.get("param", "model") == "model")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from sidecar.relay.heads import EVENT_STREAM
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
-from sidecar.relay.sse import EventSplitter
+from sidecar.relay.sse import EventSplitter, is_one_event
 
 MAX_HELD_BYTES = 64 * 2**20
 """A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
 than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
-
+EVENT_END = (b"\n\n", b"\r\n\r\n")
 
 Length = Literal["kept", "whole", "unknown"]
 """kept: as vLLM's head says; whole: all is sent in one piece; unknown: nobody knows before."""
@@ -31,6 +32,12 @@ class ReplyBody(Protocol):
 
     def end(self) -> bytes: ...
 
+    def rest_dropped(self, last: bytes) -> bool:
+        """The reply ends here, unfinished: whether the client has whole events only, so that one
+        more may follow. What is held of an event that is not whole is dropped.
+
+        last: what was fed last."""
+
 
 class PassedBody:
     """Every byte at once, as it came."""
@@ -43,6 +50,9 @@ class PassedBody:
 
     def end(self) -> bytes:
         return b""
+
+    def rest_dropped(self, last: bytes) -> bool:
+        return last.endswith(EVENT_END)
 
 
 class EventBody:
@@ -59,6 +69,8 @@ class EventBody:
     def feed(self, data: bytes) -> bytes:
         if self._passing:
             return data
+        if self._splitter.pending_bytes == 0 and is_one_event(data):
+            return strip_event(data, self._strip)
         events = self._splitter.feed(data)
         out = b"".join([strip_event(event, self._strip) for event in events])
         if self._splitter.pending_bytes > MAX_HELD_BYTES:
@@ -68,6 +80,10 @@ class EventBody:
 
     def end(self) -> bytes:
         return self._splitter.rest()
+
+    def rest_dropped(self, last: bytes) -> bool:
+        self._splitter.rest()
+        return not self._passing
 
 
 class HeldBody:
@@ -94,18 +110,26 @@ class HeldBody:
         whole = self._take()
         return whole if self._strip.nothing else strip_reply(whole, self._strip)
 
+    def rest_dropped(self, last: bytes) -> bool:
+        return False
+
     def _take(self) -> bytes:
         whole = b"".join(self._pieces)
         self._pieces.clear()
         return whole
 
 
-def reply_body(*, status: int, content_type: str, encoded: bool, strip: Strip) -> ReplyBody:
-    """Choose the way. encoded: the reply is compressed, and cannot be edited."""
+PASSED = PassedBody()
+"""It keeps nothing, so one serves all."""
+
+
+def reply_body(*, status: int, content_type: bytes, encoded: bool, strip: Strip) -> ReplyBody:
+    """Choose the way. content_type: lower case. encoded: the reply is compressed, and cannot be
+    edited."""
     if strip.nothing or status != 200 or encoded:
-        return PassedBody()
-    if content_type.startswith("text/event-stream"):
+        return PASSED
+    if content_type.startswith(EVENT_STREAM):
         return EventBody(strip)
-    if content_type.startswith("application/json"):
+    if content_type.startswith(b"application/json"):
         return HeldBody(strip)
-    return PassedBody()
+    return PASSED

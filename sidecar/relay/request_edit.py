@@ -1,127 +1,39 @@
-"""Read from a request what routing needs, and write into it what the sidecar asks. Pure.
+"""Write into a request what the sidecar asks. Pure.
 
 The body is never re-encoded: values are replaced at their place and new members put in front, so
 that whatever a client sends (unknown fields, big numbers, odd spacing) reaches vLLM as it came.
+The usual request needs one new `model` and members that do not stand in it; that is done without
+a second scan. Everything else goes member by member.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from sidecar.errors import BadRequestError
 from sidecar.relay.json_spans import members
-from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_text
+from sidecar.relay.request_fields import TAIL
 
 MODEL = "model"
 TOKEN_IDS = "return_token_ids"
 LOGPROBS = "logprobs"
+STREAM_OPTIONS = "stream_options"
+CHECKED_BYTES = 16 * 1024
+"""In a body up to this size `model` is looked for a second time; in a longer one that costs more
+than the scan. A twin that goes unseen must have the same value (msgspec reads the last one), and
+then the base answers and the exchange is marked: `model_mismatch`."""
+MAX_LOOKS = 3
+"""Places from the end that may be some other object's `model`."""
+_FIRST = b'{"model":'
+_KEY = b'"model"'
 
 
-class UnreadableBodyError(BadRequestError):
-    """The body is not a JSON object; `refusal` is what vLLM would have answered."""
+def edit_request(body: bytes, wanted: Mapping[str, bytes]) -> bytes:
+    """Set the members in `wanted` (name to JSON) at their place, or in front when they are missing.
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.body.decode())
-        self.refusal = refusal
-
-
-class _Peek(msgspec.Struct):
-    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    user: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    return_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    top_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    logprob_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_PEEK = msgspec.json.Decoder(_Peek)
-_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestView:
-    """What the relay needs of a chat request."""
-
-    body: bytes
-    """The body in UTF-8; the very bytes that came unless they came in another encoding."""
-    model: str | None
-    """None: not said, so the public model is meant."""
-    model_is_text: bool
-    """False: `model` is a number or the like, which vLLM must be left to refuse."""
-    user: str
-    may_ask_token_ids: bool
-    """The client did not ask for token ids, so asking is on the sidecar's account."""
-    may_ask_logprobs: bool
-    messages: bytes
-    """The `messages` array as JSON; empty when there is none."""
-
-
-def read_request(body: bytes) -> RequestView:
-    """Peek into a chat request.
-
-    Raises: UnreadableBodyError when the body is not a JSON object.
+    body: a JSON object, as `RequestPeek.body`. A member that comes twice is set in both places.
     """
-    try:
-        peek = _PEEK.decode(body)
-    except msgspec.MsgspecError:
-        body, peek = _read_slowly(body)
-    model = _value(peek.model)
-    user = _value(peek.user)
-    # vLLM refuses these two without `logprobs`; adding it would turn a 400 into a 200.
-    needs_logprobs = _is_set(peek.top_logprobs) or _is_set(peek.logprob_token_ids)
-    return RequestView(
-        body=body,
-        model=model if isinstance(model, str) and model else None,
-        model_is_text=model is None or isinstance(model, str),
-        user=user if isinstance(user, str) else "",
-        may_ask_token_ids=not _is_set(peek.return_token_ids),
-        may_ask_logprobs=not _is_set(peek.logprobs) and not needs_logprobs,
-        messages=b"" if peek.messages is msgspec.UNSET else bytes(peek.messages),
-    )
-
-
-def opening_messages(messages: bytes) -> list[Mapping[str, Any]]:
-    """The messages up to and with the first user's, which name the conversation.
-
-    Malformed messages give an empty list: vLLM refuses them, and nothing is recorded.
-    """
-    opening: list[Mapping[str, Any]] = []
-    try:
-        for raw in _RAWS.decode(messages) if messages else ():
-            message = _message(raw)
-            if not isinstance(message, dict):
-                return []
-            opening.append(message)
-            if message.get("role") == "user":
-                break
-    except ValueError:  # msgspec's and json's errors are ValueErrors
-        return []
-    return opening
-
-
-def _message(raw: msgspec.Raw) -> Any:  # Any: whatever JSON the client sent
-    try:
-        return msgspec.json.decode(raw)
-    except msgspec.MsgspecError:  # NaN and lone surrogates; the fast way takes a tenth of the time
-        return json.loads(bytes(raw))
-
-
-def edit_request(body: bytes, *, model: str, ask_token_ids: bool, ask_logprobs: bool) -> bytes:
-    """Set `model`, and `return_token_ids` and `logprobs` to true where asked for.
-
-    body: a JSON object, as `RequestView.body`. A member that comes twice is set in both places.
-    """
-    wanted = {MODEL: json.dumps(model).encode()}
-    if ask_token_ids:
-        wanted[TOKEN_IDS] = b"true"
-    if ask_logprobs:
-        wanted[LOGPROBS] = b"true"
     missing = dict(wanted)
     head = body.index(b"{") + 1
     pieces: list[bytes] = []
@@ -139,34 +51,42 @@ def edit_request(body: bytes, *, model: str, ask_token_ids: bool, ask_logprobs: 
     return b"".join((body[:head], new, comma, *pieces))
 
 
-def _is_set(raw: msgspec.Raw | msgspec.UnsetType) -> bool:
-    """True when the client said something that vLLM may take as yes."""
-    return raw is not msgspec.UNSET and bytes(raw) not in (b"null", b"false", b"0")
+def splice_request(body: bytes, old: bytes, new: bytes, in_front: bytes) -> bytes | None:
+    """The same as `edit_request` for the usual body, in a fraction of its time.
 
-
-def _value(raw: msgspec.Raw | msgspec.UnsetType) -> Any:  # Any: whatever JSON the client sent
-    if raw is msgspec.UNSET:
+    old: the value of `model` as it stands in the body. new: its replacement, JSON.
+    in_front: finished members with a comma after each, none of which stands in the body.
+    Returns: None when the place of `model` is not certain at a glance.
+    """
+    if body[:1] != b"{":
         return None
-    try:
-        return json.loads(bytes(raw))
-    except ValueError:  # bytes that are not UTF-8: vLLM refuses the body
-        return 0
+    if body.startswith(_FIRST):
+        at = len(_FIRST)
+        if len(body) <= CHECKED_BYTES and body.find(_KEY, at) >= 0:
+            return None
+    else:
+        key = body.rfind(_KEY)
+        for _ in range(MAX_LOOKS):
+            if key < 0 or _is_member(body, key, old):
+                break
+            key = body.rfind(_KEY, 0, key)
+        else:
+            return None
+        if key < 0:
+            return None
+        at = key + len(_KEY) + 1
+    if body[at : at + 1] == b" ":
+        at += 1
+    end = at + len(old)
+    if body[at:end] != old:
+        return None
+    return b"".join((b"{", in_front, body[1:at], new, body[end:]))
 
 
-def _read_slowly(body: bytes) -> tuple[bytes, _Peek]:
-    """Read what msgspec refuses the way vLLM does: with Python's json."""
+def _is_member(body: bytes, key: int, value: bytes) -> bool:
+    """Whether a member of the body itself, not of something in it, begins at `key`: what is left
+    of the body from there must be the rest of one object, no more and no less."""
     try:
-        text = body.decode(json.detect_encoding(body), "surrogatepass")
-        value = json.loads(text) if body else None
-    except json.JSONDecodeError as error:
-        raise UnreadableBodyError(invalid_json(error)) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableBodyError(unreadable_text()) from error
-    if not isinstance(value, dict):
-        raise UnreadableBodyError(not_an_object(value))
-    fields = {
-        name: msgspec.Raw(json.dumps(value[name]).encode())
-        for name in _Peek.__struct_fields__
-        if name in value
-    }
-    return text.encode("utf-8", "surrogatepass"), _Peek(**fields)
+        return bytes(TAIL.decode(b"{" + body[key:]).model) == value
+    except msgspec.MsgspecError:
+        return False

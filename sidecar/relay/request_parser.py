@@ -2,7 +2,8 @@
 
 llhttp refuses most smuggling by itself (both framings, doubled or odd Content-Length, bare LF,
 folded lines, a space before the colon); what it lets through, is refused here: any transfer coding
-but `chunked`, a coding in HTTP/1.0, upgrades.
+but `chunked`, a coding in HTTP/1.0, upgrades, other protocols than HTTP, a missing or doubled Host,
+a target with a fragment.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections import deque
 import httptools
 
 from sidecar.relay.client_request import ClientRequest
-from sidecar.relay.heads import Header, text_header
+from sidecar.relay.heads import ASIDE, JOINED, OWN_PREFIX, PASSED_ON, READ_TOO, RequestHeaders
 from sidecar.relay.refusals import Refusal, bad_framing, body_too_large, head_too_large
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
+CHUNK_OVERHEAD_BYTES = 16
+"""What may stand around each chunk of a body, over what a head may have (Go's rule, made after
+CVE-2023-39326): extensions and trailers without end would pass by the limit on bodies."""
+_OWN_LENGTH = len(OWN_PREFIX)
 
 
 class RequestParser:
@@ -30,9 +35,13 @@ class RequestParser:
         """A request has begun and is not complete."""
         self.wants_continue = False
         """The client waits for `100 Continue` before it sends its body."""
+        self.body_bytes = 0
+        """Of the body that is coming in."""
         self._max_body_bytes = max_body_bytes
         self._refused = False
+        self._raw: list[bytes] = []
         self._raw_bytes = 0
+        self._http_1_1 = True
         self._start_request()
         self._parser = httptools.HttpRequestParser(self)
 
@@ -41,21 +50,32 @@ class RequestParser:
         if self._refused:
             return
         self._raw_bytes += len(data)
+        if not self.in_body:
+            self._raw.append(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._undo_upgrade()
         except httptools.HttpParserError as error:
             self._refuse(bad_framing(str(error)))
-        if self.begun and not self._refused:
+        if self.begun:
             self._check_size()
+        elif self._raw:
+            self._raw.clear()
 
     def _check_size(self) -> None:
-        if not self.in_body and self._raw_bytes > MAX_HEAD_BYTES:
-            self._refuse(head_too_large(MAX_HEAD_BYTES))
-        # Chunk headers and trailers count apart, so that they cannot grow without end either.
-        elif self.in_body and self._raw_bytes - self._size > self._max_body_bytes + MAX_HEAD_BYTES:
-            self._refuse(body_too_large(self._max_body_bytes))
+        if not self.in_body:
+            if self._raw_bytes > MAX_HEAD_BYTES:
+                self._refuse(head_too_large(MAX_HEAD_BYTES))
+        else:
+            self._raw.clear()
+            if self._chunks is not None:
+                self._check_overhead(self._chunks)
+
+    def _check_overhead(self, chunks: int) -> None:
+        around = self._raw_bytes - self.body_bytes
+        if around > MAX_HEAD_BYTES + CHUNK_OVERHEAD_BYTES * chunks:
+            self._refuse(bad_framing("too much stands around the chunks of the body"))
 
     def _refuse(self, refusal: Refusal) -> None:
         if not self._refused:
@@ -70,61 +90,116 @@ class RequestParser:
 
     def _start_request(self) -> None:
         self._target = b""
-        self._headers: list[Header] = []
+        self._headers = RequestHeaders()
+        self._lines = self._headers.lines
+        self._aside = self._headers.aside
+        self._doubled_host = False
+        self._count = 0
         self._body: list[bytes] = []
-        self._size = 0
+        self.body_bytes = 0
+        self._chunks: int | None = None
 
     # -- httptools callbacks
 
     def on_message_begin(self) -> None:
-        self._start_request()
         self.begun = True
 
     def on_url(self, part: bytes) -> None:
         self._target += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.in_body:  # later ones are trailers of a chunked body: not passed on
-            self._headers.append((name, value))
+        if self.in_body:  # trailers of a chunked body: not passed on
+            return
+        self._count += 1
+        if name in PASSED_ON:  # the usual spellings, known to be nobody's
+            self._lines.append(name + b": " + value)
+            return
+        lower = name.lower()
+        if lower in ASIDE or lower[:_OWN_LENGTH] == OWN_PREFIX:
+            aside = self._aside
+            if lower not in aside:
+                aside[lower] = value
+            elif lower in JOINED:
+                aside[lower] += b"," + value
+            elif lower == b"host":
+                self._doubled_host = True
+            return
+        if lower in READ_TOO:
+            self._aside.setdefault(lower, value)
+        self._lines.append(name + b": " + value)
 
     def on_headers_complete(self) -> None:
         self.in_body = True
-        coding = text_header(self._headers, b"transfer-encoding").lower()
-        length = text_header(self._headers, b"content-length")
-        version = self._parser.get_http_version()
-        if len(self._headers) > MAX_HEADERS:
-            self._refuse(head_too_large(MAX_HEAD_BYTES))
-        elif version not in ("1.0", "1.1"):
-            self._refuse(bad_framing(f"HTTP/{version}"))
-        elif coding and (coding != "chunked" or length or version == "1.0"):
-            self._refuse(bad_framing("Transfer-Encoding"))
-        elif length and int(length) > self._max_body_bytes:
-            self._refuse(body_too_large(self._max_body_bytes))
-        expects = text_header(self._headers, b"expect").lower()
-        self.wants_continue = expects == "100-continue" and version == "1.1" and not self._refused
+        headers, aside = self._headers, self._aside
+        self._http_1_1 = self._parser.get_http_version() == "1.1"
+        if b"connection" in aside:
+            headers.end()
+        if b"transfer-encoding" in aside:
+            self._chunks = 0
+        wrong = self._wrong_head()
+        if wrong is not None:
+            self._refuse(wrong)
+        elif b"expect" in aside and self._http_1_1:
+            self.wants_continue = aside[b"expect"].strip().lower() == b"100-continue"
+
+    def _wrong_head(self) -> Refusal | None:
+        aside = self._aside
+        if self._count > MAX_HEADERS:
+            return head_too_large(MAX_HEAD_BYTES)
+        if self._raw_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES:
+            return head_too_large(MAX_HEAD_BYTES)
+        if not self._http_1_1:
+            version = self._parser.get_http_version()
+            # llhttp takes RTSP/1.0 and ICE/1.0 too.
+            line = b"%b %b HTTP/1.0\r\n" % (self._parser.get_method(), self._target)
+            if version != "1.0" or line not in b"".join(self._raw):
+                return bad_framing(f"not HTTP/1.1 or HTTP/1.0 (version {version})")
+        elif b"host" not in aside or self._doubled_host:
+            return bad_framing("a request has one Host")
+        if b"#" in self._target:
+            return bad_framing("a fragment in the request's target")
+        if self._chunks is not None:
+            coding = aside[b"transfer-encoding"].strip().lower()
+            if coding != b"chunked" or b"content-length" in aside or not self._http_1_1:
+                return bad_framing("Transfer-Encoding")
+        elif int(aside.get(b"content-length", 0)) > self._max_body_bytes:
+            return body_too_large(self._max_body_bytes)
+        return None
+
+    def _head_bytes(self) -> int:
+        """At least this long is the head."""
+        lines = sum(len(line) + 2 for line in self._lines)
+        kept = sum(len(name) + len(value) + 4 for name, value in self._aside.items())
+        return len(self._target) + lines + kept
+
+    def on_chunk_header(self) -> None:
+        if self._chunks is not None:
+            self._chunks += 1
 
     def on_body(self, data: bytes) -> None:
         self.wants_continue = False
-        self._size += len(data)
-        if self._size > self._max_body_bytes:
+        self.body_bytes += len(data)
+        if self.body_bytes > self._max_body_bytes:
             self._refuse(body_too_large(self._max_body_bytes))
         elif not self._refused:
             self._body.append(data)
 
     def on_message_complete(self) -> None:
+        if self._chunks is not None:
+            self._check_overhead(self._chunks)
         self.begun = self.in_body = self.wants_continue = False
         self._raw_bytes = 0
         if self._refused:
             return
-        http_1_1 = self._parser.get_http_version() == "1.1"
+        parser, body = self._parser, self._body
         self.ready.append(
             ClientRequest(
-                method=self._parser.get_method(),
-                target=self._target,
-                headers=tuple(self._headers),
-                body=b"".join(self._body),
-                http_1_1=http_1_1,
-                keep_alive=http_1_1 and self._parser.should_keep_alive(),
+                parser.get_method(),
+                self._target,
+                self._headers,
+                body[0] if len(body) == 1 else b"".join(body),
+                self._http_1_1,
+                self._http_1_1 and parser.should_keep_alive(),
             )
         )
         self._start_request()

@@ -41,3 +41,8 @@ class EventSplitter:
         """What came after the last blank line; empties the splitter."""
         rest, self._pending = self._pending, b""
         return rest
+
+
+def is_one_event(data: bytes) -> bool:
+    """Whether this is exactly one event, as vLLM writes each: the usual read of a stream."""
+    return data[-2:] == b"\n\n" and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data

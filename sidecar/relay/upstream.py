@@ -13,14 +13,18 @@ import ssl
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import cast
+from functools import cached_property
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from sidecar.errors import SettingsError, UpstreamError
 from sidecar.relay.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
 
+JOINED_BYTES = 64 * 1024
+"""A body up to this size is copied behind its head, which is cheaper than a second write."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Where a server listens."""
 
@@ -33,7 +37,7 @@ class Endpoint:
     tls: bool = False
     unix_path: str | None = None
 
-    @property
+    @cached_property
     def authority(self) -> bytes:
         if self.unix_path is not None:
             return b"localhost"
@@ -60,6 +64,18 @@ def endpoint(url: str) -> Endpoint:
     )
 
 
+class SendingConnection(Protocol):
+    """What a flight uses of its upstream connection."""
+
+    def send(self, reader: ReplyReader, head: bytes, body: bytes, *, head_only: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
 class UpstreamConnection(asyncio.Protocol):
     """One connection; see the module's docstring."""
 
@@ -67,7 +83,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._reader: ReplyReader | None = None
-        self._reply: ReplyParser | None = None
+        self._reply = ReplyParser()
         self._paused = False
         self.reused = False
         """It waited in the pool, so the server may have closed it unseen."""
@@ -85,12 +101,15 @@ class UpstreamConnection(asyncio.Protocol):
         """
         assert self._transport is not None, "connections are handed out open"
         self._reader = reader
-        self._reply = ReplyParser(reader, head_only=head_only)
-        self._transport.writelines((head, body))
+        self._reply.expect(reader, head_only=head_only)
+        self._transport.write(head + body if len(body) <= JOINED_BYTES else head)
+        if len(body) > JOINED_BYTES:
+            self._transport.write(body)
 
     def abort(self) -> None:
         """Drop the request at once: vLLM stops generating when its client goes away."""
         self._reader = None
+        self._reply.forget()
         if self._transport is not None:
             self._transport.abort()
 
@@ -114,7 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         received_at = time.perf_counter()
         reader, reply = self._reader, self._reply
-        if reader is None or reply is None:  # nobody asked for these: out of step
+        if reader is None:  # nobody asked for these: out of step
             self.close()
             return
         try:
@@ -132,7 +151,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.forget(self)
         reader, reply = self._reader, self._reply
         self._reader = self._transport = None
-        if reader is None or reply is None:
+        reply.forget()
+        if reader is None:
             return
         if error is None and reply.ends_with_close:
             reader.batch_end(complete=True, received_at=time.perf_counter())
@@ -148,8 +168,17 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _release(self, reply: ReplyParser) -> None:
         self._reader = None
-        self.resume()
-        if reply.keep_alive and self.usable:
+        reply.forget()
+        if self._paused:
+            self.resume()
+        transport = self._transport
+        # What is still unsent belongs to a request that was answered before it was read.
+        if (
+            reply.keep_alive
+            and transport is not None
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() == 0
+        ):
             self._pool.give_back(self)
         else:
             self.close()

@@ -1,0 +1,217 @@
+"""Do the recorded token ids say what the user was told? Pure, given the tokenizer.
+
+vLLM has reported ids that do not belong to the text: some missing, some twice, when a stream met a
+tool or reasoning parser. Counts can agree all the same, so the ids are decoded here and compared
+with the recorded message. This is ingest's work, off the data plane.
+
+**Plain text** (content, neither tool calls nor reasoning) must be exactly what the ids decode to.
+Allowed for, because vLLM's detokenizer does so: special tokens are no text (unless the request or a
+tool parser wants them shown); the token that ended the answer is no text; a stop string is cut, and
+what came after it in the same token; a character whose last bytes never came is not shown; a first
+token's space may hang on the prompt; a reasoning parser takes an empty thinking block away.
+
+**Parsed messages** (tool calls, reasoning) are made of pieces of the text. Each piece must be in
+what the ids decode to, in this order: reasoning, content, the names of the called tools. Of the
+arguments each key, string and whole number must be somewhere in it; a parser may write them anew
+(spaces, quotes, escapes), so white space is not compared there.
+
+**What this cannot tell**: a wrong id among special tokens that are not shown, in the markup that a
+parser takes away, or in the spaces and fractions of arguments; ids that decode to the same text.
+The learner's drift check is the net behind this one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from sidecar.records import Choice, Exchange
+
+DISAGREES: Final = "ids_do_not_decode"
+"""`untrainable_reason` of an exchange whose ids are not those of its text."""
+AGREES: Final = "agrees"
+IN_PARTS: Final = "agrees_in_parts"
+NOT_CHECKED: Final = "not_checked"
+Fate = Literal["agrees", "agrees_in_parts", "ids_do_not_decode", "not_checked"]
+"""not_checked: it has no ids, or must not be trained on anyway."""
+
+CHECKED_SURFACES = frozenset({"chat", "completions"})
+CONTEXT = 8
+"""Prompt ids that are decoded before an answer to see how its first token is spaced."""
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What bytes that are no whole character decode to."""
+EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>")
+WHITE = re.compile(r"\s+")
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer; `tokenizers.Tokenizer` has it."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Raises: OverflowError for what cannot be an id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A base model's tokenizer, and which of its ids are not ordinary text."""
+
+    decoder: Decoder = field(repr=False)
+    added: frozenset[int]
+    """Added to the learned vocabulary, special or not: those that end an answer are among them."""
+    special: frozenset[int]
+    """Not shown as text."""
+
+
+def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> Fate:
+    """Compare each answer's ids with its message. Never raises for what an agent or vLLM sent.
+
+    Returns: the worst that any of the answers came to.
+    """
+    if exchange.untrainable_reason is not None or exchange.surface not in CHECKED_SURFACES:
+        return NOT_CHECKED
+    if not exchange.choices or not all(choice.token_ids for choice in exchange.choices):
+        return NOT_CHECKED
+    request, prompt = _object(exchange.request), exchange.prompt_token_ids
+    fates = {check_answer(choice, request, prompt, vocabulary) for choice in exchange.choices}
+    if DISAGREES in fates:
+        return DISAGREES
+    return IN_PARTS if IN_PARTS in fates else AGREES
+
+
+def check_answer(
+    choice: Choice, request: Mapping[str, Any], prompt: Sequence[int], vocabulary: Vocabulary
+) -> Fate:
+    """Compare one answer's ids, one at least, with its message. As `check_exchange`."""
+    ids = choice.token_ids
+    if (
+        choice.finish_reason != "length"
+        and ids[-1] in vocabulary.special
+        and ids[-2:-1] == ids[-1:]
+    ):
+        return DISAGREES  # an answer ends at the first token that ends it
+    message = _object(choice.message)
+    content = message.get("content") or ""
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    calls = message.get("tool_calls") or []
+    if not (isinstance(content, str) and isinstance(reasoning, str) and isinstance(calls, list)):
+        return DISAGREES
+    texts = _texts(ids, request, prompt[-CONTEXT:], vocabulary)
+    try:
+        if request.get("echo"):  # the prompt's own text stands before the answer's
+            return IN_PARTS if any(text in content for text in texts) else DISAGREES
+        if not reasoning and not calls:
+            return AGREES if any(_is_text(content, text, request) for text in texts) else DISAGREES
+        parts = [reasoning.strip(), content.strip()]
+        return IN_PARTS if any(_holds(text, parts, calls) for text in texts) else DISAGREES
+    except OverflowError:
+        return DISAGREES
+
+
+def _texts(
+    ids: Sequence[int], request: Mapping[str, Any], prompt: Sequence[int], vocabulary: Vocabulary
+) -> Iterator[str]:
+    """What vLLM may have shown for these ids, the usual way first."""
+    decode = vocabulary.decoder.decode
+    ends = vocabulary.added.union(_whole_numbers(request.get("stop_token_ids")))
+    hidden = request.get("skip_special_tokens") is not False
+    bodies = [ids, ids[:-1]] if ids[-1] in ends else [ids]
+    # Some tool parsers have special tokens shown without the request's saying so.
+    for skip in (hidden, not hidden):
+        for body in bodies:
+            yield decode(body, skip_special_tokens=skip)
+            before = decode(prompt, skip_special_tokens=skip)
+            both = decode([*prompt, *body], skip_special_tokens=skip)
+            if before and both.startswith(before):
+                yield both[len(before) :]
+
+
+def _is_text(content: str, decoded: str, request: Mapping[str, Any]) -> bool:
+    """Whether a plain message is what its ids decode to, but for what vLLM leaves out."""
+    if decoded == content:
+        return True
+    if decoded.startswith(content):
+        rest = decoded[len(content) :]
+        if not rest.strip(BROKEN):
+            return True
+        stops = _strings(request.get("stop"))
+        if request.get("include_stop_str_in_output"):
+            return any(content.endswith(stop) for stop in stops)
+        return any(rest.startswith(stop) for stop in stops)
+    thinking = EMPTY_THINKING.match(decoded)
+    return thinking is not None and decoded[thinking.end() :].lstrip() == content.lstrip()
+
+
+def _holds(decoded: str, parts: Iterable[str], calls: Sequence[Any]) -> bool:
+    """Whether what a parser made of a text is in it."""
+    place = 0
+    functions = [_mapping(_mapping(call).get("function")) for call in calls]
+    for piece in (*parts, *(str(function.get("name") or "") for function in functions)):
+        at = decoded.find(piece, place)
+        if at < 0:
+            return False
+        place = at + len(piece)
+    bare = WHITE.sub("", decoded)
+    return all(
+        any(WHITE.sub("", form) in bare for form in _forms(leaf))
+        for function in functions
+        for leaf in _leaves(_arguments(function.get("arguments")))
+    )
+
+
+def _arguments(arguments: Any) -> Any:  # Any: JSON
+    """A call's arguments, read; the text itself when it is not JSON, as when it was cut."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments)
+    except NOT_JSON:
+        return arguments
+
+
+def _leaves(value: Any) -> Iterator[str]:  # Any: JSON
+    """Keys, strings and whole numbers. A truth value or a fraction has no one way to be written."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _forms(leaf: str) -> Iterator[str]:
+    """How a model may have written a string: as it is, in JSON, in Python."""
+    yield leaf
+    yield json.dumps(leaf, ensure_ascii=False)[1:-1]
+    yield json.dumps(leaf)[1:-1]
+    yield repr(leaf)[1:-1]
+
+
+def _strings(value: object) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    return [one for one in listed if isinstance(one, str) and one]
+
+
+def _whole_numbers(value: object) -> list[int]:
+    return [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _object(data: bytes) -> Mapping[str, Any]:
+    try:
+        return _mapping(msgspec.json.decode(data))
+    except NOT_JSON:
+        return {}

@@ -1,0 +1,217 @@
+"""The outward half of a flight: who is asked, over which connection, and with what.
+
+What may be tried again here was never sent: a replica that cannot be reached. Everything that has
+to do with a reply is `flight.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from time import perf_counter
+
+from sidecar.access import KEEP, Admission
+from sidecar.errors import UpstreamError
+from sidecar.relay.client_request import ClientRequest
+from sidecar.relay.context import RelayContext
+from sidecar.relay.heads import TRACEPARENT, lines_on_demand, request_head
+from sidecar.relay.plan import Plan
+from sidecar.relay.replicas import Replica
+from sidecar.relay.reply_edit import STRIP_NOTHING
+from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.upstream import SendingConnection
+from sidecar.routing import Assignment
+
+
+class Outbound(ABC):
+    """A request that is to be sent, and sent again. `Flight` is what it becomes."""
+
+    __slots__ = (
+        "_connecting",
+        "_connection",
+        "_context",
+        "_done",
+        "_retried",
+        "_strip",
+        "_tried",
+        "_without",
+        "_working_since",
+        "admission",
+        "began",
+        "exchange_id",
+        "fallback_from",
+        "overhead_s",
+        "own_traceparent",
+        "plan",
+        "replica",
+        "request",
+        "routes",
+        "sent",
+        "started_at",
+    )
+
+    def __init__(
+        self,
+        context: RelayContext,
+        request: ClientRequest,
+        *,
+        plan: Plan | None,
+        admission: Admission,
+        replica: Replica | None,
+    ) -> None:
+        """plan: None for what is passed on as it came. replica: who answers; None: one of all that
+        can."""
+        self._context = context
+        self.request = request
+        self.plan = plan
+        self.admission = admission
+        self.replica = replica
+        self._connection: SendingConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._retried = self._done = False
+        self._tried: list[Replica] = []
+        self._without: tuple[Replica, ...] = ()
+        """Those of them that do not know the adapter."""
+        self.overhead_s = self.sent = 0.0
+        self.fallback_from = ""
+        self.own_traceparent = b""
+        self.began = self._working_since = perf_counter()
+        self.started_at = context.clock()
+        self.exchange_id = ""
+        self.routes: tuple[Assignment, ...] = ()
+        self._strip = STRIP_NOTHING
+        if plan is not None:
+            self.exchange_id = context.ids.new(self.started_at)
+            self.routes = plan.routes
+            self._strip = plan.strip
+
+    def start(self) -> None:
+        self._context.metrics.in_flight.inc()
+        if self.replica is not None:
+            self.replica.in_flight += 1
+            self._send(self.replica, reuse=True)
+        else:
+            self._send_to_a_replica()
+
+    def _send_to_a_replica(self) -> None:
+        """Choose who answers, and send. Nobody is left only when somebody was tried."""
+        plan, context = self.plan, self._context
+        assert plan is not None, "only planned requests have a choice of replicas"
+        replica = context.replicas.choose(
+            self.routes[0].upstream_model, plan.session_key, self._tried, context.monotonic()
+        )
+        if replica is None:
+            self._give_up("no other replica is left")
+            return
+        self.replica = replica
+        replica.in_flight += 1
+        self._send(replica, reuse=True)
+
+    def _send(self, replica: Replica, *, reuse: bool) -> None:
+        connection = replica.pool.take_idle() if reuse else None
+        if connection is not None:
+            self._send_on(connection, replica)
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(replica))
+
+    async def _connect(self, replica: Replica) -> None:
+        try:
+            connection = await replica.pool.connect()
+        except UpstreamError as error:
+            if not self._done:
+                self._unreachable(replica, str(error))
+            return
+        if self._done:  # the client left meanwhile; the next one will be glad of it
+            replica.pool.give_back(connection)
+        elif connection.usable:
+            self._send_on(connection, replica)
+        else:
+            self._unreachable(replica, "the connection was closed as soon as it was open")
+
+    def _unreachable(self, replica: Replica, why: str) -> None:
+        """Nothing was sent, so somebody else may be asked."""
+        self._count_failure(replica, why)
+        context = self._context
+        if self.plan is not None and len(self._tried) + 1 < len(context.replicas.all):
+            self._tried.append(replica)
+            replica.in_flight -= 1
+            self.replica = None
+            context.metrics.upstream_failovers.inc()
+            self._send_to_a_replica()
+        elif self._without:
+            # Who has the adapter cannot be reached; who can be has another one.
+            replica.in_flight -= 1
+            self.replica = None
+            self._next_adapter(reachable=self._without)
+            self._send_to_a_replica()
+        else:
+            self._give_up(why)
+
+    def _next_adapter(self, *, reachable: Sequence[Replica] = ()) -> None:
+        """Nobody can answer with the first one. reachable: no others are asked for the next."""
+        self.fallback_from = self.fallback_from or self.routes[0].adapter
+        self.routes = self.routes[1:]
+        everybody = self._context.replicas.all if reachable else ()
+        self._tried = [replica for replica in everybody if replica not in reachable]
+        self._without = ()
+
+    def _count_failure(self, replica: Replica, why: str) -> None:
+        context = self._context
+        if replica.failed(context.monotonic()):
+            context.metrics.replica_ejections.inc((replica.url,))
+            context.rare_log.warning("replica_ejected", url=replica.url, why=why)
+
+    def _send_on(self, connection: SendingConnection, replica: Replica) -> None:
+        request, where = self.request, replica.pool.endpoint
+        body = self._body_to_send()
+        head = request_head(
+            request.method,
+            where.prefix + request.target if where.prefix else request.target,
+            request.headers.lines,
+            host=where.authority,
+            content_length=len(body) if body or request.method == b"POST" else None,
+            sent_on_demand=self._lines_on_demand(),
+        )
+        self._connection = connection
+        connection.send(self, head, body, head_only=request.method == b"HEAD")
+        self.sent = now = perf_counter()
+        self.overhead_s += now - self._working_since
+
+    def _body_to_send(self) -> bytes:
+        return self.request.body if self.plan is None else self.plan.body_for(self.routes[0])
+
+    def _may_compress(self) -> bool:
+        """A compressed reply could not be edited, so then none is asked for."""
+        return self._strip.nothing
+
+    def _lines_on_demand(self) -> list[bytes]:
+        context, traceparent = self._context, None
+        if self.plan is not None and context.outgoing_trace is not None:
+            came = self.request.headers.aside.get(TRACEPARENT)
+            traceparent = self.own_traceparent = context.outgoing_trace(came)
+        instead = self.admission.replace_authorization
+        return lines_on_demand(
+            self.request.headers.aside,
+            None if instead is KEEP else instead or b"",
+            encoding=self._may_compress(),
+            traceparent=traceparent,
+        )
+
+    # -- what becomes of it (ReplyReader, and the end)
+
+    @abstractmethod
+    def reply_head(self, head: ReplyHead) -> None: ...
+
+    @abstractmethod
+    def reply_body(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def batch_end(self, *, complete: bool, received_at: float) -> None: ...
+
+    @abstractmethod
+    def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
+
+    @abstractmethod
+    def _give_up(self, why: str, status: int = 502) -> None:
+        """Nobody will answer."""

@@ -1,0 +1,117 @@
+"""From a request to its flight: who asks, what is done with it, and by whom it is answered.
+
+The one place where the relay's parts meet for a request: keys and limits, sampling, the plan.
+"""
+
+from __future__ import annotations
+
+from sidecar.access import ADAPTER, Admission
+from sidecar.access_words import Denial
+from sidecar.records import Surface
+from sidecar.relay.best_of import BEST_OF_HEADER, refuse_surface, wanted_answers
+from sidecar.relay.client_reply import ClientSide
+from sidecar.relay.client_request import ClientRequest
+from sidecar.relay.context import RelayContext
+from sidecar.relay.flight import Flight
+from sidecar.relay.judged_flight import JudgedFlight
+from sidecar.relay.plan import Circumstances, plan_request
+from sidecar.relay.refusals import Refusal, denied, unknown_adapter, with_limits
+from sidecar.relay.surfaces import SurfaceRule
+from sidecar.routing import Assignment, CompiledRouting, pinned_assignment
+
+CAPTURE_HEADER = b"x-sidecar-capture"
+NOBODY = Admission()
+"""For our own application, which asks for no key."""
+
+
+def receive(
+    context: RelayContext,
+    client: ClientSide,
+    request: ClientRequest,
+    rule: SurfaceRule | None,
+    *,
+    app: bool,
+    keep_alive: bool,
+) -> Flight | Refusal:
+    """Make the flight of a request, or say why there is none.
+
+    rule: the surface; None for what is passed on as it came. app: to our own application.
+    """
+    admission = NOBODY
+    if not app or request.target.startswith(b"/v1/"):
+        answer = context.access.admit(request.headers.aside, context.clock())
+        if isinstance(answer, Denial):
+            return denied(answer, rule.surface if rule is not None else "chat")
+        admission = answer
+    if rule is None:
+        replica = context.app if app else context.replicas.least_loaded(context.monotonic())
+        return Flight(
+            context, client, request, plan=None, admission=admission, replica=replica,
+            keep_alive=keep_alive,
+        )  # fmt: skip
+    headers = request.headers
+    routing = context.compiled_routing()
+    pinned = None
+    if ADAPTER in headers.aside:  # who may not name one was turned away
+        named = _named_adapter(context, routing, headers.text(ADAPTER), rule.surface)
+        if isinstance(named, Refusal):
+            return named
+        pinned = named
+    skip_reason = context.sampling.skip_reason(
+        surface=rule.surface,
+        project=admission.project,
+        header=headers.text(CAPTURE_HEADER),
+    )
+    allowance = admission.allowance
+    plan = plan_request(
+        rule,
+        request.body,
+        headers,
+        Circumstances(
+            routing,
+            skip_reason,
+            admission.project,
+            admission.key_id,
+            allowance is not None and allowance.tokens_per_day is not None,
+            context.replicas.many or context.capture.traced,
+            pinned,
+        ),
+    )
+    if isinstance(plan, Refusal):
+        return with_limits(plan, admission.headers)
+    if BEST_OF_HEADER in headers.aside:
+        n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, request.target)
+        if isinstance(n, Refusal):
+            return with_limits(n, admission.headers)
+        if n > 1 and context.picker is not None:
+            return JudgedFlight(
+                context,
+                client,
+                request,
+                plan=plan,
+                admission=admission,
+                keep_alive=keep_alive,
+                n=n,
+                picker=context.picker,
+                timeout_s=context.best_of.timeout_s,
+            )
+    return Flight(context, client, request, plan=plan, admission=admission, keep_alive=keep_alive)
+
+
+def _wanted(
+    context: RelayContext, admission: Admission, header: str, rule: SurfaceRule, target: bytes
+) -> int | Refusal:
+    """How many answers are to be sampled, the best of which is returned."""
+    if rule.surface != "chat":
+        return refuse_surface(header, target, rule.surface) or 1
+    limit = min(context.best_of.max_n, admission.best_of_max) if context.best_of.enabled else 1
+    return wanted_answers(header, limit=limit)
+
+
+def _named_adapter(
+    context: RelayContext, routing: CompiledRouting, name: str, surface: Surface
+) -> Assignment | Refusal:
+    """The adapter that an operator asks for by name, version (`v12`) or role."""
+    loaded = frozenset().union(*(replica.models or () for replica in context.replicas.all))
+    pinned = pinned_assignment(routing.table, name, loaded)
+    return pinned if pinned is not None else unknown_adapter(name, surface)

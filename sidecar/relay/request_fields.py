@@ -1,0 +1,54 @@
+"""What is read of a request's body, as msgspec decodes it.
+
+Apart from what works with it: msgspec reads the annotations of a class, and a module that mypyc
+compiles does not keep them (see setup.py). So this module never is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+Value = Raw | UnsetType
+
+
+class Message(msgspec.Struct, gc=False):
+    role: Value = UNSET
+    content: Value = UNSET
+
+
+class RequestFields(msgspec.Struct, gc=False):
+    model: Value = UNSET
+    user: Value = UNSET
+    stream: Value = UNSET
+    stream_options: Value = UNSET
+    return_token_ids: Value = UNSET
+    logprobs: Value = UNSET
+    top_logprobs: Value = UNSET
+    logprob_token_ids: Value = UNSET
+    echo: Value = UNSET
+    system: Value = UNSET
+    metadata: Value = UNSET
+    instructions: Value = UNSET
+    input: Value = UNSET
+    prompt: Value = UNSET
+
+
+class TypedFields(RequestFields):
+    messages: list[Message] | UnsetType = UNSET
+
+
+class LooseFields(RequestFields):
+    messages: Value = UNSET
+
+
+TYPED = msgspec.json.Decoder(TypedFields)
+LOOSE = msgspec.json.Decoder(LooseFields)
+ITEMS = msgspec.json.Decoder(list[Message])
+
+
+class Tail(msgspec.Struct, gc=False):
+    model: Raw
+
+
+TAIL = msgspec.json.Decoder(Tail)

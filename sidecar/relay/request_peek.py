@@ -1,0 +1,205 @@
+"""Read from a request what routing needs, in one scan of its body. Pure.
+
+Nothing is decoded that is not looked at: values stay raw. A body that msgspec refuses and Python's
+json (which vLLM uses) accepts, is read the slow way.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from sidecar.errors import BadRequestError
+from sidecar.records import Surface
+from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_text
+from sidecar.relay.request_fields import (
+    ITEMS,
+    LOOSE,
+    TYPED,
+    LooseFields,
+    Message,
+    TypedFields,
+    Value,
+)
+
+PROMPT_KEY_BYTES = 1024
+"""A prompt without messages names its conversation by this much of its beginning."""
+_MESSAGE_FIELDS = ("role", "content")
+_USER = b'"user"'
+_NO = (b"null", b"false", b"0")
+
+
+class UnreadableBodyError(BadRequestError):
+    """The body is not a JSON object; `refusal` is what vLLM would have answered."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.body.decode())
+        self.refusal = refusal
+
+
+class RequestPeek:
+    """What the relay reads of a request's body."""
+
+    __slots__ = ("_fields", "body", "model", "model_is_text", "model_raw")
+
+    def __init__(self, body: bytes, fields: TypedFields | LooseFields) -> None:
+        self.body = body
+        """The body in UTF-8; the very bytes that came unless they came in another encoding."""
+        self._fields = fields
+        raw = fields.model
+        self.model_raw = None if raw is UNSET else raw
+        model = _value(raw)
+        self.model: str | None = model if isinstance(model, str) and model else None
+        """None: not said."""
+        self.model_is_text = model is None or isinstance(model, str)
+        """False: `model` is a number or the like, which vLLM must be left to refuse."""
+
+    @property
+    def user(self) -> str:
+        """`user`, or what Anthropic's surface has for it: `metadata.user_id`."""
+        user = _value(self._fields.user)
+        if user is None and self._fields.metadata is not UNSET:
+            metadata = _value(self._fields.metadata)
+            user = metadata.get("user_id") if isinstance(metadata, dict) else None
+        return user if isinstance(user, str) else ""
+
+    @property
+    def streams(self) -> bool:
+        return _is_yes(self._fields.stream)
+
+    def may_ask_token_ids(self, surface: Surface) -> bool:
+        """The client did not ask for token ids, so asking is on the sidecar's account.
+
+        Not with the `echo` of completions: vLLM then leaves the prompt out of the text.
+        """
+        if surface == "completions" and _is_yes(self._fields.echo):
+            return False
+        return not _is_yes(self._fields.return_token_ids)
+
+    def may_ask_logprobs(self, surface: Surface) -> bool:
+        """The same of log-probabilities, where asking changes nothing else: vLLM refuses two
+        fields without `logprobs`, and must go on refusing them; with `echo` it would compute the
+        prompt's too. In completions `logprobs` is a number, and even 0 and `false` ask."""
+        fields = self._fields
+        asked = fields.logprobs
+        if surface == "completions" and asked is not UNSET and bytes(asked) != b"null":
+            return False
+        return not (
+            _is_yes(asked)
+            or _is_yes(fields.top_logprobs)
+            or _is_yes(fields.logprob_token_ids)
+            or _is_yes(fields.echo)
+        )
+
+    @property
+    def asks_nothing_of_ours(self) -> bool:
+        """`return_token_ids` and `logprobs` do not stand in the body, not even as no."""
+        return self._fields.return_token_ids is UNSET and self._fields.logprobs is UNSET
+
+    def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
+        """What the client says of its stream; None when it is nothing that can be added to."""
+        raw = self._fields.stream_options
+        options = {} if raw is UNSET or bytes(raw) == b"null" else _value(raw)
+        return options if isinstance(options, dict) else None
+
+    def opening(self) -> list[bytes]:
+        """What names the conversation, as it stands in the body: system prompt, then roles and
+        contents of the messages up to the first user's; on any surface. Malformed ones give an
+        empty list: vLLM refuses them, and nothing is recorded."""
+        fields = self._fields
+        opening: list[bytes] = []
+        if fields.system is not UNSET:
+            opening.append(bytes(fields.system))
+        if fields.instructions is not UNSET:
+            opening.append(bytes(fields.instructions))
+        messages = fields.messages if isinstance(fields, TypedFields) else UNSET
+        if messages is UNSET and fields.input is not UNSET:
+            messages = _items(fields.input)
+            if messages is UNSET:  # a text
+                opening.append(bytes(fields.input))
+                return opening
+        if messages is UNSET:
+            if fields.prompt is not UNSET:
+                opening.append(bytes(fields.prompt)[:PROMPT_KEY_BYTES])
+            return opening
+        for message in messages:
+            role = b"" if message.role is UNSET else bytes(message.role)
+            opening.append(role)
+            if message.content is not UNSET:
+                opening.append(bytes(message.content))
+            if role == _USER:
+                break
+        return opening
+
+
+def peek_request(body: bytes) -> RequestPeek:
+    """Peek into a request. Raises: UnreadableBodyError when the body is not a JSON object."""
+    try:
+        return RequestPeek(body, TYPED.decode(body))
+    except msgspec.DecodeError:
+        pass  # no JSON to msgspec, not an object, or messages that are none: more slowly, below
+    try:
+        return RequestPeek(body, LOOSE.decode(body))
+    except msgspec.MsgspecError:
+        return _peek_slowly(body)
+
+
+def _items(raw: Raw) -> list[Message] | UnsetType:
+    try:
+        return ITEMS.decode(raw)
+    except msgspec.MsgspecError:
+        return UNSET
+
+
+def _is_yes(raw: Value) -> bool:
+    """True when the client said something that vLLM may take as yes."""
+    return raw is not UNSET and bytes(raw) not in _NO
+
+
+def _value(raw: Value) -> Any:  # Any: whatever JSON the client sent
+    if raw is UNSET:
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass  # NaN and lone surrogates; the fast way takes a tenth of the time
+    try:
+        return json.loads(bytes(raw))
+    except ValueError:  # bytes that are not UTF-8: vLLM refuses the body
+        return 0
+
+
+def _peek_slowly(body: bytes) -> RequestPeek:
+    """Read what msgspec refuses the way vLLM does: with Python's json."""
+    try:
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        value = json.loads(text) if body else None
+    except json.JSONDecodeError as error:
+        raise UnreadableBodyError(invalid_json(error)) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableBodyError(unreadable_text()) from error
+    if not isinstance(value, dict):
+        raise UnreadableBodyError(not_an_object(value))
+    fields = {
+        name: Raw(json.dumps(value[name]).encode())
+        for name in LooseFields.__struct_fields__
+        if name in value and name != "messages"
+    }
+    messages = value.get("messages")
+    encoded = text.encode("utf-8", "surrogatepass")
+    if isinstance(messages, list) and all(isinstance(item, dict) for item in messages):
+        kept = [
+            Message(
+                **{
+                    key: Raw(json.dumps(item[key]).encode())
+                    for key in _MESSAGE_FIELDS
+                    if key in item
+                }
+            )
+            for item in messages
+        ]
+        return RequestPeek(encoded, TypedFields(**fields, messages=kept))
+    return RequestPeek(encoded, LooseFields(**fields))
