@@ -47,7 +47,7 @@ def create_app(context: AdminContext) -> FastAPI:
 
 
 def _add_probes(app: FastAPI, context: AdminContext) -> None:
-    collector = StoreCollector(context.database, context.model, context.engine)
+    collector = StoreCollector(context.database, context.model, context.fleet.view)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -79,16 +79,16 @@ def _rollback(context: AdminContext, wanted: RollbackIn, actor: str) -> Rollback
 async def _warm_up(context: AdminContext, reference: str) -> None:
     """Have vLLM hold the target before anyone is sent to it, if vLLM can be asked at all.
 
-    Raises: InvalidAdapterError when vLLM refuses it: sending users there would fail every request.
+    Raises: InvalidAdapterError when every vLLM refuses it: users sent there would get errors.
     """
     name = await asyncio.to_thread(_resolve, context, reference)
     if name == BASE or name in context.engine.loaded:
         return
     try:
         async with asyncio.timeout(WARM_UP_LIMIT_S):
-            await context.reconciler.ensure(name)
+            await context.fleet.ensure(name)
     except (EngineError, TimeoutError) as error:
-        # Not a reason to refuse: the reconciler loads it as soon as vLLM is there.
+        # Not a reason to refuse: the reconcilers load it as soon as vLLM is there.
         log.warning("rollback_target_not_loaded", adapter=name, reason=repr(error))
 
 

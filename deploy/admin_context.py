@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deploy.reconcile import EngineView, Reconciler
+from deploy.fleet import Fleet
+from deploy.reconcile import EngineView
 from ingest.store.database import Database
 from sidecar.settings import Canary as CanarySettings
 
@@ -16,7 +17,7 @@ class AdminContext:
     database: Database
     model: str
     rules: CanarySettings
-    reconciler: Reconciler
+    fleet: Fleet
     token_digests: tuple[str, ...] = ()
     """SHA-256 hex of the accepted bearer tokens; none: this machine's own tools are let in."""
     on_change: Callable[[], None] = lambda: None
@@ -25,8 +26,9 @@ class AdminContext:
 
     @property
     def engine(self) -> EngineView:
-        return self.reconciler.view
+        return self.fleet.view()
 
     def loaded(self) -> frozenset[str] | None:
-        """Adapters in vLLM when it was last asked; None while it is away."""
-        return None if self.engine.away is not None else self.engine.loaded
+        """Adapters in every vLLM that answers, when last asked; None while none does."""
+        engine = self.engine
+        return None if engine.away is not None else engine.loaded

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from deploy import transitions
+from deploy.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Phase, Trial
 from deploy.rollback import RollbackResult
 from sidecar.settings import Canary as CanarySettings
@@ -187,6 +188,7 @@ class ChoiceOut(BaseModel):
 class ExchangeOut(BaseModel):
     exchange_id: str
     started_at: float
+    surface: str
     adapter: str
     arm: str
     propensity: float
@@ -200,9 +202,18 @@ class ExchangeOut(BaseModel):
     untrainable_reason: str | None
     prompt_tokens: int
     completion_tokens: int | None
+    returned_index: int
     sampling: dict[str, Any]
     timings: dict[str, Any]
     trace_id: str
+    project: str
+    key_id: str
+    turn_id: str
+    retry_count: int
+    request_bytes: int
+    reply_bytes: int
+    fallback_from: str
+    """The adapter that vLLM did not know, when another answered in its place; else empty."""
     group_id: str | None
     request: dict[str, Any]
     choices: list[ChoiceOut]
@@ -230,12 +241,40 @@ class LearnerOut(BaseModel):
     allowed_actions: list[str]
 
 
-class EngineOut(BaseModel):
+class ReplicaOut(BaseModel):
+    """One vLLM."""
+
     away: str | None
-    """Why vLLM could not be asked; null: it could."""
+    """Why it could not be asked; null: it could."""
     loaded: list[str]
     refused: dict[str, str]
-    """Wanted adapters that vLLM does not take, and why."""
+    """Wanted adapters that it does not take, and why."""
+
+    @classmethod
+    def of(cls, view: EngineView) -> ReplicaOut:
+        return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused))
+
+
+class EngineOut(BaseModel):
+    """All replicas together."""
+
+    away: str | None
+    """Why none could be asked; null: one could."""
+    loaded: list[str]
+    """In every replica that answers."""
+    refused: dict[str, str]
+    """Wanted adapters that a replica does not take, and why."""
+    replicas: dict[str, ReplicaOut]
+    """By base URL."""
+
+    @classmethod
+    def of(cls, view: EngineView) -> EngineOut:
+        return cls(
+            away=view.away,
+            loaded=sorted(view.loaded),
+            refused=dict(view.refused),
+            replicas={url: ReplicaOut.of(one) for url, one in view.replicas.items()},
+        )
 
 
 class RoutingOut(BaseModel):
@@ -260,6 +299,8 @@ class StatusOut(BaseModel):
     groups: dict[str, int]
     """Groups by status."""
     exchanges: int
+    token_check: str
+    """"on": token ids are compared with the texts they belong to; else why not."""
 
 
 class FunnelOut(BaseModel):
@@ -275,6 +316,8 @@ class FunnelOut(BaseModel):
     canaries: dict[str, int]
     counters: dict[str, dict[str, int]]
     """Durable counts: stage -> reason -> count."""
+    token_check: str
+    """"on": token ids are compared with the texts they belong to; else why not."""
 
 
 class ReasonIn(BaseModel):

@@ -27,6 +27,8 @@ from deploy.admin_models import (
 from deploy.admin_paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
 from deploy.admin_records import run_out
 from deploy.errors import UnknownAdapterError
+from ingest.base_tokenizer import FLAG as TOKEN_CHECK
+from ingest.store.database import get_flag
 from ingest.store.models import (
     AdapterRow,
     AliasRow,
@@ -58,7 +60,6 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             aliases = registry.aliases_of(session, model)
             table = routing_writer.current(session, model)
             trial = trials.active(session, model)
-            view = context.engine
             return StatusOut(
                 model=model,
                 champion=aliases.get("champion", BASE),
@@ -73,12 +74,11 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 ),
                 canary=None if trial is None else CanaryOut.of(trial, context.rules),
                 learner=read_learner(session, model),
-                engine=EngineOut(
-                    away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused)
-                ),
+                engine=EngineOut.of(context.engine),
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=_tally(session, GroupRow.status),
                 exchanges=session.scalar(select(func.count()).select_from(ExchangeRow)) or 0,
+                token_check=_token_check(session),
             )
 
     @router.get("/funnel")
@@ -94,6 +94,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 runs=_tally(session, RunRow.status, RunRow.model == model),
                 canaries=_tally(session, CanaryRow.state, CanaryRow.model == model),
                 counters=counters,
+                token_check=_token_check(session),
             )
 
     @router.get("/learner")
@@ -201,6 +202,10 @@ def read_learner(session: Session, model: str) -> LearnerOut:
         last_run=None if row is None else run_out(row),
         allowed_actions=learner_switches.allowed_actions(switches),
     )
+
+
+def _token_check(session: Session) -> str:
+    return get_flag(session, TOKEN_CHECK) or "off: ingest has not run yet"
 
 
 def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:

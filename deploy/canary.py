@@ -13,8 +13,10 @@ In plain words:
    `gate_timeout_s` what is scored by then decides; under `gate_min_prompts` it is inconclusive.
 3. **ramping** It answers a share of the sessions, step by step. It is rolled back as soon as its
    share of failed (or of cut-short or empty) replies is over the champion's by more than the limit,
-   looked at once it has `step_min_exchanges` replies or `BREAKER_FAILURES` bad ones. A step ends
-   after `step_min_s` and `step_min_exchanges`; after the last step the candidate is promoted.
+   looked at once it has `step_min_exchanges` replies or `BREAKER_FAILURES` bad ones. A request
+   that vLLM did not know the candidate for counts as failed, whoever answered it instead; with
+   the newest `BREAKER_FAILURES` all of that kind the step does not end. Else it ends after
+   `step_min_s` and `step_min_exchanges`; after the last step the candidate is promoted.
    A step that reaches `step_max_s` first is inconclusive.
 
 Inconclusive keeps the champion and retires the candidate. A paused trial does nothing. An ended
@@ -85,11 +87,11 @@ class GateEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCounts:
-    """Replies of one arm in a step; those that the client cut are not counted."""
+    """Users' turns that one arm answered in a step; those that the client cut are not counted."""
 
     replies: int
     errors: int
-    """vLLM failed in it."""
+    """vLLM failed in it, or did not know the adapter."""
     short: int
     """Ended by the token limit, or without any content."""
 
@@ -106,6 +108,8 @@ class ArmCounts:
 class RampEvidence:
     candidate: ArmCounts
     champion: ArmCounts
+    missing_in_a_row: int = 0
+    """The candidate's newest requests for which vLLM did not know it, one after the other."""
 
 
 Evidence = LoadEvidence | GateEvidence | RampEvidence
@@ -175,12 +179,19 @@ def _after_ramping(
     if tripped is not None:
         return Move(to="rolled_back", candidate_state="rolled_back", reason=tripped)
     seen, spent_s = evidence.candidate.replies, elapsed_s(trial, now)
-    if seen >= rules.step_min_exchanges and spent_s >= rules.step_min_s:
+    missing = evidence.missing_in_a_row >= BREAKER_FAILURES
+    if seen >= rules.step_min_exchanges and spent_s >= rules.step_min_s and not missing:
         return _next_step(trial, seen)
     if spent_s >= rules.step_max_s:
         return _inconclusive(
             f"step {trial.step + 1}: {seen} of {rules.step_min_exchanges} exchanges in "
             f"{rules.step_max_s:g} s"
+        )
+    if missing:
+        # Enough good replies from before must not carry it on while nobody gets it.
+        return Hold(
+            reason=f"step {trial.step + 1} stands: vLLM did not know the adapter for its last "
+            f"{evidence.missing_in_a_row} requests"
         )
     return Hold(
         reason=f"step {trial.step + 1} of {len(trial.steps)} at {trial.weight_bp / 100:g}%: "

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from deploy.admin_client import AdminApiError, AdminClient
+from deploy.cli_keys import keys_app
+from deploy.cli_output import Output, print_found, require_store, say
 from deploy.processes import MODULES
-from ingest.errors import StoreError
-from sidecar.errors import SettingsError
+from sidecar.errors import InvalidKeyError, SettingsError
 from sidecar.settings import Settings, load_settings
 
 app = typer.Typer(
@@ -33,8 +34,8 @@ config_app = typer.Typer(no_args_is_help=True, help="Settings.")
 app.add_typer(canary_app, name="canary")
 app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 
-Output = Annotated[str, typer.Option("--output", "-o", help="text or json")]
 Canary = Annotated[str, typer.Argument(help="its id; the newest when left out")]
 Reason = Annotated[str, typer.Option(help="why; kept in the audit")]
 WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3}
@@ -68,7 +69,7 @@ def up(context: typer.Context) -> None:
     settings = _settings(context)
     configure_logging(settings.telemetry, "up")
     config = context.obj.resolve() if context.obj is not None else None
-    supervisor = Supervisor(settings, config, announce=lambda line: _say(f"sidecar {line}"))
+    supervisor = Supervisor(settings, config, announce=lambda line: say(f"sidecar {line}"))
     raise typer.Exit(supervisor.run())
 
 
@@ -80,9 +81,14 @@ def _run_process(context: typer.Context, name: str, *extra: str) -> None:
 
 
 @app.command()
-def proxy(context: typer.Context) -> None:
+def proxy(
+    context: typer.Context,
+    workers: Annotated[
+        int | None, typer.Option(help="processes that share the port; else proxy.workers")
+    ] = None,
+) -> None:
     """Run the data plane alone."""
-    _run_process(context, "proxy")
+    _run_process(context, "proxy", *(("--workers", str(workers)) if workers is not None else ()))
 
 
 @app.command()
@@ -115,7 +121,7 @@ def control(context: typer.Context) -> None:
 @app.command()
 def status(context: typer.Context, output: Output = "text") -> None:
     """What serves, what is on trial, what the learner does, where records stop."""
-    _print(_client(context).get("/status"), output)
+    print_found(_client(context).get("/status"), output)
 
 
 @app.command()
@@ -134,7 +140,7 @@ def rollback(
         from ingest.store.database import Database
 
         settings = _settings(context)
-        _require_store(settings.store.url)
+        require_store(settings.store.url)
         done = roll_back(
             Database(settings.store.url),
             settings.serving.model,
@@ -143,18 +149,9 @@ def rollback(
             actor="sidecar rollback --offline",
             now=time.time(),
         )
-        _print({"from": done.before, "to": done.after}, output)
+        print_found({"from": done.before, "to": done.after}, output)
         return
-    _print(_client(context).post("/rollback", {"to": to, "reason": reason}), output)
-
-
-def _require_store(url: str) -> None:
-    """An SQLite file that is not there would be made, empty, and the real one left alone."""
-    from sqlalchemy import make_url
-
-    parsed = make_url(url)
-    if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
-        raise StoreError(f"store {url}: no such file; check store.url, or name --config")
+    print_found(_client(context).post("/rollback", {"to": to, "reason": reason}), output)
 
 
 @app.command()
@@ -164,22 +161,22 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
     from ingest.store.database import Database
 
     settings = _settings(context)
-    _require_store(settings.store.url)
+    require_store(settings.store.url)
     with Database(settings.store.url).read() as session:
         traced = trace_lineage(session, settings.serving.model, adapter)
-    _say(traced.to_json() if output == "json" else render_lineage(traced))
+    say(traced.to_json() if output == "json" else render_lineage(traced))
 
 
 @adapters_app.command("ls")
 def adapters_ls(context: typer.Context, output: Output = "text") -> None:
     """Every version, newest first."""
-    _print(_client(context).get("/adapters"), output)
+    print_found(_client(context).get("/adapters"), output)
 
 
 @adapters_app.command("show")
 def adapters_show(context: typer.Context, version: str, output: Output = "text") -> None:
     """One version."""
-    _print(_client(context).get(f"/adapters/{version}"), output)
+    print_found(_client(context).get(f"/adapters/{version}"), output)
 
 
 def _newest_canary(client: AdminClient) -> dict[str, Any]:
@@ -194,7 +191,7 @@ def canary_get(context: typer.Context, canary: Canary = "", output: Output = "te
     """The newest trial, or the one named."""
     client = _client(context)
     found = client.get(f"/canaries/{canary}") if canary else _newest_canary(client)
-    _print(found, output)
+    print_found(found, output)
 
 
 def _act(context: typer.Context, action: str, canary: str, reason: str, output: str) -> None:
@@ -203,7 +200,7 @@ def _act(context: typer.Context, action: str, canary: str, reason: str, output: 
     path = f"/canaries/{name}"
     # Pause and abort never fail on a race; the others must know what they change.
     etag = client.etag(path) if action in {"resume", "promote"} else None
-    _print(client.post(f"{path}/{action}", {"reason": reason}, etag=etag), output)
+    print_found(client.post(f"{path}/{action}", {"reason": reason}, etag=etag), output)
 
 
 @canary_app.command("pause")
@@ -251,7 +248,7 @@ def canary_wait(
     while time.monotonic() < deadline:
         found = client.get(f"/canaries/{name}")
         if found["state"] in WAIT_EXITS:
-            _say(f"{name}: {found['state']}: {found.get('reason') or ''}")
+            say(f"{name}: {found['state']}: {found.get('reason') or ''}")
             raise typer.Exit(WAIT_EXITS[found["state"]])
         time.sleep(1.0)
     raise typer.Exit(TIMED_OUT)
@@ -268,42 +265,14 @@ def config_show(context: typer.Context) -> None:
         hidden = make_url(shown[section]["url"]).render_as_string(hide_password=True)
         shown[section]["url"] = hidden
     shown["engine"]["env"] = dict.fromkeys(settings.engine.env, "(set)")
-    _say(json.dumps(shown, indent=2))
+    say(json.dumps(shown, indent=2))
 
 
 @config_app.command("check")
 def config_check(context: typer.Context) -> None:
     """Read the settings and say whether they are sound."""
     _settings(context)
-    _say("settings are sound")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _print(found: Any, output: str) -> None:  # Any: JSON of the admin API
-    if output == "json":
-        _say(json.dumps(found, indent=2))
-        return
-    items = found.get("items") if isinstance(found, dict) else None
-    for block in items if items is not None else [found]:
-        _say(_as_text(block))
-
-
-def _as_text(block: Any, indent: int = 0) -> str:
-    """Indented `key: value` lines; lists and objects below their key."""
-    pad = "  " * indent
-    lines = []
-    for key, value in block.items():
-        if isinstance(value, dict) and value:
-            lines += [f"{pad}{key}:", _as_text(value, indent + 1)]
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            lines.append(f"{pad}{key}:")
-            lines += [_as_text(item, indent + 1) for item in value]
-        else:
-            lines.append(f"{pad}{key}: {value}")
-    return "\n".join(lines)
+    say("settings are sound")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -315,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         app(args=list(argv) if argv is not None else None)
     except SystemExit as done:  # how the CLI library ends, also after a wrong use (2)
         return done.code if isinstance(done.code, int) else 1
-    except SettingsError as error:
+    except (SettingsError, InvalidKeyError) as error:
         print(f"sidecar: {error}", file=sys.stderr)
         return 2
     except (DeployError, IngestError) as error:

@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from deploy import candidates, ramp_counts, registry, transitions, trials
 from deploy.canary import Decision, Evidence, GateEvidence, Hold, LoadEvidence, Move, decide
-from deploy.errors import EngineError, InvalidAdapterError
 from deploy.gate import Gate
-from deploy.probe import compare
 from deploy.records import AdapterVersion, Trial
+from deploy.trial_loading import Facts, load_everywhere
 from deploy.validation import ServingLimits, validate_folder
 from deploy.vllm_control import AdapterControl
 from ingest.store.database import Database
 from sidecar.settings import Canary as CanarySettings
 
 log = structlog.get_logger()
-
-Facts = dict[str, Any]
-"""Evidence as JSON, by the key under which the trial keeps it."""
 
 
 class Controller:
@@ -41,7 +36,7 @@ class Controller:
         self,
         *,
         database: Database,
-        control: AdapterControl,
+        replicas: Mapping[str, AdapterControl],
         gate: Gate,
         rules: CanarySettings,
         limits: ServingLimits,
@@ -49,9 +44,10 @@ class Controller:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """on_change: told after every transition, to have vLLM reconciled at once."""
+        """replicas: every vLLM, by base URL.
+        on_change: told after every transition, to have vLLM reconciled at once."""
         self._database = database
-        self._control = control
+        self._replicas = replicas
         self._gate = gate
         self._rules = rules
         self._limits = limits
@@ -101,39 +97,15 @@ class Controller:
 
     async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
         version, failures = await asyncio.to_thread(self._candidate, trial)
-        try:
-            # Asked first: while vLLM is away there is no use in hashing the folder again and again.
-            already = await self._control.loaded()
+
+        async def validate() -> None:
             await asyncio.to_thread(
                 validate_folder, Path(version.path), digest=version.digest, limits=self._limits
             )
-        except InvalidAdapterError as error:
-            return LoadEvidence(invalid=f"invalid: {error}"), {}
-        except EngineError as error:
-            return LoadEvidence(away=str(error), load_failures=failures), {}
-        try:
-            if version.name not in already:
-                await self._control.load(version.name, version.path)
-            return await self._probe(trial)
-        except InvalidAdapterError as error:
-            return LoadEvidence(invalid=f"invalid: {error}"), {}
-        except EngineError as error:
-            log.warning("adapter_load_failed", adapter=version.name, reason=str(error))
-            failures += 1
-            return (
-                LoadEvidence(away=str(error), load_failures=failures),
-                {"loading": {"failures": failures}},
-            )
 
-    async def _probe(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
-        before = await self._control.probe(trial.model)
-        adapter = await self._control.probe(trial.candidate)
-        after = await self._control.probe(trial.model)
-        liveness = compare(trial.candidate, adapter=adapter, base_before=before, base_after=after)
-        facts = {"probe": asdict(liveness)}
-        if not liveness.live:
-            return LoadEvidence(invalid=liveness.reason), facts
-        return LoadEvidence(live=True), facts
+        return await load_everywhere(
+            self._replicas, version, model=trial.model, failures=failures, validate=validate
+        )
 
     def _candidate(self, trial: Trial) -> tuple[AdapterVersion, int]:
         """The candidate, and how often vLLM failed to load it so far."""

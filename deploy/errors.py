@@ -4,6 +4,7 @@ DeployError
 ├── UnknownAdapterError (LookupError)   no such version: list them with `sidecar adapters ls`
 ├── UnknownTrialError (LookupError)     no canary has this id
 ├── UnknownRecordError (LookupError)    no group, run or exchange has this id
+├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
@@ -26,6 +27,10 @@ class UnknownTrialError(DeployError, LookupError):
 
 class UnknownRecordError(DeployError, LookupError):
     """No group, run or exchange has this id."""
+
+
+class UnknownKeyError(DeployError, LookupError):
+    """No API key of the data plane has this id."""
 
 
 class TransitionError(DeployError, ValueError):

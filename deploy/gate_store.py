@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from deploy.gate_rule import Comparison
 from deploy.records import Trial
+from ingest.selection import CHOSEN_SURFACES
 from ingest.store.database import count, decompress, insert_into
 from ingest.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 
@@ -40,6 +41,8 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
             ExchangeRow.held_out,
             ExchangeRow.outcome == "ok",
             ExchangeRow.status == 200,
+            # Fresh answers are sampled, and the judge is shown, by a chat request's messages.
+            ExchangeRow.surface.in_(CHOSEN_SURFACES),
             ExchangeRow.public_model == model,
         )
         .group_by(ExchangeRow.session_key)

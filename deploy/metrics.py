@@ -5,7 +5,7 @@ So they are right after a restart, and whichever process did the counting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,7 +30,7 @@ from ingest.store.models import (
 class StoreCollector(Collector):
     """Makes the metrics of one model."""
 
-    def __init__(self, database: Database, model: str, engine: EngineView) -> None:
+    def __init__(self, database: Database, model: str, engine: Callable[[], EngineView]) -> None:
         self._database = database
         self._model = model
         self._engine = engine
@@ -69,6 +69,7 @@ class StoreCollector(Collector):
             yield family
 
     def _singles(self, session: Session) -> Iterator[Metric]:
+        engine = self._engine()
         trial = trials.active(session, self._model)
         routing = session.get(RoutingRow, self._model)
         singles = (
@@ -80,11 +81,17 @@ class StoreCollector(Collector):
             ("canary_paused", "1: paused.", float(trial is not None and trial.paused)),
             ("routing_generation", "Of the table.", routing.generation if routing else 0),
             ("learner_paused", "1: paused.", float(learner_switches.read(session).paused)),
-            ("engine_reachable", "1: vLLM answers.", float(self._engine.away is None)),
-            ("adapters_loaded", "In vLLM.", float(len(self._engine.loaded))),
+            ("engine_reachable", "1: a vLLM answers.", float(engine.away is None)),
+            ("adapters_loaded", "In every vLLM that answers.", float(len(engine.loaded))),
         )
         for name, help_text, value in singles:
             yield GaugeMetricFamily(f"sidecar_{name}", help_text, value=value)
+        replicas = GaugeMetricFamily(
+            "sidecar_engine_replica_reachable", "1: it answers.", labels=["replica"]
+        )
+        for url, view in engine.replicas.items():
+            replicas.add_metric([url], float(view.away is None))
+        yield replicas
 
 
 def _counters(session: Session) -> Metric:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import httpx
 import structlog
@@ -19,15 +19,16 @@ from deploy import audit, routing_writer
 from deploy.admin import create_app
 from deploy.admin_context import AdminContext
 from deploy.controller import Controller
+from deploy.fleet import Fleet
 from deploy.gate import Gate
 from deploy.reconcile import Reconciler
 from deploy.validation import ServingLimits
-from deploy.vllm_control import VllmControl
+from deploy.vllm_control import AdapterControl, VllmControl
 from ingest.errors import StoreError
 from ingest.judge import LiteLlmJudge
 from ingest.store.database import Database
 from ingest.throttle import PROBE_INTERVAL_S, Throttle
-from ingest.vllm import VllmSampler
+from ingest.vllm_replicas import ReplicaSampler, open_replicas
 from sidecar.settings import Settings
 
 log = structlog.get_logger()
@@ -67,12 +68,15 @@ async def serve(settings: Settings, database: Database) -> int:
             session, settings.serving.model, now=time.time(), actor=audit.CONTROL
         )
     key = settings.serving.api_key
-    upstream = settings.serving.upstreams[0]
-    sampler = VllmSampler(upstream, key.get_secret_value() if key else None)
+    sampler = open_replicas(settings.serving.upstreams, key.get_secret_value() if key else None)
     judge = LiteLlmJudge(settings.judge)
-    async with _vllm_client(settings) as client:
+    async with contextlib.AsyncExitStack() as clients:
+        replicas = {
+            url: VllmControl(await clients.enter_async_context(_vllm_client(settings, url)))
+            for url in settings.serving.upstreams
+        }
         try:
-            await _run(settings, database, VllmControl(client), sampler, judge, listener, stop)
+            await _run(settings, database, replicas, sampler, judge, listener, stop)
         finally:
             await sampler.aclose()
             await judge.aclose()
@@ -82,42 +86,56 @@ async def serve(settings: Settings, database: Database) -> int:
 async def _run(
     settings: Settings,
     database: Database,
-    control: VllmControl,
-    sampler: VllmSampler,
+    replicas: Mapping[str, AdapterControl],
+    sampler: ReplicaSampler,
     judge: LiteLlmJudge,
     listener: socket.socket,
     stop: asyncio.Event,
 ) -> None:
-    changed = asyncio.Event()
+    changed = {url: asyncio.Event() for url in replicas}
     loop = asyncio.get_running_loop()
 
     def on_change() -> None:
         # Also called from the threads that answer the admin API.
-        loop.call_soon_threadsafe(changed.set)
+        for event in changed.values():
+            loop.call_soon_threadsafe(event.set)
 
     model = settings.serving.model
-    reconciler = Reconciler(
-        database=database, control=control, model=model, max_loras=settings.serving.max_loras
+    fleet = Fleet(
+        {
+            url: Reconciler(
+                database=database,
+                control=control,
+                model=model,
+                max_loras=settings.serving.max_loras,
+                replica=url,
+            )
+            for url, control in replicas.items()
+        }
     )
-    controller = make_controller(settings, database, control, sampler, judge, on_change)
+    controller = make_controller(settings, database, replicas, sampler, judge, on_change)
     context = AdminContext(
         database=database,
         model=model,
         rules=settings.canary,
-        reconciler=reconciler,
+        fleet=fleet,
         token_digests=settings.admin.tokens,
         on_change=on_change,
     )
     config = uvicorn.Config(create_app(context), log_config=None, access_log=False, lifespan="off")
     server = _Server(config)
 
-    def reconcile_every() -> float:
-        return RECONCILE_S if reconciler.view.away is None else RECONCILE_AWAY_S
+    def keep(url: str, reconciler: Reconciler) -> asyncio.Task[None]:
+        def every_s() -> float:
+            return RECONCILE_S if reconciler.view.away is None else RECONCILE_AWAY_S
+
+        work = _repeat("reconcile", reconciler.reconcile, every_s, changed[url])
+        return asyncio.create_task(work)
 
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener])),
         asyncio.create_task(_repeat("tick", controller.tick, lambda: settings.canary.poll_s)),
-        asyncio.create_task(_repeat("reconcile", reconciler.reconcile, reconcile_every, changed)),
+        *(keep(url, reconciler) for url, reconciler in fleet.reconcilers.items()),
     ]
     host, port = listener.getsockname()[:2]
     log.info("control_ready", admin=f"http://{host}:{port}", model=model)
@@ -137,8 +155,8 @@ async def _run(
 def make_controller(
     settings: Settings,
     database: Database,
-    control: VllmControl,
-    sampler: VllmSampler,
+    replicas: Mapping[str, AdapterControl],
+    sampler: ReplicaSampler,
     judge: LiteLlmJudge,
     on_change: Callable[[], None],
 ) -> Controller:
@@ -156,7 +174,7 @@ def make_controller(
     bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
     return Controller(
         database=database,
-        control=control,
+        replicas=replicas,
         gate=gate,
         rules=rules,
         limits=ServingLimits(max_rank=serving.max_lora_rank, bases=frozenset(bases)),
@@ -165,10 +183,10 @@ def make_controller(
     )
 
 
-def _vllm_client(settings: Settings) -> httpx.AsyncClient:
+def _vllm_client(settings: Settings, url: str) -> httpx.AsyncClient:
     key = settings.serving.api_key
     return httpx.AsyncClient(
-        base_url=settings.serving.upstreams[0],
+        base_url=url,
         headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         trust_env=False,  # a proxy meant for the web is in the way of the operator's own vLLM

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sidecar.backoff import Backoff
 from sidecar.settings import Settings
 
-FIRST_BACKOFF_S = 0.5
-LAST_BACKOFF_S = 30.0
-STEADY_S = 60.0
-"""A child that lived this long starts again without waiting."""
+RESTARTS = Backoff(first_s=0.5, last_s=30.0)
 
 ENGINE = "engine"
 """The name of a vLLM that is ours."""
@@ -49,17 +47,6 @@ def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
         for name, module in MODULES.items()
     ]
     return specs
-
-
-def backoff_s(previous_s: float | None, lived_s: float) -> float:
-    """How long to wait before a dead child is started again.
-
-    previous_s: the wait before its last start, None when this is its first death.
-    lived_s: how long it lived. A child that was steady begins again at the shortest wait.
-    """
-    if previous_s is None or lived_s >= STEADY_S:
-        return FIRST_BACKOFF_S
-    return min(previous_s * 2, LAST_BACKOFF_S)
 
 
 def describe_exit(code: int) -> str:

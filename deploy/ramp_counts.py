@@ -3,12 +3,19 @@
 The candidate's replies count from the start of the present step. The champion's do too, but when
 there are fewer than a step needs (at a high weight it answers hardly anyone) its newest earlier
 ones join them, so that the candidate is never measured against nothing.
+
+What is counted is users' turns. A request and the client's retries of it are one turn, which
+failed when any of them did: an SDK that asks again must not hide that vLLM failed, nor make one
+user's bad luck three failures. A request that another adapter answered because vLLM did not know
+the one it was meant for (`fallback_from`) is a failure of the one that was missing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
@@ -20,7 +27,36 @@ from ingest.store.database import decompress
 from ingest.store.models import ChoiceRow, ExchangeRow
 
 WINDOW = 500
-"""Newest replies of an arm that are looked at; a step that needs more looks at as many."""
+"""Newest exchanges of an arm that are looked at; a step that needs more looks at as many."""
+NOT_FOUND = 404
+"""vLLM has lost the adapter, and nobody could answer in its place."""
+
+
+class Seen(NamedTuple):
+    """The little of an exchange that is counted."""
+
+    seq: int
+    exchange_id: str
+    project: str
+    turn_id: str
+    outcome: str
+    status: int
+    fallback_from: str
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.fallback_from) or self.status == NOT_FOUND
+
+    @property
+    def failed(self) -> bool:
+        return self.missing or self.outcome != "ok" or self.status >= 400
+
+    @property
+    def turn(self) -> tuple[str, ...]:
+        return (self.project, self.turn_id) if self.turn_id else (self.exchange_id,)
+
+
+_COLUMNS = tuple(getattr(ExchangeRow, name) for name in Seen._fields)
 
 
 def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> RampEvidence:
@@ -29,42 +65,61 @@ def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> Ra
     since = ExchangeRow.started_at >= trial.step_started_at
     candidate = _newest(session, trial, trial.candidate, "canary", window, since)
     champion = _newest(session, trial, trial.champion, "champion", window, since)
-    if len(champion) < step_min_exchanges:
+    if len(_turns(champion)) < step_min_exchanges:
         ever = ExchangeRow.started_at >= 0
-        champion = _newest(session, trial, trial.champion, "champion", step_min_exchanges, ever)
-    return RampEvidence(candidate=_counts(session, candidate), champion=_counts(session, champion))
+        champion = _newest(session, trial, trial.champion, "champion", window, ever)
+        champion = _newest_turns(champion, step_min_exchanges)
+    return RampEvidence(
+        candidate=_counts(session, candidate),
+        champion=_counts(session, champion),
+        missing_in_a_row=sum(1 for _ in takewhile(lambda seen: seen.missing, candidate)),
+    )
 
 
 def _newest(
-    session: Session,
-    trial: Trial,
-    adapter: str,
-    arm: str,
-    limit: int,
-    when: ColumnElement[bool],
-) -> Sequence[ExchangeRow]:
+    session: Session, trial: Trial, adapter: str, arm: str, limit: int, when: ColumnElement[bool]
+) -> list[Seen]:
+    """What an arm answered, or was to answer, the newest first."""
     # A reply that the client cut, or a request that vLLM refused as the client's fault, says
-    # nothing of the arm. 404 does: vLLM has lost the adapter.
-    ours = or_(ExchangeRow.status < 400, ExchangeRow.status == 404, ExchangeRow.status >= 500)
+    # nothing of the arm. That vLLM did not know the adapter does.
+    ours = or_(ExchangeRow.status < 400, ExchangeRow.status == NOT_FOUND, ExchangeRow.status >= 500)
     failed = ExchangeRow.outcome == "upstream_error"
-    statement = (
-        select(ExchangeRow)
-        .where(
-            ExchangeRow.public_model == trial.model,
-            ExchangeRow.adapter == adapter,
-            ExchangeRow.arm == arm,
-            or_(failed, and_(ExchangeRow.outcome == "ok", ours)),
-            when,
-        )
-        .order_by(ExchangeRow.seq.desc())
-        .limit(limit)
+    answered = and_(
+        ExchangeRow.adapter == adapter,
+        ExchangeRow.arm == arm,
+        ExchangeRow.fallback_from == "",
+        or_(failed, and_(ExchangeRow.outcome == "ok", ours)),
     )
-    return session.scalars(statement).all()
+    found: list[Seen] = []
+    # Two queries, each by an index of its own; one with OR would read the whole table.
+    for which in (answered, ExchangeRow.fallback_from == adapter):
+        statement = (
+            select(*_COLUMNS)
+            .where(ExchangeRow.public_model == trial.model, which, when)
+            .order_by(ExchangeRow.seq.desc())
+            .limit(limit)
+        )
+        found += [Seen(*row) for row in session.execute(statement)]
+    return sorted(found, reverse=True)[:limit]
 
 
-def _counts(session: Session, rows: Sequence[ExchangeRow]) -> ArmCounts:
-    failed = {row.exchange_id for row in rows if row.outcome != "ok" or row.status >= 400}
-    complete = [row.exchange_id for row in rows if row.exchange_id not in failed]
+def _turns(seen: Iterable[Seen]) -> dict[tuple[str, ...], list[Seen]]:
+    turns: dict[tuple[str, ...], list[Seen]] = {}
+    for one in seen:
+        turns.setdefault(one.turn, []).append(one)
+    return turns
+
+
+def _newest_turns(seen: Sequence[Seen], limit: int) -> list[Seen]:
+    kept = list(_turns(seen).values())[:limit]
+    return [one for turn in kept for one in turn]
+
+
+def _counts(session: Session, seen: Sequence[Seen]) -> ArmCounts:
+    turns = _turns(seen).values()
+    failed = [turn for turn in turns if any(one.failed for one in turn)]
+    # Of a turn that was answered twice the user has the newer answer.
+    complete = [turn[0].exchange_id for turn in turns if not any(one.failed for one in turn)]
     said_something: set[str] = set()
     short: set[str] = set()
     choices = session.scalars(select(ChoiceRow).where(ChoiceRow.exchange_id.in_(complete)))
@@ -74,4 +129,6 @@ def _counts(session: Session, rows: Sequence[ExchangeRow]) -> ArmCounts:
         else:
             said_something.add(choice.exchange_id)
     without_choices = set(complete) - short - said_something
-    return ArmCounts(replies=len(rows), errors=len(failed), short=len(short) + len(without_choices))
+    return ArmCounts(
+        replies=len(turns), errors=len(failed), short=len(short) + len(without_choices)
+    )

@@ -1,4 +1,4 @@
-"""Keep vLLM's loaded adapters as the store wants them.
+"""Keep one vLLM's loaded adapters as the store wants them. `fleet` holds one of these a replica.
 
 Adapters loaded at run time vanish when vLLM restarts, so what should be loaded is in the store and
 vLLM is compared with it, on a timer and after every change. Wanted are the champion, what the
@@ -25,6 +25,7 @@ from sidecar.records import BASE
 
 log = structlog.get_logger()
 
+NOT_ASKED = "not asked yet"
 UNLOAD_GRACE_S = 30.0
 """An adapter is kept this long after it was last wanted."""
 
@@ -51,10 +52,12 @@ class Plan:
 class EngineView:
     """What the control process last saw of vLLM. In memory, for the status page."""
 
-    away: str | None = "not asked yet"
+    away: str | None = NOT_ASKED
     loaded: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
     """Wanted adapters that vLLM does not take, and why."""
+    replicas: dict[str, EngineView] = field(default_factory=dict)
+    """By base URL, in the view of all of them together."""
 
 
 def make_plan(
@@ -109,8 +112,11 @@ class Reconciler:
         control: AdapterControl,
         model: str,
         max_loras: int,
+        replica: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """replica: its base URL, for the log."""
+        self._log = log.bind(replica=replica)
         self._database = database
         self._control = control
         self._model = model
@@ -144,7 +150,7 @@ class Reconciler:
         if name in await self._control.loaded():
             return
         await self._control.load(name, desired.paths[name])
-        log.info("adapter_loaded", adapter=name)
+        self._log.info("adapter_loaded", adapter=name)
 
     def _plan(self, desired: Desired, loaded: frozenset[str]) -> Plan:
         now = self._clock()
@@ -163,29 +169,29 @@ class Reconciler:
             await self._control.load(name, paths[name])
         except (EngineError, InvalidAdapterError) as error:
             if self.view.refused.get(name) != str(error):
-                log.error("adapter_not_loaded", adapter=name, reason=str(error))
+                self._log.error("adapter_not_loaded", adapter=name, reason=str(error))
             self.view.refused[name] = str(error)
             return False
         self.view.refused.pop(name, None)
-        log.info("adapter_loaded", adapter=name)
+        self._log.info("adapter_loaded", adapter=name)
         return True
 
     async def _unload(self, name: str) -> bool:
         try:
             await self._control.unload(name)
         except EngineError as error:
-            log.warning("adapter_not_unloaded", adapter=name, reason=str(error))
+            self._log.warning("adapter_not_unloaded", adapter=name, reason=str(error))
             return False
-        log.info("adapter_unloaded", adapter=name)
+        self._log.info("adapter_unloaded", adapter=name)
         return True
 
     def _say_away(self, reason: str) -> None:
-        if self.view.away is None or self.view.away == "not asked yet":
-            log.warning("engine_away", reason=reason)
+        if self.view.away is None or self.view.away == NOT_ASKED:
+            self._log.warning("engine_away", reason=reason)
         self.view.away = reason
         self.view.loaded = frozenset()
 
     def _say_back(self) -> None:
         if self.view.away is not None:
-            log.info("engine_reached")
+            self._log.info("engine_reached")
         self.view.away = None

@@ -21,7 +21,7 @@ from typing import IO
 import httpx
 import structlog
 
-from deploy.processes import ENGINE, ProcessSpec, backoff_s, describe_exit, plan
+from deploy.processes import ENGINE, RESTARTS, ProcessSpec, describe_exit, plan
 from sidecar.settings import Settings
 
 log = structlog.get_logger()
@@ -68,7 +68,7 @@ class Child:
         code = self.process.poll()
         if code is None:
             return
-        self.wait_s = backoff_s(self.wait_s, now - self.started_at)
+        self.wait_s = RESTARTS.wait_s(self.wait_s, now - self.started_at)
         self.restart_at = now + self.wait_s
         log.error(
             "process_died",
@@ -167,7 +167,7 @@ class Supervisor:
 
     def _tell_when_ready(self) -> None:
         settings = self._settings
-        if not self._wait_for_engine(settings.serving.upstreams[0]):
+        if not self._wait_for_engine(settings.serving.upstreams):
             return
         proxy = f"http://{settings.proxy.host}:{settings.proxy.port}"
         admin = f"http://{settings.admin.host}:{settings.admin.port}"
@@ -180,15 +180,16 @@ class Supervisor:
             f"(model {settings.serving.model}); admin at {admin}"
         )
 
-    def _wait_for_engine(self, url: str) -> bool:
-        """Wait until vLLM answers; say which URL is tried and what to check. False: stopping."""
+    def _wait_for_engine(self, urls: Sequence[str]) -> bool:
+        """Wait until one vLLM answers; say what is tried and what to check. False: stopping."""
         said_at: float | None = None
         owned = bool(self._settings.engine.command)
-        while (status := _answer(f"{url}/v1/models")) not in (200, 401):
+        while not {200, 401} & (statuses := {_answer(f"{url}/v1/models") for url in urls}):
+            status = next((one for one in statuses if one is not None), None)
             now = time.monotonic()
             if said_at is None or now - said_at >= REMIND_S:
                 said_at = now
-                self._announce(_waiting_line(url, status, owned=owned))
+                self._announce(_waiting_line(" or ".join(urls), status, owned=owned))
             if self.stopping.wait(1.0):
                 return False
         return True
