@@ -1,5 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-.PHONY: demo test check setup clean
+.PHONY: demo test check bench setup clean
+BENCH ?= all
 
 setup:
 	@echo "set-up"
@@ -8,7 +9,9 @@ setup:
 demo: setup
 	@.venv/bin/python -m demo
 
-test: setup
+test:
+	@echo "set-up"
+	@scripts/setup tests
 	@.venv/bin/python -m pytest
 
 check: setup
@@ -17,5 +20,9 @@ check: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-cache
 
+bench: setup
+	@benchmarks/relay/setup
+	@.venv/bin/python -m benchmarks $(BENCH)
+
 clean:
-	rm -rf .venv .venv-engine .models .cache .demo .sidecar
+	rm -rf .venv .venv-engine .venv-clients .models .cache .demo .sidecar .bench

@@ -1,0 +1,81 @@
+"""What one look through a long prompt costs in this interpreter: the measure of `prompt1m`.
+
+A proxy that routes by what is in the body must look through it once. The cheapest way to do that
+from Python is a msgspec Struct with few fields, which skips the rest; `bytes.find` of a byte that
+is not there (memchr) is the floor, and finds nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from benchmarks.relay.scenarios import BY_NAME, body
+from benchmarks.relay.summary import NGINX, OFF, Number, Samples, cpu_per_request
+from benchmarks.results import Row, Target, at_most
+
+SMALL, LARGE = BY_NAME["prompt1k"], BY_NAME["prompt1m"]
+LOOKS = 25
+
+
+class _Routing(msgspec.Struct):
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def scan_us_per_mb() -> dict[str, float]:
+    """CPU microseconds per MB (10^6 bytes) of a prompt, by way of looking; the best of some."""
+    content = body(LARGE, 0)
+    decoder = msgspec.json.Decoder(_Routing)
+    ways: dict[str, Callable[[], object]] = {
+        "msgspec peek": lambda: decoder.decode(content),
+        "memchr": lambda: content.find(b"\x00"),
+    }
+    return {name: _best_us(look) / (len(content) / 1e6) for name, look in ways.items()}
+
+
+def growth_us_per_mb(samples: Samples, contender: str) -> Number:
+    """How much a MB of prompt adds to the CPU of a request."""
+    small = samples.middle(contender, SMALL.name, cpu_per_request)
+    large = samples.middle(contender, LARGE.name, cpu_per_request)
+    if small is None or large is None:
+        return None
+    return (large - small) / ((LARGE.prompt_bytes - SMALL.prompt_bytes) / 1e6)
+
+
+def scan_rows(samples: Samples, contenders: tuple[str, ...], scans: dict[str, float]) -> list[Row]:
+    """CPU per MB of prompt: the contenders', and what one look costs."""
+    figures: list[tuple[str, Number]] = [
+        *((name, growth_us_per_mb(samples, name)) for name in contenders),
+        *scans.items(),
+    ]
+    return [
+        {"scenario": "prompt growth", "contender": name, "cpu_us_per_mb": round(value, 1)}
+        for name, value in figures
+        if value is not None
+    ]
+
+
+def scan_targets(samples: Samples, scans: dict[str, float]) -> list[Target]:
+    """Over what nginx pays for moving the bytes, the sidecar pays for one look at most.
+
+    With capture on the prompt comes back as token ids, which nginx is not sent: its figure is in
+    the rows, and is not a target.
+    """
+    ours, nginx = growth_us_per_mb(samples, OFF), growth_us_per_mb(samples, NGINX)
+    value = None if ours is None or nginx is None else (ours - nginx) / scans["msgspec peek"]
+    why = "" if value is not None else "not measured"
+    what = f"CPU per MB of prompt, {OFF} over {NGINX}, in looks (msgspec peek)"
+    return [at_most(what, value, 1.0, why)]
+
+
+def _best_us(look: Callable[[], object]) -> float:
+    times = []
+    for _ in range(LOOKS):
+        began = time.process_time_ns()
+        look()
+        times.append(time.process_time_ns() - began)
+    return min(times) / 1000

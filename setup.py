@@ -1,0 +1,141 @@
+"""Build the package; with `SIDECAR_COMPILE=1`, compile the relay with mypyc.
+
+    SIDECAR_COMPILE=1 pip install .
+
+The compiled modules are extensions beside their sources, and the same code: what they do differs in
+nothing but CPU time (docs/decisions/0010-compiled-relay.md). Everything else is in pyproject.toml.
+
+An editable install is never compiled: an extension would hide every later change of its source.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from setuptools import Distribution, setup
+from setuptools.command.build_ext import build_ext
+
+SWITCH = "SIDECAR_COMPILE"
+PINNED = (
+    "mypy==2.4.1",
+    "msgspec==0.22.0",
+    "prometheus-client==0.26.0",
+    "pydantic==2.14.3",
+    "pydantic-settings==2.16.3",
+    "structlog==26.1.0",
+)
+"""What compiles, and what the compiled modules take types from. Pinned, as in constraints/: types
+decide what code comes out, and where one is not known mypyc's guess may be wrong."""
+COMPILED = (
+    "sidecar/access.py",
+    "sidecar/exchange_id.py",
+    "sidecar/hot_metrics.py",
+    "sidecar/sampling_rule.py",
+    "sidecar/session_key.py",
+    "sidecar/relay/client_reply.py",
+    "sidecar/relay/client_request.py",
+    "sidecar/relay/context.py",
+    "sidecar/relay/ending.py",
+    "sidecar/relay/flight.py",
+    "sidecar/relay/heads.py",
+    "sidecar/relay/http_client_side.py",
+    "sidecar/relay/json_spans.py",
+    "sidecar/relay/judged_flight.py",
+    "sidecar/relay/outbound.py",
+    "sidecar/relay/paths.py",
+    "sidecar/relay/plan.py",
+    "sidecar/relay/reception.py",
+    "sidecar/relay/refusals.py",
+    "sidecar/relay/replicas.py",
+    "sidecar/relay/reply_body.py",
+    "sidecar/relay/reply_edit.py",
+    "sidecar/relay/reply_parser.py",
+    "sidecar/relay/request_edit.py",
+    "sidecar/relay/request_parser.py",
+    "sidecar/relay/request_peek.py",
+    "sidecar/relay/sse.py",
+    "sidecar/relay/upstream.py",
+    "sidecar/relay/usage.py",
+)
+"""What runs for every request and every event, and what that cannot do without: a class that is
+compiled has no interpreted children.
+
+A module with a class that msgspec decodes into (a Struct, or a dataclass as the routing table's)
+must not be among them: compiled classes lose the annotations that msgspec reads. Structs then take
+any JSON without an error, dataclasses refuse theirs."""
+MYPY_OPTIONS = (
+    f"--config-file={Path(__file__).resolve().with_name('pyproject.toml')}",
+    # What is not compiled was checked elsewhere, and some of what it imports is not there now.
+    "--follow-imports=silent",
+)
+
+
+class CompileRelay(build_ext):
+    """Makes the extensions when they are built, not when the package is only described."""
+
+    def finalize_options(self) -> None:
+        if not {"dist_info", "egg_info"} & set(sys.argv):
+            _need_a_compiler()
+            from mypyc.build import mypycify
+
+            extensions = mypycify([*MYPY_OPTIONS, *COMPILED], opt_level="3", debug_level="0")
+            self.distribution.ext_modules = extensions
+        super().finalize_options()
+
+    def run(self) -> None:
+        super().run()
+        built = {Path(path).resolve() for path in self.get_outputs()}
+        for path in Path(self.build_lib).rglob("*.so"):
+            if path.resolve() not in built:  # of a build before: it would go into the wheel
+                path.unlink()
+
+
+class CompiledDistribution(Distribution):
+    """Known to hold extensions before they are made, so that its wheel is named for a platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+def _need_a_compiler() -> None:
+    """Raises: SystemExit, in one line."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    include = Path(sysconfig.get_path("include"), "Python.h")
+    try:
+        subprocess.run([*compiler, "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(
+            f"{SWITCH}=1 needs a C compiler and {compiler[0]!r} does not run ({error}): install "
+            f"one (Debian: apt-get install gcc libc6-dev), or install without {SWITCH}"
+        )
+    if not include.exists():
+        sys.exit(
+            f"{SWITCH}=1 needs Python's headers and {include} is not there: install them "
+            f"(Debian: apt-get install python3-dev), or install without {SWITCH}"
+        )
+
+
+def options() -> dict[str, Any]:
+    """What is asked of setuptools beyond pyproject.toml."""
+    asked = os.environ.get(SWITCH, "")
+    if asked not in ("", "0", "1"):
+        sys.exit(f"{SWITCH} is {asked!r}: 1 compiles the relay, 0 or nothing does not")
+    if asked != "1":
+        return {}
+    if "editable_wheel" in sys.argv:
+        sys.stderr.write(f"{SWITCH}=1 is ignored: an editable install runs the sources\n")
+        return {}
+    return {
+        "setup_requires": list(PINNED),
+        "cmdclass": {"build_ext": CompileRelay},
+        "distclass": CompiledDistribution,
+    }
+
+
+if __name__ == "__main__":
+    setup(**options())
