@@ -106,7 +106,7 @@ def test_the_dictionary_has_every_metric_of_control_and_no_other(tmp_path: Path)
 
     database = Database(f"sqlite:///{tmp_path}/store.db")
     database.upgrade()
-    families = list(StoreCollector(database, "any", EngineView()).collect())
+    families = list(StoreCollector(database, "any", EngineView).collect())
     database.close()
     assert sorted(documented) == sorted(one.name + counter_suffix(one.type) for one in families)
 

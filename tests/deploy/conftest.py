@@ -225,6 +225,8 @@ class World:
     rules: CanarySettings
     clock: Clock = field(default_factory=Clock)
     control: FakeControl = field(default_factory=FakeControl)
+    others: dict[str, FakeControl] = field(default_factory=dict)
+    """Further replicas, by base URL."""
     sampler: FakeSampler = field(default_factory=FakeSampler)
     judge: FakeJudge = field(default_factory=FakeJudge)
     room: FakeRoom = field(default_factory=FakeRoom)
@@ -244,7 +246,7 @@ class World:
         )
         return Controller(
             database=self.database,
-            control=self.control,
+            replicas={"http://vllm": self.control, **self.others},
             gate=gate,
             rules=self.rules,
             limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
@@ -287,6 +289,9 @@ class World:
         content: str | None = "An answer.",
         finish_reason: str = "stop",
         max_tokens: int | None = None,
+        surface: str = "chat",
+        turn_id: str = "",
+        fallback_from: str = "",
     ) -> str:
         """What ingest does with a captured exchange. Returns: its id."""
         self.exchanges += 1
@@ -301,7 +306,7 @@ class World:
             exchange_id=exchange_id,
             stored_at=self.clock.now,
             started_at=self.clock.now,
-            surface="chat",
+            surface=surface,
             public_model=MODEL,
             adapter=adapter,
             arm=arm,
@@ -321,6 +326,8 @@ class World:
             trace_id="",
             project="default",
             user="",
+            turn_id=turn_id,
+            fallback_from=fallback_from,
             selection="held_out" if held_out else "new",
         )
         with self.database.write() as session:

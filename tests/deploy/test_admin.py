@@ -15,9 +15,10 @@ from deploy import transitions, trials
 from deploy.admin import create_app
 from deploy.admin_context import AdminContext
 from deploy.canary import Move
+from deploy.fleet import Fleet
 from deploy.reconcile import Reconciler
 from deploy.rollback import rollback
-from ingest.store.database import compress
+from ingest.store.database import compress, set_flag
 from ingest.store.models import AnswerRow, AuditRow, GroupRow, RunRow
 
 World = Any
@@ -54,7 +55,7 @@ def make_api(world: World) -> Callable[..., Api]:
             database=world.database,
             model="m",
             rules=world.rules,
-            reconciler=reconciler,
+            fleet=Fleet({"http://vllm": reconciler}),
             token_digests=digests,
             on_change=lambda: changes.append(1),
             clock=world.clock,
@@ -110,9 +111,19 @@ async def test_status_says_what_serves_and_what_is_on_trial(world: World, api: A
     assert body["canary"]["state"] == "ramping"
     assert body["canary"]["weight_bp"] == 2_000
     assert body["canary"]["next_step_earliest_at"] == 960.0
-    assert body["engine"] == {"away": None, "loaded": sorted([first, second]), "refused": {}}
+    seen = {"away": None, "loaded": sorted([first, second]), "refused": {}}
+    assert body["engine"] == {**seen, "replicas": {"http://vllm": seen}}
     assert body["adapters"] == {"champion": 1, "ramping": 1}
     assert body["learner"]["paused"] is False
+    assert body["token_check"] == "off: ingest has not run yet"
+
+
+async def test_status_and_funnel_say_how_the_token_check_stands(world: World, api: Api) -> None:
+    with world.database.write() as session:
+        set_flag(session, "token_check", "off: no tokenizer", now=1.0)
+
+    assert (await api.get("/status")).json()["token_check"] == "off: no tokenizer"
+    assert (await api.get("/funnel")).json()["token_check"] == "off: no tokenizer"
 
 
 async def test_adapters_by_version_name_and_alias(world: World, api: Api) -> None:
@@ -272,6 +283,9 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
     assert group["answers"][0]["message"] == {"content": "Hi."}
     assert (group["answers"][0]["score"], group["answers"][0]["tokens"]) == (0.5, 1)
     assert exchange["group_id"] == "g0"
+    assert (exchange["surface"], exchange["project"], exchange["key_id"]) == ("chat", "default", "")
+    assert (exchange["turn_id"], exchange["retry_count"], exchange["fallback_from"]) == ("", 0, "")
+    assert (exchange["request_bytes"], exchange["reply_bytes"]) == (0, 0)
     assert exchange["request"]["messages"] == [{"role": "user", "content": "ask x1"}]
     assert exchange["choices"][0]["message"]["content"] == "An answer."
 

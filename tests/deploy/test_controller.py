@@ -79,6 +79,7 @@ async def test_every_decision_keeps_what_it_rests_on(world: World) -> None:
         "weight_bp": 2_000,
         "candidate": {"replies": 3, "errors": 0, "short": 0},
         "champion": {"replies": 3, "errors": 0, "short": 0},
+        "missing_in_a_row": 0,
     }
 
 

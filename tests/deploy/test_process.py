@@ -8,9 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -79,6 +82,75 @@ def test_it_serves_while_vllm_and_judge_are_away_and_stops_on_sigterm(tmp_path: 
         process.send_signal(signal.SIGTERM)
         wait_for(process, "control_stopped")
         assert process.wait(20) == 0
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    """Knows its base model alone, and takes every adapter."""
+
+    loaded: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        cards = [{"id": name, "parent": "m"} for name in self.loaded]
+        self._answer({"data": [{"id": "m", "parent": None}, *cards]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.loaded.append(body["lora_name"])
+        self._answer({})
+
+    def _answer(self, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def fake_vllm() -> Iterator[tuple[str, list[str]]]:
+    """A vLLM on a port of its own. Gives: its URL, and the adapters that it was given."""
+    loaded: list[str] = []
+    handler = type("Handler", (FakeVllm,), {"loaded": loaded})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", loaded
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, world: Any) -> None:
+    name = world.register(1)
+    world.promote(name)
+    down = f"http://127.0.0.1:{free_port()}"
+    with fake_vllm() as (first, first_loaded), fake_vllm() as (second, second_loaded):
+        config = write_config(
+            tmp_path,
+            serving={"upstreams": [down, first, second], "model": "m"},
+            store={"url": world.database.url},
+        )
+        with control(config) as process:
+            admin = wait_for(process, "control_ready")["admin"]
+            wait_for(process, "adapter_loaded")
+            wait_for(process, "adapter_loaded")
+            deadline = time.monotonic() + 20
+            while (engine := httpx.get(f"{admin}/admin/v1/status").json()["engine"])["loaded"] != [
+                name
+            ]:
+                assert time.monotonic() < deadline, engine
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+
+    assert (first_loaded, second_loaded) == ([name], [name])
+    assert engine["away"] is None
+    assert "gave no reply" in engine["replicas"][down]["away"]
+    assert engine["replicas"][first] == {"away": None, "loaded": [name], "refused": {}}
 
 
 def test_a_taken_port_is_one_line_and_exit_1(tmp_path: Path) -> None:

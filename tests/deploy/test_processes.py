@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deploy.processes import backoff_s, describe_exit, plan
+from deploy.processes import RESTARTS, describe_exit, plan
 from sidecar.settings import Settings
 
 
@@ -13,14 +13,14 @@ def test_backoff_doubles_up_to_half_a_minute() -> None:
     waits = []
     wait: float | None = None
     for _ in range(8):
-        wait = backoff_s(wait, lived_s=1.0)
+        wait = RESTARTS.wait_s(wait, lived_s=1.0)
         waits.append(wait)
 
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
 def test_a_steady_child_starts_again_at_once() -> None:
-    assert backoff_s(30.0, lived_s=60.0) == 0.5
+    assert RESTARTS.wait_s(30.0, lived_s=60.0) == 0.5
 
 
 def test_plan_attaches_to_a_foreign_vllm_by_default() -> None:

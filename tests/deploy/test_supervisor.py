@@ -14,7 +14,7 @@ import pytest
 
 from deploy.processes import ProcessSpec
 from deploy.supervisor import Child, Supervisor, _waiting_line
-from sidecar.settings import Settings
+from sidecar.settings import Serving, Settings
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 
@@ -151,3 +151,23 @@ def test_an_absent_vllm_is_named_with_what_to_check() -> None:
         "that serving.upstreams names its address without /v1, and that no firewall is between; "
         "trying again every second"
     )
+
+
+def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(upstreams=("http://a", "http://b"))
+    answers: dict[str, list[int | None]] = {
+        "http://a/v1/models": [None, None],
+        "http://b/v1/models": [None, 200],
+    }
+    monkeypatch.setattr("deploy.supervisor._answer", lambda url: answers[url].pop(0))
+    said: list[str] = []
+    supervisor = Supervisor(
+        Settings(state_dir=tmp_path, serving=serving), None, announce=said.append, specs=[]
+    )
+    monkeypatch.setattr(supervisor.stopping, "wait", lambda _: False)
+
+    assert supervisor._wait_for_engine(serving.upstreams) is True
+
+    assert len(said) == 1
+    assert said[0].startswith("waiting for vLLM at http://a or http://b: nothing answers; check")
+    assert answers == {"http://a/v1/models": [], "http://b/v1/models": []}

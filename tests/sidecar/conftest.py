@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,20 +14,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import hypothesis
 import pytest
 import uvloop
-from opentelemetry.sdk.trace import TracerProvider
 
+from sidecar.best_of_wire import Material, NoPick, Verdict
 from sidecar.errors import OutboxError
 from sidecar.proxy import Proxy
 from sidecar.records import Exchange
 from sidecar.settings import Settings
 
+hypothesis.settings.register_profile("shared-machine", deadline=None)
+hypothesis.settings.load_profile("shared-machine")
 RECORDED = Path(__file__).with_name("recorded")
+ROOT = Path(__file__).resolve().parents[2]
 CLOSE = "close"
 RESET = "reset"
-Step = bytes | asyncio.Event | str
-"""What the fake does next: write these bytes, wait for this, close, or reset."""
+Step = bytes | asyncio.Event | str | float
+"""What the fake does next: write these bytes, wait for this, close, reset, or wait so many
+seconds."""
 
 
 def pytest_asyncio_loop_factories(
@@ -37,6 +46,55 @@ def pytest_asyncio_loop_factories(
 def recorded() -> Callable[[str], bytes]:
     """Bodies that a vLLM 0.32 sent; ids and times are set to fixed values."""
     return lambda name: (RECORDED / name).read_bytes()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One request that a vLLM 0.32 got, and its reply as it stood on the wire: framing included.
+
+    Ids and times are set to fixed values of the same length, and `connection: close` is left out.
+    The files of one name are the same question: `plain` as a client asks it, `asked` with the token
+    ids and log-probabilities that the sidecar asks for.
+    """
+
+    path: str
+    request: bytes
+    head: bytes
+    """With its blank line."""
+    framed: bytes
+    """What follows the head on the wire."""
+
+    @property
+    def reply(self) -> bytes:
+        return self.head + self.framed
+
+    @property
+    def body(self) -> bytes:
+        """Without the framing."""
+        return b"".join(unchunked(item) for item in self.chunks) or self.framed
+
+    @property
+    def chunks(self) -> list[bytes]:
+        """Of a stream: as vLLM wrote them, the last one, which is empty, included."""
+        if b"transfer-encoding: chunked" not in self.head:
+            return []
+        chunks, rest = [], self.framed
+        while rest:
+            size, _, _ = rest.partition(b"\r\n")
+            end = len(size) + 2 + int(size, 16) + 2
+            chunks.append(rest[:end])
+            rest = rest[end:]
+        return chunks
+
+
+def unchunked(piece: bytes) -> bytes:
+    return piece.partition(b"\r\n")[2][:-2]
+
+
+def recording(name: str) -> Recording:
+    path, request, reply = (RECORDED / "wire" / name).read_bytes().split(b"\n", 2)
+    head, _, framed = reply.partition(b"\r\n\r\n")
+    return Recording(path.decode(), request, head + b"\r\n\r\n", framed)
 
 
 @dataclass
@@ -58,6 +116,9 @@ class FakeVllm:
     requests: list[SeenRequest] = field(default_factory=list)
     connections: int = 0
     port: int = 0
+    models: list[str] | None = None
+    """What the watch is told; None: that it needs a key."""
+    healthy: bool = True
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     written_bytes: int = 0
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
@@ -79,7 +140,11 @@ class FakeVllm:
         try:
             while (request := await _read_request(reader)) is not None:
                 if request.line == "GET /health HTTP/1.1":
-                    writer.write(whole_reply(b""))
+                    status = "200 OK" if self.healthy else "503 Service Unavailable"
+                    writer.write(whole_reply(b"", status))
+                    continue
+                if request.headers.get("user-agent") == "learning-sidecar-watch":
+                    writer.write(self._models_reply())
                     continue
                 if number == 0:
                     number = self.connections = self.connections + 1
@@ -89,6 +154,12 @@ class FakeVllm:
             self.client_left.set()
         finally:
             writer.close()
+
+    def _models_reply(self) -> bytes:
+        if self.models is None:
+            return whole_reply(b'{"error":"Unauthorized"}', "401 Unauthorized")
+        cards = [{"id": name, "object": "model"} for name in self.models]
+        return whole_reply(json.dumps({"object": "list", "data": cards}).encode())
 
     async def _play(
         self, steps: Sequence[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -100,6 +171,8 @@ class FakeVllm:
                 self.written_bytes += len(step)
             elif isinstance(step, asyncio.Event):
                 await self._wait(step, reader)
+            elif isinstance(step, float):
+                await asyncio.sleep(step)
             else:
                 if step == RESET:
                     writer.transport.abort()
@@ -177,6 +250,31 @@ class MemorySink:
         return self.exchanges
 
 
+class MemoryPicker:
+    """The in-memory `Picker`. `script`: verdicts, or events to wait for."""
+
+    def __init__(self, *script: Verdict | asyncio.Event) -> None:
+        self.script = list(script)
+        self.asked: list[Material] = []
+        self.ready = True
+        self.cancelled = 0
+
+    async def pick(self, material: Material, deadline_s: float) -> Verdict:
+        self.asked.append(material)
+        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if not isinstance(step, asyncio.Event):
+            return step
+        try:
+            async with asyncio.timeout(deadline_s):
+                await step.wait()
+        except TimeoutError:
+            return NoPick(reason="timeout")
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return NoPick(reason="judge_rubbish")
+
+
 @dataclass
 class Running:
     """A proxy that runs, and how to talk to it."""
@@ -246,7 +344,9 @@ class Wire:
     chunk = staticmethod(chunk)
     post = staticmethod(post)
     split = staticmethod(split)
+    recording = staticmethod(recording)
     Sink = MemorySink
+    Picker = MemoryPicker
 
 
 @pytest.fixture
@@ -262,11 +362,43 @@ def state_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A port that nobody holds: two proxies of one `state_dir` need ports of their own."""
+
+    def free() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return free
+
+
+@pytest.fixture
 async def fake_vllm() -> AsyncIterator[FakeVllm]:
     fake = FakeVllm(script=lambda _: [whole_reply(b"{}")])
     await fake.start()
     yield fake
     await fake.stop()
+
+
+@pytest.fixture
+async def more_vllms() -> AsyncIterator[Callable[..., Awaitable[FakeVllm]]]:
+    """Start another fake: `models` as it lists them, and its script."""
+    fakes: list[FakeVllm] = []
+
+    async def start(
+        script: Callable[[SeenRequest], Sequence[Step]] = lambda _: [whole_reply(b"{}")],
+        models: list[str] | None = None,
+    ) -> FakeVllm:
+        fake = FakeVllm(script=script, models=models)
+        await fake.start()
+        fakes.append(fake)
+        return fake
+
+    yield start
+    for fake in fakes:
+        await fake.stop()
 
 
 StartProxy = Callable[..., Awaitable[Running]]
@@ -276,19 +408,22 @@ StartProxy = Callable[..., Awaitable[Running]]
 async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[StartProxy]:
     """Start a proxy in front of the fake; keyword arguments are sections of the settings."""
     running: list[Running] = []
-    tracing = TracerProvider()
 
-    async def start(sink: Any = None, **sections: dict[str, Any]) -> Running:
+    async def start(sink: Any = None, tracing: Any = None, **sections: dict[str, Any]) -> Running:
         settings = Settings(
             state_dir=state_dir,
             serving={
                 "upstreams": (f"http://127.0.0.1:{fake_vllm.port}",),
                 "model": "smollm2-135m",
+                **sections.get("serving", {}),
             },
+            access=sections.get("access", {}),
+            best_of=sections.get("best_of", {}),
             proxy={"port": 0, "drain_timeout_s": 1.0, **sections.get("proxy", {})},
             capture={"flush_interval_s": 0.005, **sections.get("capture", {})},
             bus={"url": f"sqlite:///{state_dir}/outbox.db", **sections.get("bus", {})},
-            store={"url": f"sqlite:///{state_dir}/store.db"},
+            store={"url": f"sqlite:///{state_dir}/store.db", **sections.get("store", {})},
+            telemetry=sections.get("telemetry", {}),
         )
         memory = sink if isinstance(sink, MemorySink) else MemorySink()
         proxy = Proxy(settings, tracing, sink if sink is not None else memory)
@@ -299,4 +434,92 @@ async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Sta
     yield start
     for item in running:
         await item.proxy.stop()
-    tracing.shutdown()
+
+
+@dataclass
+class Child:
+    """A proxy in a process of its own."""
+
+    process: asyncio.subprocess.Process
+    port: int
+    lines: list[str]
+    """What it has logged."""
+
+    async def send(self, data: bytes) -> bytes:
+        """Send bytes on a new connection, and read until the proxy closes it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        received = await reader.read()
+        writer.close()
+        return received
+
+    async def metrics(self) -> dict[str, float]:
+        """`name{labels}` -> value, as Prometheus would scrape them."""
+        reply = await self.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        lines = split(reply)[2].decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+StartProcess = Callable[..., Awaitable[Child]]
+
+
+@pytest.fixture
+async def start_process(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[StartProcess]:
+    """Start `python -m sidecar` in front of the fake; keyword arguments are sections of the
+    settings, and `env` more variables of its environment."""
+    started: list[asyncio.subprocess.Process] = []
+    readers: list[asyncio.Task[None]] = []
+
+    async def start(env: dict[str, str] | None = None, **sections: dict[str, Any]) -> Child:
+        upstreams = [f"http://127.0.0.1:{fake_vllm.port}"]
+        settings: dict[str, dict[str, Any]] = {
+            "serving": {"upstreams": upstreams, "model": "smollm2-135m"},
+            "proxy": {"port": 0, "drain_timeout_s": 1.0},
+            "capture": {"flush_interval_s": 0.005},
+            "bus": {"url": f"sqlite:///{state_dir}/outbox.db"},
+            "store": {"url": f"sqlite:///{state_dir}/store.db"},
+            "telemetry": {"log_json": True},
+        }
+        for name, values in sections.items():
+            settings[name] = {**settings.get(name, {}), **values}
+        lines = [f"state_dir = {json.dumps(str(state_dir))}"]
+        for name, values in settings.items():
+            lines += (f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items()))
+        config = state_dir / f"sidecar-{len(started)}.toml"
+        config.write_text("\n".join(lines))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "sidecar", "--config", str(config)),
+            cwd=state_dir,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        started.append(process)
+        child = Child(process, 0, [])
+        assert process.stderr is not None
+        async with asyncio.timeout(30):
+            while child.port == 0:
+                line = (await process.stderr.readline()).decode()
+                assert line, f"the proxy ended early: {child.lines}"
+                child.lines.append(line)
+                if '"proxy_ready"' in line:
+                    child.port = int(json.loads(line)["port"])
+        readers.append(asyncio.create_task(_keep_lines(process.stderr, child.lines)))
+        return child
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    await asyncio.gather(*readers)
+
+
+async def _keep_lines(stream: asyncio.StreamReader, lines: list[str]) -> None:
+    while line := await stream.readline():
+        lines.append(line.decode())

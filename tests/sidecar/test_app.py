@@ -41,7 +41,8 @@ async def test_readiness_follows_vllm(fake_vllm: Any, start_proxy: Any, wire: An
     assert line == "HTTP/1.1 200 OK"
     assert json.loads(body) == {
         "ready": True,
-        "upstream": {"url": f"http://127.0.0.1:{fake_vllm.port}", "reachable": True},
+        "upstreams": [{"url": f"http://127.0.0.1:{fake_vllm.port}", "reachable": True}],
+        "keys_read": True,
         "routing": {"model": "smollm2-135m", "generation": 0},
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sidecar.exchange_id import exchange_id
+import os
+
+from sidecar.exchange_id import ExchangeIds, exchange_id
 
 
 def test_an_id_is_its_time_and_its_randomness() -> None:
@@ -16,3 +18,14 @@ def test_ids_sort_by_time() -> None:
 
     assert ids == sorted(ids)
     assert {len(name) for name in ids} == {29}
+
+
+def test_ids_made_in_blocks_are_the_same_and_never_twice() -> None:
+    ids = ExchangeIds(lambda count: bytes(range(256)) * (count // 256 + 1))
+
+    first = ids.new(1_795_233_501.5)
+
+    assert first == exchange_id(1_795_233_501.5, bytes(range(10)))
+    assert ids.new(1_795_233_501.5) == exchange_id(1_795_233_501.5, bytes(range(10, 20)))
+    real = ExchangeIds(os.urandom)
+    assert len({real.new(1.0) for _ in range(2_000)}) == 2_000

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.outbox import Outbox, OutboxReader, outbox_path
@@ -149,14 +150,7 @@ def test_a_full_disk_is_said_to_be_full_and_recovers(outbox: Outbox, path: Path)
     with outbox._file.connection() as connection:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
-    fat = Exchange(
-        **{
-            name: getattr(_exchange("b"), name)
-            for name in Exchange.__dataclass_fields__
-            if name != "request"
-        },
-        request=b"x" * 100_000,
-    )
+    fat = replace(_exchange("b"), request=b"x" * 100_000)
 
     with pytest.raises(OutboxError) as raised:
         outbox.write([fat])
@@ -188,6 +182,74 @@ def test_a_deleted_directory_is_made_again(outbox: Outbox, path: Path) -> None:
     assert outbox.write([_exchange("b")]) == 1
 
     assert _names(path) == ["b"]
+
+
+@pytest.mark.parametrize("leave", [(), ("-wal",), ("-wal", "-shm")])
+def test_what_went_unread_with_a_deleted_file_is_counted_once(
+    path: Path, leave: tuple[str, ...]
+) -> None:
+    gone: list[int] = []
+    writers = [Outbox(path, max_rows=9, on_rows_gone=gone.append) for _ in range(2)]
+    writers[0].write([_exchange("a"), _exchange("b")])
+    writers[1].write([_exchange("c")])
+    reader = OutboxReader(path)
+    reader.delete_through(1)
+    for suffix in {"", "-wal", "-shm"} - set(leave):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+    for writer, name in zip(writers, "de", strict=True):
+        assert writer.write([_exchange(name)]) == 1
+
+    assert sum(gone) == 2
+    assert [row.exchange_id for row in reader.read(0, 9)] == ["d", "e"]
+    for end in (*writers, reader):
+        end.close()
+    assert _names(path) == ["d", "e"]
+
+
+def test_the_number_of_rows_is_found_without_reading_the_table(path: Path) -> None:
+    """SQLite reads every row for two ends in one SELECT: then each write costs what is unread."""
+    from sidecar.outbox import _ROWS
+
+    outbox = Outbox(path, max_rows=999)
+    steps: list[int] = []
+    for more in (2, 200):
+        outbox.write([_exchange("a")] * more)
+        steps.append(0)
+        with outbox._file.connection() as connection:
+            connection.set_progress_handler(lambda: steps.__setitem__(-1, steps[-1] + 1), 1)
+            connection.execute(_ROWS).fetchone()
+            connection.set_progress_handler(None, 0)
+    outbox.close()
+
+    assert steps[0] == steps[1] > 0
+
+
+def test_several_processes_may_begin_one_outbox_together(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    path = tmp_path / "outbox.db"
+    script = (
+        "import sys; from pathlib import Path; from sidecar.outbox import Outbox;"
+        "from sidecar.records import *; sys.stdin.read(1);"
+        "box = Outbox(Path(sys.argv[1]), max_rows=999);"
+        "[box.write([Exchange(exchange_id=sys.argv[2] + str(n), surface='chat',"
+        "public_model='m', adapter='base', arm='champion', propensity=1.0, replica='r',"
+        "session_key='s', request=b'{}', choices=(), sampling=Sampling(), stream=False,"
+        "status=200, outcome='ok', timings=Timings(started_at=0.0))]) for n in range(20)]"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", script, str(path), name], stdin=subprocess.PIPE)
+        for name in "abcd"
+    ]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(b"x")
+        writer.stdin.close()
+
+    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+    assert sorted(_names(path)) == sorted(f"{name}{n}" for name in "abcd" for n in range(20))
 
 
 def test_a_file_that_is_no_database_is_said_to_be_corrupt(outbox: Outbox, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sidecar.relay.http_client_side import ClientConnection
 from sidecar.routing import RoutingTable
 
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}],"temperature":0}'
@@ -295,17 +296,28 @@ async def test_a_reply_under_another_name_must_not_be_learned_from(
 
 
 async def test_small_pieces_are_sent_at_once(
-    fake_vllm: Any, start_proxy: Any, wire: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Recorded,
+    fake_vllm: Any,
+    start_proxy: Any,
+    wire: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from sidecar.relay import server
+
+    made: list[Any] = []
     seen: list[int] = []
-    from sidecar.relay import http_client_side, upstream
 
-    def no_delay(transport: asyncio.Transport) -> None:
-        upstream.no_delay(transport)
-        sock = transport.get_extra_info("socket")
+    def client_connection(*arguments: Any) -> ClientConnection:
+        made.append(ClientConnection(*arguments))
+        return made[-1]
+
+    def script(_: Any) -> list[bytes]:
+        sock = made[0]._transport.get_extra_info("socket")
         seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return [wire.whole_reply(recorded("whole_reply_asked.json"))]
 
-    monkeypatch.setattr(http_client_side, "no_delay", no_delay)
+    monkeypatch.setattr(server, "ClientConnection", client_connection)
+    fake_vllm.script = script
     running = await start_proxy()
 
     await running.send(wire.post(REQUEST))

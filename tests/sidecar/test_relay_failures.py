@@ -92,7 +92,7 @@ async def test_vllm_back_is_used_without_a_restart(
     assert line == "HTTP/1.1 200 OK"
 
 
-async def test_a_stream_that_breaks_ends_without_a_clean_end(
+async def test_a_stream_that_breaks_between_events_ends_as_vllms_own_failure_would(
     recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
 ) -> None:
     events = recorded("whole_stream_asked.sse").split(b"\n\n")[:3]
@@ -107,11 +107,28 @@ async def test_a_stream_that_breaks_ends_without_a_clean_end(
 
     assert received.startswith(b"HTTP/1.1 200 OK")
     assert b'"content":"' in received
-    assert b"[DONE]" not in received
-    assert not received.endswith(b"0\r\n\r\n")
+    _, _, body = wire.split(received)
+    *_, error, done, rest = body.split(b"\n\n")
+    told = json.loads(error.removeprefix(b"data: "))["error"]
+    assert (told["type"], told["code"]) == ("InternalServerError", 500)
+    assert (done, rest) == (b"data: [DONE]", b"")
     exchange = (await running.captured(1))[0]
     assert (exchange.outcome, exchange.untrainable_reason) == ("upstream_error", "upstream_error")
     assert len(exchange.choices) == 1
+
+
+async def test_a_stream_that_breaks_inside_an_event_breaks_for_the_client_too(
+    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    stream = recorded("whole_stream_plain.sse")
+    fake_vllm.script = lambda _: [wire.STREAM_HEAD, wire.chunk(stream[:700]), wire.RESET]
+    running = await start_proxy(capture={"sample_rate": 0.0})
+
+    received = await running.send(wire.post(REQUEST))
+
+    assert stream[:700] in received
+    assert b"[DONE]" not in received
+    assert not received.endswith(b"0\r\n\r\n")
 
 
 async def test_a_held_reply_that_breaks_gives_502(

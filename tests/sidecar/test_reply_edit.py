@@ -149,6 +149,8 @@ def test_an_event_that_grows_too_long_goes_on_unedited(monkeypatch: pytest.Monke
 def test_only_what_must_be_edited_is_held(
     status: int, content_type: str, encoded: bool, strip: Strip, expected: type
 ) -> None:
-    body = reply_body(status=status, content_type=content_type, encoded=encoded, strip=strip)
+    body = reply_body(
+        status=status, content_type=content_type.encode(), encoded=encoded, strip=strip
+    )
 
     assert type(body) is expected

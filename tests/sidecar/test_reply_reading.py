@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.reply_reading import UnreadableReplyError, message_json, read_stream, read_whole
+from sidecar.reply_choices import read_stream, read_whole
+from sidecar.reply_parts import UnreadableReplyError, message_json
 
 Recorded = Callable[[str], bytes]
 
@@ -37,8 +38,8 @@ def test_the_numbers_of_a_recorded_reply() -> None:
     )
 
     choice = reply.choices[0]
-    assert (choice.token_ids, choice.logprobs) == ([7, 2], [-0.5, -0.25])
-    assert (reply.prompt_token_ids, reply.completion_tokens) == ([1, 2, 3], 2)
+    assert (choice.token_ids, choice.logprobs) == ((7, 2), (-0.5, -0.25))
+    assert (reply.prompt_token_ids, reply.completion_tokens) == ((1, 2, 3), 2)
     assert message_json(choice.message) == b'{"role":"assistant","content":"ok"}'
 
 

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.request_edit import (
-    UnreadableBodyError,
-    edit_request,
-    opening_messages,
-    read_request,
-)
+from sidecar.relay.request_edit import edit_request, splice_request
+from sidecar.relay.request_peek import UnreadableBodyError, peek_request
+
+ASKS = {"model": b'"a"', "return_token_ids": b"true", "logprobs": b"true"}
 
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -34,7 +32,11 @@ def test_only_what_is_wanted_changes(
     separators = (", ", " : ") if spaced else (",", ":")
     body = json.dumps(value, separators=separators).encode()
 
-    edited = edit_request(body, model="m--v1", ask_token_ids=ask_ids, ask_logprobs=ask_logprobs)
+    wanted = {"model": b'"m--v1"'}
+    wanted |= {"return_token_ids": b"true"} if ask_ids else {}
+    wanted |= {"logprobs": b"true"} if ask_logprobs else {}
+
+    edited = edit_request(body, wanted)
 
     expected = {**value, "model": "m--v1"}
     if ask_ids:
@@ -70,7 +72,7 @@ def test_only_what_is_wanted_changes(
     ],
 )
 def test_every_other_byte_stays(body: bytes, expected: bytes) -> None:
-    edited = edit_request(body, model="a", ask_token_ids=True, ask_logprobs=True)
+    edited = edit_request(body, ASKS)
 
     assert edited == expected
 
@@ -93,7 +95,7 @@ def test_every_other_byte_stays(body: bytes, expected: bytes) -> None:
 def test_the_model_is_the_one_that_vllm_would_read(
     body: bytes, model: str | None, is_text: bool
 ) -> None:
-    view = read_request(body)
+    view = peek_request(body)
 
     assert (view.model, view.model_is_text) == (model, is_text)
 
@@ -116,9 +118,9 @@ def test_the_model_is_the_one_that_vllm_would_read(
 def test_what_the_client_asked_for_is_not_asked_on_our_account(
     body: bytes, ids: bool, logprobs: bool
 ) -> None:
-    view = read_request(body)
+    view = peek_request(body)
 
-    assert (view.may_ask_token_ids, view.may_ask_logprobs) == (ids, logprobs)
+    assert (view.may_ask_token_ids("chat"), view.may_ask_logprobs("chat")) == (ids, logprobs)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_what_the_client_asked_for_is_not_asked_on_our_account(
 )
 def test_a_body_that_is_no_object_gets_vllms_own_words(body: bytes, reply: bytes) -> None:
     with pytest.raises(UnreadableBodyError) as raised:
-        read_request(body)
+        peek_request(body)
 
     assert raised.value.refusal.body == reply
     assert raised.value.refusal.status == 400
@@ -173,22 +175,109 @@ def test_a_body_that_is_no_object_gets_vllms_own_words(body: bytes, reply: bytes
 @given(st.binary(max_size=60))
 def test_no_body_makes_it_raise_anything_else(body: bytes) -> None:
     try:
-        view = read_request(body)
+        view = peek_request(body)
     except UnreadableBodyError:
         return
-    edited = edit_request(view.body, model="a", ask_token_ids=True, ask_logprobs=True)
+    edited = edit_request(view.body, ASKS)
     assert b'"model":"a"' in edited
 
 
 @pytest.mark.parametrize(
-    ("messages", "roles"),
+    ("body", "ids", "logprobs"),
     [
-        (b'[{"role":"system"},{"role":"user"},{"role":"assistant"}]', ["system", "user"]),
-        (b'[{"role":"system"}]', ["system"]),
-        (b"[1]", []),
-        (b'{"role":"user"}', []),
-        (b"", []),
+        (b'{"prompt":"p"}', True, True),
+        (b'{"prompt":"p","logprobs":null}', True, True),
+        # Here even these two ask.
+        (b'{"prompt":"p","logprobs":0}', True, False),
+        (b'{"prompt":"p","logprobs":false}', True, False),
+        # The reply would lose the prompt from its text, and gain the prompt's log-probabilities.
+        (b'{"prompt":"p","echo":true}', False, False),
     ],
 )
-def test_the_opening_ends_with_the_first_user_message(messages: bytes, roles: list) -> None:
-    assert [message["role"] for message in opening_messages(messages)] == roles
+def test_completions_are_asked_only_for_what_changes_nothing_else(
+    body: bytes, ids: bool, logprobs: bool
+) -> None:
+    peek = peek_request(body)
+
+    asked = (peek.may_ask_token_ids("completions"), peek.may_ask_logprobs("completions"))
+    assert asked == (ids, logprobs)
+
+
+@pytest.mark.parametrize(
+    ("body", "opening"),
+    [
+        (
+            b'{"messages":[{"role":"system","content":"s"},{"role":"user","content":"u"},'
+            b'{"role":"assistant","content":"a"}]}',
+            [b'"system"', b'"s"', b'"user"', b'"u"'],
+        ),
+        (b'{"messages":[{"role":"system","x":[{}]}]}', [b'"system"']),
+        (b'{"messages":[1]}', []),
+        (b'{"messages":{"role":"user"}}', []),
+        (b"{}", []),
+        # Anthropic's messages
+        (
+            b'{"system":"s","messages":[{"role":"user","content":[{"type":"text"}]}]}',
+            [b'"s"', b'"user"', b'[{"type":"text"}]'],
+        ),
+        # responses
+        (b'{"instructions":"s","input":"u"}', [b'"s"', b'"u"']),
+        (
+            b'{"input":[{"role":"user","content":"u"},{"role":"user","content":"w"}]}',
+            [b'"user"', b'"u"'],
+        ),
+        # completions
+        (b'{"prompt":"p"}', [b'"p"']),
+        # Read by Python's json
+        (b'{"temperature":NaN,"messages":[{"role":"user","content":"u"}]}', [b'"user"', b'"u"']),
+    ],
+)
+def test_the_opening_ends_with_the_first_user_message(body: bytes, opening: list) -> None:
+    assert peek_request(body).opening() == opening
+
+
+@given(BODY, st.booleans(), st.sampled_from(["m", 'a"b', "\u00e9"]))
+def test_the_fast_way_does_what_the_slow_way_does_or_nothing(
+    value: dict, spaced: bool, model: str
+) -> None:
+    value = {key: item for key, item in value.items() if key not in ("logprobs", "model")}
+    places = list(value.items())
+    places.insert(len(places) // 2, ("model", model))
+    body = json.dumps(dict(places), separators=(", ", ": ") if spaced else (",", ":")).encode()
+    old = json.dumps(model).encode()
+
+    spliced = splice_request(body, old, b'"a"', b'"logprobs":true,')
+
+    expected = edit_request(body, {"model": b'"a"', "logprobs": b"true"})
+    if spliced is not None:
+        assert json.loads(spliced) == json.loads(expected)
+        assert len(spliced) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[{"role":"user","content":"hi"}],"model":"m"}',
+        b'{"model":"m","messages":[{"role":"user","content":"\\"model\\":\\"m\\""}]}',
+        b'{"model": "m", "messages": []}',
+        b'{"messages":[],"model":"m","metadata":{"model":"m"},"stream":true}',
+    ],
+)
+def test_ordinary_bodies_go_the_fast_way(body: bytes) -> None:
+    spliced = splice_request(body, b'"m"', b'"a"', b'"x":1,')
+
+    assert spliced is not None
+    assert json.loads(spliced) == {**json.loads(body), "model": "a", "x": 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"metadata":{"model":"m"}}',
+        b'{"model":"m","model":"m"}',
+        b'{"mod\\u0065l":"m"}',
+        b' {"model":"m"}',
+    ],
+)
+def test_what_is_not_certain_at_a_glance_goes_the_slow_way(body: bytes) -> None:
+    assert splice_request(body, b'"m"', b'"a"', b"") is None

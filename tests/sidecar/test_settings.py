@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.errors import SettingsError
-from sidecar.settings import is_loopback, load_settings
+from sidecar.settings import load_settings
+from sidecar.settings_safety import is_loopback
 
 
 def write(folder: Path, text: str) -> Path:
@@ -53,6 +54,14 @@ def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         load_settings()
 
 
+def test_what_the_installation_was_told_may_stay_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SIDECAR_COMPILE", "1")
+
+    load_settings()
+
+
 def test_a_list_in_the_environment_that_is_not_json_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,6 +84,19 @@ def test_listening_to_the_world_without_keys_must_be_said_in_words(tmp_path: Pat
     allowed = load_settings(write(tmp_path, open_proxy + "allow_remote_without_keys = true\n"))
 
     assert allowed.proxy.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("mode", ["keys", "upstream"])
+def test_listening_to_the_world_is_fine_when_somebody_asks_for_keys(
+    tmp_path: Path, mode: str
+) -> None:
+    text = f'[proxy]\nhost = "0.0.0.0"\n[access]\nmode = "{mode}"\n'
+
+    assert load_settings(write(tmp_path, text)).access.mode == mode
+
+
+def test_on_the_loopback_nobody_need_have_a_key(tmp_path: Path) -> None:
+    assert load_settings(write(tmp_path, "")).access.mode == "open"
 
 
 def test_admin_beyond_loopback_needs_a_token(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, func, select
 
 from ingest.bus import Envelope
 from ingest.choose import choose_new
@@ -19,7 +21,14 @@ from ingest.engine_load import EngineLoad
 from ingest.selection import Rules, group_id_of
 from ingest.store.database import Database
 from ingest.store.exchanges import save_exchange
-from ingest.store.models import CounterRow, GroupRow, RoutingRow
+from ingest.store.models import (
+    AnswerRow,
+    ChoiceRow,
+    CounterRow,
+    ExchangeRow,
+    GroupRow,
+    RoutingRow,
+)
 from ingest.vllm import SampledAnswer
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.routing import RoutingTable, encode_table
@@ -40,7 +49,7 @@ def make_choice(content: str = "served", **changes: Any) -> Choice:
         token_ids=(5, 6, 2),
         logprobs=(-0.5, -0.25, -1.0),
     )
-    return replace(plain, **changes)
+    return msgspec.structs.replace(plain, **changes)
 
 
 def make_exchange(exchange_id: str = "e1", **changes: Any) -> Exchange:
@@ -65,7 +74,7 @@ def make_exchange(exchange_id: str = "e1", **changes: Any) -> Exchange:
         outcome="ok",
         timings=Timings(started_at=1_000.0),
     )
-    return replace(plain, **changes)
+    return msgspec.structs.replace(plain, **changes)
 
 
 class MemoryBus:
@@ -201,6 +210,18 @@ class Kit:
         with self.database.read() as session:
             rows = session.scalars(select(CounterRow).where(CounterRow.stage == stage))
             return {row.reason: row.count for row in rows if row.count}
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Nothing in the store at the start: for tests that run many examples on one."""
+        with self.database.write() as session:
+            for table in (AnswerRow, GroupRow, ChoiceRow, ExchangeRow, CounterRow):
+                session.execute(delete(table))
+        yield
+
+    def group_count(self) -> int:
+        with self.database.read() as session:
+            return session.scalar(select(func.count()).select_from(GroupRow)) or 0
 
     def row(self, group_id: str) -> GroupRow:
         with self.database.read() as session:

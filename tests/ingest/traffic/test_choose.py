@@ -2,10 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from ingest.choose import choose_backlog, choose_new, live_adapters
+from ingest.held_out import share_of
 from ingest.selection import group_id_of
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
+from sidecar.records import Timings
 
 
 def new(kit, *, limit: int = 100, **rules: Any) -> int:
@@ -100,3 +105,105 @@ def test_each_exchange_is_counted_in_exactly_one_place(kit) -> None:
     backlog(kit, max_pending_groups=5, rate=0.7)
 
     assert sum(kit.counts("selection").values()) == 10
+
+
+def asked(kit, name: str, place: int = 0, **changes: Any) -> Any:
+    """An exchange of turn "t", begun `place` seconds after the turn's first."""
+    timings = Timings(started_at=1_000.0 + place)
+    turn = {"turn_id": "t", "retry_count": place, "session_key": "m:s", "timings": timings}
+    return kit.exchange(name, **(turn | changes))
+
+
+def test_a_turn_that_was_asked_twice_has_one_group_of_its_last_answer(kit) -> None:
+    kit.store(asked(kit, "first"), asked(kit, "second", 1))
+
+    new(kit)
+
+    assert selections(kit, "first", "second") == ["retried_turn", "chosen"]
+    assert kit.counts("selection") == {"chosen": 1, "retried_turn": 1}
+
+
+def test_a_retry_that_comes_after_its_original_was_chosen_makes_no_second_group(kit) -> None:
+    kit.choose(asked(kit, "first"))
+
+    kit.choose(asked(kit, "second", 1))
+
+    assert selections(kit, "first", "second") == ["chosen", "retried_turn"]
+    with kit.database.read() as session:
+        assert load_group(session, group_id_of("second")) is None
+
+
+def test_an_original_that_failed_leaves_the_turn_to_its_retry(kit) -> None:
+    kit.choose(asked(kit, "first", outcome="cut"))
+
+    kit.choose(asked(kit, "second", 1))
+
+    assert selections(kit, "first", "second") == ["outcome", "chosen"]
+
+
+def test_a_retry_takes_the_place_of_an_original_in_the_backlog(kit) -> None:
+    kit.choose(asked(kit, "first"), max_pending_groups=0)
+    assert kit.counts("selection") == {"backlog": 1}
+
+    kit.choose(asked(kit, "second", 1), max_pending_groups=0)
+
+    assert selections(kit, "first", "second") == ["retried_turn", "backlog"]
+    assert kit.counts("selection") == {"backlog": 1, "retried_turn": 1}
+
+
+def test_one_turn_id_in_two_projects_is_two_turns(kit) -> None:
+    kit.choose(asked(kit, "first"), asked(kit, "other", project="p2"))
+
+    assert selections(kit, "first", "other") == ["chosen", "chosen"]
+
+
+def test_exchanges_without_a_turn_id_are_turns_of_their_own(kit) -> None:
+    kit.choose(asked(kit, "first", turn_id=""), asked(kit, "second", 1, turn_id=""))
+
+    assert selections(kit, "first", "second") == ["chosen", "chosen"]
+
+
+FATES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(kit, data: Any) -> None:
+    """Whatever arrives first, and whether there is room: one group at most, and equal counts."""
+    fates = data.draw(st.lists(FATES, min_size=1, max_size=4), label="fates")
+    order = data.draw(st.permutations(range(len(fates))), label="order")
+    cuts = data.draw(st.lists(st.booleans(), min_size=len(fates), max_size=len(fates)))
+    rate = data.draw(st.sampled_from([0.0, 0.5, 1.0]), label="rate")
+    room = data.draw(st.sampled_from([0, 64]), label="room")
+    cap = data.draw(st.sampled_from([0, 4]), label="cap")
+    of_fate: dict[str, dict[str, Any]] = {
+        "ok": {},
+        "cut": {"outcome": "cut"},
+        "untrainable": {"untrainable_reason": "ids_missing"},
+        "surface": {"surface": "completions"},
+    }
+    turn = [asked(kit, f"e{place}", place, **of_fate[fate]) for place, fate in enumerate(fates)]
+    rules = {"rate": rate, "max_pending_groups": room, "max_groups_per_session": cap}
+    with kit.emptied():
+        for place, cut in zip(order, cuts, strict=True):
+            kit.store(turn[place])
+            if cut:
+                new(kit, **rules)
+        new(kit, **rules)
+        counts = kit.counts("selection")
+        groups = kit.group_count()
+
+    fit = fates.count("ok")
+    one = "rate" if rate <= share_of("rate\x00t") else "session_cap" if cap == 0 else None
+    one = one or ("backlog" if room == 0 else "chosen")
+    expected = {
+        "outcome": fates.count("cut"),
+        "untrainable:ids_missing": fates.count("untrainable"),
+        "surface": fates.count("surface"),
+        one: min(fit, 1),
+        "retried_turn": max(fit - 1, 0),
+    }
+    assert counts == {reason: number for reason, number in expected.items() if number}
+    assert groups == (1 if fit and one == "chosen" else 0)

@@ -12,7 +12,7 @@ import pytest
 
 from ingest.intake import Intake
 from ingest.store import database as store
-from ingest.store.database import Database
+from ingest.store.database import Database, get_flag
 from sidecar.outbox import Outbox
 from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
@@ -37,6 +37,18 @@ def test_a_step_takes_a_batch_and_decides_it(kit) -> None:
 
     assert kit.counts("consume") == {"stored": 3}
     assert kit.counts("selection") == {"chosen": 1, "backlog": 2}
+
+
+def test_without_a_tokenizer_it_says_so_in_the_store_and_counts(kit) -> None:
+    intake = make_intake(kit, [encode_exchange(kit.exchange("a"))])
+
+    intake.step()
+
+    assert kit.counts("token_check") == {"off": 1}
+    with kit.database.read() as session:
+        assert get_flag(session, "token_check") == (
+            "off: serving.base_model_path is empty; name the weights that vLLM serves"
+        )
 
 
 def test_the_backlog_is_looked_at_every_two_seconds(kit) -> None:

@@ -56,6 +56,13 @@ def test_several_choices_are_free_answers_up_to_the_size(kit) -> None:
         pytest.param(
             {"untrainable_reason": "no_logprobs"}, "untrainable:no_logprobs", id="capture-says-so"
         ),
+        pytest.param({"surface": "completions"}, "surface", id="a-prompt-and-no-messages"),
+        pytest.param({"surface": "messages"}, "surface", id="another-api"),
+        pytest.param(
+            {"surface": "responses", "untrainable_reason": "text_only"},
+            "untrainable:text_only",
+            id="no-ids-from-this-surface",
+        ),
         pytest.param(
             {"prompt_token_ids": ()}, "untrainable:no_prompt_token_ids", id="prompt-unknown"
         ),

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 from alembic import command
 from alembic.config import Config
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import inspect, select, text
 
 from ingest.errors import StoreError
 from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
 from ingest.store.database import MIGRATIONS, Database
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange, set_selection
-from sidecar.records import Sampling, Timings
+from ingest.store.models import ExchangeRow
+from sidecar.records import Sampling, Timings, decode_exchange
 
 
 def test_an_exchange_comes_back_as_it_went_in(kit) -> None:
@@ -24,14 +28,24 @@ def test_an_exchange_comes_back_as_it_went_in(kit) -> None:
         propensity=0.25,
         choices=(kit.choice("one"), kit.choice("two", index=1, finish_reason=None)),
         sampling=Sampling(temperature=0.7, top_k=5, seed=3),
-        timings=Timings(started_at=2.5, first_byte_s=0.125, total_s=1.0, overhead_s=0.25),
+        timings=Timings(
+            started_at=2.5, queue_s=0.0625, first_byte_s=0.125, total_s=1.0, overhead_s=0.25
+        ),
         stream=True,
         outcome="cut",
         untrainable_reason="no_logprobs",
         completion_tokens=6,
+        returned_index=1,
         trace_id="ab" * 16,
         project="p",
         user="Zoë",
+        surface="completions",
+        key_id="k1",
+        turn_id="t1",
+        retry_count=2,
+        request_bytes=123,
+        reply_bytes=456,
+        fallback_from="smollm--v4-0123456789ab",
     )
 
     with kit.database.write() as session:
@@ -96,6 +110,87 @@ def test_upgrading_an_empty_store_gives_the_models_and_twice_is_once(tmp_path: P
         config.attributes["connection"] = connection
         command.check(config)  # raises when a migration is missing
     database.close()
+
+
+def test_an_exchange_of_an_older_store_had_its_first_choice_returned(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        columns = {
+            column["name"]: column["type"] for column in inspect(connection).get_columns("exchange")
+        }
+        values = {
+            name: "{}" if "JSON" in str(kind) else b"" if "BLOB" in str(kind) else 1
+            for name, kind in columns.items()
+        }
+        table = ", ".join(f'"{name}"' for name in values)
+        places = ", ".join(f":{name}" for name in values)
+        connection.execute(text(f"INSERT INTO exchange ({table}) VALUES ({places})"), values)
+
+    database.upgrade()
+
+    with database.read() as session:
+        assert session.scalars(select(ExchangeRow.returned_index)).all() == [0]
+    database.close()
+
+
+def test_a_store_of_the_first_schema_is_upgraded_with_what_it_holds(tmp_path: Path, kit) -> None:
+    old = Database(f"sqlite:///{tmp_path}/old.db")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with old.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+    # What the first release stored: only its columns, and timings without the newer members.
+    exchange = kit.exchange("a", session_key="m:s", user="u")
+    kit.store(exchange)
+    timings = {"started_at": 1_000.0, "first_byte_s": None, "total_s": 0.5, "overhead_s": 0.0}
+    with kit.database.read() as session, old.engine.begin() as connection:
+        for table in ("exchange", "choice"):
+            here = [
+                name for _, name, *_ in connection.exec_driver_sql(f"PRAGMA table_info({table})")
+            ]
+            names = ", ".join(f'"{name}"' for name in here)
+            row = session.execute(text(f"SELECT {names} FROM {table}")).one()
+            marks = ", ".join("?" for _ in here)
+            values = tuple(row)
+            if table == "exchange":
+                values = tuple(
+                    json.dumps(timings) if name == "timings" else value
+                    for name, value in zip(here, values, strict=True)
+                )
+            connection.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
+            assert not {"turn_id", "fallback_from"} & set(here)
+
+    old.upgrade()
+
+    with old.read() as session:
+        stored = load_exchange(session, "a")
+        revision = session.scalar(text("SELECT version_num FROM alembic_version"))
+    old.close()
+    assert stored is not None
+    assert stored.exchange.timings.total_s == 0.5
+    assert stored.exchange.timings.queue_s is None
+    assert stored.exchange.choices == exchange.choices
+    assert (stored.exchange.session_key, stored.exchange.user) == ("m:s", "u")
+    assert (stored.exchange.turn_id, stored.exchange.key_id) == ("", "")
+    assert (stored.exchange.retry_count, stored.exchange.fallback_from) == (0, "")
+    assert (stored.exchange.request_bytes, stored.exchange.reply_bytes) == (0, 0)
+    assert revision != "0001"
+
+
+def test_a_record_of_the_first_release_on_the_bus_is_still_read(kit) -> None:
+    record = msgspec.to_builtins(kit.exchange("a"), builtin_types=(bytes,))
+    newer = ("key_id", "turn_id", "retry_count", "request_bytes", "reply_bytes", "fallback_from")
+    for name in newer:
+        record.pop(name, None)
+    for name in ("queue_s", "per_token_s"):
+        record["timings"].pop(name, None)
+
+    assert decode_exchange(msgspec.msgpack.encode(record)) == kit.exchange("a")
 
 
 @given(st.lists(st.integers(min_value=0, max_value=2**31 - 1)))

@@ -1,0 +1,99 @@
+"""CPU time of a tree: threads, children that live, and children that are gone; each once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.relay import process_tree
+
+BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
+"""Uses this much CPU in all, however busy the machine is."""
+
+
+@contextmanager
+def child(code: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that says `done` when its work is done, and then waits to be told to end."""
+    program = f"{code}\nprint('done', flush=True)\ninput()\n"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdin is not None
+        try:
+            assert run.stdout.readline() == "done\n"
+            yield run
+        finally:
+            run.stdin.write("\n")
+            run.stdin.close()
+            run.wait(10)
+
+
+def test_a_line_of_stat_is_read_past_a_name_with_brackets() -> None:
+    line = "7 (a) b (c)) S 3 7 9 0 -1 4194560 1 2 3 4 50 25 30 10 20 0 1 0 99"
+
+    stat = process_tree.parse_stat(line, ticks=100)
+
+    assert stat == process_tree.Stat(parent=3, session=9, own_s=0.75, reaped_s=0.4)
+
+
+def test_cpu_of_a_thread_counts() -> None:
+    code = (
+        "import threading, time\n"
+        "def burn():\n    while time.thread_time() < 0.2: pass\n"
+        "one = threading.Thread(target=burn); one.start(); one.join()\n"
+    )
+    with child(code) as run:
+        assert process_tree.cpu_s(run.pid) >= 0.2
+
+
+def test_cpu_of_a_child_that_ended_counts_once() -> None:
+    burn = BURN.format(seconds=0.3)
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}], check=True)\n"
+    with child(code) as run:
+        used = process_tree.cpu_s(run.pid)
+
+    assert 0.3 <= used < 0.6  # 0.3 by the child, less than 0.1 by its parent
+
+
+def test_cpu_of_a_child_that_lives_counts() -> None:
+    inner = BURN.format(seconds=0.2) + "print('x', flush=True); input()"
+    code = (
+        "import subprocess, sys\n"
+        f"one = subprocess.Popen([sys.executable, '-c', {inner!r}],\n"
+        "    stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "one.stdout.readline()\n"
+    )
+    with child(code) as run:
+        members = process_tree.tree(run.pid)
+        used = process_tree.cpu_s(run.pid)
+
+    assert len(members) == 2
+    assert used >= 0.2
+
+
+def test_memory_that_was_let_go_is_in_the_peak_only() -> None:
+    with child("held = bytearray(64 * 2**20); del held") as run:
+        rss, peak = process_tree.rss_mb(run.pid), process_tree.peak_rss_mb(run.pid)
+        process_tree.reset_peak(run.pid)
+        after = process_tree.peak_rss_mb(run.pid)
+
+    assert peak >= rss + 50
+    assert after <= peak  # less where the kernel lets the peak begin anew
+
+
+def test_a_process_is_known_by_its_session() -> None:
+    with child("import os; os.setsid()") as run:
+        assert process_tree.in_session(run.pid, run.pid)
+        assert not process_tree.in_session(run.pid, run.pid + 1)
+    assert not process_tree.in_session(run.pid, run.pid)
+
+
+def test_a_core_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="no core 99999"):
+        process_tree.core_idle_s(99_999)

@@ -1,0 +1,268 @@
+"""The relay benchmark's figures, worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.relay.ends import LoadReport
+from benchmarks.relay.histogram import Histogram, merge, percentile_us
+from benchmarks.relay.measure import Sample
+from benchmarks.relay.memory import Soak, growth, soak_row, soak_target
+from benchmarks.relay.profile import top
+from benchmarks.relay.scan import growth_us_per_mb, scan_rows, scan_targets
+from benchmarks.relay.summary import Samples, cpu_per_event, cpu_per_request, p50, rows, targets
+
+
+def sample(
+    contender: str,
+    scenario: str = "small32",
+    number: int = 0,
+    *,
+    cpu: float | None = None,
+    requests: int = 1_000,
+    events: int = 0,
+    latency: Histogram = ((1_000, 1),),
+    proxy_core: float = 1.0,
+) -> Sample:
+    """One window of one second."""
+    report = LoadReport(
+        seconds=1.0,
+        requests=requests,
+        events=events,
+        refused=0,
+        broken=0,
+        replies_ever=requests,
+        fewest_events=0,
+        most_events=0,
+        latency=latency,
+        first_byte=latency,
+    )
+    return Sample(
+        contender=contender,
+        scenario=scenario,
+        round=number,
+        report=report,
+        cpu_share=cpu,
+        proxy_core=proxy_core,
+        ends_core=0.5,
+        rss_mb=10.0,
+        peak_rss_mb=11.0,
+    )
+
+
+def test_a_percentile_is_the_smallest_value_that_reaches_the_share() -> None:
+    histogram = [(1_000, 50), (2_000, 49), (9_000, 1)]
+
+    assert percentile_us(histogram, 0.50) == 1.0
+    assert percentile_us(histogram, 0.51) == 2.0
+    assert percentile_us(histogram, 0.99) == 2.0
+    assert percentile_us(histogram, 1.0) == 9.0
+
+
+def test_nothing_has_no_percentile() -> None:
+    assert percentile_us([], 0.5) is None
+
+
+def test_merged_histograms_add_up_and_stay_in_order() -> None:
+    assert merge([[(1, 2), (9, 1)], [(1, 3), (4, 1)]]) == [(1, 5), (4, 1), (9, 1)]
+
+
+def test_cpu_is_counted_per_reply_and_per_event() -> None:
+    # Half a core for a second of 10,000 replies: 50 microseconds each.
+    one = sample("nginx", cpu=0.5, requests=10_000, events=25_000)
+
+    assert one.cpu_us_per_request == pytest.approx(50.0)
+    assert one.cpu_us_per_event == pytest.approx(20.0)
+
+
+def test_what_answers_nothing_has_no_cost() -> None:
+    assert sample("nginx", cpu=0.5, requests=0).cpu_us_per_request is None
+    assert sample("upstream", cpu=None).cpu_us_per_request is None
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+    # Rounds: 20/10, 90/30, 40/40. The medians' ratio would be 40/30.
+    pairs = [(0.02, 0.01), (0.09, 0.03), (0.04, 0.04)]
+    samples = Samples(
+        one
+        for number, (mine, theirs) in enumerate(pairs)
+        for one in (
+            sample("ours-off", number=number, cpu=mine),
+            sample("nginx", number=number, cpu=theirs),
+        )
+    )
+
+    assert samples.ratio("ours-off", "nginx", "small32", cpu_per_request) == pytest.approx(2.0)
+
+
+def test_what_is_added_is_over_the_upstream_alone() -> None:
+    samples = Samples(
+        [
+            sample("upstream", "small1", latency=[(20_000, 1)]),
+            sample("nginx", "small1", latency=[(60_000, 1)]),
+            sample("ours-off", "small1", latency=[(70_000, 1)]),
+        ]
+    )
+
+    assert samples.added("ours-off", "small1", p50) == pytest.approx(50.0)
+    assert samples.added_ratio("ours-off", "nginx", "small1", p50) == pytest.approx(1.25)
+
+
+def test_other_work_is_what_the_core_did_beside_the_contender() -> None:
+    samples = Samples(
+        [
+            sample("upstream", proxy_core=1.0),
+            sample("nginx", cpu=0.5, proxy_core=0.9),
+            sample("ours-off", cpu=0.8, proxy_core=0.9),
+            sample("ours-on", cpu=0.92, proxy_core=0.9),
+        ]
+    )
+
+    assert samples.other_work() == pytest.approx(0.1)
+
+
+def test_a_ratio_without_the_other_is_unknown() -> None:
+    samples = Samples([sample("ours-off", cpu=0.1)])
+
+    assert samples.ratio("ours-off", "nginx", "small32", cpu_per_request) is None
+    assert samples.added_ratio("ours-off", "nginx", "small32", p50) is None
+
+
+def full_run(*, ours: float = 1.0) -> Samples:
+    """Every contender, each at its bound with ours = 1. CPU shares of 1,000 replies or events."""
+    found = []
+    for scenario in ("small32", "sse8", "sse100"):
+        streams = scenario != "small32"
+        off, on = (0.026, 0.036) if streams else (0.032, 0.08)
+        shares = {
+            "nginx": 0.02,
+            "vllm-router": 0.04,
+            "litellm": 3.2,
+            "ours-off": off * ours,
+            "ours-on": on * ours,
+        }
+        found += [sample(name, scenario, cpu=share, events=1_000) for name, share in shares.items()]
+    latencies = {"upstream": 20_000, "nginx": 120_000, "ours-off": 150_000, "ours-on": 220_000}
+    found += [
+        sample(name, "small1", cpu=0.02, latency=[(value, 1)]) for name, value in latencies.items()
+    ]
+    return Samples(found)
+
+
+def test_all_targets_hold_at_their_bounds() -> None:
+    judged = targets(full_run(ours=0.999_999))
+
+    assert len(judged) == 13
+    assert [target.what for target in judged if not target.holds] == []
+
+
+def test_a_sidecar_that_costs_more_fails_the_cpu_targets_and_no_other() -> None:
+    judged = targets(full_run(ours=1.01))
+
+    failed = [target for target in judged if not target.holds]
+    assert len(failed) == 8
+    assert all(target.what.startswith("CPU per") for target in failed)
+
+
+def test_a_load_that_does_not_fill_nginx_is_no_measure() -> None:
+    judged = targets(Samples([sample("nginx", cpu=0.5, proxy_core=0.9)]))
+
+    last = judged[-1]
+    assert "nginx's core is full" in last.what
+    assert not last.holds
+
+
+def test_a_target_says_which_contender_was_missing_and_why() -> None:
+    judged = targets(Samples([]), why_missing={"litellm": "not installed"})
+
+    reasons = [target.why for target in judged if "litellm" in target.what]
+    assert reasons == ["litellm: not installed"]
+    assert not any(target.holds for target in judged)
+
+
+def test_a_contender_that_did_not_start_has_rows_that_say_why() -> None:
+    found = rows(Samples([]), ["litellm"], [("small1", False)], {"litellm": "not installed"})
+
+    assert found == [{"scenario": "small1", "contender": "litellm", "why": "not installed"}]
+
+
+def test_a_row_of_streams_counts_events_and_not_requests() -> None:
+    one = sample("nginx", "sse8", cpu=0.02, requests=5, events=1_000)
+
+    (found,) = rows(Samples([one]), ["nginx"], [("sse8", True)], {})
+
+    assert found["cpu_us_per_event"] == 20.0
+    assert found["cpu_us_per_request"] is None
+    assert Samples([one]).middle("nginx", "sse8", cpu_per_event) == pytest.approx(20.0)
+
+
+def soaked(rss_mb: tuple[float, ...]) -> Soak:
+    return Soak(
+        contender="ours-on",
+        seconds=8.0,
+        requests=1_000,
+        rss_mb=rss_mb,
+        peak_rss_mb=max(rss_mb),
+        captures_kept=1_000.0,
+        captures_lost=0.0,
+    )
+
+
+def test_growth_is_from_the_second_quarter_to_the_last() -> None:
+    assert growth([50, 90, 100, 100, 101, 102, 103, 105]) == (100, 104)
+
+
+def test_memory_that_settles_after_the_warm_up_is_flat() -> None:
+    assert soak_target(soaked((50.0, 90.0, 100.0, 100.0, 100.0, 100.0, 103.0, 103.0))).holds
+
+
+def test_memory_that_goes_on_growing_is_not_flat() -> None:
+    target = soak_target(soaked((50.0, 90.0, 100.0, 100.0, 102.0, 104.0, 106.0, 108.0)))
+
+    assert not target.holds
+    assert target.value == 0.07
+
+
+def test_growth_is_told_per_request_between_the_two_quarters() -> None:
+    # 1 MiB over five eighths of 1,000 requests.
+    found = soak_row(soaked((100.0, 100.0, 100.0, 100.0, 100.0, 100.0, 101.0, 101.0)))
+
+    assert found["growth_bytes_per_request"] == pytest.approx(2**20 / 625, abs=0.01)
+
+
+def test_too_short_a_soak_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        growth([1.0, 2.0, 3.0])
+
+
+def test_the_growth_by_prompt_is_weighed_by_one_look() -> None:
+    # 1,000 replies a second: a share of 0.1 is 100 microseconds each; 0.999 MB lie between.
+    samples = Samples(
+        [
+            sample("nginx", "prompt1k", cpu=0.1),
+            sample("nginx", "prompt1m", cpu=0.1 + 0.999 * 0.7),
+            sample("ours-off", "prompt1k", cpu=0.2),
+            sample("ours-off", "prompt1m", cpu=0.2 + 0.999 * 1.0),
+        ]
+    )
+    scans = {"msgspec peek": 400.0, "memchr": 10.0}
+
+    (target,) = scan_targets(samples, scans)
+
+    assert growth_us_per_mb(samples, "nginx") == pytest.approx(700.0)
+    assert target.value == pytest.approx(0.75)
+    assert target.holds
+    assert [one["contender"] for one in scan_rows(samples, ("nginx", "ours-off"), scans)] == [
+        "nginx",
+        "ours-off",
+        "msgspec peek",
+        "memchr",
+    ]
+
+
+def test_a_profile_counts_own_time_at_the_leaf_and_all_time_once() -> None:
+    lines = top(["main;feed;feed 3", "main;write 1"]).splitlines()
+
+    assert lines[0] == "py-spy, 4 samples"
+    assert lines[2].split() == ["75.0%", "75.0%", "feed"]
+    assert "100.0%  main" in lines[5]

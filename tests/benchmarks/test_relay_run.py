@@ -1,0 +1,185 @@
+"""The quick mode, for a second: what the load counts and what the sidecar counts agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from benchmarks.relay import ours, run
+from benchmarks.relay.contenders import Launch, Place, UnavailableError
+from benchmarks.relay.ends import build
+from benchmarks.relay.measure import measure, scrape
+from benchmarks.relay.scenarios import BY_NAME, MODEL
+from benchmarks.relay.stage import Running, contender, free_port, pick_cores, upstream
+from benchmarks.relay.summary import DIRECT, LITELLM, NGINX, OFF, ON, ROUTER
+
+pytestmark = pytest.mark.timeout(300)  # the first run compiles the relay
+needs_machine = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("gcc", "cc", "clang"))
+    or shutil.which("taskset") is None
+    or len(os.sched_getaffinity(0)) < 2,
+    reason="needs a C compiler, taskset and two cores",
+)
+
+
+def total(text: str, name: str, having: str) -> float:
+    """The sum of a metric over the label sets that contain `having`."""
+    lines = re.findall(rf"^{name}(\{{[^}}]*\}})? ([0-9.e+]+)$", text, re.MULTILINE)
+    return sum(float(value) for labels, value in lines if having in labels)
+
+
+def exchanges(text: str) -> float:
+    return total(text, "sidecar_exchanges_total", "")
+
+
+def captures(text: str) -> float:
+    names = ("kept", "lost", "skipped")
+    return sum(total(text, f"sidecar_captures_{name}_total", "") for name in names)
+
+
+def await_balance(running: Running) -> str:
+    """The metrics once all that was captured is written, or as they are after ten seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        text = scrape(running)
+        if exchanges(text) == captures(text) or time.monotonic() > deadline:
+            return text
+        time.sleep(0.05)
+
+
+def make_place(folder: Path, port: int, upstream_port: int) -> Place:
+    return Place(
+        bench=folder, folder=folder / "x", port=port, upstream_port=upstream_port, ends_core=1
+    )
+
+
+@needs_machine
+def test_every_reply_that_the_load_got_is_counted_and_captured(tmp_path: Path) -> None:
+    cores, ends = pick_cores(), build(tmp_path / "ends")
+    scenario = BY_NAME["small32"]
+    models = (MODEL, ours.CHAMPION, ours.CANARY)
+    with upstream(ends, cores.ends, models) as (upstream_port, _):
+        place = make_place(tmp_path, free_port(), upstream_port)
+        with contender("ours-on", ours.capture_on, place, cores.proxy) as running:
+            sample = measure(
+                running,
+                scenario,
+                ends=ends,
+                cores=cores,
+                seconds=0.5,
+                round_number=0,
+                folder=tmp_path,
+            )
+            counted = await_balance(running)
+
+    # The question whether it is ready counts too, and at its end the load leaves one open on each.
+    fewest = sample.report.replies_ever + 1
+    assert sample.report.requests > 0
+    assert (sample.report.refused, sample.report.broken) == (0, 0)
+    assert sample.cpu_us_per_request is not None
+    assert fewest <= exchanges(counted) <= fewest + scenario.connections
+    assert exchanges(counted) == captures(counted)
+    assert sample.captures_kept is not None
+    assert sample.captures_kept > 0
+    arms = [
+        total(counted, "sidecar_adapter_replies_total", f'arm="{arm}"')
+        for arm in ("champion", "canary")
+    ]
+    assert min(arms) > 0
+    assert not (tmp_path / "x").exists()  # it cleans up after itself
+
+
+@needs_machine
+def test_the_quick_mode_measures_and_writes_what_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "BENCH", tmp_path / "bench")
+    monkeypatch.setattr(run, "_alone", nullcontext)  # a run beside it does not hold up a test
+    words = ["--only", "upstream,ours-off", "--scenario", "small1", "--seconds", "0.3"]
+
+    code = run.main([*words, "--rounds", "1", "--out", str(tmp_path)])
+
+    written = json.loads((tmp_path / "relay-part.json").read_text())
+    measured = [row for row in written["rows"] if row["scenario"] == "small1"]
+    assert [row["contender"] for row in measured] == ["upstream", "ours-off"]
+    assert all(row["rps"] > 0 and row["refused"] == 0 for row in measured)
+    assert measured[1]["added_p50_us"] > 0
+    # The one target that these two can be judged by.
+    assert [target["what"] for target in written["targets"]] == [
+        "added p99 in ms, ours-off, 1 connection"
+    ]
+    assert code == (0 if written["targets"][0]["holds"] else 1)
+    assert "small1: 0.9 kB replies, 1 connection" in capsys.readouterr().out
+
+
+def test_a_contender_that_is_not_installed_says_what_to_do(tmp_path: Path) -> None:
+    place = make_place(tmp_path, 1, 2)
+
+    with (
+        pytest.raises(UnavailableError, match="run benchmarks/relay/setup"),
+        contender("litellm", run.STARTS["litellm"], place, 0),
+    ):
+        pass
+
+
+@needs_machine
+def test_a_contender_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    def start(_: Place) -> Launch:
+        return Launch(command=("sh", "-c", "echo no such luck >&2; exit 3"))
+
+    with (
+        pytest.raises(UnavailableError, match="no such luck"),
+        contender("x", start, make_place(tmp_path, free_port(), 2), pick_cores().proxy),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("words", [["--only", "apache"], ["--scenario", "huge"]])
+def test_an_unknown_name_is_bad_use(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        run.parse(words)
+
+    assert ending.value.code == 2
+
+
+def test_a_part_is_known_as_such_and_watches_no_memory() -> None:
+    options = run.parse(["--only", "nginx,upstream", "--scenario", "sse8,small1"])
+
+    assert options.partial
+    assert options.soak_s == 0.0
+    assert options.only == ("upstream", "nginx")
+    assert [one.name for one in options.scenarios] == ["small1", "sse8"]
+
+
+def test_the_whole_run_watches_memory_as_long_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BENCH_SOAK_S", "600")
+
+    options = run.parse([])
+
+    assert not options.partial
+    assert options.soak_s == 600.0
+    assert options.only == run.NAMES
+
+
+def test_every_peer_is_pinned_and_none_is_a_compromised_release() -> None:
+    script = (run.ROOT / "benchmarks" / "relay" / "setup").read_text()
+    (peers,) = re.findall(r'^PEERS="([^"]+)"', script, re.MULTILINE)
+
+    requirements = [line.partition("=")[2] for line in peers.splitlines()]
+
+    assert len(requirements) == 4
+    assert all(re.fullmatch(r"[\w\[\]-]+==[\d.]+", one) for one in requirements)
+    assert not {"litellm[proxy]==1.82.7", "litellm[proxy]==1.82.8"} & set(requirements)
+
+
+def test_each_contender_of_the_targets_can_be_started() -> None:
+    assert {NGINX, ROUTER, LITELLM, OFF, ON, DIRECT} <= set(run.NAMES)

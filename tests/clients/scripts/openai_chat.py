@@ -1,0 +1,247 @@
+"""The official `openai` client on chat completions: everything that its users send there."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import openai
+from pydantic import BaseModel
+from steps import (
+    CHOICES,
+    CITY_SCHEMA,
+    KEY,
+    MESSAGES,
+    PIXEL,
+    TIMEOUT_S,
+    TOOL_NAME,
+    TOOL_TEXT,
+    UNKNOWN_MODEL,
+    Target,
+    by_choice,
+    main,
+    refusal,
+)
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": TOOL_NAME,
+            "description": TOOL_TEXT,
+            "parameters": CITY_SCHEMA,
+            "strict": True,
+        },
+    }
+]
+WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
+NAMED: Any = {"type": "function", "function": {"name": TOOL_NAME}}
+
+
+class Capital(BaseModel):
+    city: Literal["Paris", "Rome"]
+
+
+def client(target: Target) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{target.url}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT_S)
+
+
+def ask(target: Target, **fields: Any) -> Any:
+    fields = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
+    return client(target).chat.completions.create(model=target.model, **fields).model_dump()
+
+
+def chunks(target: Target, **fields: Any) -> Any:
+    fields = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
+    stream = client(target).chat.completions.create(model=target.model, stream=True, **fields)
+    return [chunk.model_dump() for chunk in stream]
+
+
+def plain(target: Target) -> Any:
+    return ask(target)
+
+
+def headers_and_text(target: Target) -> Any:
+    raw = client(target).chat.completions.with_raw_response.create(
+        model=target.model, messages=MESSAGES, temperature=0, max_tokens=4
+    )
+    kept = {name: raw.headers.get(name) for name in ("content-type", "server", "vary")}
+    return {"status": raw.status_code, "headers": kept, "text": raw.text}
+
+
+def choices_and_logprobs(target: Target) -> Any:
+    return ask(target, logprobs=True, top_logprobs=2, **CHOICES)
+
+
+def extra_parameters_of_vllm(target: Target) -> Any:
+    extra = {"top_k": 5, "repetition_penalty": 1.1, "return_token_ids": True, "not_known": [1]}
+    return ask(target, extra_body=extra)
+
+
+def stream(target: Target) -> Any:
+    return chunks(target)
+
+
+def stream_with_usage(target: Target) -> Any:
+    return chunks(target, stream_options={"include_usage": True})
+
+
+def stream_with_continuous_usage(target: Target) -> Any:
+    return chunks(target, stream_options={"include_usage": True, "continuous_usage_stats": True})
+
+
+def stream_of_choices_with_logprobs(target: Target) -> Any:
+    return by_choice(chunks(target, logprobs=True, top_logprobs=1, **CHOICES))
+
+
+def stream_of_choices(target: Target) -> Any:
+    return by_choice(chunks(target, **CHOICES))
+
+
+def stream_with_token_ids_asked_for(target: Target) -> Any:
+    return chunks(target, extra_body={"return_token_ids": True})
+
+
+def stream_held_back_for_a_stop_string(target: Target) -> Any:
+    return chunks(target, stop=["France is Paris in"])
+
+
+def stream_cut_inside_characters(target: Target) -> Any:
+    emoji = [{"role": "user", "content": "Repeat: 😀😁😂🤣😃"}]
+    return chunks(target, messages=emoji, max_tokens=24)
+
+
+def tool_left_to_the_model(target: Target) -> Any:
+    return ask(target, messages=WEATHER, tools=TOOLS)
+
+
+def tool_named(target: Target) -> Any:
+    return ask(target, messages=WEATHER, tools=TOOLS, tool_choice=NAMED, max_tokens=60)
+
+
+def tools_in_parallel(target: Target) -> Any:
+    return ask(
+        target,
+        messages=WEATHER,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=True,
+        max_tokens=100,
+    )
+
+
+def tool_not_in_parallel(target: Target) -> Any:
+    return ask(
+        target,
+        messages=WEATHER,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=60,
+    )
+
+
+def stream_of_a_named_tool(target: Target) -> Any:
+    return chunks(target, messages=WEATHER, tools=TOOLS, tool_choice=NAMED, max_tokens=60)
+
+
+def stream_of_tools_in_parallel(target: Target) -> Any:
+    return chunks(
+        target,
+        messages=WEATHER,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=100,
+        stream_options={"include_usage": True},
+    )
+
+
+def turn_after_a_tool(target: Target) -> Any:
+    call = {
+        "id": "call-1",
+        "type": "function",
+        "function": {"name": TOOL_NAME, "arguments": '{"city": "Paris"}'},
+    }
+    turns = [
+        *WEATHER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "Sunny, 21 degrees."},
+    ]
+    return ask(target, messages=turns, tools=TOOLS)
+
+
+def structured_output(target: Target) -> Any:
+    reply = client(target).chat.completions.parse(
+        model=target.model,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=60,
+        response_format=Capital,
+    )
+    assert reply.choices[0].message.parsed is not None
+    return reply.model_dump()
+
+
+def structured_output_streamed(target: Target) -> Any:
+    with client(target).chat.completions.stream(
+        model=target.model,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=60,
+        response_format=Capital,
+    ) as events:
+        return [event.model_dump() for event in events]
+
+
+def image_that_the_model_cannot_see(target: Target) -> Any:
+    url = {"url": f"data:image/png;base64,{PIXEL}"}
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": url}]
+    return refusal(lambda: ask(target, messages=[{"role": "user", "content": content}]))
+
+
+def unknown_model(target: Target) -> Any:
+    return refusal(lambda: ask(Target(target.url, UNKNOWN_MODEL)))
+
+
+def too_many_tokens(target: Target) -> Any:
+    return refusal(lambda: ask(target, max_tokens=1_000_000))
+
+
+def wrong_type(target: Target) -> Any:
+    return refusal(lambda: ask(target, messages="not a list"))
+
+
+def error_before_a_stream(target: Target) -> Any:
+    return refusal(lambda: chunks(target, temperature=-1))
+
+
+if __name__ == "__main__":
+    main(
+        [
+            plain,
+            headers_and_text,
+            choices_and_logprobs,
+            extra_parameters_of_vllm,
+            stream,
+            stream_with_usage,
+            stream_with_continuous_usage,
+            stream_of_choices_with_logprobs,
+            stream_of_choices,
+            stream_with_token_ids_asked_for,
+            stream_held_back_for_a_stop_string,
+            stream_cut_inside_characters,
+            tool_left_to_the_model,
+            tool_named,
+            tools_in_parallel,
+            tool_not_in_parallel,
+            stream_of_a_named_tool,
+            stream_of_tools_in_parallel,
+            turn_after_a_tool,
+            structured_output,
+            structured_output_streamed,
+            image_that_the_model_cannot_see,
+            unknown_model,
+            too_many_tokens,
+            wrong_type,
+            error_before_a_stream,
+        ]
+    )

@@ -1,0 +1,109 @@
+"""One vLLM, and two sidecars before it: one that records, one that does not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.stack import MODEL, ROOT, answers, engine_section, free_port, to_toml
+from tests.clients.between import Between, between
+
+RUNNING_VLLM = "TEST_VLLM_URL"
+"""Names a vLLM that runs already, started as `demo.stack` does: for those who run this folder
+again and again. It must be asked by nobody else meanwhile."""
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Base URLs, without `/v1`."""
+
+    vllm: str
+    capture_on: str
+    capture_off: str
+    behind: Between
+    """Stands between the sidecar that does not record and vLLM, and keeps what both say."""
+    folder: Path
+    """Configuration, logs and outboxes."""
+
+
+@contextlib.contextmanager
+def running_servers(folder: Path) -> Iterator[Servers]:
+    """Start them, and stop them by process id. Raises: AssertionError when one is not ready."""
+    engine_port = free_port()
+    engine = engine_section(engine_port)
+    vllm = os.environ.get(RUNNING_VLLM, f"http://127.0.0.1:{engine_port}")
+    with contextlib.ExitStack() as stack:
+        started, urls = [], {}
+        behind = stack.enter_context(between(vllm))
+        upstreams = {"capture_on": vllm, "capture_off": behind.url}
+        if RUNNING_VLLM not in os.environ:
+            command, env = engine["command"], engine["env"]
+            started.append(stack.enter_context(_process(folder, "vllm", command, env)))
+        for name, rate in (("capture_on", 1.0), ("capture_off", 0.0)):
+            port = free_port()
+            urls[name] = f"http://127.0.0.1:{port}"
+            command = proxy_command(folder / name, upstreams[name], port, rate)
+            started.append(stack.enter_context(_process(folder, name, command, {})))
+        _wait(started, [f"{vllm}/health", *(f"{url}/readyz" for url in urls.values())], folder)
+        yield Servers(vllm=vllm, behind=behind, folder=folder, **urls)
+
+
+def proxy_command(folder: Path, vllm: str, port: int, sample_rate: float) -> list[str]:
+    """The proxy alone, with defaults: no store means that the base answers everything."""
+    folder.mkdir()
+    sections: dict[str, dict[str, Any]] = {
+        "serving": {"upstreams": [vllm], "model": MODEL},
+        "proxy": {"port": port},
+        "capture": {"sample_rate": sample_rate},
+        "bus": {"url": f"sqlite:///{folder}/outbox.db"},
+        "store": {"url": f"sqlite:///{folder}/store.db"},
+    }
+    config = folder / "sidecar.toml"
+    config.write_text(to_toml(folder, sections), encoding="utf-8")
+    return [sys.executable, "-m", "sidecar", "--config", str(config)]
+
+
+@contextlib.contextmanager
+def _process(
+    folder: Path, name: str, command: list[str], env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    leash = [sys.executable, "-m", "deploy.leash", str(os.getpid())]
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*leash, *command],  # it ends with us, also when we are killed
+            cwd=ROOT,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(started: list[subprocess.Popen[bytes]], urls: list[str], folder: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while urls:
+        ended = [process.returncode for process in started if process.poll() is not None]
+        assert not ended, f"a server ended with {ended[0]}: see {folder}"
+        assert time.monotonic() < deadline, f"{urls[0]} was not ready in time: see {folder}"
+        if answers(urls[0]):
+            urls = urls[1:]
+        else:
+            time.sleep(0.2)

@@ -1,0 +1,246 @@
+"""Several replicas: each is kept on its own, and a trial needs those that answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.errors import EngineError, InvalidAdapterError
+from deploy.fleet import Fleet
+from deploy.reconcile import Reconciler
+
+World = Any
+A, B = "http://a", "http://b"
+
+
+@pytest.fixture
+def controls(world: World) -> dict[str, Any]:
+    """Two fakes of vLLM; the world's own is the first."""
+    world.others = {B: type(world.control)()}
+    return {A: world.control, B: world.others[B]}
+
+
+@pytest.fixture
+def fleet(world: World, controls: dict[str, Any]) -> Fleet:
+    return Fleet(
+        {
+            url: Reconciler(
+                database=world.database,
+                control=control,
+                model="m",
+                max_loras=4,
+                replica=url,
+                clock=world.clock,
+            )
+            for url, control in controls.items()
+        }
+    )
+
+
+async def reconcile(fleet: Fleet) -> None:
+    for one in fleet.reconcilers.values():
+        await one.reconcile()
+
+
+async def test_adapters_are_loaded_on_every_replica(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+
+    await reconcile(fleet)
+
+    assert [set(control.adapters) for control in controls.values()] == [{name}, {name}]
+    assert fleet.view().loaded == {name}
+
+
+async def test_a_replica_that_is_down_holds_nobody_up_and_is_mended_when_it_is_back(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    controls[A].away = True
+
+    await reconcile(fleet)
+
+    assert set(controls[B].adapters) == {name}
+    view = fleet.view()
+    assert (view.away, view.loaded) == (None, {name})
+    assert view.replicas[A].away == "vLLM gave no reply"
+
+    controls[A].away = False
+    await reconcile(fleet)
+    assert set(controls[A].adapters) == {name}
+    assert fleet.view().replicas[A].away is None
+
+
+async def test_a_replica_that_restarted_gets_its_adapters_again_alone(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    await reconcile(fleet)
+    controls[B].adapters.clear()
+
+    await reconcile(fleet)
+
+    assert set(controls[B].adapters) == {name}
+    assert controls[A].calls == [("load", name)]
+    assert controls[B].calls == [("load", name), ("load", name)]
+
+
+async def test_an_adapter_is_loaded_when_all_that_answer_have_it(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    controls[B].refuses[name] = "no room"
+
+    await reconcile(fleet)
+
+    assert fleet.view().loaded == frozenset()
+    assert fleet.view().refused == {name: "http://b: no room"}
+
+
+async def test_the_fleet_is_away_when_no_replica_answers(
+    fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    for control in controls.values():
+        control.away = True
+
+    await reconcile(fleet)
+
+    assert fleet.view().away == "vLLM gave no reply; vLLM gave no reply"
+
+
+async def test_a_target_of_a_rollback_is_loaded_wherever_it_can_be(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[A].away = True
+
+    await fleet.ensure(name)
+    assert set(controls[B].adapters) == {name}
+
+    controls[B].away = True
+    with pytest.raises(EngineError):
+        await fleet.ensure(name)
+
+
+async def test_a_target_that_every_replica_refuses_is_refused(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[A].refuses[name] = "corrupt"
+    await fleet.ensure(name)  # the other one takes it
+
+    controls[B].adapters.clear()
+    controls[B].refuses[name] = "corrupt"
+    with pytest.raises(InvalidAdapterError, match="corrupt"):
+        await fleet.ensure(name)
+
+
+async def test_a_replica_that_is_known_to_be_away_is_not_waited_for(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[A].away = True
+    await reconcile(fleet)
+
+    async def hang() -> frozenset[str]:
+        raise AssertionError("asked")
+
+    controls[A].loaded = hang
+    await fleet.ensure(name)
+
+    assert set(controls[B].adapters) == {name}
+
+
+async def test_a_trial_loads_and_probes_every_replica(
+    world: World, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    world.others[B].reach[name] = 0.5
+
+    await world.controller().tick()
+
+    assert world.trial(name).phase == "gating"
+    assert [control.calls for control in controls.values()] == [[("load", name)]] * 2
+    evidence = world.evidence(name)
+    assert evidence["probe"]["mean_difference"] == 0.25  # the weaker of the two
+    assert evidence["replicas"] == {
+        "http://vllm": "live: differs from the base by 0.25 nats a token",
+        B: "live: differs from the base by 0.5 nats a token",
+    }
+
+
+async def test_a_replica_that_is_down_does_not_hold_up_a_trial(
+    world: World, fleet: Fleet, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[B].away = True
+
+    await world.controller().tick()
+
+    assert world.trial(name).phase == "gating"
+    assert world.evidence(name)["replicas"][B] == "away: vLLM gave no reply"
+    assert controls[B].adapters == {}
+
+    controls[B].away = False
+    await reconcile(fleet)
+    assert set(controls[B].adapters) == {name}
+
+
+async def test_a_trial_waits_while_no_replica_answers(
+    world: World, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    for control in controls.values():
+        control.away = True
+
+    await world.controller().tick()
+
+    assert world.trial(name).phase == "loading"
+    assert "waiting for vLLM: vLLM gave no reply" in world.trial(name).reason
+
+
+async def test_an_adapter_that_does_nothing_on_one_replica_is_rejected(
+    world: World, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[B].reach[name] = 0.0
+
+    await world.controller().tick()
+
+    assert world.adapter(name).state == "rejected"
+    assert world.trial(name).reason.startswith("http://b: not live: ")
+    assert world.evidence(name)["probe"]["live"] is False
+
+
+async def test_an_adapter_that_one_replica_refuses_is_rejected(
+    world: World, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[B].refuses[name] = "rank too high"
+
+    await world.controller().tick()
+
+    assert world.adapter(name).state == "rejected"
+    assert world.trial(name).reason == "http://b: invalid: rank too high"
+
+
+async def test_a_replica_that_fails_to_load_is_tried_again_and_in_the_end_rejects(
+    world: World, controls: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    controls[B].fails_to_load = 2
+
+    await world.controller().tick()
+    assert world.trial(name).reason == "waiting for vLLM: http://b: 500 out of memory"
+    assert world.evidence(name)["loading"] == {"failures": 1}
+    await world.controller().tick()
+    await world.controller().tick()
+
+    assert world.trial(name).phase == "gating"
+    assert world.evidence(name)["loading"] == {"failures": 2}

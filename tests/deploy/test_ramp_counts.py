@@ -1,0 +1,203 @@
+"""What counts for and against each arm of a ramp: turns, retries, adapters that were missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.canary import BREAKER_FAILURES, ArmCounts, RampEvidence
+from deploy.gate_store import held_out_prompts
+from deploy.ramp_counts import count_ramp
+from deploy.records import Trial
+
+World = Any
+CANARY = "m--v1-aaaa"
+CHAMPION = "m--v0-bbbb"
+
+
+def trial(champion: str = "base") -> Trial:
+    return Trial(
+        canary_id="c",
+        model="m",
+        candidate=CANARY,
+        champion=champion,
+        phase="ramping",
+        paused=False,
+        reason=None,
+        step=0,
+        steps=(2_000,),
+        salt="s",
+        created_at=900.0,
+        step_started_at=1_000.0,
+        stopped_s=0.0,
+        stopped_at=None,
+        ended_at=None,
+        generation=1,
+    )
+
+
+def counted(world: World, champion: str = "base", step_min_exchanges: int = 3) -> RampEvidence:
+    with world.database.read() as session:
+        return count_ramp(session, trial(champion), step_min_exchanges=step_min_exchanges)
+
+
+def canary(world: World, **reply: Any) -> None:
+    world.serve("s", adapter=CANARY, arm="canary", **reply)
+
+
+def fallback(world: World, **reply: Any) -> None:
+    """vLLM did not know the canary: the champion answered, and well."""
+    world.serve("s", adapter="base", arm="champion", fallback_from=CANARY, **reply)
+
+
+def test_a_turn_and_its_retries_count_once(world: World) -> None:
+    for _ in range(3):
+        canary(world, turn_id="t1")
+    canary(world, turn_id="t2")
+    for _ in range(2):
+        canary(world)  # without a turn id: a turn each
+
+    assert counted(world).candidate == ArmCounts(replies=4, errors=0, short=0)
+
+
+def test_a_turn_failed_when_any_of_its_requests_did_and_only_once(world: World) -> None:
+    canary(world, turn_id="t1", outcome="upstream_error", status=502, content=None)
+    canary(world, turn_id="t1", outcome="upstream_error", status=502, content=None)
+    canary(world, turn_id="t1")
+
+    assert counted(world).candidate == ArmCounts(replies=1, errors=1, short=0)
+
+
+def test_of_a_turn_that_was_answered_twice_the_newer_answer_counts(world: World) -> None:
+    canary(world, turn_id="t1", finish_reason="length")
+    canary(world, turn_id="t1")
+    canary(world, turn_id="t2")
+    canary(world, turn_id="t2", finish_reason="length")
+
+    assert counted(world).candidate == ArmCounts(replies=2, errors=0, short=1)
+
+
+def test_who_stands_in_for_a_missing_canary_leaves_the_failure_with_it(world: World) -> None:
+    canary(world)
+    fallback(world)
+    fallback(world, outcome="cut")  # that the client left later does not mend it
+    world.serve("s")
+
+    evidence = counted(world, step_min_exchanges=1)
+
+    assert evidence.candidate == ArmCounts(replies=3, errors=2, short=0)
+    assert evidence.champion == ArmCounts(replies=1, errors=0, short=0)
+    assert evidence.missing_in_a_row == 2
+
+
+def test_a_champion_that_is_missing_fails_as_a_canary_does(world: World) -> None:
+    world.serve("s", adapter=CHAMPION)
+    world.serve("s", adapter="base", fallback_from=CHAMPION)
+
+    evidence = counted(world, CHAMPION, step_min_exchanges=1)
+
+    assert evidence.champion == ArmCounts(replies=2, errors=1, short=0)
+
+
+def test_one_good_reply_ends_the_row_of_missing_ones(world: World) -> None:
+    for _ in range(4):
+        fallback(world)
+    canary(world)
+
+    assert counted(world).missing_in_a_row == 0
+
+
+def test_a_missing_canary_of_an_earlier_step_is_forgotten(world: World) -> None:
+    fallback(world)
+    world.clock.now += 10.0
+    with world.database.read() as session:
+        later = Trial(**{**_as_dict(trial()), "step_started_at": 1_005.0})
+        evidence = count_ramp(session, later, step_min_exchanges=3)
+
+    assert evidence.candidate == ArmCounts(replies=0, errors=0, short=0)
+    assert evidence.missing_in_a_row == 0
+
+
+def test_too_few_turns_of_the_champion_are_filled_up_with_earlier_turns(world: World) -> None:
+    world.clock.now = 500.0
+    for number in range(4):
+        for _ in range(2):
+            world.serve("s", turn_id=f"old{number}", finish_reason="length")
+    world.clock.now = 1_000.0
+    for _ in range(3):
+        world.serve("s", turn_id="now")
+
+    assert counted(world).champion == ArmCounts(replies=3, errors=0, short=2)
+
+
+def _as_dict(one: Trial) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in Trial.__dataclass_fields__}
+
+
+async def ramp(world: World, tick: Any) -> str:
+    name = str(world.register(1))
+    world.hold_out(4)
+    world.clock.now += 1.0
+    for _ in range(3):
+        await tick()
+    assert world.trial(name).phase == "ramping"
+    return name
+
+
+async def test_many_requests_for_which_vllm_lost_the_canary_roll_it_back(world: World) -> None:
+    async def tick() -> None:
+        await world.controller().tick()
+
+    name = await ramp(world, tick)
+    for number in range(BREAKER_FAILURES):
+        world.serve(f"b{number}")
+        world.serve(f"c{number}", adapter="base", arm="champion", fallback_from=name)
+
+    await tick()
+
+    assert world.trial(name).phase == "rolled_back"
+    assert world.trial(name).reason.startswith("100% of the canary's 5 replies failed, 0% of")
+    assert world.table().canary is None
+
+
+@pytest.mark.parametrize("back", [True, False])
+async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, back: bool) -> None:
+    """5 of 105 failed is under the limit; but nobody gets the canary's answers now."""
+
+    async def tick() -> None:
+        await world.controller().tick()
+
+    name = await ramp(world, tick)
+    for number in range(100):
+        world.serve(f"c{number}", adapter=name, arm="canary")
+        world.serve(f"b{number}")
+    for _ in range(BREAKER_FAILURES):
+        world.serve("c", adapter="base", arm="champion", fallback_from=name)
+    world.clock.now += 10.0
+    await tick()
+    assert world.trial(name).step == 0
+    assert world.trial(name).reason == (
+        "step 1 stands: vLLM did not know the adapter for its last 5 requests"
+    )
+
+    if back:
+        world.serve("c", adapter=name, arm="canary")
+    else:
+        world.clock.now += 1_000.0
+    await tick()
+
+    trial_now = world.trial(name)
+    assert (trial_now.phase, trial_now.step) == (("ramping", 1) if back else ("inconclusive", 0))
+
+
+def test_only_chat_requests_feed_the_gate(world: World) -> None:
+    world.serve("a", held_out=True, surface="completions")
+    world.serve("b", held_out=True, surface="messages")
+    kept = world.serve("c", held_out=True)
+    world.serve("c", held_out=True, surface="completions")
+
+    with world.database.read() as session:
+        prompts = held_out_prompts(session, "m", limit=10)
+
+    assert [prompt.exchange_id for prompt in prompts] == [kept]

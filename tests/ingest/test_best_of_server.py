@@ -1,0 +1,216 @@
+"""The socket of best of N: who may reach it, who holds it, and the whole way of one question."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import structlog
+from sqlalchemy import select
+
+from ingest.best_of import BestOfJudge
+from ingest.best_of_server import BestOfServer
+from ingest.store.database import Database
+from ingest.store.models import BestOfScoreRow
+from sidecar.best_of_client import SocketPicker
+from sidecar.best_of_wire import Material, NoPick, Pick, socket_path
+from sidecar.settings import Settings
+
+WORTH = {"good": 0.9, "bad": 0.1}
+QUESTION = Material(
+    exchange_id="ex_1",
+    request=b'{"messages":[{"role":"user","content":"hi"}]}',
+    answers=(b'{"content":"bad"}', b'{"content":"good"}'),
+    keep=True,
+)
+
+Start = Callable[..., Awaitable[tuple[BestOfServer, asyncio.Event]]]
+
+
+@pytest.fixture
+def state_dir() -> Iterator[Path]:
+    """Short, for the unix socket in it."""
+    with TemporaryDirectory(prefix="bo-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+async def start(database: Database, judge_kit: Any, state_dir: Path) -> AsyncIterator[Start]:
+    """Start a server, by default with a judge that scores by content; wait until it listens."""
+    running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
+
+    async def begin(judge: Any = None, *, wait: bool = True) -> tuple[BestOfServer, asyncio.Event]:
+        judge = judge or judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+        settings = Settings(judge={"model": "scripted"}, best_of={"enabled": True})
+        server = BestOfServer(socket_path(state_dir), BestOfJudge(database, judge, settings))
+        stop = asyncio.Event()
+        task = asyncio.create_task(server.run(stop))
+        running.append((stop, task))
+        if wait:
+            await judge_kit.until(lambda: socket_path(state_dir).is_socket())
+        return server, stop
+
+    yield begin
+    for stop, task in running:
+        stop.set()
+        async with asyncio.timeout(5):
+            await task
+
+
+def picker(state_dir: Path) -> SocketPicker:
+    return SocketPicker(socket_path(state_dir), concurrency=4, max_waiting=4)
+
+
+async def ask(state_dir: Path) -> Any:
+    """Ask until somebody listens: the socket's file is there a moment before."""
+    async with asyncio.timeout(5):
+        while (found := await picker(state_dir).pick(QUESTION, 5.0)) == NoPick(reason="away"):
+            await asyncio.sleep(0.005)
+    return found
+
+
+async def test_a_question_goes_all_the_way_to_the_judge_and_back(
+    start: Start, state_dir: Path
+) -> None:
+    await start()
+
+    assert await ask(state_dir) == Pick(index=1, scores=(0.1, 0.9))
+
+
+async def test_the_socket_is_for_this_user_alone(start: Start, state_dir: Path) -> None:
+    await start()
+
+    assert stat.S_IMODE(socket_path(state_dir).stat().st_mode) == 0o600
+
+
+async def test_an_asker_that_leaves_does_not_stop_the_judgement(
+    start: Start, state_dir: Path, database: Database, judge_kit: Any
+) -> None:
+    inner = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    class SlowJudge:
+        model = "scripted"
+
+        async def complete(self, messages: Any, schema: Any) -> Any:
+            asked.set()
+            await go.wait()
+            return await inner.complete(messages, schema)
+
+    await start(SlowJudge())
+    asking = asyncio.create_task(ask(state_dir))
+    await asked.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+    go.set()
+
+    def waiting() -> list[str]:
+        with database.read() as session:
+            return list(session.scalars(select(BestOfScoreRow.exchange_id)))
+
+    await judge_kit.until(lambda: waiting() == ["ex_1"])
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x01\xc1", b"\x00\x00"])
+async def test_what_is_not_a_question_is_hung_up_on_and_said(
+    sent: bytes, start: Start, state_dir: Path
+) -> None:
+    await start()
+    assert isinstance(await ask(state_dir), Pick)
+
+    with structlog.testing.capture_logs() as events:
+        reader, writer = await asyncio.open_unix_connection(str(socket_path(state_dir)))
+        writer.write(sent)
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+
+    assert [e["event"] for e in events] == ["best_of_question_refused"]
+    assert isinstance(await ask(state_dir), Pick)
+
+
+async def test_a_file_left_by_a_killed_process_is_replaced(start: Start, state_dir: Path) -> None:
+    socket_path(state_dir).touch()
+
+    await start()
+
+    assert isinstance(await ask(state_dir), Pick)
+
+
+async def test_at_its_end_the_socket_is_gone(start: Start, state_dir: Path, judge_kit: Any) -> None:
+    _, stop = await start()
+    await ask(state_dir)
+
+    stop.set()
+
+    await judge_kit.until(lambda: not socket_path(state_dir).exists())
+
+
+async def test_of_two_one_listens_and_the_other_takes_over(
+    start: Start, state_dir: Path, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingest.best_of_server.TAKE_OVER_S", 0.01)
+    first = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    second = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    _, stop = await start(first)
+    await ask(state_dir)
+    with structlog.testing.capture_logs() as events:
+        await start(second, wait=False)
+        await judge_kit.until(lambda: any(e["event"] == "best_of_waits" for e in events))
+    await ask(state_dir)
+    assert (len(first.conversations), len(second.conversations)) == (2, 0)
+
+    stop.set()
+    async with asyncio.timeout(5):
+        while not second.conversations:
+            await picker(state_dir).pick(QUESTION, 5.0)
+            await asyncio.sleep(0.005)
+
+    assert not [event for event in events if event["event"] == "best_of_question_refused"]
+
+
+async def test_a_path_too_long_for_a_socket_is_said_and_stops_nothing_else(
+    database: Database, judge_kit: Any, tmp_path: Path
+) -> None:
+    settings = Settings(judge={"model": "scripted"})
+    judge = BestOfJudge(database, judge_kit.ScriptedJudge("x"), settings)
+    stop = asyncio.Event()
+    stop.set()
+
+    with structlog.testing.capture_logs() as events:
+        await BestOfServer(socket_path(tmp_path / ("x" * 100)), judge).run(stop)
+
+    assert [event["event"] for event in events] == ["best_of_off"]
+
+
+def test_the_scoring_process_listens_when_it_is_on(tmp_path: Path, state_dir: Path) -> None:
+    config = tmp_path / "sidecar.toml"
+    config.write_text(
+        f'state_dir = "{state_dir}"\n'
+        '[serving]\nupstreams = ["http://127.0.0.1:9"]\n'
+        f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
+        "[telemetry]\nlog_json = true\n"
+        '[judge]\nmodel = "openai/x"\napi_base = "http://127.0.0.1:9/v1"\n'
+        "[best_of]\nenabled = true\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "ingest.scoring", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        names = (json.loads(line)["event"] for line in process.stderr)
+        assert "best_of_listens" in names
+        assert socket_path(state_dir).is_socket()
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+    assert process.returncode == 0
+    assert not socket_path(state_dir).exists()

@@ -1,0 +1,593 @@
+"""Best of N in the scoring process: the verdict, and scores and exchange that become one group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from ingest.best_of import EXPIRE_S, BestOfJudge
+from ingest.best_of_groups import answers_digest
+from ingest.choose import choose_backlog, choose_new
+from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+from ingest.selection import group_id_of
+from ingest.store.exchanges import load_exchange
+from ingest.store.groups import append_answers, load_group, load_scored_group, mark_sampled
+from ingest.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
+from sidecar.assemble import RawCapture, assemble
+from sidecar.best_of_wire import Material, NoPick, Pick
+from sidecar.records import Sampling, Timings
+from sidecar.relay.best_of_reply import read_answers
+from sidecar.routing import Assignment
+from sidecar.settings import Settings
+
+WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
+TEXTS = ("fair", "good", "bad")
+
+
+def message(text: str) -> bytes:
+    return json.dumps({"role": "assistant", "content": text}).encode()
+
+
+def material(*texts: str, exchange_id: str = "e1", keep: bool = True) -> Material:
+    return Material(
+        exchange_id=exchange_id,
+        request=json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode(),
+        answers=tuple(message(text) for text in texts or TEXTS),
+        keep=keep,
+    )
+
+
+class Rig:
+    """The judge of best-of questions over a real store, and selection beside it."""
+
+    def __init__(self, kit: Any, model: Any, **sections: Any) -> None:
+        self.kit = kit
+        self.now = 1_000.0
+        self.settings = Settings(
+            serving={"model": "smollm"},
+            judge={"model": "scripted", "rubric": "Be good.", **sections.get("judge", {})},
+            best_of={"enabled": True, **sections.get("best_of", {})},
+            groups={"size": 8, **sections.get("groups", {})},
+        )
+        seeds = iter(range(100, 10_000))
+        self.judge = BestOfJudge(
+            kit.database,
+            model,
+            self.settings,
+            clock=lambda: self.now,
+            draw_seed=lambda: next(seeds),
+        )
+
+    async def ask(self, *texts: str, **fields: Any) -> Any:
+        verdict = await self.judge.decide(material(*texts, **fields))
+        await self.judge.settled()
+        return verdict
+
+    def arrive(
+        self, *texts: str, exchange_id: str = "e1", held_out: bool = False, **changes: Any
+    ) -> None:
+        """The exchange comes by the bus."""
+        choices = tuple(
+            self.kit.choice(text, index=index) for index, text in enumerate(texts or TEXTS)
+        )
+        exchange = self.kit.exchange(exchange_id, choices=choices, **changes)
+        self.kit.store(exchange, held_out=held_out)
+
+    def choose(self, **rules: Any) -> int:
+        rules = self.kit.rules(**{"size": 8, **rules})
+        return choose_new(self.kit.database, rules, model="smollm", limit=100, now=2.0)
+
+    def scored(self, exchange_id: str = "e1") -> Any:
+        with self.kit.database.read() as session:
+            return load_scored_group(session, group_id_of(exchange_id))
+
+    def selection(self, exchange_id: str = "e1") -> str:
+        with self.kit.database.read() as session:
+            stored = load_exchange(session, exchange_id)
+            assert stored is not None
+            return stored.selection
+
+    def waiting(self) -> list[str]:
+        with self.kit.database.read() as session:
+            return list(session.scalars(select(BestOfScoreRow.exchange_id)))
+
+    def groups(self) -> list[str]:
+        with self.kit.database.read() as session:
+            return list(session.scalars(select(GroupRow.status)))
+
+    def calls(self) -> list[JudgeCallRow]:
+        with self.kit.database.read() as session:
+            return list(session.scalars(select(JudgeCallRow)))
+
+
+@pytest.fixture
+def rig(kit: Any, judge_kit: Any) -> Callable[..., Rig]:
+    def make(*script: Any, **sections: Any) -> Rig:
+        judge = judge_kit.ScriptedJudge(*(script or (judge_kit.score_by_content(WORTH),)))
+        made = Rig(kit, judge, **sections)
+        made.asked = judge.conversations
+        return made
+
+    return make
+
+
+# -- the verdict
+
+
+async def test_the_best_answer_is_picked_and_its_scores_come_along(rig: Any) -> None:
+    assert await rig().ask() == Pick(index=1, scores=(0.5, 0.9, 0.1))
+
+
+async def test_of_equals_the_first_is_picked(rig: Any) -> None:
+    assert await rig().ask("bad", "good", "good") == Pick(index=1, scores=(0.1, 0.9, 0.9))
+
+
+async def test_answers_that_are_all_alike_are_not_judged(rig: Any) -> None:
+    one = rig()
+
+    assert await one.ask("good", "good") == NoPick(reason="identical_answers")
+    assert one.asked == []
+    assert one.kit.counts("best_of") == {"identical_answers": 1}
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "counted"),
+    [
+        (("rubbish",), "judge_rubbish", {"bad": 2}),
+        ((JudgeRefusalError("too long"),), "judge_refused", {}),
+        ((JudgeUnavailableError("down"),), "judge_down", {"unanswered": 1}),
+    ],
+)
+async def test_a_judge_that_does_not_judge_is_a_reason_and_counted(
+    script: Any, reason: str, counted: dict[str, int], rig: Any
+) -> None:
+    one = rig(*script)
+
+    assert await one.ask() == NoPick(reason=reason)
+
+    assert one.kit.counts("best_of") == {reason: 1}
+    assert one.kit.counts("judge_calls") == counted
+    assert one.waiting() == []
+
+
+async def test_bodies_that_cannot_be_read_are_not_judged(rig: Any) -> None:
+    one = rig()
+    broken = Material(exchange_id="e1", request=b"{", answers=(b"{}", b"{}"), keep=True)
+
+    assert await one.judge.decide(broken) == NoPick(reason="unreadable")
+    await one.judge.settled()
+
+
+async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: Any) -> None:
+    one = rig(JudgeUnavailableError("down"), judge_kit.score_by_content(WORTH))
+    await one.ask()
+
+    assert await one.ask() == NoPick(reason="judge_down")
+    assert len(one.asked) == 1
+
+    one.now += 1.0
+    assert isinstance(await one.ask(), Pick)
+    assert isinstance(await one.ask(exchange_id="e2"), Pick)
+
+
+async def test_one_pass_is_made_whatever_the_setting(rig: Any) -> None:
+    one = rig(judge={"passes": 4})
+
+    await one.ask()
+
+    assert len(one.asked) == 1
+
+
+class SlowJudge:
+    """Answers when it is told to."""
+
+    model = "scripted"
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def complete(self, messages: Any, schema: Any) -> Any:
+        self.asked.set()
+        await self.go.wait()
+        return await self.inner.complete(messages, schema)
+
+
+async def test_more_than_it_can_judge_at_once_are_declined(kit: Any, judge_kit: Any) -> None:
+    slow = SlowJudge(judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)))
+    one = Rig(kit, slow, best_of={"concurrency": 1})
+    first = asyncio.create_task(one.judge.decide(material()))
+    await slow.asked.wait()
+
+    assert await one.judge.decide(material(exchange_id="e2")) == NoPick(reason="busy")
+
+    slow.go.set()
+    assert isinstance(await first, Pick)
+    await one.judge.settled()
+
+
+async def test_a_verdict_that_nobody_waits_for_any_more_is_still_stored(
+    kit: Any, judge_kit: Any
+) -> None:
+    slow = SlowJudge(judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)))
+    one = Rig(kit, slow)
+    asking = asyncio.create_task(one.judge.decide(material()))
+    await slow.asked.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+    slow.go.set()
+    await one.judge.settled()
+
+    assert one.waiting() == ["e1"]
+
+
+async def test_what_is_being_judged_at_the_end_is_given_up(kit: Any, judge_kit: Any) -> None:
+    slow = SlowJudge(judge_kit.ScriptedJudge("never"))
+    one = Rig(kit, slow)
+    asking = asyncio.create_task(one.judge.decide(material()))
+    await slow.asked.wait()
+
+    await one.judge.aclose()
+
+    assert asking.cancelled() or (await asyncio.gather(asking, return_exceptions=True))
+    assert one.waiting() == []
+
+
+# -- scores and exchange become a group
+
+
+async def test_scores_and_then_the_exchange_make_a_scored_group(rig: Any) -> None:
+    one = rig()
+    await one.ask()
+    assert (one.waiting(), one.groups()) == (["e1"], [])
+
+    one.arrive()
+    assert one.choose() == 1
+
+    scored = one.scored()
+    assert scored.scores == (0.5, 0.9, 0.1)
+    assert scored.judge_model == "scripted"
+    assert scored.explanations[0].startswith("why a")
+    assert [json.loads(a.message)["content"] for a in scored.group.answers] == list(TEXTS)
+    assert [a.untrainable_reason for a in scored.group.answers] == [None] * 3
+    assert scored.group.prompt_token_ids == (1, 9, 9, 4)
+    assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["scored"], [])
+    assert one.kit.counts("selection") == {"chosen": 1}
+    assert one.kit.counts("sampling") == {"sampled": 1}
+    assert one.kit.counts("judging") == {"scored": 1}
+    assert one.kit.counts("best_of") == {"scored": 1}
+    assert one.kit.counts("judge_calls") == {"good": 1}
+    assert [row.group_id for row in one.calls()] == [group_id_of("e1")]
+
+
+async def test_the_exchange_and_then_the_scores_make_the_same_group(rig: Any) -> None:
+    one = rig()
+    one.arrive()
+    one.choose()
+    assert one.groups() == ["sampling"]
+
+    await one.ask()
+
+    assert one.scored().scores == (0.5, 0.9, 0.1)
+    assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["scored"], [])
+    assert one.kit.counts("selection") == {"chosen": 1}
+    assert one.kit.counts("best_of") == {"scored": 1}
+
+
+async def test_scores_that_come_between_storing_and_selection_wait_for_it(rig: Any) -> None:
+    one = rig()
+    one.arrive()
+    await one.ask()
+    assert (one.waiting(), one.groups()) == (["e1"], [])
+
+    one.choose()
+
+    assert one.groups() == ["scored"]
+
+
+async def test_a_group_that_waits_for_the_judge_with_these_answers_is_scored(rig: Any) -> None:
+    one = rig(groups={"size": 3})
+    one.arrive()
+    one.choose(size=3)
+    with one.kit.database.write() as session:
+        mark_sampled(session, group_id_of("e1"))
+
+    await one.ask()
+
+    assert one.groups() == ["scored"]
+
+
+async def test_a_group_with_candidates_goes_its_own_way(rig: Any) -> None:
+    one = rig()
+    one.arrive()
+    one.choose()
+    with one.kit.database.write() as session:
+        group = load_group(session, group_id_of("e1"))
+        append_answers(session, group.group_id, group.answers[:1], size=8)
+
+    await one.ask()
+
+    assert one.groups() == ["sampling"]
+    assert one.kit.counts("best_of") == {"came_second": 1}
+    assert one.waiting() == []
+
+
+@pytest.mark.parametrize("rules", [{"rate": 0.0}, {"max_pending_groups": 0}])
+@pytest.mark.parametrize("late", [False, True])
+async def test_what_only_its_cost_kept_out_enters_for_nothing(
+    rules: dict[str, Any], late: bool, rig: Any
+) -> None:
+    one = rig(groups=rules)
+    for late_step in (late, not late):
+        if late_step:
+            one.arrive()
+            one.choose(**rules)
+        else:
+            await one.ask()
+
+    assert (one.selection(), one.groups()) == ("chosen", ["scored"])
+    assert one.kit.counts("selection") == {"chosen": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "selection"),
+    [
+        ({"held_out": True}, "held_out"),
+        ({"outcome": "cut"}, "outcome"),
+        ({"untrainable_reason": "ids_missing"}, "untrainable:ids_missing"),
+        ({"request": {"messages": [], "logit_bias": {"1": 1}}}, "untrainable:masked_by_logit_bias"),
+        ({"adapter": "v9"}, "stale_adapter"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+async def test_what_is_not_fit_to_learn_from_makes_no_group_in_either_order(
+    changes: dict[str, Any], selection: str, late: bool, rig: Any
+) -> None:
+    one = rig()
+    for late_step in (late, not late):
+        if late_step:
+            one.arrive(**changes)
+            one.choose()
+        else:
+            await one.ask()
+
+    assert (one.selection(), one.groups(), one.waiting()) == (selection, [], [])
+    assert one.kit.counts("best_of") == {selection: 1}
+    assert one.kit.counts("selection") == {selection: 1}
+
+
+async def test_a_session_that_has_its_groups_gets_no_more(rig: Any) -> None:
+    one = rig(groups={"max_groups_per_session": 1})
+    for name in ("e1", "e2"):
+        await one.ask(exchange_id=name)
+        one.arrive(exchange_id=name, session_key="m:s")
+        one.choose(max_groups_per_session=1)
+
+    assert one.groups() == ["scored"]
+    assert one.selection("e2") == "session_cap"
+    assert one.kit.counts("best_of") == {"scored": 1, "session_cap": 1}
+
+
+@pytest.mark.parametrize("first", ["e1", "e2"])
+async def test_of_one_turn_only_one_exchange_becomes_a_group(first: str, rig: Any) -> None:
+    one = rig()
+    second = {"e1": "e2", "e2": "e1"}[first]
+    await one.ask(exchange_id="e2")
+    for name in (first, second):
+        one.arrive(exchange_id=name, turn_id="t1")
+        one.choose()
+
+    assert (one.selection(first), one.selection(second)) == ("chosen", "retried_turn")
+    assert one.groups() == [{"e1": "sampling", "e2": "scored"}[first]]
+    assert one.kit.counts("best_of") == {{"e1": "retried_turn", "e2": "scored"}[first]: 1}
+    assert one.waiting() == []
+
+
+async def test_masked_answers_are_no_group_and_their_exchange_is_sampled_as_usual(rig: Any) -> None:
+    one = rig()
+    await one.ask()
+    one.arrive(sampling=Sampling(temperature=1.0, top_p=0.9))
+
+    one.choose()
+
+    assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["sampling"], [])
+    assert one.kit.counts("best_of") == {"masked_by_top_p": 1}
+
+
+async def test_inexact_answers_are_masked_and_two_exact_ones_suffice(rig: Any, kit: Any) -> None:
+    one = rig()
+    await one.ask()
+    choices = tuple(kit.choice(text, index=index) for index, text in enumerate(TEXTS))
+    kit.store(kit.exchange("e1", choices=(kit.choice("fair", logprobs=()), *choices[1:])))
+
+    one.choose()
+
+    masks = [answer.untrainable_reason for answer in one.scored().group.answers]
+    assert masks == ["lengths_differ", None, None]
+
+
+@pytest.mark.parametrize("stored", [("fair", "good"), ("fair", "bad", "good"), ("a", "b", "c")])
+async def test_scores_of_other_answers_are_never_given_to_these(
+    stored: tuple[str, ...], rig: Any
+) -> None:
+    one = rig()
+    await one.ask()
+    one.arrive(*stored)
+
+    one.choose()
+
+    assert one.groups() == ["sampling"]
+    assert one.kit.counts("best_of") == {"answers_differ": 1}
+
+
+async def test_without_capture_nothing_of_it_is_kept_and_the_call_is_counted(rig: Any) -> None:
+    one = rig()
+
+    assert await one.ask(keep=False) == Pick(index=1, scores=(0.5, 0.9, 0.1))
+
+    assert (one.waiting(), one.calls()) == ([], [])
+    assert one.kit.counts("judge_calls") == {"good": 1}
+    assert one.kit.counts("best_of") == {"not_kept": 1}
+
+
+async def test_scores_whose_exchange_never_comes_are_given_up_after_a_day(rig: Any) -> None:
+    one = rig()
+    await one.ask()
+
+    one.now += EXPIRE_S
+    await one.judge.sweep()
+    assert one.waiting() == ["e1"]
+
+    one.now += 1.0
+    await one.judge.sweep()
+    assert one.waiting() == []
+    assert one.kit.counts("best_of") == {"exchange_never_came": 1}
+
+
+async def test_left_over_scores_are_settled_by_the_sweep(rig: Any) -> None:
+    one = rig()
+    one.arrive()
+    await one.ask()
+    rules = one.kit.rules(rate=0.0)
+    with one.kit.database.write() as session:  # as a database with row locks could leave it
+        rows = session.scalars(select(BestOfScoreRow)).all()
+        kept = [dict(vars(row)) for row in rows]
+        for row in rows:
+            session.delete(row)
+    choose_new(one.kit.database, rules, model="smollm", limit=9, now=2.0)
+    with one.kit.database.write() as session:
+        for values in kept:
+            values.pop("_sa_instance_state")
+            session.add(BestOfScoreRow(**values))
+
+    await one.judge.sweep()
+
+    assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["scored"], [])
+
+
+async def test_a_store_that_is_away_does_not_keep_the_user_waiting(rig: Any, tmp_path: Any) -> None:
+    one = rig()
+    with one.kit.database.write() as session:
+        session.connection().exec_driver_sql("DROP TABLE best_of_score")
+
+    assert await one.ask() == Pick(index=1, scores=(0.5, 0.9, 0.1))
+
+
+STEPS = st.permutations(["ask", "arrive", "choose", "choose", "backlog"])
+
+
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(STEPS, st.integers(0, 1))
+def test_no_order_of_events_makes_two_groups_or_loses_the_count(
+    rig: Any, steps: list[str], rate: int
+) -> None:
+    name = f"e{next(NUMBERS)}"
+    one = rig(groups={"rate": float(rate), "max_groups_per_session": 10_000})
+    before = sum(one.kit.counts("selection").values())
+    rules = {"rate": float(rate), "max_groups_per_session": 10_000, "max_pending_groups": 10_000}
+
+    async def run() -> None:
+        for step in steps:
+            if step == "ask":
+                await one.ask(exchange_id=name)
+            elif step == "arrive":
+                one.arrive(exchange_id=name)
+            elif step == "choose":
+                one.choose(**rules)
+            else:
+                found = one.kit.rules(size=8, **rules)
+                choose_backlog(one.kit.database, found, model="smollm", now=3.0)
+        one.choose(**rules)
+
+    asyncio.run(run())
+
+    assert one.scored(name).scores == (0.5, 0.9, 0.1)
+    assert (one.selection(name), one.waiting()) == ("chosen", [])
+    assert sum(one.kit.counts("selection").values()) == before + 1
+
+
+NUMBERS = iter(range(1_000, 10_000))
+
+
+def test_the_digest_takes_null_and_empty_content_as_one_and_call_ids_as_none() -> None:
+    def call(name: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    whole = {"role": "assistant", "content": None, "tool_calls": [call("a")]}
+    streamed = {"role": "assistant", "content": "", "tool_calls": [call("b")]}
+
+    assert answers_digest([whole]) == answers_digest([streamed])
+    assert answers_digest([whole]) != answers_digest([whole, whole])
+
+
+RECORDED = Path(__file__).parents[2] / "sidecar" / "recorded"
+
+
+@pytest.mark.parametrize("with_tool_call", [False, True])
+async def test_what_the_relay_shows_the_judge_is_what_the_capture_stores(
+    with_tool_call: bool, rig: Any, judge_kit: Any
+) -> None:
+    reply = (RECORDED / "two_reply_asked.json").read_bytes()
+    if with_tool_call:
+        called = json.loads((RECORDED / "called_reply_plain.json").read_bytes())
+        decoded = json.loads(reply)
+        answer = called["choices"][0]["message"]
+        arguments = answer["tool_calls"][0]["function"]["arguments"]
+        text = f'{{"name": "get_weather", "arguments": {arguments}}}'
+        token = {"token": text, "logprob": -0.5, "bytes": list(text.encode())}
+        decoded["choices"][1] |= {
+            "message": answer,
+            "finish_reason": "tool_calls",
+            "token_ids": [5],
+            "logprobs": {"content": [token]},
+        }
+        decoded["usage"] = {"prompt_tokens": 34, "total_tokens": 43, "completion_tokens": 9}
+        reply = json.dumps(decoded).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "temperature": 1}).encode()
+    one = rig(lambda shown: judge_kit.scores_reply(dict.fromkeys(shown, 0.5)))
+    asked = Material(
+        exchange_id="e1", request=body, answers=read_answers(reply, 2).messages, keep=True
+    )
+    raw = RawCapture(
+        exchange_id="e1",
+        public_model="smollm",
+        route=Assignment(
+            adapter="base", arm="champion", propensity=1.0, upstream_model="smollm2-135m"
+        ),
+        replica="http://127.0.0.1:8000",
+        session_key="m:s",
+        user="",
+        request=body,
+        reply=(reply,),
+        streamed=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=1.0),
+        returned_index=1,
+    )
+
+    await one.judge.decide(asked)
+    await one.judge.settled()
+    one.kit.store(assemble(raw))
+    one.choose()
+
+    assert one.kit.counts("best_of") == {"scored": 1}
+    scored = one.scored()
+    assert scored.scores == (0.5, 0.5)
+    lengths = [len(answer.token_ids) for answer in scored.group.answers]
+    assert lengths == [8, 1 if with_tool_call else 8]
+    with one.kit.database.read() as session:
+        assert load_exchange(session, "e1").exchange.returned_index == 1

@@ -1,0 +1,222 @@
+"""The bus locked, taken away, read-only, full: no request fails for it, and every capture is
+accounted for.
+
+Each with a real proxy process, a real outbox and traffic that never stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+
+async def test_a_locked_outbox_makes_captures_wait_and_loses_none(
+    start_process: Any, answering: Any, faults: Any, state_dir: Path
+) -> None:
+    """For less than the outbox's patience (5 s): they wait in memory, and come in order."""
+    child = await start_process()
+    path = state_dir / "outbox.db"
+    async with faults.traffic(child) as traffic:
+        await traffic.more(50)
+        await kept_some(faults, child)
+        with closing(sqlite3.connect(path, isolation_level=None)) as locker:
+            locker.execute("BEGIN IMMEDIATE")
+            await traffic.more(200)
+            locker.execute("ROLLBACK")
+        await traffic.more(50)
+
+    accounts = await faults.accounts(child, traffic.sent)
+    assert set(traffic.statuses) == {"200"}
+    assert accounts.lost == {}
+    found = faults.rows(path)
+    assert len(found) == len(set(found)) == accounts.kept == traffic.sent
+
+
+async def test_an_outbox_that_is_deleted_is_made_again(
+    start_process: Any, answering: Any, faults: Any, state_dir: Path
+) -> None:
+    """What was in it is gone with it; that is whoever deleted it's doing, and none of it twice."""
+    child = await start_process(bus={"url": f"sqlite:///{state_dir}/bus/outbox.db"})
+    path = state_dir / "bus" / "outbox.db"
+    async with faults.traffic(child) as traffic:
+        await traffic.more(50)
+        await kept_some(faults, child)
+        with closing(sqlite3.connect(path)) as old:
+            old.execute("SELECT COUNT(*) FROM outbox").fetchone()  # holds the file open
+            # In one step: file by file, the deletion could take a part of the new outbox with it.
+            path.parent.rename(state_dir / "deleted")
+            shutil.rmtree(state_dir / "deleted")
+            await traffic.more(100)
+            in_old = [name for (name,) in old.execute("SELECT exchange_id FROM outbox")]
+
+    accounts = await faults.accounts(child, traffic.sent)
+    assert set(traffic.statuses) == {"200"}
+    in_new = faults.rows(path)
+    assert not set(in_old) & set(in_new)
+    assert len(in_old) + len(in_new) == accounts.kept
+    assert in_new
+
+
+async def test_an_outbox_without_a_place_to_be_comes_back_with_the_place(
+    start_process: Any, answering: Any, faults: Any, state_dir: Path
+) -> None:
+    """Its folder is a file for a while, as a mount that failed: the bus is gone, then back."""
+    child = await start_process(bus={"url": f"sqlite:///{state_dir}/bus/outbox.db"})
+    folder = state_dir / "bus"
+    async with faults.traffic(child) as traffic:
+        await traffic.more(50)
+        await kept_some(faults, child)
+        folder.rename(state_dir / "aside")
+        folder.write_bytes(b"")
+        await traffic.more(50)
+        await lost_some(faults, child)
+        folder.unlink()
+        (state_dir / "aside").rename(folder)
+        before = len(faults.rows(folder / "outbox.db"))
+        await traffic.more(100)
+
+    accounts = await faults.accounts(child, traffic.sent)
+    assert set(traffic.statuses) == {"200"}
+    assert accounts.all_lost > 0
+    assert accounts.skipped == {}
+    found = faults.rows(folder / "outbox.db")
+    assert len(found) == len(set(found)) == accounts.kept
+    assert len(found) > before
+
+
+async def test_a_read_only_outbox_costs_captures_only(
+    start_process: Any, answering: Any, faults: Any, state_dir: Path
+) -> None:
+    """Its folder comes back read-only, as after an error of the disk below it."""
+    folder = state_dir / "bus"
+    child = await start_process(bus={"url": f"sqlite:///{folder}/outbox.db"})
+    async with faults.traffic(child) as traffic:
+        await traffic.more(20)
+        await kept_some(faults, child)
+        mounted = mount_read_only_copy(folder)
+        if not mounted:  # this user may not: then a place where nobody can make a file
+            folder.rename(state_dir / "aside")
+            folder.symlink_to("/proc")
+        await traffic.more(50)
+        await lost_some(faults, child)
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        else:
+            folder.unlink()
+            (state_dir / "aside").rename(folder)
+        await traffic.more(50)
+
+    accounts = await faults.accounts(child, traffic.sent)
+    assert set(traffic.statuses) == {"200"}
+    assert set(accounts.lost) <= {"read_only", "unreachable"}
+    found = faults.rows(folder / "outbox.db")
+    assert len(found) == len(set(found)) == accounts.kept
+
+
+def mount_read_only_copy(folder: Path) -> bool:
+    """Put a read-only copy in the folder's place, at once: the proxy must not open it before it is
+    read-only. False: this user may not mount."""
+    copy = folder.parent / "copy"
+    copy.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(copy)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        return False
+    for command in (
+        ["cp", "-r", f"{folder}/.", str(copy)],
+        ["mount", "-o", "remount,ro", str(copy)],
+        ["mount", "--bind", str(copy), str(folder)],
+        ["umount", "--lazy", str(copy)],
+    ):
+        subprocess.run(command, check=True)
+    return True
+
+
+async def test_a_full_disk_costs_captures_only(
+    start_process: Any, answering: Any, faults: Any, small_disk: Path | None, state_dir: Path
+) -> None:
+    folder = small_disk or state_dir
+    child = await start_process(bus={"url": f"sqlite:///{folder}/outbox.db"})
+    if small_disk is None:  # the same for one process: no file of its may grow further
+        resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
+    async with faults.traffic(child) as traffic:
+        await traffic.more(200)  # about 2 kB each
+        await lost_some(faults, child)
+        await traffic.more(50)
+
+    accounts = await faults.accounts(child, traffic.sent)
+    assert set(traffic.statuses) == {"200"}
+    assert set(accounts.lost) <= {"disk_full", "failed"}
+    found = faults.rows(folder / "outbox.db")
+    assert len(found) == len(set(found)) == accounts.kept
+
+
+async def test_an_outbox_full_of_unread_rows_drops_the_newest(
+    start_process: Any, answering: Any, faults: Any, state_dir: Path
+) -> None:
+    child = await start_process(bus={"url": f"sqlite:///{state_dir}/outbox.db", "max_rows": 40})
+    async with faults.traffic(child) as traffic:
+        await traffic.more(100)
+
+    accounts = await faults.accounts(child, traffic.sent)
+    assert set(traffic.statuses) == {"200"}
+    assert (accounts.kept, accounts.lost) == (40, {"outbox_full": traffic.sent - 40})
+    assert len(faults.rows(state_dir / "outbox.db")) == 40
+
+
+async def test_a_store_that_goes_away_leaves_the_last_routing(
+    start_process: Any, answering: Any, faults: Any, state_dir: Path, routing_store: Any
+) -> None:
+    """Locked, then deleted, then rubbish, then back with a newer table."""
+    path = routing_store(champion="smollm2-135m--v1", generation=1)
+    child = await start_process()
+    async with faults.traffic(child) as traffic:
+        await adapter_is(child, b"smollm2-135m--v1")
+        with closing(sqlite3.connect(path, isolation_level=None)) as locker:
+            locker.execute("BEGIN EXCLUSIVE")
+            await traffic.more(50)
+            await adapter_is(child, b"smollm2-135m--v1")
+            locker.execute("ROLLBACK")
+        path.unlink()
+        await traffic.more(50)
+        path.write_bytes(b"this is no database, whatever its name says" * 100)
+        await traffic.more(50)
+        await adapter_is(child, b"smollm2-135m--v1")
+        path.unlink()
+        routing_store(champion="smollm2-135m--v2", generation=2)
+        async with asyncio.timeout(5):
+            while await adapter_of(child) != b"smollm2-135m--v2":
+                await asyncio.sleep(0.02)
+
+    assert set(traffic.statuses) == {"200"}
+
+
+async def adapter_of(child: Any) -> bytes:
+    body = b'{"model":"smollm2-135m","messages":[]}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-sidecar-capture: off\r\n"
+    sent = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    reply: bytes = await child.send(sent)
+    return reply.partition(b"x-sidecar-adapter: ")[2].partition(b"\r\n")[0]
+
+
+async def adapter_is(child: Any, name: bytes) -> None:
+    async with asyncio.timeout(5):
+        while await adapter_of(child) != name:
+            await asyncio.sleep(0.02)
+
+
+async def lost_some(faults: Any, child: Any) -> None:
+    async with asyncio.timeout(20):
+        while not any("captures_lost_total{" in name for name in await faults.scrape(child)):
+            await asyncio.sleep(0.02)
+
+
+async def kept_some(faults: Any, child: Any) -> None:
+    async with asyncio.timeout(20):
+        while not (await faults.scrape(child)).get("sidecar_captures_kept_total"):
+            await asyncio.sleep(0.02)

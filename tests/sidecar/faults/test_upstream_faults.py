@@ -1,0 +1,157 @@
+"""vLLM slow, resetting, half-closing, talking rubbish, sending 10 MB in one event.
+
+What vLLM alone would have served is served; what it would not, fails as its own failure would look.
+And every request has its place in the accounts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Recorded = Callable[[str], bytes]
+BAD = {
+    "resets before a byte": ["reset"],
+    "resets in the head": [b"HTTP/1.1 200 OK\r\ncontent-", "reset"],
+    "resets in the body": [b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "reset"],
+    "closes before a byte": ["close"],
+    "closes in the body": [b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "close"],
+    "half-closes before a byte": ["half-close"],
+    "half-closes in the body": [b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "half-close"],
+    "talks rubbish": [b"\x16\x03\x01\x00\x00 no http\r\n\r\n"],
+    "talks rubbish in chunks": [
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    "sends a head without end": [b"HTTP/1.1 200 OK\r\n" + b"x: 1\r\n" * 100_000],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_only_the_requests_that_vllm_fails_fail(
+    kind: str,
+    start_proxy: Any,
+    fake_vllm: Any,
+    recorded: Recorded,
+    wire: Any,
+    faults: Any,
+) -> None:
+    """Every third request meets the fault, on whatever connection it goes."""
+    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
+
+    def script(seen: Any) -> list[Any]:
+        number = int(json.loads(seen.body)["messages"][0]["content"].split()[1])
+        failed[number] = number % 3 == 0
+        return BAD[kind] if failed[number] else [whole]
+
+    failed: dict[int, bool] = {}
+    fake_vllm.script = script
+    running = await start_proxy()
+    traffic = faults.Traffic(running.port)
+
+    outcomes = {number: await traffic.one() for number in range(1, 31)}
+
+    assert {n: o for n, o in outcomes.items() if n % 3 and o != "200"} == {}
+    assert {o for n, o in outcomes.items() if n % 3 == 0} <= {"502", "broken"}
+    accounts = await faults.accounts(running, 30)
+    assert accounts.lost == {}
+    assert accounts.kept == 30
+    outcomes_kept = [exchange.outcome for exchange in await running.captured(30)]
+    assert (outcomes_kept.count("ok"), outcomes_kept.count("upstream_error")) == (20, 10)
+
+
+async def test_a_vllm_that_closes_after_each_reply_serves_all(
+    start_proxy: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+) -> None:
+    """Without `Connection: close`, so that each kept connection is found dead."""
+    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
+    fake_vllm.script = lambda _: [whole, "close"]
+    running = await start_proxy()
+
+    async with faults.traffic(running, workers=8) as traffic:
+        await traffic.more(400)
+
+    assert set(traffic.statuses) == {"200"}
+    assert (await faults.accounts(running, traffic.sent)).kept == traffic.sent
+
+
+async def test_a_slow_vllm_is_waited_for_and_the_quick_are_not_held_up(
+    start_proxy: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+) -> None:
+    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
+    go_on = asyncio.Event()
+    slow = {number for number in range(1, 51) if number % 2}
+
+    def script(seen: Any) -> list[Any]:
+        number = int(json.loads(seen.body)["messages"][0]["content"].split()[1])
+        return [go_on, whole] if number in slow else [whole]
+
+    fake_vllm.script = script
+    running = await start_proxy()
+    traffic = faults.Traffic(running.port)
+    asking = [asyncio.create_task(traffic.one()) for _ in range(50)]
+    await traffic.more(25)
+
+    assert traffic.statuses == {"200": 25}
+    go_on.set()
+    await asyncio.gather(*asking)
+    assert traffic.statuses == {"200": 50}
+    assert (await faults.accounts(running, 50)).kept == 50
+
+
+async def test_vllm_gone_and_back_costs_only_what_came_meanwhile(
+    start_proxy: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+) -> None:
+    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
+    fake_vllm.script = lambda _: [whole]
+    running = await start_proxy()
+    traffic = faults.Traffic(running.port)
+    before = [await traffic.one() for _ in range(5)]
+
+    await fake_vllm.stop()
+    meanwhile = [await traffic.one() for _ in range(10)]
+    await fake_vllm.start(fake_vllm.port)
+    after = [await traffic.one() for _ in range(5)]
+
+    assert (set(before), set(meanwhile), set(after)) == ({"200"}, {"502"}, {"200"})
+    assert (await faults.accounts(running, 20)).total == 20
+
+
+async def test_ten_megabytes_in_one_event_pass_whole_and_hold_nobody_up(
+    start_process: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+) -> None:
+    """In chunks of 64 kB. The event is over `capture.max_reply_bytes`: relayed, not recorded."""
+    text = "x" * 10_000_000
+    choice = (
+        '{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":null,"token_ids":%s}'
+    )
+    event = 'data: {"id":"1","choices":[%s]}\n\n'
+    asked = (event % (choice % (text, '{"content":[]}', "[1,2]"))).encode()
+    plain = (event % (choice % (text, "null", "null"))).encode()
+    done = b"data: [DONE]\n\n"
+    pieces = [asked[at : at + 65_536] for at in range(0, len(asked), 65_536)]
+    whole = wire.whole_reply(recorded("whole_reply_asked.json"))
+    stream = [
+        wire.STREAM_HEAD,
+        *(wire.chunk(piece) for piece in pieces),
+        wire.chunk(done),
+        wire.LAST_CHUNK,
+    ]
+    fake_vllm.script = lambda seen: stream if b'"stream":true' in seen.body else [whole]
+    child = await start_process()
+    before = child.resident_bytes()
+    body = b'{"model":"smollm2-135m","stream":true,"messages":[]}'
+
+    async with faults.traffic(child) as traffic:
+        received = [wire.split(await child.send(wire.post(body)))[2] for _ in range(3)]
+        await traffic.more(20)
+
+    assert received == [plain + done] * 3
+    assert set(traffic.statuses) == {"200"}
+    accounts = await faults.accounts(child, traffic.sent + 3)
+    assert accounts.lost == {"reply_too_long": 3}
+    assert accounts.kept == traffic.sent
+    assert child.resident_bytes() - before < 100_000_000

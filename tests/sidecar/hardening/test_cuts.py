@@ -1,0 +1,162 @@
+"""Where the network cuts the bytes must not matter, in either direction.
+
+Every cut is a read of its own for the relay: the kernel is asked whether the piece before was
+taken (see `say_apart` and `piecewise`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Recorded = Callable[[str], bytes]
+CHAT = b"/v1/chat/completions"
+TEXT = '{"model":"smollm2-135m","messages":[{"role":"user","content":"Zürich 😀 \\"q\\""}],"x":1e5}'
+BODY = TEXT.encode()
+
+
+def post(body: bytes, *fields: bytes) -> bytes:
+    lines = (b"POST %b?q=1 HTTP/1.1" % CHAT, b"Host: x", b"X-Name: a, b", *fields)
+    return b"\r\n".join((*lines, b"Content-Length: %d" % len(body), b"", body))
+
+
+def chunked(body: bytes) -> bytes:
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: Chunked\r\n\r\n" % CHAT
+    pieces = b"3;e=1\r\n%b\r\n%X\r\n%b\r\n" % (body[:3], len(body) - 3, body[3:])
+    return head + pieces + b"0\r\nT: 1\r\n\r\n"
+
+
+SHAPES = {
+    "length": post(BODY),
+    "chunked": chunked(BODY),
+    "expect": post(BODY, b"Expect: 100-continue"),
+    "refused": post(b'{"model": nope}'),
+    "no such path": post(BODY).replace(CHAT, b"/v1/chat"),
+    "pipelined": post(BODY) + post(b'{"model":"other"}') + chunked(BODY),
+}
+
+
+def what_vllm_saw(fake_vllm: Any) -> list[tuple[Any, ...]]:
+    seen = [(one.method, one.target, one.headers, one.body) for one in fake_vllm.requests]
+    fake_vllm.requests.clear()
+    return seen
+
+
+async def hear_all(client: Any, count: int) -> list[tuple[Any, ...]]:
+    replies = [await client.hear() for _ in range(count)]
+    own = (b"x-sidecar-exchange-id",)
+    return [
+        (one.status, tuple(pair for pair in one.headers if pair[0] not in own), one.body)
+        for one in replies
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_request_cut_anywhere_is_the_same_request(
+    shape: str, start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = SHAPES[shape]
+    count = sent.count(b"POST ")
+    fake_vllm.script = lambda seen: [
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(seen.body) + seen.body
+    ]
+    running = await start_proxy()
+    client = await dial(running)
+    client.say(sent)
+    whole = await hear_all(client, count), what_vllm_saw(fake_vllm)
+
+    for cut in range(1, len(sent)):
+        await client.say_apart(sent[:cut], sent[cut:])
+        assert (await hear_all(client, count), what_vllm_saw(fake_vllm)) == whole, cut
+    await client.say_apart(*(sent[at : at + 1] for at in range(len(sent))))
+    assert (await hear_all(client, count), what_vllm_saw(fake_vllm)) == whole
+
+
+def framed(body: bytes, *, stream: bool) -> bytes:
+    if not stream:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        return head % len(body) + body
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    events = [event + b"\n\n" for event in body.split(b"\n\n") if event]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
+    return head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("name", ["whole", "tools", "two"])
+@pytest.mark.parametrize("kind", ["reply", "stream"])
+async def test_a_reply_cut_anywhere_is_the_same_reply(
+    name: str, kind: str, recorded: Recorded, start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """All that was recorded, every byte a read of its own, then 150 drawn sets of cuts."""
+    suffix = "sse" if kind == "stream" else "json"
+    sent = framed(recorded(f"{name}_{kind}_asked.{suffix}"), stream=kind == "stream")
+    plain = recorded(f"{name}_{kind}_plain.{suffix}")
+    running = await start_proxy()
+    client = await dial(running)
+    fake_vllm.piecewise = True
+    drawn = random.Random(name + kind)
+    cuts = [sorted(drawn.sample(range(1, len(sent)), drawn.randint(1, 12))) for _ in range(150)]
+
+    for places in (list(range(1, len(sent))), *cuts):
+        pieces = [sent[a:b] for a, b in zip([0, *places], [*places, len(sent)], strict=True)]
+        fake_vllm.script = lambda _, pieces=pieces: pieces
+        client.say(post(BODY))
+        reply = await client.hear()
+        assert reply.body == plain, places
+
+
+async def test_a_stream_cut_inside_a_character_and_a_field_name_is_the_same_stream(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """Every single cut of a short stream with four-byte characters, comments, CR LF and an event
+    over several chunks."""
+    choice = (
+        '{"index":0,"delta":{"content":"😀é"},"logprobs":%s,"finish_reason":null,"token_ids":%s}'
+    )
+    template = 'data: {"id":"1","choices":[%s],"prompt_token_ids":%s}\n\n'
+    asked = template % (choice % ('{"content":[]}', "[1,2]"), "[3]")
+    plain = template % (choice % ("null", "null"), "null")
+    rest = ": ping\n\ndata: [DONE]\r\n\r\n"
+    body = (asked + asked + rest).encode()
+    half = len(body) // 2
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    sent = head + b"%x\r\n%b\r\n" % (half, body[:half])
+    sent += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body) - half, body[half:])
+    running = await start_proxy()
+    client = await dial(running)
+    fake_vllm.piecewise = True
+
+    for cut in range(1, len(sent)):
+        fake_vllm.script = lambda _, cut=cut: [sent[:cut], sent[cut:]]
+        client.say(post(BODY))
+        assert (await client.hear()).body == (plain + plain + rest).encode(), cut
+
+
+async def test_an_event_goes_on_when_its_last_byte_comes(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """Whatever the chunks are: no event waits for the one behind it."""
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[1]}]}\n\n'
+    stripped = event.replace(b"[1]", b"null")
+    gates = [asyncio.Event() for _ in range(5)]
+    pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:30], event[30:])]
+    fake_vllm.script = lambda _: [head, *(p for gate in gates for p in (*pieces, gate)), "close"]
+    client = await dial(await start_proxy())
+    client.say(post(BODY))
+    await client.reader.readuntil(b"\r\n\r\n")
+
+    for gate in gates:
+        async with asyncio.timeout(5):
+            assert await client.reader.readuntil(b"\n\n\r\n") == (
+                b"%x\r\n%b\r\n" % (len(stripped), stripped)
+            )
+        gate.set()

@@ -1,0 +1,53 @@
+"""Look for bytes on which the parsers' invariants do not hold, for a bounded time.
+
+`SIDECAR_TEST_FUZZ_S` sets the seconds for all targets together. What was found once is in
+`FOUND`, and tried each time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+TARGETS = (
+    *("request_parser", "reply_parser", "spans", "strip_whole"),
+    *("strip_stream", "strip_odd", "edit", "usage", "split_events"),
+)
+BUDGET_S = float(os.environ.get("SIDECAR_TEST_FUZZ_S", "20"))
+FOUND = {
+    "strip_whole": (b"\xff\x00\x00\xff\x00\x00\x08\x96#\x8b\x00\t\xdc\xdc\xff\xff\xff",),
+    "strip_stream": (b"\xec&   vX&\xda! -\x0b)-\x0b\x8c",),
+    "strip_odd": (b"\x06\x02\x00\xc0\x8c\xdf\x00\x00\x00\x00\xff#\x8c`J.\xa5\xa5\x8c\xd4",),
+}
+
+
+def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(HERE / "fuzz_driver.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(BUDGET_S + 60)
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_bytes_are_found_that_break_an_invariant(target: str) -> None:
+    done = drive(target, str(BUDGET_S / len(TARGETS)))
+
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("target", FOUND)
+def test_what_was_found_once_holds_now(target: str) -> None:
+    for data in FOUND[target]:
+        done = drive(target, data.hex())
+
+        assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,246 @@
+"""What stands in a header stays in it: nothing that a peer sends begins a line of its own.
+
+And headers that belong to one connection go no further, those that `Connection` names included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
+OWN_NAMES = (b"x-sidecar-session", b"x-sidecar-user", b"x-sidecar-capture", b"x-sidecar-adapter")
+OWN_NAMES += (b"traceparent", b"authorization", b"x-request-id", b"idempotency-key")
+BREAKS = (b"\r\nX-Evil: 1", b"\nX-Evil: 1", b"\rX-Evil: 1", b"\x00", b"\r\n\r\nHTTP/1.1 200 OK")
+
+
+def post(*fields: bytes, body: bytes = REQUEST) -> bytes:
+    lines = (b"POST /v1/chat/completions HTTP/1.1", b"Host: x", *fields)
+    return b"\r\n".join((*lines, b"Content-Length: %d" % len(body), b"", body))
+
+
+def reply(*fields: bytes, status: bytes = b"200 OK", body: bytes = b"{}") -> bytes:
+    lines = (b"HTTP/1.1 " + status, *fields, b"content-length: %d" % len(body), b"", body)
+    return b"\r\n".join(lines)
+
+
+async def test_a_line_break_in_a_header_of_the_client_is_another_header_or_a_refusal(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """CR LF cannot be told from a header of its own, which any client may send; the rest is 400.
+    Either way vLLM gets one request, whose lines are those that the client wrote."""
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    for name in OWN_NAMES:
+        for line_break in BREAKS[1:4]:
+            client = await dial(running)
+            client.say(post(name + b": a" + line_break))
+            assert (await client.hear()).status == 400, (name, line_break)
+
+    assert fake_vllm.requests == []
+
+
+async def test_what_a_client_names_in_json_cannot_become_a_header(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """Names are echoed in errors and used in log lines; a head is never made of them."""
+    client = await dial(await start_proxy())
+    for text in (b.decode("latin-1") for b in BREAKS):
+        body = json.dumps({"model": "x" + text, "messages": []}).encode()
+
+        client.say(post(body=body))
+
+        answer = await client.hear()
+        assert answer.status == 404
+        assert answer.header(b"x-evil") is None
+    assert fake_vllm.requests == []
+
+
+async def test_an_adapter_name_with_a_line_break_cannot_become_a_header(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """The table comes from the store, which is trusted less than this process."""
+    from sidecar.routing import RoutingTable
+
+    running = await start_proxy()
+    for generation, text in enumerate(BREAKS, start=1):
+        fake_vllm.requests.clear()
+        with contextlib.suppress(ValueError):  # a table that refuses such a name is as good
+            running.proxy.routing.table = RoutingTable(
+                model="smollm2-135m", champion="v1" + text.decode(), generation=generation
+            )
+        client = await dial(running)
+
+        client.say(post())
+
+        answer = await client.hear()  # h11 refuses a head that is not of the grammar
+        assert answer is not None
+        assert answer.header(b"x-evil") is None
+        assert len(fake_vllm.requests) <= 1
+
+
+async def test_a_line_break_in_a_header_of_vllm_does_not_reach_the_client(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    bad = (b"X: a\rX-Evil: 1", b"X: a\x00b", b"X: a\x01b", b"X: a\x7fb", b"X Y: a", b"X\x00: a")
+    bad += (b"X: a\n\x20b", b"X: a\r\n b", b" X: a", b"X : a", b"X: a\x0bb", b"\x01: a", b": a")
+    statuses = {}
+    for field in bad:
+        fake_vllm.script = lambda _, field=field: [reply(field)]
+        client = await dial(running)
+        client.say(post())
+        answer = await client.hear()  # raises when the head is not of the grammar
+        statuses[field] = (answer.status, answer.header(b"x-evil"))
+
+    assert set(statuses.values()) <= {(502, None), (200, None)}, statuses
+    assert {field for field, said in statuses.items() if said[0] == 200} == set()
+
+
+async def test_a_reason_phrase_cannot_carry_a_line(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    for status in (b"200 O\rK", b"200 O\x00K", b"200 O\x01K", b"200 \x7f"):
+        fake_vllm.script = lambda _, status=status: [reply(status=status)]
+        client = await dial(running)
+        client.say(post())
+
+        assert (await client.hear()).status in (200, 502), status
+
+
+async def test_no_reason_phrase_is_none(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    running = await start_proxy()
+    for status in (b"200 ", b"200", b"200 \xff"):
+        fake_vllm.script = lambda _, status=status: [reply(status=status)]
+        client = await dial(running)
+        client.say(post())
+
+        assert (await client.hear()).status == 200, status
+
+
+async def test_headers_of_one_connection_go_no_further_either_way(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    fields = (
+        b"Connection: keep-alive, X-Hop , x-other,, \t",
+        b"CONNECTION: x-third",
+        b"Keep-Alive: timeout=5",
+        b"X-Hop: 1",
+        b"x-OTHER: 2",
+        b"X-Third: 3",
+        b"TE: trailers",
+        b"Trailer: X-T",
+        b"Proxy-Connection: keep-alive",
+        b"Proxy-Authenticate: Basic",
+        b"Upgrade: websocket",
+        b"X-End: to-end",
+    )
+    fake_vllm.script = lambda _: [reply(*fields)]
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    client = await dial(running)
+
+    client.say(post(*fields, b"Proxy-Authorization: Basic eA==", b"HTTP2-Settings: x"))
+
+    answer = await client.hear()
+    names = {name for name, _ in fake_vllm.requests[0].headers}
+    assert names == {b"host", b"x-end", b"content-length"}
+    own = {b"x-sidecar-exchange-id", b"x-sidecar-adapter"}
+    assert {name for name, _ in answer.headers} == {b"x-end", b"content-length"} | own
+
+
+async def test_connection_cannot_name_what_frames_or_routes_the_message(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """`Connection: content-length, host` has taken headers away from behind other proxies."""
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    named = b"Connection: content-length, host, content-type, authorization, x-sidecar-adapter"
+    fake_vllm.script = lambda _: [reply(named, b"content-type: application/json")]
+    client = await dial(running)
+
+    client.say(post(named, b"Content-Type: application/json", b"Authorization: Bearer k"))
+
+    answer = await client.hear()
+    seen = fake_vllm.requests[0]
+    assert (answer.status, answer.body, seen.body) == (200, b"{}", REQUEST)
+    assert seen.header(b"host") == b"127.0.0.1:%d" % fake_vllm.port
+    assert seen.header(b"content-length") == b"%d" % len(REQUEST)
+    assert answer.header(b"x-sidecar-adapter") == b"base"
+
+
+async def test_vllm_cannot_speak_in_the_sidecars_name(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    fake_vllm.script = lambda _: [
+        reply(b"X-Sidecar-Adapter: other", b"x-sidecar-exchange-id: ex_0", b"X-Sidecar-New: 1")
+    ]
+    client = await dial(await start_proxy())
+
+    client.say(post())
+
+    answer = await client.hear()
+    names = [name for name, _ in answer.headers if name.startswith(b"x-sidecar")]
+    assert sorted(names) == [b"x-sidecar-adapter", b"x-sidecar-exchange-id"]
+    assert answer.header(b"x-sidecar-adapter") == b"base"
+
+
+async def test_the_limits_of_a_head_are_where_they_are_said_to_be(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """128 headers and 64 KiB pass. One header more does not, nor do a few bytes more (what comes at
+    once is measured without the few that are the same in every head)."""
+    running = await start_proxy(capture={"sample_rate": 0.0})
+
+    def head_of(size: int) -> bytes:
+        start = b"GET /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX: "
+        return start + b"a" * (size - len(start) - 4) + b"\r\n\r\n"
+
+    def many(count: int) -> bytes:
+        lines = b"".join(b"X-%d: 1\r\n" % number for number in range(count - 1))
+        return b"GET /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n"
+
+    sent = {head_of(65_536): 200, head_of(65_600): 431, many(128): 200, many(129): 431}
+    for data, status in sent.items():
+        for pieces in ((data,), (data[:100], data[100:-1], data[-1:])):
+            client = await dial(running)
+            for piece in pieces:
+                client.say(piece)
+                await client.writer.drain()
+            assert (await client.hear(b"GET")).status == status, (len(data), len(pieces))
+
+
+async def test_a_secret_is_in_no_error_and_in_no_log(
+    start_proxy: Any, dial: Any, fake_vllm: Any, capfd: Any
+) -> None:
+    """Every way in which a request may fail, with a key in its headers and one in its body."""
+    running = await start_proxy()
+    key = (b"Authorization: Bearer sk-secret-1", b"x-api-key: sk-secret-1")
+    body = REQUEST[:-1] + b',"user":"sk-secret-2"}'
+    gone = reply(status=b"404 Not Found", body=b'{"error":{"type":"NotFoundError"}}')
+    for script in (
+        [b"rubbish\r\n"],
+        ["reset"],
+        ["close"],
+        [gone],
+        [b"HTTP/1.1 200 OK\r\n", "reset"],
+    ):
+        fake_vllm.script = lambda _, script=script: script
+        client = await dial(running)
+        client.say(post(*key, body=body))
+        answer = await client.hear()
+        assert b"secret" not in answer.body + b"".join(b"%b%b" % pair for pair in answer.headers)
+    broken = (b"Content-Length: x", b"Transfer-Encoding: x", b"X\x00: 1", b"Upgrade: h2c")
+    for field in broken:
+        client = await dial(running)
+        client.say(post(*key, field, body=body))
+        answer = await client.hear()
+        assert answer is None or b"secret" not in answer.body
+    await fake_vllm.stop()
+    client = await dial(running)
+    client.say(post(*key, body=body))
+    assert b"secret" not in (await client.hear()).body
+
+    await running.proxy.stop()
+    logged = "".join(capfd.readouterr())
+    assert "upstream_failed" in logged
+    assert "secret" not in logged

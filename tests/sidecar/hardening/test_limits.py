@@ -1,0 +1,304 @@
+"""What one client may take of the relay: time, connections, requests at once, memory.
+
+Waits are for what happens, never for a time to pass; limits are small, and what must not happen
+within them is given many times the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+LONG_S = 30.0
+"""A limit that a test must not run into."""
+
+
+def post(body: bytes = REQUEST) -> bytes:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+async def trickle(client: Any, data: bytes, every_s: float) -> None:
+    """Write a byte at a time until the connection is gone."""
+    for at in range(len(data)):
+        if client.writer.is_closing():
+            return
+        client.say(data[at : at + 1])
+        await asyncio.sleep(every_s)
+
+
+async def test_many_slow_heads_are_ended_and_neighbours_are_served(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """Slow loris: 100 connections, each a byte now and then, never silent long enough for idle."""
+    running = await start_proxy(proxy={"head_timeout_s": 0.4, "idle_timeout_s": LONG_S})
+    clients = [await dial(running) for _ in range(100)]
+    slow = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 1000
+    tasks = [asyncio.create_task(trickle(client, slow, 0.05)) for client in clients]
+
+    neighbour = await dial(running)
+    for _ in range(20):
+        neighbour.say(post())
+        assert (await neighbour.hear()).status == 200
+    replies = [await client.hear() for client in clients]
+
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert {reply and reply.status for reply in replies} == {408}
+    assert {reply.header(b"connection") for reply in replies} == {b"close"}
+    assert len(fake_vllm.requests) == 20
+    assert running.metric("sidecar_requests_total", status="408") == 100
+
+
+async def test_the_time_of_a_head_runs_from_its_first_byte(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """A kept connection may rest between requests for much longer than a head may take."""
+    running = await start_proxy(proxy={"head_timeout_s": 0.1, "idle_timeout_s": LONG_S})
+    client = await dial(running)
+    for _ in range(2):
+        await asyncio.sleep(0.3)
+        client.say(post())
+        assert (await client.hear()).status == 200
+
+
+async def test_a_second_head_on_a_kept_connection_has_the_same_limit(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy(proxy={"head_timeout_s": 0.2, "idle_timeout_s": LONG_S})
+    client = await dial(running)
+    client.say(post())
+    assert (await client.hear()).status == 200
+
+    client.say(b"POST /v1/chat")
+
+    assert (await client.hear()).status == 408
+    assert await client.closed()
+
+
+async def test_a_body_that_stands_still_is_ended(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy(proxy={"body_timeout_s": 0.2, "idle_timeout_s": LONG_S})
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for sent in (post()[:-1], head + b"26\r\n{", head):
+        client = await dial(running)
+        client.say(sent)
+
+        reply = await client.hear()
+
+        assert (reply.status, reply.header(b"connection")) == (408, b"close")
+        assert await client.closed()
+    assert fake_vllm.requests == []
+
+
+async def test_a_body_that_comes_slowly_and_steadily_is_taken(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """A large prompt over a thin line takes longer than any pause in it: 3 kB/s for a second."""
+    running = await start_proxy(proxy={"body_timeout_s": 0.5, "head_timeout_s": 0.5})
+    client = await dial(running)
+    body = b'{"model":"smollm2-135m","x":"' + b"a" * 4000 + b'"}'
+    sent = post(body)
+    client.say(sent[: -len(body)])
+
+    for at in range(0, len(body), 120):
+        client.say(body[at : at + 120])
+        await asyncio.sleep(0.03)
+
+    assert (await client.hear()).status == 200
+
+
+async def test_a_body_that_drips_is_ended(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    """Slow loris in the body: never still for long, and never done."""
+    running = await start_proxy(proxy={"body_timeout_s": 0.4, "idle_timeout_s": LONG_S})
+    client = await dial(running)
+    client.say(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n{")
+    dripping = asyncio.create_task(trickle(client, b" " * 9000, 0.05))
+
+    reply = await client.hear()
+
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+    assert (reply.status, reply.header(b"connection")) == (408, b"close")
+
+
+async def test_an_idle_connection_is_closed_without_a_word(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """A 408 would be taken for the reply to a request that is just on its way."""
+    running = await start_proxy(proxy={"idle_timeout_s": 0.1})
+    fresh, used = await dial(running), await dial(running)
+    used.say(post())
+    assert (await used.hear()).status == 200
+
+    assert await fresh.closed()
+    assert await used.closed()
+
+
+async def test_requests_over_the_limit_are_told_to_come_again(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    go_on = asyncio.Event()
+    fake_vllm.script = lambda _: [go_on, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
+    running = await start_proxy(proxy={"max_in_flight": 2})
+    busy = [await dial(running) for _ in range(2)]
+    for client in busy:
+        client.say(post())
+    async with asyncio.timeout(5):
+        while len(fake_vllm.requests) < 2:
+            await asyncio.sleep(0.001)
+    late = await dial(running)
+
+    late.say(post())
+    refused = await late.hear()
+    late.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    health = await late.hear(b"GET")
+
+    assert refused.status == 503
+    assert int(refused.header(b"retry-after")) >= 1
+    assert json.loads(refused.body)["error"]["code"] == 503
+    assert health.status == 200  # who looks whether we live, is not refused
+    assert len(fake_vllm.requests) == 2
+    assert running.metric("sidecar_requests_total", status="503") == 1
+    go_on.set()
+    assert [(await client.hear()).status for client in busy] == [200, 200]
+    late.say(post())
+    assert (await late.hear()).status == 200
+
+
+async def test_places_of_clients_that_left_are_free_again(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    never = asyncio.Event()
+    fake_vllm.script = lambda _: [never]
+    running = await start_proxy(proxy={"max_in_flight": 3})
+    for wave in range(1, 4):
+        clients = [await dial(running) for _ in range(3)]
+        for client in clients:
+            client.say(post())
+        async with asyncio.timeout(5):
+            while len(fake_vllm.requests) < 3 * wave:
+                await asyncio.sleep(0.001)
+        for client in clients:
+            client.hang_up()
+        await running.metric_reaches(3 * wave, "sidecar_requests_total", status="499")
+
+    assert running.metric("sidecar_requests_in_flight") == 0
+    assert running.metric("sidecar_requests_total", status="503") == 0
+
+
+async def test_connections_over_the_limit_are_closed_and_those_open_stay(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy(proxy={"max_connections": 3})
+    held = [await dial(running) for _ in range(3)]
+    for client in held:
+        client.say(post())
+        assert (await client.hear()).status == 200
+
+    more = await dial(running)
+    more.say(post())
+    assert await more.hear() is None
+
+    held[0].say(post())
+    assert (await held[0].hear()).status == 200
+    held[1].hang_up()
+    async with asyncio.timeout(5):
+        while True:
+            again = await dial(running)
+            again.say(post())
+            if (reply := await again.hear()) is not None:
+                break
+    assert reply.status == 200
+
+
+async def test_a_client_that_never_reads_is_cut_and_counted(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    event = b"data: " + b"x" * 60_000 + b"\n\n"
+    chunk = b"%x\r\n%b\r\n" % (len(event), event)
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    fake_vllm.script = lambda _: [head, *[chunk] * 1000, b"0\r\n\r\n"]
+    running = await start_proxy(proxy={"write_timeout_s": 0.3, "idle_timeout_s": LONG_S})
+    client = await dial(running, limit=1024)
+
+    client.say(post())
+
+    async with asyncio.timeout(10):
+        await fake_vllm.client_left.wait()  # vLLM need not write for nobody
+    await running.metric_reaches(1, "sidecar_requests_total", status="499")
+    assert (await _exchange_or_loss(running)) == 1
+    assert fake_vllm.written_bytes < 30_000_000
+
+
+async def test_a_connection_that_is_to_close_does_not_wait_for_ever_for_its_client(
+    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+) -> None:
+    """Less is left than the mark at which writing is paused, so nobody waits for the client to
+    read, but for the connection to close: such a one must not hold its place for ever."""
+    size = 20_000
+    reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+    fake_vllm.script = lambda _: [reply]
+    running = await start_proxy(
+        proxy={"write_timeout_s": 0.3, "idle_timeout_s": 0.3}, capture={"sample_rate": 0.0}
+    )
+    client = await dial(running, limit=1024)
+    client.writer.transport.pause_reading()
+    with tools.other_end(client.writer) as there:
+        here = client.writer.get_extra_info("socket")
+        answered = 0
+        while tools.in_kernel(here, there) >= answered * size:  # until some is left in the relay
+            client.say(post())
+            answered += 1
+            async with asyncio.timeout(5):
+                while running.metric("sidecar_requests_total", status="200") < answered:
+                    await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                tools.other_end(client.writer).close()
+            except LookupError:
+                break
+            await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_reads_slowly_is_not_cut(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """As long as it takes some bytes within the limit, it gets all of them."""
+    body = b"x" * 20_000_000
+    fake_vllm.script = lambda _: [
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body),
+        body,
+    ]
+    running = await start_proxy(
+        proxy={"write_timeout_s": 0.5, "idle_timeout_s": LONG_S}, capture={"sample_rate": 0.0}
+    )
+    client = await dial(running, limit=1024)
+    client.say(post())
+    received = 0
+    while received < len(body):
+        data = await client.reader.read(1_000_000)
+        assert data, f"cut after {received} bytes"
+        received += len(data)
+        await asyncio.sleep(0.01)
+
+
+async def _exchange_or_loss(running: Any) -> float:
+    async with asyncio.timeout(5):
+        while True:
+            reasons = ("reply_too_long", "memory_full", "queue_full")
+            lost = sum(
+                running.metric("sidecar_captures_lost_total", reason=reason) for reason in reasons
+            )
+            total = running.metric("sidecar_captures_kept_total") + lost
+            if total:
+                return total
+            await asyncio.sleep(0.005)

@@ -1,0 +1,184 @@
+"""Many requests on one connection: each gets its own reply, in order, whatever stands between them.
+
+And the ways in which a client ends a connection early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+
+
+def post(body: bytes = REQUEST, *fields: bytes, path: bytes = b"/v1/chat/completions") -> bytes:
+    lines = (b"POST %b HTTP/1.1" % path, b"Host: x", *fields, b"Content-Length: %d" % len(body))
+    return b"\r\n".join((*lines, b"", body))
+
+
+def echo(seen: Any) -> list[bytes]:
+    return [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(seen.body) + seen.body]
+
+
+async def test_a_hundred_requests_in_one_write_are_answered_in_order(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """Of all kinds: relayed, refused by path, refused by body, answered by the application."""
+    fake_vllm.script = echo
+    client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
+    sent, expected = [], []
+    for number in range(100):
+        body = b'{"n":%d}' % number
+        kind = number % 5
+        if kind == 3:
+            sent.append(post(b"not json"))
+        elif kind == 2:
+            sent.append(post(body, path=b"/v1/load_lora_adapter"))
+        elif kind == 4:
+            sent.append(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        else:
+            sent.append(post(body))
+        status = {2: 404, 3: 400}.get(kind, 200)
+        expected.append((status, body if kind < 2 else None))
+
+    client.say(b"".join(sent))
+
+    for number, (status, body) in enumerate(expected):
+        reply = await client.hear(b"GET" if number % 5 == 4 else b"POST")
+        assert (reply.status, reply.body if body else None) == (status, body), number
+    assert [seen.body for seen in fake_vllm.requests] == [b for _, b in expected if b]
+
+
+async def test_a_thousand_refusals_in_one_write_are_all_answered(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    client = await dial(await start_proxy())
+
+    client.say(post(b"{}", path=b"/nowhere") * 1000)
+
+    assert {(await client.hear()).status for _ in range(1000)} == {404}
+    assert fake_vllm.requests == []
+
+
+async def test_what_comes_early_waits_and_is_bounded(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """While a request is in flight the rest stays in the socket: 20 MB are not taken in."""
+    go_on = asyncio.Event()
+    fake_vllm.script = lambda seen: [go_on, *echo(seen)] if seen.body == b"{}" else echo(seen)
+    client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
+    body = b'{"x":"' + b"a" * 200_000 + b'"}'
+    client.say(post(b"{}") + post(body) * 100)
+
+    before = -1
+    while (left := client.writer.transport.get_write_buffer_size()) != before:
+        before = left
+        await asyncio.sleep(0.1)
+
+    assert left > 10_000_000  # the rest stands in the kernel's buffers, about 6 MB
+    assert len(fake_vllm.requests) == 1
+    go_on.set()
+    assert (await client.hear()).body == b"{}"
+    for _ in range(100):
+        assert (await client.hear()).body == body
+
+
+async def test_nothing_behind_connection_close_is_read(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
+
+    client.say(post(REQUEST, b"Connection: close") + post())
+
+    reply = await client.hear()
+    assert (reply.status, reply.header(b"connection")) == (200, b"close")
+    assert await client.closed()
+    assert len(fake_vllm.requests) == 1
+
+
+async def test_a_half_closed_client_is_a_client_that_left(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """`shutdown(SHUT_WR)` and `close()` look the same on the wire, and the work for a client that
+    left must end at once. nginx (499) and uvicorn decide the same way."""
+    never = asyncio.Event()
+    fake_vllm.script = lambda _: [never]
+    running = await start_proxy()
+    client = await dial(running)
+    client.say(post())
+    async with asyncio.timeout(5):
+        while not fake_vllm.requests:
+            await asyncio.sleep(0.001)
+
+    client.writer.write_eof()
+
+    async with asyncio.timeout(5):
+        await fake_vllm.client_left.wait()
+    assert await client.closed()
+    assert running.metric("sidecar_requests_total", status="499") == 1
+    assert (await running.captured(1))[0].outcome == "cut"
+
+
+async def test_a_client_that_ends_in_the_middle_of_a_request_gets_nothing_relayed(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    for cut in (1, 10, 60, len(post()) - 1):
+        client = await dial(running)
+        client.say(post()[:cut])
+        client.writer.write_eof()
+
+        reply = await client.hear()
+
+        assert reply is None or reply.status == 400
+        assert await client.closed()
+    assert fake_vllm.requests == []
+
+
+async def test_expect_100_is_answered_once_and_only_when_the_body_is_wanted(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    expects = post(REQUEST, b"Expect: 100-continue")
+    head, _, _ = expects.partition(b"\r\n\r\n")
+    cases = {
+        # The body came with the head: nobody waits, and RFC 9110 10.1.1 allows to leave it out.
+        (expects,): ((), 200),
+        (head + b"\r\n\r\n", REQUEST): ((100,), 200),
+        (head + b"\r\n\r\n" + REQUEST[:1], REQUEST[1:]): ((), 200),
+        (head.replace(b"100-continue", b"100-CONTINUE") + b"\r\n\r\n", REQUEST): ((100,), 200),
+        # A client of HTTP/1.0 could not read it.
+        (head.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n\r\n", REQUEST): ((), 200),
+    }
+    for pieces, (interim, status) in cases.items():
+        client = await dial(running)
+        await client.say_apart(*pieces)
+
+        reply = await client.hear(within_s=2.0)
+
+        assert (reply.status, reply.interim) == (status, interim), pieces
+    assert {seen.header(b"expect") for seen in fake_vllm.requests} == {None}
+
+
+async def test_an_expectation_that_is_not_known_is_not_passed_on(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """RFC 9110 allows 417; nginx and uvicorn ignore it, and so do we."""
+    client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
+
+    client.say(post(REQUEST, b"Expect: the-unexpected"))
+
+    assert (await client.hear()).status in (200, 417)
+
+
+async def test_replies_to_http_1_0_close(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    """Also when it asks for keep-alive, which HTTP/1.0 never defined well; as uvicorn does not."""
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    for fields in ((), (b"Connection: keep-alive",)):
+        client = await dial(running)
+        client.say(post(REQUEST, *fields).replace(b"HTTP/1.1", b"HTTP/1.0"))
+
+        reply = await client.hear()
+
+        assert (reply.status, reply.header(b"connection")) == (200, b"close")
+        assert await client.closed()

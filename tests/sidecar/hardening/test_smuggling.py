@@ -1,0 +1,344 @@
+"""Requests that two servers could read in two ways: refused, or passed on as exactly one.
+
+Each is followed by a request for a path that must never be reached. A refusal must end the
+connection, so that nothing behind it is read; an odd but legal request must be answered, and the
+one behind it must get a 404 of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
+HEAD = LINE + b"Host: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
+ONE_CHUNK = b"%x\r\n%b\r\n0\r\n\r\n" % (len(REQUEST), REQUEST)
+BEHIND = b"POST /v1/load_lora_adapter HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+
+
+def length(value: bytes) -> bytes:
+    return HEAD + b"Content-Length:" + value + b"\r\n\r\n" + REQUEST
+
+
+def coding(value: bytes) -> bytes:
+    return HEAD + b"Transfer-Encoding:" + value + b"\r\n\r\n" + ONE_CHUNK
+
+
+def sized(field: bytes) -> bytes:
+    return HEAD + field + b"\r\nContent-Length: %d\r\n\r\n" % len(REQUEST) + REQUEST
+
+
+def chunks(body: bytes) -> bytes:
+    return CHUNKED + b"\r\n" + body
+
+
+async def not_refused(
+    sent: Iterable[bytes], running: Any, dial: Any, fake_vllm: Any, *, statuses: Any = (400,)
+) -> dict[bytes, str]:
+    """Those of `sent` that did not get one refusal and then the end, or of which vLLM heard."""
+    wrong: dict[bytes, str] = {}
+    for one in sent:
+        fake_vllm.requests.clear()
+        client = await dial(running)
+        client.say(one + BEHIND)
+        try:
+            reply = await client.hear(within_s=2.0)
+            ended = reply is not None and await client.closed(within_s=2.0)
+        except TimeoutError:
+            wrong[one[:120]] = "no reply, or no end"
+            continue
+        client.hang_up()
+        told = (reply.status, reply.header(b"connection")) if reply is not None else None
+        if told not in [(status, b"close") for status in statuses] or not ended:
+            wrong[one[:120]] = f"{told}, ended: {ended}"
+        if fake_vllm.requests:
+            wrong[one[:120]] = f"vLLM got {len(fake_vllm.requests)}"
+    return wrong
+
+
+LENGTHS = [
+    b"",
+    b" ",
+    b" \t ",
+    b" 38 38",
+    b" 38,38",
+    b" 38;",
+    b" 38.0",
+    b" 3e1",
+    b" 0b10",
+    b" 0o46",
+    b" 3_8",
+    b' "38"',
+    b" ++38",
+    b" \xb2",
+    b" \xef\xbc\x93\xef\xbc\x98",
+    b" 38\x0b",
+    b" \x0c38",
+    b" 38\x00",
+    b" 99999999999999999999999999",
+    b" 18446744073709551654",
+    b" nan",
+]
+
+
+async def test_a_content_length_that_is_no_plain_number_is_refused(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = map(length, LENGTHS)
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+async def test_a_content_length_that_is_too_large_is_refused_before_the_body(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = map(length, (b" 33554433", b" 9223372036854775807", b" 0000000000000099999999"))
+
+    wrong = await not_refused(sent, await start_proxy(), dial, fake_vllm, statuses=(413,))
+
+    assert wrong == {}
+
+
+CODINGS = [
+    b"",
+    b" ",
+    b" chunked, chunked",
+    b" chunked,chunked",
+    b" chunked,",
+    b" ,chunked",
+    b" chunked;q=1",
+    b' "chunked"',
+    b" x chunked",
+    b" chunked x",
+    b" chunkedx",
+    b" chunke",
+    b" \x0bchunked",
+    b" chunked\x0b",
+    b" chunked\x00",
+    b" \xffchunked",
+    b" identity",
+    b" identity, chunked",
+    b" deflate",
+    b" chunked\r\nTransfer-Encoding: identity",
+    b" identity\r\nTransfer-Encoding: chunked",
+    b"\r\nTransfer-Encoding: chunked",
+    b" chunked\r\nTransfer-Encoding:",
+    b" chunked\r\ntransfer-encoding: x",
+    b"\r\n chunked",
+    b" chunked\r\nContent-Length: 4",
+    b"\r\nContent-Length: 4",
+    b" x\r\nContent-Length: 4",
+]
+
+
+async def test_a_transfer_coding_other_than_one_plain_chunked_is_refused(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = map(coding, CODINGS)
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+FIELDS = [
+    b"Transfer-Encoding : chunked",
+    b" Transfer-Encoding: chunked",
+    b"\tTransfer-Encoding: chunked",
+    b"Transfer-Encoding\x00: chunked",
+    b"Transfer-Encoding\x0b: chunked",
+    b"X: y\rTransfer-Encoding: chunked",
+    b"X: y\nTransfer-Encoding: chunked",
+    b"X: y\r\r\nTransfer-Encoding: chunked",
+    b"X: y\n\rTransfer-Encoding: chunked",
+    b"X: y\x00Transfer-Encoding: chunked",
+    b"X\r\nTransfer-Encoding: chunked",
+    b"X: y\n\n",
+    b"X: y\r\n\tfolded",
+    b"X: y\r\n folded",
+    b"X:\r\n y",
+    b"X",
+    b": y",
+    b" : y",
+    b"X Y: z",
+    b"X(Y): z",
+    b"X\x7f: z",
+    b"X\xc3\xa9: z",
+    b"X\x01: z",
+    b'"X": z',
+    b"X: \x01",
+    b"X: a\x00b",
+    b"X: a\x0bb",
+    b"X: a\x1fb",
+    b"X: a\x7fb",
+    b"X: a\rb",
+    b"Host: other",
+]
+
+
+async def test_a_field_that_is_not_of_the_grammar_is_refused(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = map(sized, FIELDS)
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+STARTS = [
+    b"POST /v1/chat/completions HTTP/1.1\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\rHost: x\r\n",
+    b"POST\t/v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions\tHTTP/1.1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/1.1 x\r\nHost: x\r\n",
+    b"POST /v1/chat/completions\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/0.9\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/1.2\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/1.10\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/01.1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/2.0\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/1,1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions http/1.1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions ICE/1.0\r\nHost: x\r\n",
+    b"POST /v1/chat/completions RTSP/1.0\r\nHost: x\r\n",
+    b"post /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    b"POST\x00 /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions\x00 HTTP/1.1\r\nHost: x\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\n Host: x\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\n",
+    b" POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    b"\x00POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+]
+
+
+async def test_a_request_line_that_is_not_of_the_grammar_is_refused(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = (start + b"Content-Length: %d\r\n\r\n" % len(REQUEST) + REQUEST for start in STARTS)
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+async def test_other_line_ends_are_refused(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % len(REQUEST)
+    sent = (head.replace(b"\r\n", end) + REQUEST for end in (b"\n", b"\r", b"\n\r", b"\r\r\n"))
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+CHUNKS = [
+    b"ffffffffffffffff1\r\n{}\r\n0\r\n\r\n",
+    b"10000000000000002\r\n{}\r\n0\r\n\r\n",
+    b"0x2\r\n{}\r\n0\r\n\r\n",
+    b"+2\r\n{}\r\n0\r\n\r\n",
+    b"-2\r\n{}\r\n0\r\n\r\n",
+    b" 2\r\n{}\r\n0\r\n\r\n",
+    b"\t2\r\n{}\r\n0\r\n\r\n",
+    b"2 2\r\n{}\r\n0\r\n\r\n",
+    b"g\r\n{}\r\n0\r\n\r\n",
+    b"\r\n{}\r\n0\r\n\r\n",
+    b";a=b\r\n{}\r\n0\r\n\r\n",
+    b"2\n{}\r\n0\r\n\r\n",
+    b"2\r{}\r\n0\r\n\r\n",
+    b"2;a\n{}\r\n0\r\n\r\n",
+    b"2;a\r{}\r\n0\r\n\r\n",
+    b"2;\x00\r\n{}\r\n0\r\n\r\n",
+    b"2\r\n{}0\r\n\r\n",
+    b"2\r\n{}\n0\r\n\r\n",
+    b"2\r\n{}\r0\r\n\r\n",
+    b"1\r\n{}\r\n0\r\n\r\n",
+    b"2\r\n{}\r\n0\n\r\n",
+    b"2\r\n{}\r\n0\r\nX: a\x00\r\n\r\n",
+    b"2\r\n{}\r\n0\r\nX : a\r\n\r\n",
+    b"2\r\n{}\r\n0\r\nX: a\n\r\n",
+]
+
+
+async def test_a_chunk_that_is_not_of_the_grammar_is_refused(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    sent = map(chunks, CHUNKS)
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+ENDLESS = [
+    b"1;" + b"x" * 70_000 + b"\r\n{\r\n1\r\n}\r\n0\r\n\r\n",
+    b"1" + b";a=b" * 20_000 + b"\r\n{\r\n1\r\n}\r\n0\r\n\r\n",
+    b"1;xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\r\n \r\n" * 20_000 + b"0\r\n\r\n",
+    b"2\r\n{}\r\n0\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
+    b"2\r\n{}\r\n0\r\n" + b"X: 1\r\n" * 20_000 + b"\r\n",
+]
+
+
+async def test_what_stands_around_the_chunks_is_bounded(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """Extensions and trailers are thrown away, so nothing but a limit of their own ends them: that
+    of heads and 16 bytes a chunk, which is Go's rule too, however large `max_body_bytes` is."""
+    sent, statuses = map(chunks, ENDLESS), (400, 413, 431)
+
+    wrong = await not_refused(sent, await start_proxy(), dial, fake_vllm, statuses=statuses)
+
+    assert wrong == {}
+
+
+LEGAL = [
+    length(b" 38"),
+    length(b"38"),
+    length(b"\t38\t"),
+    length(b" 00038"),
+    coding(b" chunked"),
+    coding(b"chunked"),
+    coding(b"\tchunked"),
+    coding(b" CHUNKED"),
+    b"\r\n" + length(b" 38"),
+    sized(b"X: \xff\xfe"),
+    sized(b"X:"),
+    sized(b"X: a\tb"),
+    sized(b"!#$%&'*+-.^_`|~: z"),
+    sized(b"Content_Length: 1"),
+    sized(b"X-Content-Length: 1\r\nX-Transfer-Encoding: chunked"),
+    chunks(b"26;a=b\r\n" + REQUEST + b"\r\n0\r\n\r\n"),
+    chunks(b'26;a="b;c"\r\n' + REQUEST + b"\r\n0\r\n\r\n"),
+    chunks(b"00026\r\n" + REQUEST + b"\r\n000\r\n\r\n"),
+    chunks(b"26\r\n" + REQUEST + b"\r\n0\r\nX: trailer\r\n\r\n"),
+    chunks(b"".join(b"1\r\n%c\r\n" % byte for byte in REQUEST) + b"0\r\n\r\n"),
+]
+
+
+async def test_odd_but_legal_framing_gives_vllm_exactly_one_request(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    for sent in LEGAL:
+        fake_vllm.requests.clear()
+        client = await dial(running)
+
+        client.say(sent + BEHIND)
+
+        replies = [await client.hear(), await client.hear()]
+        assert [reply and reply.status for reply in replies] == [200, 404], sent
+        assert [seen.body for seen in fake_vllm.requests] == [REQUEST], sent
+        assert fake_vllm.requests[0].header(b"content-length") == b"38"
+        assert fake_vllm.requests[0].header(b"x") != b"trailer"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [b"Content-Length: 80", b"Transfer-Encoding: chunked", b"Host: evil", b"Connection: close"],
+)
+async def test_a_trailer_is_never_taken_for_a_header(
+    field: bytes, start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
+
+    client.say(chunks(b"26\r\n" + REQUEST + b"\r\n0\r\n" + field + b"\r\n\r\n") + BEHIND)
+
+    first, second = await client.hear(), await client.hear()
+    assert first is not None
+    assert first.status in (200, 400)  # to refuse such a trailer is as good
+    assert [seen.body for seen in fake_vllm.requests] == ([REQUEST] if first.status == 200 else [])
+    assert [seen.header(b"content-length") for seen in fake_vllm.requests] in ([b"38"], [])
+    assert second is None or second.status == 404

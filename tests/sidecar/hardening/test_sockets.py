@@ -1,0 +1,62 @@
+"""The options of the relay's real sockets, looked up in the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+
+
+async def test_small_pieces_are_sent_at_once_on_both_sides(
+    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+) -> None:
+    """Without TCP_NODELAY a token waits for the acknowledgement of the one before it: 40 ms."""
+    go_on = asyncio.Event()
+    fake_vllm.script = lambda _: [go_on, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
+    running = await start_proxy()
+    client = await dial(running)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n"
+    client.say(head + REQUEST)
+    async with asyncio.timeout(5):
+        while not fake_vllm.requests:
+            await asyncio.sleep(0.001)
+
+    sockets = tools.own_sockets()
+    to_clients = [sock for sock in sockets if sock.getsockname()[1] == running.port]
+    to_vllm = [sock for sock in sockets if sock.getpeername()[1] == fake_vllm.port]
+
+    asked = [(item, socket.IPPROTO_TCP, socket.TCP_NODELAY) for item in to_clients + to_vllm]
+    assert [item.getsockopt(level, name) != 0 for item, level, name in asked] == [True] * len(asked)
+    assert (len(to_clients), len(to_vllm)) >= (1, 1)
+    for sock in sockets:
+        sock.close()
+    go_on.set()
+    assert (await client.hear()).status == 200
+
+
+async def test_no_connection_is_left_behind(
+    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+) -> None:
+    """After 60 clients that came and went in all manners, the relay holds none of their sockets."""
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n"
+    for sent in (b"", b"POST", b"rubbish\r\n\r\n", head, head + REQUEST, (head + REQUEST) * 2):
+        for number in range(10):
+            client = await dial(running)
+            client.say(sent)
+            if sent.endswith(REQUEST) and number % 2:
+                await client.hear()
+            client.hang_up()
+
+    async with asyncio.timeout(5):
+        while True:
+            sockets = tools.own_sockets()
+            held = [item for item in sockets if item.getsockname()[1] == running.port]
+            for sock in sockets:
+                sock.close()
+            if not held:
+                break
+            await asyncio.sleep(0.01)
+    assert running.metric("sidecar_requests_in_flight") == 0

@@ -1,0 +1,128 @@
+"""Names of a path that must not lead anywhere but to the path itself.
+
+vLLM serves its levers on the port that answers users, so a path that it would read as another one
+than the relay did would be a way past the list of allowed paths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+REQUEST = b'{"model":"smollm2-135m","messages":[]}'
+TARGETS = [
+    b"http://evil/v1/chat/completions",
+    b"http://127.0.0.1:8000/v1/load_lora_adapter",
+    b"https://x/v1/chat/completions",
+    b"HTTP://x/v1/chat/completions",
+    b"//v1/chat/completions",
+    b"///v1/chat/completions",
+    b"//evil/v1/chat/completions",
+    b"/v1//chat/completions",
+    b"/v1/chat//completions",
+    b"/v1/chat/completions/",
+    b"/v1/chat/completions/.",
+    b"/v1/chat/completions/..",
+    b"/v1/chat/completions/../../load_lora_adapter",
+    b"/v1/./chat/completions",
+    b"/./v1/chat/completions",
+    b"/v1/../v1/chat/completions",
+    b"/../v1/chat/completions",
+    b"/v1/%2e/chat/completions",
+    b"/v1/%2e%2e/v1/chat/completions",
+    b"/v1/%2E%2E/load_lora_adapter",
+    b"/v1%2fchat%2fcompletions",
+    b"/%76%31/chat/completions",
+    b"/v1/ch%61t/completions",
+    b"/v1/chat/completions%3fa=b",
+    b"/v1/chat/completions%23",
+    b"/v1/chat/completions%20",
+    b"/v1/chat/completions%00",
+    b"/v1/chat/completions%0d%0aX:%20y",
+    b"/v1/chat/completions;a=b",
+    b"/v1;a=b/chat/completions",
+    b"/;/v1/chat/completions",
+    b"/v1/chat/completions#a",
+    b"/v1/chat/completions&a=b",
+    b"/V1/chat/completions",
+    b"/v1/Chat/Completions",
+    b"/v1\\chat\\completions",
+    b"\\v1\\chat\\completions",
+    b"v1/chat/completions",
+    b"*",
+    b"/",
+    b"/v1/load_lora_adapter?/v1/chat/completions",
+    b"/health",
+    b"/v1/chat/completions\xff",
+    b"/v1/chat/completions\x00",
+    b"/v1/chat/completions\x7f",
+]
+
+
+def post(target: bytes) -> bytes:
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % (target, len(REQUEST)) + REQUEST
+
+
+async def test_a_path_is_matched_byte_for_byte(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    running = await start_proxy()
+    statuses = {}
+    for target in TARGETS:
+        client = await dial(running)
+        client.say(post(target))
+        reply = await client.hear()
+        statuses[target] = reply and reply.status
+        client.hang_up()
+
+    assert {key: value for key, value in statuses.items() if value not in (400, 404)} == {}
+    assert fake_vllm.requests == []
+
+
+METHODS = {
+    b"CONNECT 127.0.0.1:8000 HTTP/1.1": 400,
+    b"OPTIONS * HTTP/1.1": 404,
+    b"TRACE / HTTP/1.1": 404,
+    b"GET /v1/load_lora_adapter HTTP/1.1": 404,
+    b"PURGE / HTTP/1.1": 404,
+    b"WHATEVER /v1/chat/completions HTTP/1.1": 400,
+}
+
+
+async def test_other_methods_open_no_other_way(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    running = await start_proxy()
+    for line, status in METHODS.items():
+        client = await dial(running)
+
+        client.say(line + b"\r\nHost: x\r\n\r\n")
+
+        assert (await client.hear(line.partition(b" ")[0])).status == status, line
+    assert fake_vllm.requests == []
+
+
+QUERIES = (b"", b"?", b"?a=b&c=d", b"?x=/../../v1/load_lora_adapter", b"?a=%0d%0aX-Y:%20z", b"??")
+
+
+async def test_a_query_goes_with_its_path(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+    client = await dial(await start_proxy())
+
+    for query in QUERIES:
+        client.say(post(b"/v1/chat/completions" + query))
+        assert (await client.hear()).status == 200, query
+
+    assert [seen.target.partition(b"?") for seen in fake_vllm.requests] == [
+        (b"/v1/chat/completions", *query.partition(b"?")[1:]) for query in QUERIES
+    ]
+
+
+async def test_a_query_that_is_not_of_the_grammar_is_refused(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """What a server makes of such a byte is not known; uvicorn cuts at `#`."""
+    running = await start_proxy()
+    statuses = {}
+    for query in (b"?a b", b"?a\x00", b"?a\xff", b"?a\x7f", b"?a\tb", b"?a#b"):
+        client = await dial(running)
+        client.say(post(b"/v1/chat/completions" + query))
+        statuses[query] = (await client.hear()).status
+
+    assert set(statuses.values()) == {400}, statuses
+    assert fake_vllm.requests == []
