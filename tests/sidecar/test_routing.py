@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from sidecar.routing import (
     Assignment,
+    CompiledRouting,
     RoutingTable,
-    assign,
     bucket,
     decode_table,
     encode_table,
-    fallbacks,
 )
 
 
@@ -35,6 +34,11 @@ def _table(weight: int) -> RoutingTable:
     return RoutingTable(
         model="m", champion="m--v1", canary="m--v2", canary_weight_bp=weight, salt="s"
     )
+
+
+def assign(table: RoutingTable, session_key: str) -> Assignment:
+    """Who answers this session."""
+    return CompiledRouting(table).routes(session_key)[0]
 
 
 @given(st.text(), st.integers(0, 10_000), st.integers(0, 10_000))
@@ -83,25 +87,21 @@ def test_without_adapters_the_base_answers_under_the_public_name() -> None:
 
 
 def test_a_missing_canary_is_answered_for_by_the_champion_then_the_base() -> None:
-    table = _table(10_000)
+    routes = CompiledRouting(_table(10_000)).routes("k")
 
-    names = [route.adapter for route in fallbacks(table, assign(table, "k"))]
-
-    assert names == ["m--v1", "base"]
+    assert [route.adapter for route in routes] == ["m--v2", "m--v1", "base"]
 
 
 def test_a_missing_champion_is_answered_for_by_the_base() -> None:
-    table = RoutingTable(model="m", champion="m--v1")
+    routes = CompiledRouting(RoutingTable(model="m", champion="m--v1")).routes("k")
 
-    assert fallbacks(table, assign(table, "k")) == (
+    assert routes[1:] == (
         Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m"),
     )
 
 
 def test_nobody_answers_for_the_base() -> None:
-    table = RoutingTable(model="m")
-
-    assert fallbacks(table, assign(table, "k")) == ()
+    assert len(CompiledRouting(RoutingTable(model="m")).routes("k")) == 1
 
 
 def test_a_table_survives_the_store() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ingest.store.database import Database
 from ingest.store.models import RoutingRow
-from sidecar.routing import CompiledRouting, RoutingTable, assign, encode_table, fallbacks
+from sidecar.routing import CompiledRouting, RoutingTable, bucket, encode_table
 
 BASE = "smollm2-135m"
 CHAMPION, CANARY = f"{BASE}--v1-0123456789ab", f"{BASE}--v2-0123456789ab"
@@ -128,8 +128,7 @@ async def test_raising_the_weight_takes_sessions_in_and_lets_none_out_in_any_pro
         before = arms[0]
         counts.append(len(before))
 
-    table = RoutingTable(model=BASE, canary=CANARY, canary_weight_bp=5_000, salt="salt")
-    half = [session for session in sessions if assign(table, f"h:{session}").arm == "canary"]
+    half = [session for session in sessions if bucket("salt", f"h:{session}") < 5_000]
     assert (counts[0], counts[2], counts[3]) == (0, len(half), 40)
     assert 0 < counts[1] < counts[2] < 40
 
@@ -139,7 +138,7 @@ async def test_raising_the_weight_takes_sessions_in_and_lets_none_out_in_any_pro
     st.lists(st.integers(0, 10_000), min_size=2, max_size=5),
     st.text(st.characters(codec="ascii"), max_size=8),
 )
-def test_the_compiled_table_gives_what_the_table_says_and_no_raise_moves_a_session_out(
+def test_the_bucket_and_the_weight_say_who_answers_and_no_raise_moves_a_session_out(
     key: str, weights: list[int], salt: str
 ) -> None:
     was_in = False
@@ -147,12 +146,13 @@ def test_the_compiled_table_gives_what_the_table_says_and_no_raise_moves_a_sessi
         table = RoutingTable(
             model="m", champion="m--v1", canary="m--v2", canary_weight_bp=weight, salt=salt
         )
-        routes = CompiledRouting(table).routes(key)
-        first = assign(table, key)
+        arms = [(route.adapter, route.arm) for route in CompiledRouting(table).routes(key)]
 
-        assert routes == (first, *fallbacks(table, first))
-        assert not (was_in and first.arm == "champion")
-        was_in = first.arm == "canary"
+        behind = [("m--v1", "champion"), ("base", "champion")]
+        is_in = bucket(salt, key) < weight
+        assert arms == ([("m--v2", "canary"), *behind] if is_in else behind)
+        assert not (was_in and not is_in)
+        was_in = is_in
 
 
 async def test_a_store_that_is_deleted_leaves_the_last_table(

@@ -11,7 +11,7 @@ import resource
 import shutil
 import sqlite3
 import subprocess
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,22 @@ async def test_an_outbox_that_is_deleted_is_made_again(
     """What was in it is gone with it; that is whoever deleted it's doing, and none of it twice."""
     child = await start_process(bus={"url": f"sqlite:///{state_dir}/bus/outbox.db"})
     path = state_dir / "bus" / "outbox.db"
-    async with faults.traffic(child) as traffic:
-        await traffic.more(50)
-        await kept_some(faults, child)
-        with closing(sqlite3.connect(path)) as old:
+    with ExitStack() as stack:
+        async with faults.traffic(child) as traffic:
+            await traffic.more(50)
+            await kept_some(faults, child)
+            old = stack.enter_context(closing(sqlite3.connect(path)))
             old.execute("SELECT COUNT(*) FROM outbox").fetchone()  # holds the file open
             # In one step: file by file, the deletion could take a part of the new outbox with it.
             path.parent.rename(state_dir / "deleted")
             shutil.rmtree(state_dir / "deleted")
             await traffic.more(100)
-            in_old = [name for (name,) in old.execute("SELECT exchange_id FROM outbox")]
+        accounts = await faults.accounts(child, traffic.sent)
+        # Not before: a batch that was being written as the file went is committed to the old one.
+        in_old = [name for (name,) in old.execute("SELECT exchange_id FROM outbox")]
 
-    accounts = await faults.accounts(child, traffic.sent)
     assert set(traffic.statuses) == {"200"}
+    assert (await faults.scrape(child))["sidecar_outbox_rows_gone_total"] == len(in_old)
     in_new = faults.rows(path)
     assert not set(in_old) & set(in_new)
     assert len(in_old) + len(in_new) == accounts.kept
