@@ -33,10 +33,12 @@ PINNED = (
 decide what code comes out, and where one is not known mypyc's guess may be wrong."""
 COMPILED = (
     "sidecar/access.py",
+    "sidecar/assignment.py",
     "sidecar/exchange_id.py",
     "sidecar/hot_metrics.py",
     "sidecar/sampling_rule.py",
     "sidecar/session_key.py",
+    "sidecar/relay/accounts.py",
     "sidecar/relay/client_reply.py",
     "sidecar/relay/client_request.py",
     "sidecar/relay/context.py",
@@ -44,6 +46,7 @@ COMPILED = (
     "sidecar/relay/flight.py",
     "sidecar/relay/heads.py",
     "sidecar/relay/http_client_side.py",
+    "sidecar/relay/known_head.py",
     "sidecar/relay/json_spans.py",
     "sidecar/relay/judged_flight.py",
     "sidecar/relay/outbound.py",

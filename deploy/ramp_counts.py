@@ -8,15 +8,20 @@ What is counted is users' turns. A request and the client's retries of it are on
 failed when any of them did: an SDK that asks again must not hide that vLLM failed, nor make one
 user's bad luck three failures. A request that another adapter answered because vLLM did not know
 the one it was meant for (`fallback_from`) is a failure of the one that was missing.
+
+Of an answer with several choices those count that the user got: all of them where the client asked
+for several (short when any is), the returned one where they were sampled for best of N.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
@@ -57,6 +62,15 @@ class Seen(NamedTuple):
 
 
 _COLUMNS = tuple(getattr(ExchangeRow, name) for name in Seen._fields)
+
+
+class _AskedFor(msgspec.Struct):
+    """How many answers a chat request asks for; any JSON, as a client may send it."""
+
+    n: object = None
+
+
+_ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 
 def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> RampEvidence:
@@ -122,8 +136,7 @@ def _counts(session: Session, seen: Sequence[Seen]) -> ArmCounts:
     complete = [turn[0].exchange_id for turn in turns if not any(one.failed for one in turn)]
     said_something: set[str] = set()
     short: set[str] = set()
-    choices = session.scalars(select(ChoiceRow).where(ChoiceRow.exchange_id.in_(complete)))
-    for choice in choices:
+    for choice in _given(session, complete):
         if is_short(json.loads(decompress(choice.message_body)), choice.finish_reason):
             short.add(choice.exchange_id)
         else:
@@ -132,3 +145,40 @@ def _counts(session: Session, seen: Sequence[Seen]) -> ArmCounts:
     return ArmCounts(
         replies=len(turns), errors=len(failed), short=len(short) + len(without_choices)
     )
+
+
+def _given(session: Session, exchange_ids: Sequence[str]) -> list[ChoiceRow]:
+    """The choices of these exchanges that the users got."""
+    found = select(ChoiceRow).where(ChoiceRow.exchange_id.in_(exchange_ids))
+    choices = session.scalars(found).all()
+    counts = Counter(choice.exchange_id for choice in choices)
+    several = [exchange_id for exchange_id, count in counts.items() if count > 1]
+    # Of completions several prompts give several choices, without any `n`.
+    chats = select(
+        ExchangeRow.exchange_id, ExchangeRow.returned_index, ExchangeRow.request_body
+    ).where(ExchangeRow.exchange_id.in_(several), ExchangeRow.surface == "chat")
+    returned = {
+        exchange_id: index
+        for exchange_id, index, body in session.execute(chats)
+        if asks_for_one(decompress(body))
+    }
+    return [
+        choice
+        for choice in choices
+        if returned.get(choice.exchange_id, choice.index) == choice.index
+    ]
+
+
+def asks_for_one(request: bytes) -> bool:
+    """Whether a chat request, as its client sent it, asks for a single answer. Pure.
+
+    If it does and there are several, then the sidecar asked for them: the exchange is best of N,
+    which the store marks in no other way (the first choice is returned as often as any, so
+    `returned_index` does not tell). The other way round, `sidecar.relay.best_of` leaves every
+    request alone that has an `n` of its own.
+    """
+    try:
+        n = _ASKED_FOR.decode(request).n
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False  # left alone too
+    return n is None or (not isinstance(n, bool) and n == 1)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import structlog
 
@@ -89,10 +89,27 @@ class Keys(Protocol):
         ...
 
 
-class _Holder(NamedTuple):
-    admission: Admission
-    expires_at: float
-    """Infinity when it never does."""
+class _Holder:
+    __slots__ = ("admission", "expires_at")
+
+    def __init__(self, admission: Admission, expires_at: float) -> None:
+        self.admission = admission
+        self.expires_at = expires_at
+        """Infinity when it never does."""
+
+
+class Credentials:
+    """What a request shows of its sender: read once for each head, as heads repeat."""
+
+    __slots__ = ("denial", "digest", "names_adapter", "presented")
+
+    def __init__(self, headers: Mapping[bytes, bytes]) -> None:
+        presented = _presented(headers)
+        self.presented = presented if isinstance(presented, bytes) else b""
+        self.denial = presented if isinstance(presented, Denial) else None
+        """Why this is no key at all."""
+        self.digest = sha256(self.presented).digest()
+        self.names_adapter = ADAPTER in headers
 
 
 class Access:
@@ -134,10 +151,25 @@ class Access:
         be joined with a comma: then it is no key.
         now: unix seconds.
         """
-        admission = self._judge(headers, now)
+        return self.let_in(Credentials(headers), now)
+
+    def let_in(self, shown: Credentials, now: float) -> Admission | Denial:
+        """As `admit`, of credentials that were read already."""
+        admission = self._judge(shown, now)
         if isinstance(admission, Denial):
             self._denied(admission.reason)
+        elif admission.allowance is not None:
+            return self._metered(admission, now)
         return admission
+
+    def turn_away(self, shown: Credentials, now: float) -> Denial | None:
+        """Who will not be let in, before the body of the request is here. Nothing is counted
+        against a key's limits."""
+        admission = self._judge(shown, now)
+        if isinstance(admission, Denial):
+            self._denied(admission.reason)
+            return admission
+        return None
 
     def charge(self, admission: Admission, tokens: int, now: float) -> None:
         """After the reply: what it cost, prompt and completion."""
@@ -148,30 +180,29 @@ class Access:
     def close(self) -> None:
         self._limiter.close()
 
-    def _judge(self, headers: Mapping[bytes, bytes], now: float) -> Admission | Denial:
-        if self._keys is None:
+    def _judge(self, shown: Credentials, now: float) -> Admission | Denial:
+        keys = self._keys
+        if keys is None:
             admission = self._anyone
-            return NOT_OPERATOR if ADAPTER in headers and not admission.operator else admission
-        if self._keys.ring is not self._ring:
-            self._ring = self._keys.ring
+            return NOT_OPERATOR if shown.names_adapter and not admission.operator else admission
+        ring = keys.ring
+        if ring is not self._ring:
+            self._ring = ring
             self._known = {}
-        presented = _presented(headers)
-        if isinstance(presented, Denial):
+        if shown.denial is not None:
             # Without the store's keys nobody can be told that theirs is wrong.
-            return presented if self._ring is not None else KEYS_UNKNOWN
-        digest = sha256(presented).digest()
-        holder = self._known.get(digest)
+            return shown.denial if ring is not None else KEYS_UNKNOWN
+        holder = self._known.get(shown.digest)
         if holder is None:
-            found = self._recognise(presented)
+            found = self._recognise(shown.presented)
             if isinstance(found, Denial):
                 return found
-            holder = self._known[digest] = found
-        admission, expires_at = holder
-        if now >= expires_at:
+            holder = self._known[shown.digest] = found
+        if now >= holder.expires_at:
             return EXPIRED
-        if ADAPTER in headers and not admission.operator:
+        if shown.names_adapter and not holder.admission.operator:
             return NOT_OPERATOR
-        return admission if admission.allowance is None else self._metered(admission, now)
+        return holder.admission
 
     def _recognise(self, presented: bytes) -> _Holder | Denial:
         if self._ring is None:
@@ -201,12 +232,15 @@ class Access:
         )
 
     def _metered(self, admission: Admission, now: float) -> Admission | Denial:
+        """Take one request from the key's allowance."""
         allowance = admission.allowance
         assert allowance is not None
         standing = self._limiter.take(admission.key_id, allowance, now)
         headers = rate_headers(allowance, standing)
         if standing.refused is not None:
-            return over_limit(allowance, standing, headers)
+            denial = over_limit(allowance, standing, headers)
+            self._denied(denial.reason)
+            return denial
         # Not dataclasses.replace: it costs three times as much.
         return Admission(
             project=admission.project,

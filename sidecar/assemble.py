@@ -148,14 +148,14 @@ def _word(text: str | None) -> str | None:
 
 def trace_id(traceparent: str) -> str:
     """The trace that a W3C `traceparent` names, 32 hex digits; empty when it names none."""
-    found = traceparent[3:35]
-    proper = traceparent[2:3] == "-" == traceparent[35:36] and len(found) == 32
-    if not proper or found == "0" * 32 or not set(found) <= _HEX_DIGITS:
+    if len(traceparent) < 36 or not traceparent[2] == "-" == traceparent[35]:
         return ""
-    return found
+    found = traceparent[3:35]
+    return "" if found == _NO_TRACE or found.strip(_HEX_DIGITS) else found
 
 
-_HEX_DIGITS = frozenset("0123456789abcdef")
+_HEX_DIGITS = "0123456789abcdef"
+_NO_TRACE = "0" * 32
 
 
 def _timings(raw: RawCapture, reply: ReadReply) -> Timings:

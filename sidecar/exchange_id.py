@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from base64 import b32encode
 from collections.abc import Callable
+from typing import Final
 
-PREFIX = "ex_"
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+PREFIX: Final = "ex_"
+_ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 """Crockford's base 32: no letter that reads as a digit. (The ULID layout.)"""
-_TO_CROCKFORD = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", _ALPHABET.encode())
-_TIME_BITS = 48
-RANDOM_BYTES = 10
-_RANDOM_CHARS = 16
-_BLOCK = 400
+_BY_LOW_BITS: Final = _ALPHABET.encode() * 8
+"""The letter of each byte: its five low bits, so that every letter is as likely."""
+_TIME_BITS: Final = 48
+RANDOM_CHARS: Final = 16
+_BLOCK: Final = 400
 """Identifiers whose randomness is fetched at once: a system call each would cost more."""
 
 
 def exchange_id(at_s: float, randomness: bytes) -> str:
     """`ex_` and 26 characters: 48 bits of milliseconds, then 80 random bits.
 
-    at_s: unix seconds. randomness: 10 bytes.
+    at_s: unix seconds. randomness: 16 bytes, of each of which five bits count: to use all bits of
+    ten would cost a request a microsecond.
     """
     return _time_part(int(at_s * 1000)) + _random_part(randomness)
 
@@ -30,7 +31,7 @@ def _time_part(milliseconds: int) -> str:
 
 
 def _random_part(randomness: bytes) -> str:
-    return b32encode(randomness).translate(_TO_CROCKFORD).decode()
+    return randomness.translate(_BY_LOW_BITS).decode()
 
 
 class ExchangeIds:
@@ -50,9 +51,9 @@ class ExchangeIds:
         """The next one. at_s: unix seconds."""
         start = self._at
         if start >= len(self._block):
-            self._block = _random_part(self._randomness(RANDOM_BYTES * _BLOCK))
+            self._block = _random_part(self._randomness(RANDOM_CHARS * _BLOCK))
             start = 0
-        self._at = end = start + _RANDOM_CHARS
+        self._at = end = start + RANDOM_CHARS
         millisecond = int(at_s * 1000)
         if millisecond != self._millisecond:
             self._millisecond, self._time = millisecond, _time_part(millisecond)

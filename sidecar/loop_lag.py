@@ -1,9 +1,13 @@
-"""How long the relay's loop makes everybody wait: a timer that measures how late it fires."""
+"""How long the relay's loop makes everybody wait: a timer that measures how late it fires.
+
+That it fires at all is the loop's sign of life, for the parent of several workers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from sidecar.hot_metrics import Histogram
 
@@ -16,8 +20,10 @@ class LoopLag:
     The loop's timers count whole milliseconds, so less than one is not told from none.
     """
 
-    def __init__(self, histogram: Histogram) -> None:
+    def __init__(self, histogram: Histogram, give_sign: Callable[[], None]) -> None:
+        """give_sign: called each time that the timer fires."""
         self._histogram = histogram
+        self._give_sign = give_sign
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -30,4 +36,5 @@ class LoopLag:
 
     def _fired(self, due: float) -> None:
         self._histogram.observe(max(0.0, time.perf_counter() - due))
+        self._give_sign()
         self.start()

@@ -28,8 +28,10 @@ REGION_BYTES = 1 << 20
 ABSENT = float("nan")
 """A gauge that its present writer has not set."""
 _HEADER = struct.Struct("=QQ")
-"""Bytes in use, this header included; 1 while the writer serves."""
+"""Bytes in use, this header included; 0 while the writer does not serve, else from 1 up: one more
+with each sign of life."""
 _USED = struct.Struct("=Q")
+_SIGNS = struct.Struct("=Q")
 _ENTRY = struct.Struct("=II")
 """Length of the key, number of cells."""
 
@@ -48,6 +50,7 @@ class MetricTable:
         self._cells: dict[tuple[bytes, int], Cells] = {}
         used = _HEADER.unpack_from(self._region)[0]
         self._full = False
+        self._signs = 0
         self._used: int = used or _HEADER.size
         for key, cells in _entries(self._region):
             self._cells[key, len(cells)] = cells
@@ -69,7 +72,13 @@ class MetricTable:
 
     def open(self) -> None:
         """Say that the writer serves: its gauges are of now."""
-        _HEADER.pack_into(self._region, 0, self._used, 1)
+        self._signs = 1
+        _HEADER.pack_into(self._region, 0, self._used, self._signs)
+
+    def give_sign(self) -> None:
+        """Say that the writer still serves. For the thread that called `open`, until `close`."""
+        self._signs += 1
+        _SIGNS.pack_into(self._region, _USED.size, self._signs)
 
     def close(self) -> None:
         """Say that the writer ends: its gauges are not of now any more."""
@@ -99,12 +108,19 @@ class MetricTable:
 
 def read_region(region: memoryview) -> dict[bytes, tuple[float, ...]]:
     """What a region holds now. The gauges of a writer that is dead are left out."""
-    alive = _HEADER.unpack_from(region)[1] == 1
+    alive = signs_of_life(region) > 0
     return {
         key: tuple(cells)
         for key, cells in _entries(region)
         if alive or not key.startswith(b"gauge")
     }
+
+
+def signs_of_life(region: memoryview) -> int:
+    """How many its writer has given since it serves; 0: it does not. One that stays the same is
+    that of a writer which stands still."""
+    signs: int = _HEADER.unpack_from(region)[1]
+    return signs
 
 
 def mark_dead(region: memoryview) -> None:

@@ -114,7 +114,7 @@ class Proxy:
             )
         )
         self._parent = ParentLine(seat, self._relay) if seat is not None else None
-        self._lag = LoopLag(self.metrics.event_loop_lag)
+        self._lag = LoopLag(self.metrics.event_loop_lag, self._table.give_sign)
         self._app_server = _AppServer(
             uvicorn.Config(
                 make_app(self.metrics, self.routing, self._watch, self._keys),

@@ -35,18 +35,20 @@ def untrainable(reply: ReadReply, surface: Surface, asked: str) -> str | None:
         return "text_only"
     if reply.several_prompts:
         return "several_prompts"
-    if not reply.prompt_token_ids or not all(choice.token_ids for choice in choices):
+    tokens = [len(choice.token_ids) for choice in choices]
+    logprobs = [len(choice.logprobs) for choice in choices]
+    if not reply.prompt_token_ids or 0 in tokens:
         return "ids_missing"
-    if not all(choice.logprobs for choice in choices):
+    if 0 in logprobs:
         return "logprobs_missing"
-    sampled = sum([len(choice.token_ids) for choice in choices])
-    paired = all(len(choice.token_ids) == len(choice.logprobs) for choice in choices)
-    if not paired or reply.completion_tokens not in (None, sampled):
+    if tokens != logprobs or reply.completion_tokens not in (None, sum(tokens)):
         return "count_mismatch"
-    if not all(isfinite(sum(choice.logprobs)) for choice in choices):
-        return "logprobs_not_finite"
-    if not all(text_agrees(choice) for choice in choices):
-        return "text_mismatch"
+    for choice in choices:
+        if not isfinite(sum(choice.logprobs)):
+            return "logprobs_not_finite"
+    for choice in choices:
+        if not text_agrees(choice):
+            return "text_mismatch"
     return None
 
 

@@ -49,15 +49,16 @@ class Turns:
         if idempotency_key:
             return f"key-{_digest(project, idempotency_key, body).hex()}"
         digest = _digest(project, session_key, body)
-        shared = f"try-{digest.hex()}"
-        if retry_count <= 0:
-            if not ended_well:
-                self._remember(digest, shared)
-                return shared
+        if retry_count <= 0 and ended_well:
+            known = self._names.get(digest)
             # A failed original that still waits for its retry keeps its place.
-            if self._names.get(digest) != shared:
+            if known is None or known != _shared(digest):
                 self._remember(digest, exchange_id)
             return exchange_id
+        shared = _shared(digest)
+        if retry_count <= 0:
+            self._remember(digest, shared)
+            return shared
         name = self._names.get(digest, shared)
         if ended_well:
             self._names.pop(digest, None)
@@ -68,6 +69,10 @@ class Turns:
         self._names[digest] = name
         if len(self._names) > self._remembered:
             del self._names[next(iter(self._names))]
+
+
+def _shared(digest: bytes) -> str:
+    return f"try-{digest.hex()}"
 
 
 def _digest(project: str, scope: str, body: bytes) -> bytes:

@@ -6,7 +6,9 @@ has no worker of its own, another one is told to take its connections too. It ho
 which the workers count, so nothing that a worker counted dies with it.
 
 TERM or INT: all drain and end. HUP: each worker is replaced by a new one, one after the other; the
-old one drains. A worker that ends unasked is counted and started again, later each time.
+old one drains. A worker that ends unasked is counted and started again, later each time; one whose
+loop stands still while it serves is ended first. Whoever starts or drains is not watched for that:
+it may wait for a disk, and takes no new connections.
 """
 
 from __future__ import annotations
@@ -23,10 +25,24 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from sidecar.hot_metrics import MetricSet
-from sidecar.metric_table import MetricTable, map_regions, mark_dead, shared_memory
+from sidecar.metric_table import (
+    MetricTable,
+    map_regions,
+    mark_dead,
+    shared_memory,
+    signs_of_life,
+)
 from sidecar.metrics import worker_restarts
 from sidecar.settings import Settings
-from sidecar.worker_child import RESTARTS, Child, first_of, ready, takers
+from sidecar.worker_child import (
+    HUNG_AFTER_S,
+    LOOK_S,
+    RESTARTS,
+    Child,
+    first_of,
+    ready,
+    takers,
+)
 from sidecar.worker_seat import (
     DRAINING,
     LEAVE,
@@ -46,10 +62,13 @@ STOP_LIMIT_S = 15.0
 class Workers:
     """`run` it once."""
 
-    def __init__(self, settings: Settings, config: Path | None) -> None:
+    def __init__(
+        self, settings: Settings, config: Path | None, *, hung_after_s: float = HUNG_AFTER_S
+    ) -> None:
         """Raises: OSError when the port is taken."""
         proxy = settings.proxy
         self._config = config
+        self._hung_after_s = hung_after_s
         self._drain_s = proxy.drain_timeout_s
         self._listeners = bind_listeners(proxy.host, proxy.port, proxy.workers)
         self._host, self.port = proxy.host, self._listeners[0][0].getsockname()[1]
@@ -72,7 +91,7 @@ class Workers:
         """By position: a new worker serves."""
         self._children: set[Child] = set()
         self._lives: set[asyncio.Task[None]] = set()
-        """What starts workers; cancelled at the end."""
+        """What starts workers and ends hung ones; cancelled at the end."""
         self._watches: set[asyncio.Task[None]] = set()
         """What follows a worker to its end."""
         self._stopping = asyncio.Event()
@@ -88,6 +107,7 @@ class Workers:
             signal.SIGHUP, lambda: self._begin(self._replace_all(), self._lives)
         )
         self._begin(self._start_all(), self._lives)
+        self._begin(self._end_hung(), self._lives)
         await self._stopping.wait()
         await self._stop()
         return self._exit_code
@@ -131,7 +151,21 @@ class Workers:
                 await asyncio.sleep(wait_s)
             child = await self._surely(position)
 
+    async def _end_hung(self) -> None:
+        """End those whose loops stand still, so that `_keep` starts others in their place."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for child in [one for one in self._children if one.serves]:
+                silent_s = child.silence.look(signs_of_life(self._regions[child.seat.slot]))
+                if silent_s >= self._hung_after_s:
+                    slot, pid = child.seat.slot, child.process.pid
+                    log.error("worker_hung", slot=slot, pid=pid, silent_s=silent_s)
+                    child.end_hung()
+                    self._assign()
+
     async def _why(self, child: Child) -> str:
+        if child.hung:
+            return "hung"
         if not child.ended.is_set():
             return "ended"
         code = child.process.returncode or 0

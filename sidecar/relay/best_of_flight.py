@@ -195,6 +195,9 @@ class BestOfConnection:
         if self._size > MAX_HELD_BYTES:
             self._pass_on("too_large")
 
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        return False
+
     def batch_end(self, *, complete: bool, received_at: float) -> None:
         if complete:
             self._upstream = None

@@ -36,6 +36,11 @@ class ClientReply:
         self._request = request
         self._chunked = False
 
+    @property
+    def in_chunks(self) -> bool:
+        """The head is written, and the body goes out in chunks."""
+        return self.begun and self._chunked
+
     def write(
         self, head: ReplyHead, body: ReplyBody, out: bytes, own: Sequence[bytes], *, complete: bool
     ) -> None:
@@ -60,11 +65,11 @@ class ClientReply:
         self, head: ReplyHead, body: ReplyBody, whole_length: int | None, own: Sequence[bytes]
     ) -> bytes:
         self.begun = True
-        bodyless = self._request.method == b"HEAD" or head.status in NO_BODY_STATUSES
+        bodyless = self._request.head.head_only or head.status in NO_BODY_STATUSES
         length = head.content_length
         if not bodyless and body.length != "kept":
             length = whole_length if body.length == "whole" else None
-        self._chunked = length is None and not bodyless and self._request.http_1_1
+        self._chunked = length is None and not bodyless and self._request.head.http_1_1
         if length is None and not self._chunked and not bodyless:
             self.keep_alive = False  # HTTP/1.0 has no other way to end a body of unknown length
         return reply_head(

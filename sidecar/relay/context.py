@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sidecar.access import Access
+from sidecar.assignment import CompiledRouting
 from sidecar.best_of_client import Picker
 from sidecar.capture import Capture
 from sidecar.exchange_id import ExchangeIds
 from sidecar.metrics import Metrics
+from sidecar.relay.accounts import Accounts
 from sidecar.relay.rare_log import RareLog
 from sidecar.relay.replicas import Replica, Replicas
-from sidecar.routing import CompiledRouting, RoutingTable
+from sidecar.routing import RoutingTable
 from sidecar.settings import BestOf, Proxy
 
 
@@ -56,11 +58,18 @@ class RelayContext:
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
     _compiled: CompiledRouting | None = None
 
+    def __post_init__(self) -> None:
+        self.accounts = Accounts(self.metrics)
+        self.traced = self.capture.traced
+        self._max_in_flight = self.proxy.max_in_flight
+
     @property
     def busy(self) -> bool:
         """As many requests are in flight as may be."""
-        in_flight = sum([replica.in_flight for replica in self.replicas.all])
-        return in_flight >= self.proxy.max_in_flight
+        in_flight = 0
+        for replica in self.replicas.all:
+            in_flight += replica.in_flight
+        return in_flight >= self._max_in_flight
 
     def compiled_routing(self) -> CompiledRouting:
         """The table that is obeyed now."""

@@ -3,88 +3,52 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Final
 
-from sidecar.access import Admission
 from sidecar.assemble import RawCapture
 from sidecar.capture import Tee
 from sidecar.records import Outcome, Timings
-from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
-from sidecar.relay.plan import Plan
-from sidecar.relay.replicas import Replica
-from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.usage import estimated_tokens, usage_tokens
-from sidecar.routing import Assignment
 
-CLIENT_LEFT = "499"
-"""nginx's number for it; no such status is ever sent."""
-LONGEST_KEY = 256
+if TYPE_CHECKING:
+    from sidecar.relay.flight import Flight
+
+LONGEST_KEY: Final = 256
 """Of an `Idempotency-Key`; a longer one is cut."""
 
 
-class Flown(Protocol):
-    """A flight at its end. The four times without `_at` are on the monotonic clock, in seconds."""
-
-    request: ClientRequest
-    admission: Admission
-    plan: Plan | None
-    routes: tuple[Assignment, ...]
-    """The first one answered."""
-    replica: Replica | None
-    head: ReplyHead | None
-    tee: Tee | None
-    exchange_id: str
-    fallback_from: str
-    """Adapter that vLLM did not know, when another answered for it."""
-    returned_index: int
-    """Which of vLLM's choices the client got."""
-    own_traceparent: bytes
-    started_at: float
-    """Unix seconds."""
-    began: float
-    sent: float
-    """0: it was never sent to vLLM."""
-    first_byte: float
-    """0: none came."""
-    overhead_s: float
-    metered_tail: bytes | None
-    pieces: int
-    """Reads in which the reply came."""
-
-
-def settle(context: RelayContext, flown: Flown, outcome: Outcome, status: int) -> None:
+def settle(context: RelayContext, flown: Flight, outcome: Outcome, status: int) -> None:
     """Count a request and hand it to the capture. Cheap; never blocks or raises.
 
     status: vLLM's, or ours when vLLM gave none; 0 when the client left before.
     """
-    metrics, head, plan = context.metrics, flown.head, flown.plan
-    metrics.in_flight.dec()
-    metrics.requests.inc((CLIENT_LEFT if outcome == "cut" else str(status),))
-    streamed = head is not None and head.headers.streams
+    accounts, plan = context.accounts, flown.plan
+    accounts.in_flight.dec()
+    accounts.request(0 if outcome == "cut" else status)
+    streamed = flown.streamed
     if streamed:
-        metrics.streams_open.dec()
+        accounts.streams_open.dec()
     if plan is None:
         return
     if flown.metered_tail is not None:
         _charge(context, flown, status)
     ended, route, tee = perf_counter(), flown.routes[0], flown.tee
-    metrics.duration.observe(ended - flown.began)
-    metrics.overhead.observe(flown.overhead_s)
+    accounts.duration.observe(ended - flown.began)
+    accounts.overhead.observe(flown.overhead_s)
     if flown.first_byte and status == 200:
-        metrics.ttft.observe(flown.first_byte - flown.began)
-    metrics.exchanges.inc((outcome,))
-    metrics.adapter_replies.inc((route.adapter, route.arm))
+        accounts.ttft.observe(flown.first_byte - flown.began)
+    accounts.exchange(outcome, route)
     reply, reply_bytes = None, 0
     if tee is None:
-        metrics.captures_skipped.inc((plan.skip_reason or "",))
+        accounts.skipped(plan.skip_reason or "")
     else:
         reply_bytes = tee.size
         reply = _kept_reply(context, tee, status)
-    if reply is None and not context.capture.traced:
+    if reply is None and not context.traced:
         return
-    headers = flown.request.headers
+    headers = flown.request.head.headers
     context.capture.offer(
         RawCapture(
             exchange_id=flown.exchange_id,
@@ -128,7 +92,7 @@ def _kept_reply(context: RelayContext, tee: Tee, status: int) -> tuple[bytes, ..
     """The chunks to record, or None when nothing is to be: then that is counted here."""
     if status not in (0, 200) and status < 500:
         tee.clear()
-        context.metrics.captures_skipped.inc(("not_200",))
+        context.accounts.skipped("not_200")
         return None
     if tee.lost_reason is not None:
         context.capture.lose(tee.lost_reason, 1)
@@ -136,7 +100,7 @@ def _kept_reply(context: RelayContext, tee: Tee, status: int) -> tuple[bytes, ..
     return tee.take()
 
 
-def _charge(context: RelayContext, flown: Flown, status: int) -> None:
+def _charge(context: RelayContext, flown: Flight, status: int) -> None:
     tokens = usage_tokens(flown.metered_tail or b"")
     if tokens is None and status == 200:
         tokens = estimated_tokens(len(flown.request.body), flown.pieces)

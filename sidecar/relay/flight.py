@@ -13,6 +13,7 @@ connection owns the reply's framing, `ClientReply` the client's. Rules:
 from __future__ import annotations
 
 from time import perf_counter
+from typing import Final
 
 from sidecar.access import Admission
 from sidecar.capture import Tee
@@ -36,9 +37,9 @@ from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.usage import TAIL_BYTES
 
-STREAM_ENDS = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
+STREAM_ENDS: Final = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
 """What the last event of a surface ends with; clients close when they have it."""
-RESPONSE_COMPLETED = b"event: response.completed\n"
+RESPONSE_COMPLETED: Final = b"event: response.completed\n"
 
 
 class Flight(Outbound):
@@ -47,6 +48,7 @@ class Flight(Outbound):
     __slots__ = (
         "_body",
         "_client",
+        "_framed",
         "_last",
         "_out",
         "_reply",
@@ -56,6 +58,7 @@ class Flight(Outbound):
         "metered_tail",
         "pieces",
         "returned_index",
+        "streamed",
         "tee",
     )
 
@@ -76,6 +79,7 @@ class Flight(Outbound):
         self._client = client
         self._touched = 0.0
         self.returned_index = 0
+        """Which of vLLM's choices the client gets."""
         self.tee: Tee | None = None
         self.metered_tail: bytes | None = None
         if plan is not None:
@@ -83,15 +87,21 @@ class Flight(Outbound):
                 self.tee = context.capture.tee()
             if plan.metered:
                 self.metered_tail = b""
-        self._await_reply(keep_alive=keep_alive and request.keep_alive)
+        self._await_reply(keep_alive=keep_alive and request.head.keep_alive)
 
     def _await_reply(self, *, keep_alive: bool) -> None:
         self.head: ReplyHead | None = None
         self._body: ReplyBody = PASSED
         self._out: list[bytes] = []
         self._last = b""
+        self._framed = False
+        """`_last` is whole chunks, not the body in them."""
+        self.streamed = False
+        """vLLM's reply is a stream of events."""
         self.pieces = 0
+        """Reads in which the reply's body came."""
         self.first_byte = 0.0
+        """Of the body, on the monotonic clock; 0: none came."""
         self._reply = ClientReply(self._client, self.request, keep_alive=keep_alive)
 
     # -- from the upstream (ReplyReader)
@@ -109,7 +119,8 @@ class Flight(Outbound):
                 strip=self._strip,
             )
         if head.headers.streams:
-            self._context.metrics.streams_open.inc()
+            self.streamed = True
+            self._context.accounts.streams_open.inc()
 
     def reply_body(self, data: bytes) -> None:
         if self.tee is not None or self.metered_tail is not None:
@@ -125,8 +136,28 @@ class Flight(Outbound):
 
     def _pass_on(self, data: bytes) -> None:
         self._last = data
+        self._framed = False
         self.pieces += 1
         self._out.append(data if self._body is PASSED else self._body.feed(data))
+
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        keeps = self.tee is not None or self.metered_tail is not None
+        if keeps or self._body is not PASSED or not self._reply.in_chunks:
+            return False
+        self._last = framed
+        self._framed = True
+        self.pieces += 1
+        self._touched = received_at
+        if not self.first_byte:
+            self.first_byte = received_at
+        self._client.write(framed)
+        self.overhead_s += perf_counter() - received_at
+        return True
+
+    @property
+    def _last_body(self) -> bytes:
+        """What came last of the reply's body."""
+        return self._last[:-2] if self._framed else self._last
 
     def batch_end(self, *, complete: bool, received_at: float) -> None:
         head, out_pieces = self.head, self._out
@@ -177,7 +208,7 @@ class Flight(Outbound):
         refusal = upstream_failed(replica.url, why, status, surface)
         own = self._own_lines()
         keep_alive = self._reply.keep_alive
-        head_only = self.request.method == b"HEAD"
+        head_only = self.request.head.head_only
         self._finish("upstream_error", refusal.status)
         self._client.write(
             refusal_reply(refusal, own=own, close=not keep_alive, head_only=head_only)
@@ -190,7 +221,7 @@ class Flight(Outbound):
         head, plan = self.head, self.plan
         assert head is not None, "a reply was begun"
         told = b""
-        if plan is not None and head.headers.streams and self._body.rest_dropped(self._last):
+        if plan is not None and head.headers.streams and self._body.rest_dropped(self._last_body):
             told = stream_failure(why, plan.rule.failure)
         if told:
             self._reply.write(head, PASSED, told, (), complete=True)
@@ -239,7 +270,7 @@ class Flight(Outbound):
         if self._connection is not None:
             self._connection.abort()
         # Clients close at the last event; they do not wait for the end of the chunked body.
-        last = self._last
+        last = self._last_body
         ended = last.endswith(STREAM_ENDS) or RESPONSE_COMPLETED in last
         self._finish("ok" if ended else "cut", self.head.status if self.head is not None else 0)
 

@@ -8,10 +8,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 Header = tuple[bytes, bytes]
 
-CONNECTION_HEADERS = frozenset(
+CONNECTION_HEADERS: Final = frozenset(
     {
         b"connection",
         b"keep-alive",
@@ -25,31 +26,31 @@ CONNECTION_HEADERS = frozenset(
         b"http2-settings",
     }
 )
-AUTHORIZATION = b"authorization"
-X_API_KEY = b"x-api-key"
+AUTHORIZATION: Final = b"authorization"
+X_API_KEY: Final = b"x-api-key"
 """Where Anthropic's SDK puts the key."""
-ACCEPT_ENCODING = b"accept-encoding"
-TRACEPARENT = b"traceparent"
-RETRY_COUNT = b"x-stainless-retry-count"
-IDEMPOTENCY_KEY = b"idempotency-key"
-SENT_ON_DEMAND = (AUTHORIZATION, X_API_KEY, ACCEPT_ENCODING, TRACEPARENT)
+ACCEPT_ENCODING: Final = b"accept-encoding"
+TRACEPARENT: Final = b"traceparent"
+RETRY_COUNT: Final = b"x-stainless-retry-count"
+IDEMPOTENCY_KEY: Final = b"idempotency-key"
+SENT_ON_DEMAND: Final = (AUTHORIZATION, X_API_KEY, ACCEPT_ENCODING, TRACEPARENT)
 """Kept aside: whoever sends the request on decides about them."""
-OWN_PREFIX = b"x-sidecar-"
-ASIDE = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SENT_ON_DEMAND}
+OWN_PREFIX: Final = b"x-sidecar-"
+ASIDE: Final = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SENT_ON_DEMAND}
 """Of a request: not passed on as they came."""
-JOINED = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
+JOINED: Final = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
 """Of these every value counts: a doubled key is no key."""
-READ_TOO = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
-_AGENTS_SEND = (
+READ_TOO: Final = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
+_AGENTS_SEND: Final = (
     b"Accept", b"Content-Type", b"User-Agent", b"X-Stainless-Lang", b"X-Stainless-OS",
     b"X-Stainless-Arch", b"X-Stainless-Runtime", b"X-Stainless-Runtime-Version",
     b"X-Stainless-Package-Version", b"X-Stainless-Async", b"x-stainless-read-timeout",
     b"Anthropic-Version", b"anthropic-beta", b"X-Request-Id", b"OpenAI-Organization",
 )  # fmt: skip
-PASSED_ON = frozenset(_AGENTS_SEND) | frozenset(name.lower() for name in _AGENTS_SEND)
+PASSED_ON: Final = frozenset(_AGENTS_SEND) | frozenset(name.lower() for name in _AGENTS_SEND)
 """Spellings that need no second look, for speed alone: the headers of the usual SDKs."""
-EVENT_STREAM = b"text/event-stream"
-_ORDINARY_CONNECTION = frozenset({b"keep-alive", b"close"})
+EVENT_STREAM: Final = b"text/event-stream"
+_ORDINARY_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
 
 
 class RequestHeaders:
@@ -127,22 +128,21 @@ def drop_named(lines: list[bytes], connection: bytes) -> None:
     lines[:] = [line for line in lines if line.partition(b":")[0].lower() not in named]
 
 
-def request_head(
+def request_lines(
     method: bytes,
     target: bytes,
     lines: Iterable[bytes],
     *,
     host: bytes,
-    content_length: int | None,
     sent_on_demand: Iterable[bytes] = (),
 ) -> bytes:
-    """The head of a request to an upstream, blank line included.
+    """The head of a request to an upstream, without Content-Length, the last line's end and the
+    blank line.
 
     lines, sent_on_demand: finished `name: value` lines.
     """
-    length = () if content_length is None else (b"Content-Length: %d" % content_length,)
     first = b"%b %b HTTP/1.1\r\nHost: %b" % (method, target, host)
-    return b"\r\n".join((first, *lines, *sent_on_demand, *length, b"\r\n"))
+    return b"\r\n".join((first, *lines, *sent_on_demand))
 
 
 def header_lines(headers: Iterable[Header]) -> tuple[bytes, ...]:

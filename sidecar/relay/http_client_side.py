@@ -10,28 +10,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import perf_counter
-from typing import cast
+from typing import Final, cast
 
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.flight import Flight
-from sidecar.relay.paths import Destination, destination
-from sidecar.relay.reception import receive
-from sidecar.relay.refusals import Refusal, not_found, refusal_reply, too_busy, too_slow
+from sidecar.relay.reception import receive, turn_away
+from sidecar.relay.refusals import Refusal, refusal_reply, too_slow
 from sidecar.relay.request_parser import RequestParser
-from sidecar.relay.surfaces import SurfaceRule
 from sidecar.relay.upstream import no_delay
 
-MAX_EARLY_BYTES = 64 * 1024
+MAX_EARLY_BYTES: Final = 64 * 1024
 """Pipelined bytes that wait for the request in flight."""
-LINGER_S = 1.0
+MAX_STRANGERS_BYTES: Final = 64 * 1024
+"""Of a body that come before its sender is looked at. Under it nobody sees a difference: the
+refusal comes when the body is whole, and the connection stays."""
+LINGER_S: Final = 1.0
 """A refused client may still be sending; closing at once would reset the connection and could take
 the refusal with it. So we read on and throw away for this long."""
-DRAIN_IDLE_S = 0.5
+DRAIN_IDLE_S: Final = 0.5
 """While draining, an idle connection is kept this long: its client may just be sending."""
-MIN_BODY_BYTES_PER_S = 1024
+MIN_BODY_BYTES_PER_S: Final = 1024
 """A body that comes slower than this, over `proxy.body_timeout_s` and more, is not waited for."""
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ClientConnection(asyncio.Protocol):
@@ -49,6 +50,8 @@ class ClientConnection(asyncio.Protocol):
         self._early_bytes = 0
         self._reading_paused = self._writing_paused = False
         self._pumping = self._closing = self._draining = False
+        self._judged = False
+        """Who sends the request whose body is coming in was looked at."""
         self._since = perf_counter()
         """Since when it is idle, or the request that is coming in has been."""
         self._progress = self._since
@@ -181,9 +184,27 @@ class ClientConnection(asyncio.Protocol):
                 elif self._early:
                     self._parse_early()
                 else:
+                    if self._parser.begun:
+                        self._await_body()
                     break
         finally:
             self._pumping = False
+
+    def _await_body(self) -> None:
+        """A request is coming in. Who would be turned away is, before much of it is held here."""
+        parser = self._parser
+        head = parser.head
+        if head is None or self._judged:
+            return
+        if not parser.wants_continue and parser.body_bytes <= MAX_STRANGERS_BYTES:
+            return
+        self._judged = True
+        refusal = turn_away(self._context, head)
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
+        elif parser.wants_continue:
+            parser.wants_continue = False
+            self.write(CONTINUE)
 
     def _parse_early(self) -> None:
         data = b"".join(self._early) if len(self._early) > 1 else self._early[0]
@@ -203,37 +224,22 @@ class ClientConnection(asyncio.Protocol):
         parser.feed(data)
         if was_in_head and parser.in_body:
             self._since = now  # the body has a time of its own
-        if parser.wants_continue and not parser.ready:
-            parser.wants_continue = False
-            self.write(CONTINUE)
 
     def _begin(self, item: ClientRequest | Refusal) -> None:
+        self._judged = False
         if isinstance(item, Refusal):
             self._refuse(item, head_only=False, keep_alive=False)
             return
-        where = destination(item.method, item.target)
-        head_only = item.method == b"HEAD"
-        context = self._context
-        if where is Destination.NOWHERE:
-            self._refuse(not_found(), head_only=head_only, keep_alive=item.keep_alive)
-            return
-        rule = where if isinstance(where, SurfaceRule) else None
-        if where is not Destination.APP and context.busy:
-            surface = rule.surface if rule is not None else "chat"
-            busy = too_busy(context.proxy.max_in_flight, surface)
-            self._refuse(busy, head_only=head_only, keep_alive=item.keep_alive)
-            return
-        flight = receive(
-            context, self, item, rule, app=where is Destination.APP, keep_alive=not self._draining
-        )
+        flight = receive(self._context, self, item, keep_alive=not self._draining)
         if isinstance(flight, Refusal):
-            self._refuse(flight, head_only=head_only, keep_alive=item.keep_alive)
+            head = item.head
+            self._refuse(flight, head_only=head.head_only, keep_alive=head.keep_alive)
             return
         self._flight = flight
         flight.start()
 
     def _refuse(self, refusal: Refusal, *, head_only: bool, keep_alive: bool) -> None:
-        self._context.metrics.requests.inc((str(refusal.status),))
+        self._context.accounts.request(refusal.status)
         close = refusal.close or not keep_alive or self._draining
         self.write(refusal_reply(refusal, close=close, head_only=head_only))
         self._since = perf_counter()

@@ -20,8 +20,6 @@ from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.upstream import SendingConnection
 
-NO_STREAM = b"application/json"
-
 
 class JudgedFlight(Flight):
     """As a flight; N answers are sampled, and the client gets the one that the judge picks."""
@@ -103,7 +101,7 @@ class JudgedFlight(Flight):
         if head is not None and head.headers.streams and self._best_of.recorded_whole:
             # What vLLM sent, and the record has, is no stream, whatever the client got.
             self._context.metrics.streams_open.dec()
-            head.headers.content_type = NO_STREAM
+            self.streamed = False
         self.returned_index = self._best_of.returned_index
         self._best_of.close()
         super()._finish(outcome, status)

@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import perf_counter
 
-from sidecar.access import KEEP, Admission
+from sidecar.access import Admission, Keep
 from sidecar.errors import UpstreamError
-from sidecar.relay.client_request import ClientRequest
+from sidecar.relay.client_request import ClientRequest, SentHead
 from sidecar.relay.context import RelayContext
-from sidecar.relay.heads import TRACEPARENT, lines_on_demand, request_head
+from sidecar.relay.heads import TRACEPARENT, lines_on_demand, request_lines
 from sidecar.relay.plan import Plan
 from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_edit import STRIP_NOTHING
@@ -73,13 +73,18 @@ class Outbound(ABC):
         self._tried: list[Replica] = []
         self._without: tuple[Replica, ...] = ()
         """Those of them that do not know the adapter."""
-        self.overhead_s = self.sent = 0.0
+        self.overhead_s = 0.0
+        self.sent = 0.0
+        """On the monotonic clock; 0: it was never sent."""
         self.fallback_from = ""
+        """Adapter that vLLM did not know, when another answers for it."""
         self.own_traceparent = b""
         self.began = self._working_since = perf_counter()
         self.started_at = context.clock()
+        """Unix seconds."""
         self.exchange_id = ""
         self.routes: tuple[Assignment, ...] = ()
+        """The first one is asked; it answered when all is over."""
         self._strip = STRIP_NOTHING
         if plan is not None:
             self.exchange_id = context.ids.new(self.started_at)
@@ -87,7 +92,7 @@ class Outbound(ABC):
             self._strip = plan.strip
 
     def start(self) -> None:
-        self._context.metrics.in_flight.inc()
+        self._context.accounts.in_flight.inc()
         if self.replica is not None:
             self.replica.in_flight += 1
             self._send(self.replica, reuse=True)
@@ -163,18 +168,10 @@ class Outbound(ABC):
             context.rare_log.warning("replica_ejected", url=replica.url, why=why)
 
     def _send_on(self, connection: SendingConnection, replica: Replica) -> None:
-        request, where = self.request, replica.pool.endpoint
         body = self._body_to_send()
-        head = request_head(
-            request.method,
-            where.prefix + request.target if where.prefix else request.target,
-            request.headers.lines,
-            host=where.authority,
-            content_length=len(body) if body or request.method == b"POST" else None,
-            sent_on_demand=self._lines_on_demand(),
-        )
+        head = self._head_to_send(replica, len(body))
         self._connection = connection
-        connection.send(self, head, body, head_only=request.method == b"HEAD")
+        connection.send(self, head, body, head_only=self.request.head.head_only)
         self.sent = now = perf_counter()
         self.overhead_s += now - self._working_since
 
@@ -185,17 +182,38 @@ class Outbound(ABC):
         """A compressed reply could not be edited, so then none is asked for."""
         return self._strip.nothing
 
-    def _lines_on_demand(self) -> list[bytes]:
-        context, traceparent = self._context, None
+    def _head_to_send(self, replica: Replica, length: int) -> bytes:
+        """The head for a body of `length`. Made once for a head that comes again and again: only
+        a trace's name differs between two of them."""
+        context, head = self._context, self.request.head
+        instead, encoding = self.admission.replace_authorization, self._may_compress()
+        if length == 0 and head.method != b"POST":
+            return b"%b\r\n\r\n" % self._head_lines(replica, instead, encoding, None)
         if self.plan is not None and context.outgoing_trace is not None:
-            came = self.request.headers.aside.get(TRACEPARENT)
-            traceparent = self.own_traceparent = context.outgoing_trace(came)
-        instead = self.admission.replace_authorization
-        return lines_on_demand(
-            self.request.headers.aside,
-            None if instead is KEEP else instead or b"",
-            encoding=self._may_compress(),
-            traceparent=traceparent,
+            came = head.headers.aside.get(TRACEPARENT)
+            own = self.own_traceparent = context.outgoing_trace(came)
+            lines = self._head_lines(replica, instead, encoding, own)
+            return b"%b\r\nContent-Length: %d\r\n\r\n" % (lines, length)
+        sent = head.sent
+        if sent is None or not sent.serves(replica, instead, encoding):
+            lines = self._head_lines(replica, instead, encoding, None)
+            sent = head.sent = SentHead(replica, instead, encoding, lines + b"\r\nContent-Length: ")
+        return b"%b%d\r\n\r\n" % (sent.up_to_length, length)
+
+    def _head_lines(
+        self, replica: Replica, instead: bytes | Keep | None, encoding: bool, own: bytes | None
+    ) -> bytes:
+        head, where = self.request.head, replica.pool.endpoint
+        authorization = None if isinstance(instead, Keep) else instead or b""
+        aside = head.headers.aside
+        return request_lines(
+            head.method,
+            where.prefix + head.target if where.prefix else head.target,
+            head.headers.lines,
+            host=where.authority,
+            sent_on_demand=lines_on_demand(
+                aside, authorization, encoding=encoding, traceparent=own
+            ),
         )
 
     # -- what becomes of it (ReplyReader, and the end)
@@ -205,6 +223,9 @@ class Outbound(ABC):
 
     @abstractmethod
     def reply_body(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool: ...
 
     @abstractmethod
     def batch_end(self, *, complete: bool, received_at: float) -> None: ...

@@ -7,10 +7,11 @@ vLLM serves the loading of adapters, sleeping and other levers on the port that 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from sidecar.relay.surfaces import BY_PATH, SurfaceRule
 
-APP_PATHS = frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"})
+APP_PATHS: Final = frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"})
 
 
 class Destination(Enum):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Final
 
+from sidecar.assignment import CompiledRouting
 from sidecar.relay.heads import RequestHeaders
 from sidecar.relay.refusals import Refusal, unknown_model
 from sidecar.relay.reply_edit import STRIP_NOTHING, Strip
@@ -17,11 +19,11 @@ from sidecar.relay.request_edit import (
 )
 from sidecar.relay.request_peek import RequestPeek, UnreadableBodyError, peek_request
 from sidecar.relay.surfaces import SurfaceRule
-from sidecar.routing import Assignment, CompiledRouting
+from sidecar.routing import Assignment
 from sidecar.session_key import DEFAULT_PROJECT, session_key
 
-SESSION_HEADER = b"x-sidecar-session"
-USER_HEADER = b"x-sidecar-user"
+SESSION_HEADER: Final = b"x-sidecar-session"
+USER_HEADER: Final = b"x-sidecar-user"
 
 
 class Circumstances:
@@ -138,12 +140,12 @@ def plan_request(
     rule: SurfaceRule, body: bytes, headers: RequestHeaders, around: Circumstances
 ) -> Plan | Refusal:
     """Decide about a request, or refuse it the way vLLM would."""
+    routing = around.routing
     try:
-        peek = peek_request(body)
+        peek = peek_request(body, routing.public_name)
     except UnreadableBodyError as error:
         return error.refusal
-    routing = around.routing
-    public = routing.table.model
+    public = routing.public_name[1]
     if peek.model is not None and peek.model != public:
         return unknown_model(peek.model, public, rule.surface)
     reason = around.skip_reason if rule.captured else "surface"

@@ -5,51 +5,94 @@ The one place where the relay's parts meet for a request: keys and limits, sampl
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from sidecar.access import ADAPTER, Admission
 from sidecar.access_words import Denial
+from sidecar.assignment import CompiledRouting, pinned_assignment
 from sidecar.records import Surface
 from sidecar.relay.best_of import BEST_OF_HEADER, refuse_surface, wanted_answers
 from sidecar.relay.client_reply import ClientSide
-from sidecar.relay.client_request import ClientRequest
+from sidecar.relay.client_request import ClientRequest, RequestHead
 from sidecar.relay.context import RelayContext
 from sidecar.relay.flight import Flight
 from sidecar.relay.judged_flight import JudgedFlight
+from sidecar.relay.paths import Destination
 from sidecar.relay.plan import Circumstances, plan_request
-from sidecar.relay.refusals import Refusal, denied, unknown_adapter, with_limits
+from sidecar.relay.refusals import (
+    Refusal,
+    denied,
+    not_found,
+    too_busy,
+    unknown_adapter,
+    with_limits,
+)
 from sidecar.relay.surfaces import SurfaceRule
-from sidecar.routing import Assignment, CompiledRouting, pinned_assignment
+from sidecar.routing import Assignment
 
-CAPTURE_HEADER = b"x-sidecar-capture"
-NOBODY = Admission()
+CAPTURE_HEADER: Final = b"x-sidecar-capture"
+NOBODY: Final = Admission()
 """For our own application, which asks for no key."""
 
 
-def receive(
-    context: RelayContext,
-    client: ClientSide,
-    request: ClientRequest,
-    rule: SurfaceRule | None,
-    *,
-    app: bool,
-    keep_alive: bool,
-) -> Flight | Refusal:
-    """Make the flight of a request, or say why there is none.
+def turn_away(context: RelayContext, head: RequestHead) -> Refusal | None:
+    """Why a request will not be taken, known before its body is here. None: it may come."""
+    where = head.where
+    if where is Destination.NOWHERE:
+        return replace(not_found(), close=True)
+    if not _asks_for_key(head):
+        return None
+    denial = context.access.turn_away(head.credentials, context.clock())
+    return None if denial is None else replace(denied(denial, _surface(where)), close=True)
 
-    rule: the surface; None for what is passed on as it came. app: to our own application.
-    """
+
+def receive(
+    context: RelayContext, client: ClientSide, request: ClientRequest, *, keep_alive: bool
+) -> Flight | Refusal:
+    """Make the flight of a request, or say why there is none."""
+    head = request.head
+    where = head.where
+    if where is Destination.NOWHERE:
+        return not_found()
+    if where is not Destination.APP and context.busy:
+        return too_busy(context.proxy.max_in_flight, _surface(where))
     admission = NOBODY
-    if not app or request.target.startswith(b"/v1/"):
-        answer = context.access.admit(request.headers.aside, context.clock())
+    if _asks_for_key(head):
+        answer = context.access.let_in(head.credentials, context.clock())
         if isinstance(answer, Denial):
-            return denied(answer, rule.surface if rule is not None else "chat")
+            return denied(answer, _surface(where))
         admission = answer
-    if rule is None:
-        replica = context.app if app else context.replicas.least_loaded(context.monotonic())
+    if not isinstance(where, SurfaceRule):
+        replica = context.app
+        if where is Destination.VLLM:
+            replica = context.replicas.least_loaded(context.monotonic())
         return Flight(
             context, client, request, plan=None, admission=admission, replica=replica,
             keep_alive=keep_alive,
         )  # fmt: skip
-    headers = request.headers
+    return _receive_model_request(context, client, request, where, admission, keep_alive)
+
+
+def _asks_for_key(head: RequestHead) -> bool:
+    return head.where is not Destination.APP or head.target.startswith(b"/v1/")
+
+
+def _surface(where: Destination | SurfaceRule) -> Surface:
+    """In whose form a refusal is written."""
+    return where.surface if isinstance(where, SurfaceRule) else "chat"
+
+
+def _receive_model_request(
+    context: RelayContext,
+    client: ClientSide,
+    request: ClientRequest,
+    rule: SurfaceRule,
+    admission: Admission,
+    keep_alive: bool,
+) -> Flight | Refusal:
+    head = request.head
+    headers = head.headers
     routing = context.compiled_routing()
     pinned = None
     if ADAPTER in headers.aside:  # who may not name one was turned away
@@ -73,14 +116,14 @@ def receive(
             admission.project,
             admission.key_id,
             allowance is not None and allowance.tokens_per_day is not None,
-            context.replicas.many or context.capture.traced,
+            context.replicas.many or context.traced,
             pinned,
         ),
     )
     if isinstance(plan, Refusal):
         return with_limits(plan, admission.headers)
     if BEST_OF_HEADER in headers.aside:
-        n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, request.target)
+        n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)
         if isinstance(n, Refusal):
             return with_limits(n, admission.headers)
         if n > 1 and context.picker is not None:

@@ -11,14 +11,15 @@ import hashlib
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Final
 
 from sidecar.relay.upstream import Endpoint, UpstreamPool
 
-SHARE = 1.25
+SHARE: Final = 1.25
 """A replica takes its sessions up to this many times the mean work in flight."""
-FAILURES_TO_EJECT = 3
-FIRST_EJECTION_S = 2.0
-LONGEST_EJECTION_S = 60.0
+FAILURES_TO_EJECT: Final = 3
+FIRST_EJECTION_S: Final = 2.0
+LONGEST_EJECTION_S: Final = 60.0
 _64_BITS = 2**64 - 1
 
 

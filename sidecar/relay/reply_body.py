@@ -6,16 +6,16 @@ because the edit changes its length.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from sidecar.relay.heads import EVENT_STREAM
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
 from sidecar.relay.sse import EventSplitter, is_one_event
 
-MAX_HELD_BYTES = 64 * 2**20
+MAX_HELD_BYTES: Final = 64 * 2**20
 """A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
 than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
-EVENT_END = (b"\n\n", b"\r\n\r\n")
+EVENT_END: Final = (b"\n\n", b"\r\n\r\n")
 
 Length = Literal["kept", "whole", "unknown"]
 """kept: as vLLM's head says; whole: all is sent in one piece; unknown: nobody knows before."""
@@ -119,7 +119,7 @@ class HeldBody:
         return whole
 
 
-PASSED = PassedBody()
+PASSED: Final = PassedBody()
 """It keeps nothing, so one serves all."""
 
 

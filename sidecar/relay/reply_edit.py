@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -19,11 +20,11 @@ from msgspec import UNSET, Raw, UnsetType
 from sidecar.relay.json_spans import Member, elements, members
 from sidecar.relay.reply_fields import REPLY, ReplyFields
 
-NULL = b"null"
-_PROMPT_IDS = b'"prompt_token_ids":'
-_IDS = b'"token_ids":'
-_LOGPROBS = b'"logprobs":'
-_NO_DELTA = b"{}"
+NULL: Final = b"null"
+_PROMPT_IDS: Final = b'"prompt_token_ids":'
+_IDS: Final = b'"token_ids":'
+_LOGPROBS: Final = b'"logprobs":'
+_NO_DELTA: Final = b"{}"
 Spans = list[tuple[int, int]]
 
 
@@ -45,7 +46,7 @@ class Strip:
         return self.token_ids and self.logprobs
 
 
-STRIP_NOTHING = Strip(token_ids=False, logprobs=False)
+STRIP_NOTHING: Final = Strip(token_ids=False, logprobs=False)
 
 
 class _NotCertainError(Exception):

@@ -1,21 +1,27 @@
-"""Parse the replies of one upstream connection and hand their pieces on. No IO; llhttp does the
-work.
+"""Parse the replies of one upstream connection and hand their pieces on. No IO.
+
+llhttp does the work, but for what needs no parser: a head that is the connection's last one once
+more (`known_head.py`), the body of a known length behind it, and a read of a stream that is whole
+chunks and nothing else. llhttp is then left where it stands, between two messages or two chunks.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import Final, Protocol
 
 import httptools
 
 from sidecar.relay.heads import CONNECTION_HEADERS, OWN_PREFIX, ReplyHeaders
+from sidecar.relay.known_head import HeadMemory
 
-NO_BODY_STATUSES = frozenset({204, 304})
-MAX_HEAD_BYTES = 256 * 1024
+NO_BODY_STATUSES: Final = frozenset({204, 304})
+MAX_HEAD_BYTES: Final = 256 * 1024
 """A reply head longer than this is not one."""
-_OWN_LENGTH = len(OWN_PREFIX)
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_OWN_LENGTH: Final = len(OWN_PREFIX)
+MAX_SIZE_DIGITS: Final = 8
+_HEX: Final = b"0123456789abcdefABCDEF"
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class ReplyHead:
@@ -32,12 +38,45 @@ class ReplyHead:
         self.content_length = content_length
 
 
+TABLED: Final = 2048
+"""Reads up to this size are known for one chunk by how they begin."""
+CR: Final = 13
+LF: Final = 10
+
+
+def _one_chunk(length: int) -> bytes:
+    """How a read of this length begins if it is one chunk as uvicorn writes it."""
+    for digits in (1, 2, 3):
+        size = b"%x" % max(0, length - digits - 4)
+        if len(size) == digits and size != b"0":
+            return size + b"\r\n"
+    return b"no chunk has this length"
+
+
+_ONE_CHUNK: Final = [_one_chunk(length) for length in range(TABLED)]
+
+
+def chunk_at(data: bytes, at: int) -> tuple[int, int]:
+    """Where the body of the chunk begins and ends whose size stands at `at`. (-1, -1): no such
+    chunk, or the last one, or one with extensions."""
+    line_end = data.find(b"\r\n", at, at + MAX_SIZE_DIGITS + 2)
+    digits = data[at:line_end] if line_end > at else b""
+    if not digits or digits.strip(_HEX):
+        return -1, -1
+    size = int(digits, 16)
+    return (line_end + 2, line_end + 2 + size) if size else (-1, -1)
+
+
 class ReplyReader(Protocol):
     """What an upstream connection needs of the one who sent the request."""
 
     def reply_head(self, head: ReplyHead) -> None: ...
 
     def reply_body(self, data: bytes) -> None: ...
+
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        """Pass one read on as it is: whole chunks of the body and nothing else. False: it is not
+        taken, and comes by `reply_body` and `batch_end`. received_at: as there."""
 
     def batch_end(self, *, complete: bool, received_at: float) -> None:
         """All of one read is handed over. received_at: `time.perf_counter()` at its start."""
@@ -54,12 +93,15 @@ class _Nobody:
 
     def reply_body(self, data: bytes) -> None: ...
 
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        return True
+
     def batch_end(self, *, complete: bool, received_at: float) -> None: ...
 
     def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
 
 
-NOBODY = _Nobody()
+NOBODY: Final = _Nobody()
 
 
 class BrokenReplyError(Exception):
@@ -70,14 +112,21 @@ class ReplyParser:
     """One per connection; `expect` begins each reply."""
 
     __slots__ = (
+        "_awaited",
+        "_between_chunks",
+        "_body_bytes",
+        "_first",
+        "_head",
         "_head_bytes",
         "_head_done",
         "_head_only",
         "_headers",
         "_interim",
+        "_memory",
         "_parser",
         "_reader",
         "_reason",
+        "_remembered",
         "complete",
         "ends_with_close",
         "keep_alive",
@@ -85,6 +134,9 @@ class ReplyParser:
     )
 
     def __init__(self) -> None:
+        self._memory = HeadMemory()
+        self._remembered: ReplyHead | None = None
+        """What `_memory` holds the bytes of."""
         self._parser = httptools.HttpResponseParser(self)
 
     def expect(self, reader: ReplyReader, *, head_only: bool) -> None:
@@ -99,7 +151,14 @@ class ReplyParser:
         self._reader = reader
         self._head_only = head_only
         self._head_done = self._interim = False
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
+        self._head: ReplyHead | None = None
+        self._first: bytes | None = None
+        """The read that the reply began with."""
+        self._awaited = 0
+        """Bytes of the body that are still to come behind a head that was recognised."""
+        self._between_chunks = False
+        """llhttp waits for the size of a chunk, and has seen nothing of it."""
 
     def forget(self) -> None:
         """The reply has ended or is not waited for: hold on to nobody."""
@@ -107,7 +166,19 @@ class ReplyParser:
 
     def feed(self, data: bytes) -> None:
         """Take what was read. Raises: BrokenReplyError."""
-        self.nothing_came = False
+        if self._awaited:
+            self._go_on_known(data)
+            return
+        if self.nothing_came:
+            self.nothing_came = False
+            head = self._remembered
+            if head is not None and not self._head_only:
+                at = self._memory.match(data)
+                if at > 0:
+                    self._begin_known(head, data, at)
+                    return
+            self._first = data
+        self._between_chunks = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -118,6 +189,56 @@ class ReplyParser:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 raise BrokenReplyError(f"its head is longer than {MAX_HEAD_BYTES} bytes")
+        if data[-2:] != b"\r\n":  # it may have begun to read a size
+            self._between_chunks = False
+
+    def whole_chunks(self, data: bytes) -> bool:
+        """Whether `data` is whole chunks of a body that goes on, and nothing else. Such a read need
+        not be fed: the reader may pass it on as it is, or `unframe` gives it the body in it."""
+        if not self._between_chunks:
+            return False
+        at, stop = 0, len(data)
+        if stop < TABLED and data.startswith(_ONE_CHUNK[stop]):
+            return data[stop - 2] == CR and data[stop - 1] == LF
+        while at < stop:
+            start, end = chunk_at(data, at)
+            if start < 0 or data[end : end + 2] != b"\r\n":
+                return False
+            at = end + 2
+        return True
+
+    def unframe(self, data: bytes) -> None:
+        """Hand on the body of `whole_chunks`."""
+        at, stop = 0, len(data)
+        while at < stop:
+            start, end = chunk_at(data, at)
+            self._reader.reply_body(data[start:end])
+            at = end + 2
+
+    def _begin_known(self, head: ReplyHead, data: bytes, at: int) -> None:
+        known = self._memory.head
+        assert known is not None, "it matched"
+        self._head_done = self.keep_alive = True
+        length = known.length
+        if head.content_length != length:
+            head = self._remembered = ReplyHead(head.status, head.reason, head.headers, length)
+        self._reader.reply_head(head)
+        self._awaited = length
+        if len(data) > at or length == 0:
+            self._go_on_known(data[at:])
+
+    def _go_on_known(self, data: bytes) -> None:
+        left = self._awaited - len(data)
+        if left < 0:
+            self.keep_alive = False  # the reply has ended before this began
+            data = data[: self._awaited]
+        if data:
+            self._reader.reply_body(data)
+        if left <= 0:
+            self._awaited = 0
+            self.complete = True
+        else:
+            self._awaited = left
 
     # -- httptools callbacks
 
@@ -158,6 +279,7 @@ class ReplyParser:
         status: int = self._parser.get_status_code()
         self._interim = 100 <= status < 200
         if self.complete or self._interim:
+            self._first = None  # whatever ends next, it does not begin where this read began
             return
         self._head_done = True
         headers = self._headers
@@ -169,18 +291,41 @@ class ReplyParser:
         bodyless = self._head_only or status in NO_BODY_STATUSES
         self.ends_with_close = length is None and not headers.chunked and not bodyless
         self.keep_alive = self._parser.should_keep_alive() and not self.ends_with_close
-        self._reader.reply_head(
-            ReplyHead(status, self._reason, headers, None if length is None else int(length))
-        )
+        self._between_chunks = headers.chunked
+        head = ReplyHead(status, self._reason, headers, None if length is None else int(length))
+        self._head = head
+        self._reader.reply_head(head)
         if bodyless:
             # The parser does not know that a HEAD was asked for, and would wait for the body.
             self.complete = True
             self.keep_alive = self.keep_alive and status in NO_BODY_STATUSES
 
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = self._head_done
+
     def on_body(self, data: bytes) -> None:
         if not self.complete:
+            self._body_bytes += len(data)
             self._reader.reply_body(data)
 
     def on_message_complete(self) -> None:
-        if not self._interim:
-            self.complete = True
+        if self._interim:
+            return
+        self.complete = True
+        self._between_chunks = False
+        head, first = self._head, self._first
+        self._head = self._first = None
+        ordinary = (
+            head is not None
+            and first is not None
+            and self.keep_alive
+            and head.content_length is not None
+            and head.status not in NO_BODY_STATUSES
+        )
+        if ordinary and first is not None and self._memory.learn(first, self._body_bytes):
+            self._remembered = head
+        else:
+            self._remembered = None

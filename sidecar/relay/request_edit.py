@@ -9,24 +9,30 @@ a second scan. Everything else goes member by member.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from sidecar.relay.json_spans import members
 from sidecar.relay.request_fields import TAIL
 
-MODEL = "model"
-TOKEN_IDS = "return_token_ids"
-LOGPROBS = "logprobs"
-STREAM_OPTIONS = "stream_options"
-CHECKED_BYTES = 16 * 1024
+MODEL: Final = "model"
+TOKEN_IDS: Final = "return_token_ids"
+LOGPROBS: Final = "logprobs"
+STREAM_OPTIONS: Final = "stream_options"
+CHECKED_BYTES: Final = 16 * 1024
 """In a body up to this size `model` is looked for a second time; in a longer one that costs more
 than the scan. A twin that goes unseen must have the same value (msgspec reads the last one), and
 then the base answers and the exchange is marked: `model_mismatch`."""
-MAX_LOOKS = 3
+MAX_LOOKS: Final = 3
 """Places from the end that may be some other object's `model`."""
-_FIRST = b'{"model":'
-_KEY = b'"model"'
+MAX_TAIL_BYTES: Final = 512
+MAX_TAILS: Final = 256
+_TAILS: Final[set[bytes]] = set()
+"""Ends of bodies that are the rest of one object from its `model` on. An agent writes the same one
+behind each of its conversations, and what a tail is depends on nothing but itself."""
+_FIRST: Final = b'{"model":'
+_KEY: Final = b'"model"'
 
 
 def edit_request(body: bytes, wanted: Mapping[str, bytes]) -> bytes:
@@ -86,7 +92,15 @@ def splice_request(body: bytes, old: bytes, new: bytes, in_front: bytes) -> byte
 def _is_member(body: bytes, key: int, value: bytes) -> bool:
     """Whether a member of the body itself, not of something in it, begins at `key`: what is left
     of the body from there must be the rest of one object, no more and no less."""
+    tail = body[key:]
+    if tail in _TAILS:
+        return True
     try:
-        return bytes(TAIL.decode(b"{" + body[key:]).model) == value
+        found = bytes(TAIL.decode(b"{" + tail).model) == value
     except msgspec.MsgspecError:
         return False
+    if found and len(tail) <= MAX_TAIL_BYTES:
+        if len(_TAILS) >= MAX_TAILS:
+            _TAILS.clear()
+        _TAILS.add(tail)
+    return found

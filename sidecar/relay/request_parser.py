@@ -4,24 +4,28 @@ llhttp refuses most smuggling by itself (both framings, doubled or odd Content-L
 folded lines, a space before the colon); what it lets through, is refused here: any transfer coding
 but `chunked`, a coding in HTTP/1.0, upgrades, other protocols than HTTP, a missing or doubled Host,
 a target with a fragment.
+
+A head that is the connection's last one once more is recognised instead of parsed (`known_head.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 import httptools
 
-from sidecar.relay.client_request import ClientRequest
+from sidecar.relay.client_request import ClientRequest, RequestHead
 from sidecar.relay.heads import ASIDE, JOINED, OWN_PREFIX, PASSED_ON, READ_TOO, RequestHeaders
+from sidecar.relay.known_head import HeadMemory
 from sidecar.relay.refusals import Refusal, bad_framing, body_too_large, head_too_large
 
-MAX_HEAD_BYTES = 64 * 1024
-MAX_HEADERS = 128
-CHUNK_OVERHEAD_BYTES = 16
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEADERS: Final = 128
+CHUNK_OVERHEAD_BYTES: Final = 16
 """What may stand around each chunk of a body, over what a head may have (Go's rule, made after
 CVE-2023-39326): extensions and trailers without end would pass by the limit on bodies."""
-_OWN_LENGTH = len(OWN_PREFIX)
+_OWN_LENGTH: Final = len(OWN_PREFIX)
 
 
 class RequestParser:
@@ -37,11 +41,23 @@ class RequestParser:
         """The client waits for `100 Continue` before it sends its body."""
         self.body_bytes = 0
         """Of the body that is coming in."""
+        self.head: RequestHead | None = None
+        """Of the request whose body is coming in."""
         self._max_body_bytes = max_body_bytes
         self._refused = False
         self._raw: list[bytes] = []
         self._raw_bytes = 0
         self._http_1_1 = True
+        self._body: list[bytes] = []
+        self._chunks: int | None = None
+        """Chunk heads that came; None: the body is not chunked."""
+        self._memory = HeadMemory()
+        self._remembered: RequestHead | None = None
+        """What `_memory` holds the bytes of."""
+        self._awaited = 0
+        """Bytes of a body that are still to come behind a head that was recognised."""
+        self._first: bytes | None = None
+        """The read that a request began with, if it began with it."""
         self._start_request()
         self._parser = httptools.HttpRequestParser(self)
 
@@ -49,6 +65,55 @@ class RequestParser:
         """Take what was read. Never raises: what is wrong becomes a Refusal."""
         if self._refused:
             return
+        if not self.begun:
+            head = self._remembered
+            at = -1 if head is None else self._memory.match(data)
+            if head is None or at < 0 or not self._begin_known(head, data, at):
+                self._first = data
+                self._parse(data)
+        elif self._awaited:
+            self._go_on_known(data)
+        else:
+            self._parse(data)
+
+    def _begin_known(self, head: RequestHead, data: bytes, at: int) -> bool:
+        """The body of a recognised head begins at `at`. Returns: False when the parser is to judge
+        it all the same."""
+        known = self._memory.head
+        assert known is not None, "it matched"
+        length, came = known.length, len(data) - at
+        if came > length or length > self._max_body_bytes:
+            return False
+        if came == length:
+            self.ready.append(ClientRequest(head, data[at:]))
+            return True
+        self.begun = self.in_body = True
+        self.head = head
+        self._awaited = length - came
+        self.body_bytes = came
+        self._body = [data[at:]] if came else []
+        return True
+
+    def _go_on_known(self, data: bytes) -> None:
+        head, rest = self.head, b""
+        assert head is not None, "its body is coming in"
+        if len(data) > self._awaited:  # pipelined
+            data, rest = data[: self._awaited], data[self._awaited :]
+        self._awaited -= len(data)
+        self.body_bytes += len(data)
+        self._body.append(data)
+        if self._awaited:
+            return
+        body = self._body
+        self.ready.append(ClientRequest(head, body[0] if len(body) == 1 else b"".join(body)))
+        self.begun = self.in_body = False
+        self.body_bytes = 0
+        self._body = []
+        self.head = None
+        if rest:
+            self.feed(rest)
+
+    def _parse(self, data: bytes) -> None:
         self._raw_bytes += len(data)
         if not self.in_body:
             self._raw.append(data)
@@ -95,9 +160,9 @@ class RequestParser:
         self._aside = self._headers.aside
         self._doubled_host = False
         self._count = 0
-        self._body: list[bytes] = []
+        self._body = []
         self.body_bytes = 0
-        self._chunks: int | None = None
+        self._chunks = None
 
     # -- httptools callbacks
 
@@ -139,7 +204,16 @@ class RequestParser:
         wrong = self._wrong_head()
         if wrong is not None:
             self._refuse(wrong)
-        elif b"expect" in aside and self._http_1_1:
+            return
+        parser = self._parser
+        self.head = RequestHead(
+            parser.get_method(),
+            self._target,
+            headers,
+            self._http_1_1,
+            self._http_1_1 and parser.should_keep_alive(),
+        )
+        if b"expect" in aside and self._http_1_1:
             self.wants_continue = aside[b"expect"].strip().lower() == b"100-continue"
 
     def _wrong_head(self) -> Refusal | None:
@@ -187,19 +261,24 @@ class RequestParser:
     def on_message_complete(self) -> None:
         if self._chunks is not None:
             self._check_overhead(self._chunks)
+        head, body = self.head, self._body
         self.begun = self.in_body = self.wants_continue = False
         self._raw_bytes = 0
-        if self._refused:
+        self.head = None
+        if self._refused or head is None:
             return
-        parser, body = self._parser, self._body
-        self.ready.append(
-            ClientRequest(
-                parser.get_method(),
-                self._target,
-                self._headers,
-                body[0] if len(body) == 1 else b"".join(body),
-                self._http_1_1,
-                self._http_1_1 and parser.should_keep_alive(),
-            )
-        )
+        if self._chunks is not None and not self._parser.should_keep_alive():
+            head.keep_alive = False  # to llhttp a trailer's `Connection: close` ends it too
+        whole = body[0] if len(body) == 1 else b"".join(body)
+        self._remember(head, whole)
+        self.ready.append(ClientRequest(head, whole))
         self._start_request()
+
+    def _remember(self, head: RequestHead, body: bytes) -> None:
+        """Know this head again: if all that it says is what follows, and how long that is."""
+        first, self._first = self._first, None
+        ordinary = head.keep_alive and self._chunks is None and b"expect" not in head.headers.aside
+        if first is not None and ordinary and self._memory.learn(first, len(body)):
+            self._remembered = head
+        else:
+            self._remembered = None

@@ -7,7 +7,7 @@ json (which vLLM uses) accepts, is read the slow way.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -25,11 +25,12 @@ from sidecar.relay.request_fields import (
     Value,
 )
 
-PROMPT_KEY_BYTES = 1024
+PROMPT_KEY_BYTES: Final = 1024
 """A prompt without messages names its conversation by this much of its beginning."""
-_MESSAGE_FIELDS = ("role", "content")
-_USER = b'"user"'
-_NO = (b"null", b"false", b"0")
+_UNSET: Final = UNSET
+_MESSAGE_FIELDS: Final = ("role", "content")
+_USER: Final = b'"user"'
+_NO: Final = (b"null", b"false", b"0")
 
 
 class UnreadableBodyError(BadRequestError):
@@ -45,23 +46,31 @@ class RequestPeek:
 
     __slots__ = ("_fields", "body", "model", "model_is_text", "model_raw")
 
-    def __init__(self, body: bytes, fields: TypedFields | LooseFields) -> None:
+    def __init__(
+        self, body: bytes, fields: TypedFields | LooseFields, usual: tuple[bytes, str] | None = None
+    ) -> None:
+        """usual: a model's name, as JSON and as text, that need not be decoded."""
         self.body = body
         """The body in UTF-8; the very bytes that came unless they came in another encoding."""
         self._fields = fields
         raw = fields.model
-        self.model_raw = None if raw is UNSET else raw
-        model = _value(raw)
-        self.model: str | None = model if isinstance(model, str) and model else None
-        """None: not said."""
-        self.model_is_text = model is None or isinstance(model, str)
+        self.model_raw = None if raw is _UNSET else raw
+        self.model_is_text = True
         """False: `model` is a number or the like, which vLLM must be left to refuse."""
+        self.model: str | None
+        if usual is not None and self.model_raw is not None and bytes(self.model_raw) == usual[0]:
+            self.model = usual[1]
+        else:
+            model = _value(raw)
+            self.model = model if isinstance(model, str) and model else None
+            self.model_is_text = model is None or isinstance(model, str)
+        """None: not said."""
 
     @property
     def user(self) -> str:
         """`user`, or what Anthropic's surface has for it: `metadata.user_id`."""
         user = _value(self._fields.user)
-        if user is None and self._fields.metadata is not UNSET:
+        if user is None and self._fields.metadata is not _UNSET:
             metadata = _value(self._fields.metadata)
             user = metadata.get("user_id") if isinstance(metadata, dict) else None
         return user if isinstance(user, str) else ""
@@ -85,7 +94,7 @@ class RequestPeek:
         prompt's too. In completions `logprobs` is a number, and even 0 and `false` ask."""
         fields = self._fields
         asked = fields.logprobs
-        if surface == "completions" and asked is not UNSET and bytes(asked) != b"null":
+        if surface == "completions" and asked is not _UNSET and bytes(asked) != b"null":
             return False
         return not (
             _is_yes(asked)
@@ -97,48 +106,51 @@ class RequestPeek:
     @property
     def asks_nothing_of_ours(self) -> bool:
         """`return_token_ids` and `logprobs` do not stand in the body, not even as no."""
-        return self._fields.return_token_ids is UNSET and self._fields.logprobs is UNSET
+        return self._fields.return_token_ids is _UNSET and self._fields.logprobs is _UNSET
 
     def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
         """What the client says of its stream; None when it is nothing that can be added to."""
         raw = self._fields.stream_options
-        options = {} if raw is UNSET or bytes(raw) == b"null" else _value(raw)
+        options = {} if raw is _UNSET or bytes(raw) == b"null" else _value(raw)
         return options if isinstance(options, dict) else None
 
-    def opening(self) -> list[bytes]:
+    def opening(self) -> list[bytes | Raw]:
         """What names the conversation, as it stands in the body: system prompt, then roles and
         contents of the messages up to the first user's; on any surface. Malformed ones give an
         empty list: vLLM refuses them, and nothing is recorded."""
         fields = self._fields
-        opening: list[bytes] = []
-        if fields.system is not UNSET:
-            opening.append(bytes(fields.system))
-        if fields.instructions is not UNSET:
-            opening.append(bytes(fields.instructions))
-        messages = fields.messages if isinstance(fields, TypedFields) else UNSET
-        if messages is UNSET and fields.input is not UNSET:
+        opening: list[bytes | Raw] = []
+        if fields.system is not _UNSET:
+            opening.append(fields.system)
+        if fields.instructions is not _UNSET:
+            opening.append(fields.instructions)
+        messages = fields.messages if isinstance(fields, TypedFields) else _UNSET
+        if messages is _UNSET and fields.input is not _UNSET:
             messages = _items(fields.input)
-            if messages is UNSET:  # a text
-                opening.append(bytes(fields.input))
+            if messages is _UNSET:  # a text
+                opening.append(fields.input)
                 return opening
-        if messages is UNSET:
-            if fields.prompt is not UNSET:
+        if messages is _UNSET:
+            if fields.prompt is not _UNSET:
                 opening.append(bytes(fields.prompt)[:PROMPT_KEY_BYTES])
             return opening
         for message in messages:
-            role = b"" if message.role is UNSET else bytes(message.role)
-            opening.append(role)
-            if message.content is not UNSET:
-                opening.append(bytes(message.content))
-            if role == _USER:
+            role, content = message.role, message.content
+            opening.append(b"" if role is _UNSET else role)
+            if content is not _UNSET:
+                opening.append(content)
+            if role is not _UNSET and len(role) == len(_USER) and bytes(role) == _USER:
                 break
         return opening
 
 
-def peek_request(body: bytes) -> RequestPeek:
-    """Peek into a request. Raises: UnreadableBodyError when the body is not a JSON object."""
+def peek_request(body: bytes, usual: tuple[bytes, str] | None = None) -> RequestPeek:
+    """Peek into a request. Raises: UnreadableBodyError when the body is not a JSON object.
+
+    usual: the model's name that most requests have, as JSON and as text.
+    """
     try:
-        return RequestPeek(body, TYPED.decode(body))
+        return RequestPeek(body, TYPED.decode(body), usual)
     except msgspec.DecodeError:
         pass  # no JSON to msgspec, not an object, or messages that are none: more slowly, below
     try:
@@ -151,16 +163,16 @@ def _items(raw: Raw) -> list[Message] | UnsetType:
     try:
         return ITEMS.decode(raw)
     except msgspec.MsgspecError:
-        return UNSET
+        return _UNSET
 
 
 def _is_yes(raw: Value) -> bool:
     """True when the client said something that vLLM may take as yes."""
-    return raw is not UNSET and bytes(raw) not in _NO
+    return raw is not _UNSET and bytes(raw) not in _NO
 
 
 def _value(raw: Value) -> Any:  # Any: whatever JSON the client sent
-    if raw is UNSET:
+    if raw is _UNSET:
         return None
     try:
         return msgspec.json.decode(raw)

@@ -7,9 +7,10 @@ no server of this kind writes it, and knowing it would mean holding back every t
 from __future__ import annotations
 
 import re
+from typing import Final
 
-_BLANK_LINE = re.compile(rb"\n\r?\n")
-_LOOK_BACK = 2
+_BLANK_LINE: Final = re.compile(rb"\n\r?\n")
+_LOOK_BACK: Final = 2
 """Bytes of a blank line that may have come before the rest of it."""
 
 

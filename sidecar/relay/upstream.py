@@ -14,13 +14,13 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from sidecar.errors import SettingsError, UpstreamError
 from sidecar.relay.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
 
-JOINED_BYTES = 64 * 1024
+JOINED_BYTES: Final = 64 * 1024
 """A body up to this size is copied behind its head, which is cheaper than a second write."""
 
 
@@ -135,6 +135,11 @@ class UpstreamConnection(asyncio.Protocol):
         reader, reply = self._reader, self._reply
         if reader is None:  # nobody asked for these: out of step
             self.close()
+            return
+        if reply.whole_chunks(data):  # nearly every event of a stream
+            if not reader.pass_chunks(data, received_at):
+                reply.unframe(data)
+                reader.batch_end(complete=False, received_at=received_at)
             return
         try:
             reply.feed(data)

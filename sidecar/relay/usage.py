@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import msgspec
 
 from sidecar.relay.reply_fields import USAGE
 
-TAIL_BYTES = 8192
+TAIL_BYTES: Final = 8192
 """vLLM tells the usage at the end of a reply; this much of it is looked at."""
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN: Final = 4
 """A rule of thumb, for replies that never told."""
-_USAGE = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_USAGE: Final = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
 def usage_tokens(tail: bytes) -> int | None:

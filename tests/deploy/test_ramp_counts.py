@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from deploy.canary import BREAKER_FAILURES, ArmCounts, RampEvidence
 from deploy.gate_store import held_out_prompts
-from deploy.ramp_counts import count_ramp
+from deploy.ramp_counts import asks_for_one, count_ramp
 from deploy.records import Trial
+from ingest.store.database import compress
+from ingest.store.models import ChoiceRow, ExchangeRow
+from sidecar.relay.best_of import BestOfPlan, plan_best_of
+from sidecar.relay.request_peek import peek_request
 
 World = Any
 CANARY = "m--v1-aaaa"
@@ -76,6 +82,90 @@ def test_of_a_turn_that_was_answered_twice_the_newer_answer_counts(world: World)
     canary(world, turn_id="t2", finish_reason="length")
 
     assert counted(world).candidate == ArmCounts(replies=2, errors=0, short=1)
+
+
+def canary_choices(
+    world: World,
+    *finish_reasons: str,
+    returned_index: int = 0,
+    surface: str = "chat",
+    **request: Any,
+) -> None:
+    """One reply of the canary with several choices, to a request with these fields."""
+    exchange_id = world.serve(
+        "s", adapter=CANARY, arm="canary", surface=surface, finish_reason=finish_reasons[0]
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **request}
+    with world.database.write() as session:
+        row = session.query(ExchangeRow).filter_by(exchange_id=exchange_id).one()
+        row.request_body = compress(json.dumps(body).encode())
+        row.returned_index = returned_index
+        for index, finish_reason in enumerate(finish_reasons[1:], start=1):
+            session.add(
+                ChoiceRow(
+                    exchange_id=exchange_id,
+                    index=index,
+                    message_body=compress(b'{"role":"assistant","content":"An answer."}'),
+                    finish_reason=finish_reason,
+                    token_ids=b"",
+                    logprobs=b"",
+                )
+            )
+
+
+@pytest.mark.parametrize(
+    ("finish_reasons", "returned_index", "short"),
+    [
+        (("length", "stop", "length"), 1, 0),
+        (("stop", "length", "stop"), 1, 1),
+        (("stop", "length"), 0, 0),  # the judge chose the first one, or nobody chose
+        (("length", "stop"), 0, 1),
+    ],
+)
+def test_of_best_of_n_only_the_returned_answer_counts(
+    world: World, finish_reasons: Sequence[str], returned_index: int, short: int
+) -> None:
+    canary_choices(world, *finish_reasons, returned_index=returned_index)
+
+    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=short)
+
+
+@pytest.mark.parametrize(
+    ("finish_reasons", "short"),
+    [(("stop", "stop"), 0), (("stop", "length"), 1), (("length", "length"), 1)],
+)
+def test_of_choices_that_the_client_asked_for_all_count(
+    world: World, finish_reasons: Sequence[str], short: int
+) -> None:
+    canary_choices(world, *finish_reasons, n=2)
+
+    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=short)
+
+
+def test_of_several_prompts_of_one_completions_request_all_answers_count(world: World) -> None:
+    canary_choices(world, "stop", "length", surface="completions", prompt=["a", "b"])
+
+    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=1)
+
+
+def test_best_of_n_and_ordinary_replies_are_told_apart_side_by_side(world: World) -> None:
+    canary_choices(world, "length", "stop", returned_index=1)
+    canary_choices(world, "length", "stop", n=2)
+    canary(world, finish_reason="length")
+    canary(world)
+
+    assert counted(world).candidate == ArmCounts(replies=4, errors=0, short=2)
+
+
+@pytest.mark.parametrize(
+    "n", ["null", "1", "1.0", "0", "2", "2.0", "true", '"1"', '"2"', "[1]", "NaN"]
+)
+def test_who_asks_for_one_answer_is_whom_the_relay_may_give_the_best_of_n(n: str) -> None:
+    request = b'{"model":"m","messages":[],"n":%s}' % n.encode()
+
+    plan = plan_best_of(peek_request(request), 3, captured=True)
+
+    assert asks_for_one(request) == isinstance(plan, BestOfPlan)
 
 
 def test_who_stands_in_for_a_missing_canary_leaves_the_failure_with_it(world: World) -> None:

@@ -72,6 +72,9 @@ class MemoryFlight:
     def reply_body(self, data: bytes) -> None:
         self.body += data
 
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        return False
+
     def batch_end(self, *, complete: bool, received_at: float) -> None:
         if complete:
             self.ended.set()

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.routing import (
-    Assignment,
-    CompiledRouting,
-    RoutingTable,
-    bucket,
-    decode_table,
-    encode_table,
-)
+from sidecar.assignment import CompiledRouting, bucket
+from sidecar.routing import Assignment, RoutingTable, decode_table, encode_table
 
 
 @pytest.mark.parametrize(

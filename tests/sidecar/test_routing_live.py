@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ingest.store.database import Database
 from ingest.store.models import RoutingRow
-from sidecar.routing import CompiledRouting, RoutingTable, bucket, encode_table
+from sidecar.assignment import CompiledRouting, bucket
+from sidecar.routing import RoutingTable, encode_table
 
 BASE = "smollm2-135m"
 CHAMPION, CANARY = f"{BASE}--v1-0123456789ab", f"{BASE}--v2-0123456789ab"

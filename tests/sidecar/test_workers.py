@@ -19,12 +19,27 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sidecar.worker_child import RESTARTS, takers
+from sidecar.metric_table import MetricTable, mark_dead, private_region, signs_of_life
+from sidecar.worker_child import HUNG_AFTER_S, LOOK_S, RESTARTS, Silence, takers
 
 WAIT_S = 30.0
 """For what takes a second on a machine that is not busy."""
 CHAT = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 STREAM = CHAT[:-1] + b',"stream":true}'
+IMPATIENT_S = 3.0
+"""After this long without a sign of life a worker is taken for hung, where a test says so."""
+IMPATIENT_PARENT = """
+import asyncio, sys
+from pathlib import Path
+from sidecar.logs import configure_logging
+from sidecar.settings import load_settings, with_workers
+from sidecar.workers import Workers
+
+config, workers, hung_after_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+settings = with_workers(load_settings(config), workers)
+configure_logging(settings.telemetry, "proxy")
+sys.exit(asyncio.run(Workers(settings, config, hung_after_s=hung_after_s).run()))
+"""
 
 
 async def until(holds: Callable[[], Any], what: str) -> Any:
@@ -196,7 +211,13 @@ async def open_stream(port: int) -> OpenStream:
 async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     started: list[Service] = []
 
-    async def begin(workers: int, port: int = 0, wait: bool = True, **proxy: Any) -> Service:
+    async def begin(
+        workers: int,
+        port: int = 0,
+        wait: bool = True,
+        hung_after_s: float | None = None,
+        **proxy: Any,
+    ) -> Service:
         config = state_dir / "sidecar.toml"
         options = "".join(f", {key} = {value}" for key, value in proxy.items())
         config.write_text(
@@ -209,6 +230,8 @@ async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., 
         )
         log = state_dir / f"log{len(started)}"
         words = ["-m", "sidecar", "--config", str(config), "--workers", str(workers)]
+        if hung_after_s is not None:
+            words = ["-c", IMPATIENT_PARENT, str(config), str(workers), str(hung_after_s)]
         with log.open("wb") as file:
             process = subprocess.Popen([sys.executable, *words], stderr=file)
         service = Service(process, log)
@@ -221,6 +244,8 @@ async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., 
     yield begin
     for service in started:
         if service.process.poll() is None:
+            for pid in service.workers():
+                os.kill(pid, signal.SIGCONT)  # one that a test stopped would notice nothing
             service.process.kill()  # and its children notice
         service.process.wait()
 
@@ -307,6 +332,59 @@ async def test_a_worker_that_is_ended_fails_no_request_and_finishes_its_streams(
     totals = await service.metrics()
     assert totals["sidecar_exchanges_total/ok"] == load.answered + len(finished)
     assert totals["sidecar_worker_restarts_total/ended"] == 1
+
+
+async def test_a_worker_that_hangs_is_replaced_and_the_port_goes_on_answering(
+    held: asyncio.Event, start: Any
+) -> None:
+    service = await start(2, hung_after_s=IMPATIENT_S)
+    hung, other = service.workers()
+
+    os.kill(hung, signal.SIGSTOP)
+    load = Load(service.port)
+    load.begin(2, kept=2)
+    await service.serving(3)
+    await load.more(40)
+    await load.end()
+
+    assert not alive(hung)
+    assert len(service.workers()) == 2
+    assert other in service.workers()
+    # What came to the listener of the hung one waited, and was answered by another.
+    assert load.failed == []
+    (event,) = service.events("worker_hung")
+    assert (event["pid"], event["silent_s"]) == (hung, IMPATIENT_S)
+    (event,) = service.events("worker_ended")
+    assert event["reason"] == "hung"
+    totals = await service.metrics()
+    assert totals["sidecar_exchanges_total/ok"] == load.answered
+    assert totals["sidecar_worker_restarts_total/hung"] == 1
+    assert totals["sidecar_workers_alive"] == 2
+
+
+async def test_neither_a_busy_worker_nor_one_that_drains_is_taken_for_hung(
+    held: asyncio.Event, start: Any
+) -> None:
+    service = await start(2, hung_after_s=IMPATIENT_S)
+    streams = await streams_on_every_worker(service)
+    draining, busy = streams
+    os.kill(draining, signal.SIGTERM)
+    await service.serving(3)
+    load = Load(service.port)
+
+    os.kill(draining, signal.SIGSTOP)
+    load.begin(4, kept=4)
+    await asyncio.sleep(IMPATIENT_S + 2 * LOOK_S)
+    still = set(service.workers())
+    await load.end()
+    os.kill(draining, signal.SIGCONT)
+    held.set()
+    finished = [await stream.rest() for stream in (*streams[draining], *streams[busy])]
+
+    assert {draining, busy} <= still
+    assert load.failed == []
+    assert service.events("worker_hung") == []
+    assert all(b"[DONE]" in rest for rest in finished)
 
 
 async def test_replacing_every_worker_under_load_fails_no_request(
@@ -428,6 +506,40 @@ def test_a_worker_that_dies_again_and_again_waits_longer_each_time() -> None:
     assert RESTARTS.wait_s(0.1, 1.0) == 0.2
     assert RESTARTS.wait_s(8.0, 1.0) == 10.0
     assert RESTARTS.wait_s(8.0, 60.0) == 0.1
+
+
+def test_signs_of_life_grow_while_the_writer_serves_and_are_gone_with_it() -> None:
+    region = private_region()
+    seen = []
+
+    table = MetricTable(region)
+    seen.append(signs_of_life(region))
+    table.open()
+    seen.append(signs_of_life(region))
+    for _ in range(1_000):
+        table.give_sign()
+    seen.append(signs_of_life(region))
+    table.cells(b"counter n", 1)  # the table grows beside them
+    seen.append(signs_of_life(region))
+    mark_dead(region)
+    seen.append(signs_of_life(region))
+
+    assert seen == [0, 1, 1_001, 1_001, 0]
+
+
+def test_silence_is_counted_from_look_to_look_and_ends_with_a_sign() -> None:
+    silence = Silence()
+
+    assert [silence.look(signs) for signs in (11, 11, 11, 12, 12)] == [0.0, 1.0, 2.0, 0.0, 1.0]
+
+
+def test_a_parent_that_stood_still_itself_holds_that_against_nobody() -> None:
+    silence = Silence()
+    silence.look(11)
+
+    after_an_hour = silence.look(11)  # it was not looked in between
+
+    assert after_an_hour == LOOK_S < HUNG_AFTER_S
 
 
 def accepts(port: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import h11
 
 from sidecar.relay.client_request import ClientRequest
-from sidecar.relay.heads import SENT_ON_DEMAND, request_head
+from sidecar.relay.heads import SENT_ON_DEMAND, request_lines
 from sidecar.relay.json_spans import members
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
 from sidecar.relay.reply_parser import BrokenReplyError, ReplyHead, ReplyParser
@@ -68,10 +68,11 @@ def requests_of(pieces: list[bytes]) -> list[Any]:
 
 def parts(request: ClientRequest) -> dict[str, Any]:
     """All that the relay knows of a request, to be compared."""
+    head = request.head
     return {
-        "line": (request.method, request.target, request.http_1_1, request.keep_alive),
-        "lines": tuple(request.headers.lines),
-        "aside": request.headers.aside,
+        "line": (head.method, head.target, head.http_1_1, head.keep_alive),
+        "lines": tuple(head.headers.lines),
+        "aside": head.headers.aside,
         "body": request.body,
     }
 
@@ -91,18 +92,18 @@ def request_parser(data: bytes) -> None:
 
 def check_written(request: dict[str, Any]) -> None:
     method, target, _, _ = request["line"]
-    head = request_head(
+    lines = request_lines(
         method,
         target,
         request["lines"],
         host=b"vllm:1",
-        content_length=len(request["body"]),
         sent_on_demand=[
             b"%b: %b" % (name, request["aside"][name])
             for name in SENT_ON_DEMAND
             if name in request["aside"]
         ],
     )
+    head = b"%b\r\nContent-Length: %d\r\n\r\n" % (lines, len(request["body"]))
     server = h11.Connection(h11.SERVER, max_incomplete_event_size=2**20)
     server.receive_data(head + request["body"])
     body = b""
@@ -136,6 +137,9 @@ class Reader:
     def reply_body(self, data: bytes) -> None:
         assert self.heads, "a body before its head"
         self.body += data
+
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        return False
 
     def batch_end(self, *, complete: bool, received_at: float) -> None: ...
 
