@@ -4,8 +4,8 @@ The relay never waits for any of it. What does not fit is dropped, the newest fi
 reason: for every request to a captured surface exactly one of kept, lost and skipped grows by one.
 
 The thread shares the interpreter with the relay. It lets go of it between any two steps of Python,
-so what matters is how long one call into C may take: replies of any length are read event by event
-and put together in blocks of 64 kB, and batches are cut by bytes as well as by count.
+so what matters is how long one call into C may take: streams are read in runs of 64 kB at most, and
+batches are cut by bytes as well as by count. It shares the core too, perhaps: see `rests.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from sidecar.assemble import RawCapture, assemble
 from sidecar.errors import OutboxError
 from sidecar.metrics import Metrics
 from sidecar.records import Exchange
+from sidecar.rests import Rest, never
 from sidecar.settings import Capture as CaptureSettings
 from sidecar.spans import RequestSpans, trace_id
+from sidecar.tee import HeldBytes, Tee
 from sidecar.turns import Turns
 
 log = structlog.get_logger()
-BATCH = 500
-"""Exchanges in one transaction of the sink."""
-BATCH_BYTES = 4 * 2**20
+BATCH = 64
+"""Exchanges in one transaction of the sink: the end of one is a stretch of work that nothing
+interrupts (a quarter of a millisecond)."""
+BATCH_BYTES = 2**19
 """Captured bytes in one transaction; a single capture may be larger."""
+EARLY = 256
+"""So many captures do not wait for the interval to end."""
 STOPPED = "stopped"
 """Why captures are lost that were not written within the time that a stop may take."""
 
@@ -46,42 +51,6 @@ class ExchangeSink(Protocol):
     def close(self) -> None: ...
 
 
-class Tee:
-    """The chunks of one reply, kept by reference while it passes. Belongs to the relay's thread."""
-
-    __slots__ = ("_capture", "_chunks", "lost_reason", "size")
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-        self._chunks: list[bytes] = []
-        self.size = 0
-        """Bytes that it holds; read it before `take`, for `RawCapture.reply_bytes`."""
-        self.lost_reason: str | None = None
-
-    def add(self, chunk: bytes) -> None:
-        if self.lost_reason is not None:
-            return
-        length = len(chunk)
-        reason = self._capture.refuse(self.size + length, length)
-        if reason is not None:
-            self.clear()
-            self.lost_reason = reason
-            return
-        self.size += length
-        self._chunks.append(chunk)
-
-    def clear(self) -> None:
-        """Forget everything: the reply is too long, or another one takes its place."""
-        self._capture.release(self.size)
-        self.size = 0
-        self._chunks = []
-
-    def take(self) -> tuple[bytes, ...]:
-        chunks = tuple(self._chunks)
-        self.clear()
-        return chunks
-
-
 class Capture:
     """The queue and its thread. `start` it, `offer` to it, `stop` it."""
 
@@ -91,24 +60,32 @@ class Capture:
         sink: ExchangeSink,
         metrics: Metrics,
         spans: RequestSpans | None,
+        rest: Rest = never,
     ) -> None:
-        """spans: None when nothing exports them; then none is made."""
+        """spans: None when nothing exports them; then none is made.
+        rest: called by the thread between two captures."""
         self._settings = settings
         self._sink = sink
         self._metrics = metrics
         self._spans = spans
+        self._rest = rest
         self._turns = Turns()
         self._queue: deque[tuple[RawCapture, int]] = deque()
-        # Each of these three has one writing thread, so that the relay's side takes no lock.
-        self._teed_bytes = 0  # of replies still passing; the relay's
-        self._offered_bytes = 0  # ever; the relay's
-        self._done_bytes = 0  # ever; the capture's
+        self._held = HeldBytes(
+            max_reply=settings.max_reply_bytes, max_pending=settings.max_pending_bytes
+        )
+        self._max_pending = settings.max_pending
         self._lock = threading.Lock()  # of all below
         self._unlogged: Counter[str] = Counter()
         self._in_hand = 0
         """Captures that were taken from the queue and are not accounted for yet."""
         self._abandoned = False
         self._stopping = threading.Event()
+        self._work = threading.Event()
+        self._asleep = False
+        """The thread waits for work, and must be told when there is some."""
+        self._waiting = False
+        """It waits for more of it, and must be told when there is enough."""
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
 
     # -- the relay's side: one thread; never blocks, never raises
@@ -119,23 +96,11 @@ class Capture:
         return self._spans is not None
 
     def tee(self) -> Tee:
-        return Tee(self)
+        return Tee(self._held)
 
     def refuse(self, reply_bytes: int, more: int) -> str | None:
-        """Why `more` bytes of a reply cannot be kept; None when they can, and are counted."""
-        if reply_bytes > self._settings.max_reply_bytes:
-            return "reply_too_long"
-        if self._held_bytes + more > self._settings.max_pending_bytes:
-            return "memory_full"
-        self._teed_bytes += more
-        return None
-
-    def release(self, size: int) -> None:
-        self._teed_bytes -= size
-
-    @property
-    def _held_bytes(self) -> int:
-        return self._teed_bytes + self._offered_bytes - self._done_bytes
+        """As `HeldBytes.refuse`."""
+        return self._held.refuse(reply_bytes, more)
 
     def offer(self, raw: RawCapture) -> None:
         """Hand over a finished request. Dropped and counted when the queue is full."""
@@ -143,15 +108,17 @@ class Capture:
         if not wanted and self._spans is None:
             return
         size = raw.size
-        if len(self._queue) >= self._settings.max_pending:
+        if len(self._queue) >= self._max_pending:
             reason = "queue_full"
-        elif self._held_bytes + size > self._settings.max_pending_bytes:
+        elif not self._held.has_room(size):
             reason = "memory_full"
         elif self._abandoned:
             reason = STOPPED
         else:
-            self._offered_bytes += size
+            self._held.offered += size
             self._queue.append((raw, size))
+            if self._asleep or (self._waiting and len(self._queue) >= EARLY):
+                self._wake()
             return
         if wanted:
             self.lose(reason, 1)
@@ -161,6 +128,11 @@ class Capture:
         self._metrics.captures_lost.labels(reason).inc(count)
         with self._lock:
             self._unlogged[reason] += count
+        self._wake()
+
+    def _wake(self) -> None:
+        self._asleep = self._waiting = False
+        self._work.set()
 
     # -- the thread
 
@@ -171,6 +143,7 @@ class Capture:
         """Write what is queued and end. False: it did not within `timeout_s`; what is not written
         by then is counted as lost, though the batch that is being written may still arrive."""
         self._stopping.set()
+        self._wake()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             return True
@@ -185,12 +158,27 @@ class Capture:
         return False
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._settings.flush_interval_s):
+        while not self._stopping.is_set():
+            self._await_work()
             self._flush()
             self._log_losses()
         self._flush()
         self._log_losses()
         self._sink.close()
+
+    def _await_work(self) -> None:
+        """Sleep until there is some, then until there is enough or the interval is over. (To look
+        ten times a second would cost a proxy that captures nothing a hundredth of all it does.)"""
+        self._work.clear()
+        self._asleep = True  # before the look: what comes after it wakes us
+        if not self._queue and not self._unlogged and not self._stopping.is_set():
+            self._work.wait()
+        self._asleep = False
+        self._work.clear()
+        self._waiting = True
+        if len(self._queue) < EARLY and not self._stopping.is_set():
+            self._work.wait(self._settings.flush_interval_s)
+        self._waiting = False
 
     def _flush(self) -> None:
         while batch := self._take():
@@ -198,8 +186,8 @@ class Capture:
                 self._write(self._read_all([raw for raw, _ in batch]))
             finally:
                 # Only now: what is being written is still in memory.
-                self._done_bytes += sum([size for _, size in batch])
-                self._metrics.capture_pending_bytes.set(self._held_bytes)
+                self._held.done += sum([size for _, size in batch])
+                self._metrics.capture_pending_bytes.set(self._held.now)
 
     def _take(self) -> list[tuple[RawCapture, int]]:
         batch: list[tuple[RawCapture, int]] = []
@@ -217,6 +205,8 @@ class Capture:
         untrainable: Counter[str] = Counter()
         mismatch: Exchange | None = None
         for raw in batch:
+            if len(self._queue) < self._max_pending // 2:  # else to keep up matters more
+                self._rest()
             try:
                 exchange = self._read(raw)
             except Exception as error:  # noqa: BLE001 - one that shows a defect must not end all

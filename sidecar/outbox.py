@@ -22,11 +22,14 @@ import structlog
 
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
+from sidecar.rests import Rest, never
 
 log = structlog.get_logger()
 SCHEME = "sqlite:///"
 BUSY_TIMEOUT_S = 5.0
 """How long a writer waits for another's lock. Captures queue in memory meanwhile."""
+ROWS_AT_ONCE = 8
+"""Rows that are written between two rests."""
 _SCHEMA = """CREATE TABLE IF NOT EXISTS outbox(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, exchange_id TEXT, at REAL, payload BLOB)"""
 # Rows leave from the front only, so the ends give the number without counting. Each end has its own
@@ -129,12 +132,14 @@ class Outbox:
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
         on_rows_gone: Callable[[int], object] | None = None,
+        rest: Rest = never,
     ) -> None:
         """on_rows_gone: told how many records went unread with a file that was deleted or moved,
-        by one of its writers only."""
+        by one of its writers only. rest: called between two steps of the writing."""
         self._file = _File(path, busy_timeout_s, on_rows_gone)
         self._max_rows = max_rows
         self._clock = clock
+        self._rest = rest
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
         """Store a batch in one transaction.
@@ -149,9 +154,12 @@ class Outbox:
             connection.execute("BEGIN IMMEDIATE")
             room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])
             kept = rows[:room]
-            connection.executemany(
-                "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)", kept
-            )
+            for start in range(0, len(kept), ROWS_AT_ONCE):
+                connection.executemany(
+                    "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)",
+                    kept[start : start + ROWS_AT_ONCE],
+                )
+                self._rest()
             connection.execute("COMMIT")
         return len(kept)
 

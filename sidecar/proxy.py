@@ -29,6 +29,7 @@ from sidecar.relay.replicas import Replica, Replicas
 from sidecar.relay.server import RelayServer
 from sidecar.relay.upstream import Endpoint, endpoint
 from sidecar.replica_watch import ReplicaWatch
+from sidecar.rests import Rests
 from sidecar.routing_source import RoutingSource
 from sidecar.sampling_rule import SamplingRule
 from sidecar.settings import Settings
@@ -66,13 +67,17 @@ class Proxy:
             name = f"proxy-{seat.port}-{seat.slot}.sock"
             self._socket_path = settings.state_dir / name
         bus = outbox_path(settings.bus.url)
+        rest = Rests()
         sink = sink or Outbox(
-            bus, max_rows=settings.bus.max_rows, on_rows_gone=self.metrics.outbox_rows_gone.inc
+            bus,
+            max_rows=settings.bus.max_rows,
+            on_rows_gone=self.metrics.outbox_rows_gone.inc,
+            rest=rest,
         )
         spans = request_spans(tracing, settings.telemetry) if tracing is not None else None
         traced = tracing is not None and tracing.spans is not None
         propagation = Propagation(settings.telemetry.trace_sample_rate)
-        self.capture = Capture(settings.capture, sink, self.metrics, spans)
+        self.capture = Capture(settings.capture, sink, self.metrics, spans, rest)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
         self.routing = RoutingSource(
             settings.store.url,

@@ -121,7 +121,7 @@ class Capture(Section):
         Annotated[float, Field(ge=0.0, le=1.0)],
     ] = Field(default_factory=dict)
     """Rates of single surfaces; multiplied with the others. Embeddings are never captured."""
-    max_pending: int = 2_000
+    max_pending: int = 8_000
     max_pending_bytes: int = 64 * 2**20
     max_reply_bytes: int = 8 * 2**20
     """A longer reply is relayed and not recorded."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidecar.relay.client_request import ClientRequest
-from sidecar.relay.heads import reply_head
+from sidecar.relay.heads import reply_head, reply_lines
 from sidecar.relay.reply_body import ReplyBody
 from sidecar.relay.reply_parser import NO_BODY_STATUSES, ReplyHead
 
@@ -72,10 +72,11 @@ class ClientReply:
         self._chunked = length is None and not bodyless and self._request.head.http_1_1
         if length is None and not self._chunked and not bodyless:
             self.keep_alive = False  # HTTP/1.0 has no other way to end a body of unknown length
+        headers = head.headers
+        if not headers.written:
+            headers.written = reply_lines(head.status, head.reason, headers.lines)
         return reply_head(
-            head.status,
-            head.reason,
-            head.headers.lines,
+            headers.written,
             own=own,
             content_length=length,
             chunked=self._chunked,

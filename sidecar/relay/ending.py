@@ -6,11 +6,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from sidecar.assemble import RawCapture
-from sidecar.capture import Tee
 from sidecar.records import Outcome, Timings
 from sidecar.relay.context import RelayContext
 from sidecar.relay.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
 from sidecar.relay.usage import estimated_tokens, usage_tokens
+from sidecar.tee import Tee
 
 if TYPE_CHECKING:
     from sidecar.relay.flight import Flight

@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Final
 
 from sidecar.access import Admission
-from sidecar.capture import Tee
 from sidecar.records import Outcome
 from sidecar.relay.client_reply import ClientReply, ClientSide
 from sidecar.relay.client_request import ClientRequest
@@ -36,6 +35,7 @@ from sidecar.relay.reply_body import PASSED, HeldBody, ReplyBody, reply_body
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.usage import TAIL_BYTES
+from sidecar.tee import Tee
 
 STREAM_ENDS: Final = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
 """What the last event of a surface ends with; clients close when they have it."""

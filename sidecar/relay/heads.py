@@ -91,10 +91,13 @@ class ReplyHeaders:
         "content_length",
         "content_type",
         "lines",
+        "written",
     )
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
+        self.written = b""
+        """What was written of them to a client: the same headers come again and again."""
         self.content_length: bytes | None = None
         self.chunked = False
         self.content_type = b""
@@ -179,10 +182,16 @@ def lines_on_demand(
     return lines
 
 
+def reply_lines(status: int, reason: bytes, lines: Iterable[bytes]) -> bytes:
+    """The head of a reply to the client as far as it is vLLM's: without what frames the body.
+
+    lines: finished `name: value` lines.
+    """
+    return b"\r\n".join((b"HTTP/1.1 %d %b" % (status, reason), *lines))
+
+
 def reply_head(
-    status: int,
-    reason: bytes,
-    lines: Iterable[bytes],
+    first: bytes,
     *,
     own: Sequence[bytes] = (),
     content_length: int | None,
@@ -191,10 +200,10 @@ def reply_head(
 ) -> bytes:
     """The head of a reply to the client, blank line included.
 
-    lines, own: finished `name: value` lines. content_length: None leaves the header out (chunked,
-    no body, or ended by the close).
+    first: `reply_lines`. own: finished `name: value` lines. content_length: None leaves the header
+    out (chunked, no body, or ended by the close).
     """
-    pieces = [b"HTTP/1.1 %d %b" % (status, reason), *lines, *own]
+    pieces = [first, *own]
     if content_length is not None:
         pieces.append(b"content-length: %d" % content_length)
     if chunked:

@@ -103,9 +103,9 @@ class Outbound(ABC):
         """Choose who answers, and send. Nobody is left only when somebody was tried."""
         plan, context = self.plan, self._context
         assert plan is not None, "only planned requests have a choice of replicas"
-        replica = context.replicas.choose(
-            self.routes[0].upstream_model, plan.session_key, self._tried, context.monotonic()
-        )
+        replicas = context.replicas
+        now = context.monotonic() if replicas.many else 0.0
+        replica = replicas.choose(self.routes[0].upstream_model, plan.session_key, self._tried, now)
         if replica is None:
             self._give_up("no other replica is left")
             return

@@ -8,7 +8,7 @@ from typing import Final
 from sidecar.assignment import CompiledRouting
 from sidecar.relay.heads import RequestHeaders
 from sidecar.relay.refusals import Refusal, unknown_model
-from sidecar.relay.reply_edit import STRIP_NOTHING, Strip
+from sidecar.relay.reply_edit import STRIP_NOTHING, STRIP_USUAL, Strip
 from sidecar.relay.request_edit import (
     LOGPROBS,
     MODEL,
@@ -189,8 +189,9 @@ def _strip(rule: SurfaceRule, peek: RequestPeek, *, captured: bool, metered: boo
     if not rule.gives_ids or not (captured or metered):
         return STRIP_NOTHING
     options = peek.stream_options() if metered and peek.streams else None
-    return Strip(
-        token_ids=captured and peek.may_ask_token_ids(rule.surface),
-        logprobs=captured and peek.may_ask_logprobs(rule.surface),
-        usage=options is not None and not options.get("include_usage"),
-    )
+    token_ids = captured and peek.may_ask_token_ids(rule.surface)
+    logprobs = captured and peek.may_ask_logprobs(rule.surface)
+    if token_ids and logprobs and options is None:
+        return STRIP_USUAL
+    usage = options is not None and not options.get("include_usage")
+    return Strip(token_ids=token_ids, logprobs=logprobs, usage=usage)

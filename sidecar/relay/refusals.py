@@ -14,7 +14,7 @@ from typing import Any
 
 from sidecar.access_words import Denial
 from sidecar.records import Surface
-from sidecar.relay.heads import Header, header_lines, reply_head
+from sidecar.relay.heads import Header, header_lines, reply_head, reply_lines
 from sidecar.relay.surfaces import Failure
 
 MAX_ECHO_CHARS = 200
@@ -192,10 +192,9 @@ def refusal_reply(
     refusal: Refusal, *, own: Sequence[bytes] = (), close: bool, head_only: bool = False
 ) -> bytes:
     """The whole reply as bytes. head_only: the answer to a HEAD."""
+    lines = (b"content-type: application/json", *refusal.headers)
     head = reply_head(
-        refusal.status,
-        HTTPStatus(refusal.status).phrase.encode(),
-        (b"content-type: application/json", *refusal.headers),
+        reply_lines(refusal.status, HTTPStatus(refusal.status).phrase.encode(), lines),
         own=own,
         content_length=len(refusal.body),
         chunked=False,

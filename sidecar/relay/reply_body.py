@@ -11,10 +11,13 @@ from typing import Final, Literal, Protocol
 from sidecar.relay.heads import EVENT_STREAM
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
 from sidecar.relay.sse import EventSplitter, is_one_event
+from sidecar.relay.usual_shape import EventShape, learn_shape
 
 MAX_HELD_BYTES: Final = 64 * 2**20
 """A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
 than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
+LESSONS: Final = 16
+"""Events that are looked at for their shape; a stream of another kind has none."""
 EVENT_END: Final = (b"\n\n", b"\r\n\r\n")
 
 Length = Literal["kept", "whole", "unknown"]
@@ -65,17 +68,29 @@ class EventBody:
         self._strip = strip
         self._splitter = EventSplitter()
         self._passing = False
+        self._shape: EventShape | None = None
+        self._lessons = LESSONS if strip.everything and not strip.usage else 0
 
     def feed(self, data: bytes) -> bytes:
         if self._passing:
             return data
-        if self._splitter.pending_bytes == 0 and is_one_event(data):
-            return strip_event(data, self._strip)
-        events = self._splitter.feed(data)
+        splitter = self._splitter
+        if not splitter.pending:
+            if self._shape is not None:
+                stripped = self._shape.strip(data)
+                if stripped is not None:
+                    return stripped
+            if is_one_event(data):
+                stripped = strip_event(data, self._strip)
+                if self._shape is None and self._lessons:
+                    self._lessons -= 1
+                    self._shape = learn_shape(data, stripped)
+                return stripped
+        events = splitter.feed(data)
         out = b"".join([strip_event(event, self._strip) for event in events])
-        if self._splitter.pending_bytes > MAX_HELD_BYTES:
+        if splitter.pending_bytes > MAX_HELD_BYTES:
             self._passing = True
-            return out + self._splitter.rest()
+            return out + splitter.rest()
         return out
 
     def end(self) -> bytes:

@@ -19,6 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from sidecar.relay.json_spans import Member, elements, members
 from sidecar.relay.reply_fields import REPLY, ReplyFields
+from sidecar.relay.usual_shape import strip_usual_reply
 
 NULL: Final = b"null"
 _PROMPT_IDS: Final = b'"prompt_token_ids":'
@@ -47,6 +48,7 @@ class Strip:
 
 
 STRIP_NOTHING: Final = Strip(token_ids=False, logprobs=False)
+STRIP_USUAL: Final = Strip(token_ids=True, logprobs=True)
 
 
 class _NotCertainError(Exception):
@@ -55,6 +57,10 @@ class _NotCertainError(Exception):
 
 def strip_reply(body: bytes, strip: Strip) -> bytes:
     """A whole reply, without what `strip` names. Anything that is not a reply comes back."""
+    if strip.everything:
+        usual = strip_usual_reply(body)
+        if usual is not None:
+            return usual
     try:
         reply = REPLY.decode(body)
         return _replace(body, _spans(body, reply, strip))

@@ -210,6 +210,9 @@ class ReplyParser:
     def unframe(self, data: bytes) -> None:
         """Hand on the body of `whole_chunks`."""
         at, stop = 0, len(data)
+        if stop < TABLED and data.startswith(_ONE_CHUNK[stop]):
+            self._reader.reply_body(data[len(_ONE_CHUNK[stop]) : stop - 2])
+            return
         while at < stop:
             start, end = chunk_at(data, at)
             self._reader.reply_body(data[start:end])

@@ -5,7 +5,7 @@ folded lines, a space before the colon); what it lets through, is refused here: 
 but `chunked`, a coding in HTTP/1.0, upgrades, other protocols than HTTP, a missing or doubled Host,
 a target with a fragment.
 
-A head that is the connection's last one once more is recognised instead of parsed (`known_head.py`).
+A head that is the last one of the connection once more is not parsed again (`known_head.py`).
 """
 
 from __future__ import annotations

@@ -19,28 +19,29 @@ class EventSplitter:
     all events and `rest()` joined are the bytes that were fed."""
 
     def __init__(self) -> None:
-        self._pending = b""
+        self.pending = b""
+        """The event that has not ended yet."""
 
     @property
     def pending_bytes(self) -> int:
         """Length of the event that has not ended yet."""
-        return len(self._pending)
+        return len(self.pending)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take more bytes, give the events that they complete, in order."""
-        searched = max(0, len(self._pending) - _LOOK_BACK)
-        buffer = self._pending + data if self._pending else data
+        searched = max(0, len(self.pending) - _LOOK_BACK)
+        buffer = self.pending + data if self.pending else data
         events: list[bytes] = []
         start = 0
         for match in _BLANK_LINE.finditer(buffer, searched):
             events.append(buffer[start : match.end()])
             start = match.end()
-        self._pending = buffer[start:]
+        self.pending = buffer[start:]
         return events
 
     def rest(self) -> bytes:
         """What came after the last blank line; empties the splitter."""
-        rest, self._pending = self._pending, b""
+        rest, self.pending = self.pending, b""
         return rest
 
 

@@ -177,13 +177,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._paused:
             self.resume()
         transport = self._transport
-        # What is still unsent belongs to a request that was answered before it was read.
-        if (
-            reply.keep_alive
-            and transport is not None
-            and not transport.is_closing()
-            and transport.get_write_buffer_size() == 0
-        ):
+        # What is still unsent belongs to a request that was answered before it was read. (One that
+        # is closing is found out when it is taken again.)
+        if reply.keep_alive and transport is not None and transport.get_write_buffer_size() == 0:
             self._pool.give_back(self)
         else:
             self.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.relay.client_request import ClientRequest
-from sidecar.relay.heads import ReplyHeaders, RequestHeaders, reply_head, request_lines
+from sidecar.relay.heads import ReplyHeaders, RequestHeaders, reply_head, reply_lines, request_lines
 from sidecar.relay.reply_parser import ReplyHead, ReplyParser
 from sidecar.relay.request_parser import RequestParser
 
@@ -110,9 +110,7 @@ def test_a_reply_head_gets_our_headers_and_the_framing() -> None:
     )
 
     head = reply_head(
-        200,
-        b"OK",
-        headers.lines,
+        reply_lines(200, b"OK", headers.lines),
         own=(b"x-sidecar-adapter: base",),
         content_length=None,
         chunked=True,

@@ -1,0 +1,117 @@
+"""Take the sidecar's own fields out of the usual reply, and the usual event, by their shape. Pure.
+
+To read a reply as JSON takes five times as long as to find where the fields begin and end. So they
+are looked for by marks, whole keys with what stands around them, and what has all its marks is
+edited there; anything else is read as JSON (`reply_edit.py`).
+
+Why that is enough: quotes inside JSON strings are escaped, so a mark is never found in what a model
+or a user wrote. One mark opens the value of `logprobs` and another closes it: vLLM writes the
+members of a choice in one order, and a member between the two would stand behind `]}`. A list of
+ids is digits and commas up to its bracket. The events of one chat stream differ in one token, so of
+those the rest is compared to the byte with an event that was read as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_DELTA: Final = b'"delta":'
+_OPENS: Final = b',"logprobs":{"content":['
+_END: Final = b'"top_logprobs":[]}]}'
+_CLOSES: Final = _END + b',"finish_reason":null,"token_ids":['
+_FINISH: Final = _END + b',"finish_reason":'
+_LOGPROBS: Final = b'"logprobs":'
+_IDS: Final = b',"token_ids":['
+_PROMPT_IDS: Final = b',"prompt_token_ids":['
+_NULL: Final = b"null"
+_ID_BYTES: Final = b"0123456789,"
+_NEAR: Final = 400
+"""Between the end of the log-probabilities and the ids: two reasons why the answer ended."""
+_NULLS: Final = b',"logprobs":null,"finish_reason":null,"token_ids":null'
+_EMPTY: Final = 2
+"""Length of the delta of an event that only exists because token ids were asked for: `{}`."""
+_ARRAY_END: Final = ord("]")
+_COMMA: Final = ord(",")
+_ZERO: Final = ord("0")
+_NINE: Final = ord("9")
+
+
+class EventShape:
+    """What the usual events of one stream begin and end with."""
+
+    __slots__ = ("_before", "_rest")
+
+    def __init__(self, before: bytes, rest: bytes) -> None:
+        """before: up to the delta. rest: from behind the token ids to the blank line, included."""
+        self._before = before
+        self._rest = rest
+
+    def strip(self, event: bytes) -> bytes | None:
+        """The event with `null` for log-probabilities and token ids. None: not a usual one."""
+        before, rest = self._before, self._rest
+        if not event.startswith(before) or not event.endswith(rest):
+            return None
+        opens = event.find(_OPENS, len(before))
+        if opens <= len(before) + _EMPTY:
+            return None
+        closes = event.find(_CLOSES, opens)
+        if closes < 0:
+            return None
+        at = closes + len(_CLOSES)
+        stop = len(event) - len(rest) - 1
+        if at >= stop or event[stop] != _ARRAY_END:
+            return None
+        while at < stop:
+            byte = event[at]
+            if byte != _COMMA and (byte < _ZERO or byte > _NINE):
+                return None
+            at += 1
+        return b"".join((event[:opens], _NULLS, rest))
+
+
+def learn_shape(event: bytes, stripped: bytes) -> EventShape | None:
+    """The shape of an event that was edited the careful way, if it is a usual one.
+
+    stripped: what came of it, with log-probabilities and token ids taken out.
+    """
+    delta = event.find(_DELTA)
+    closes = event.find(_CLOSES, delta) if delta >= 0 else -1
+    end = event.find(b"]", closes + len(_CLOSES)) if closes >= 0 else -1
+    if end < 0:
+        return None
+    shape = EventShape(event[: delta + len(_DELTA)], event[end + 1 :])
+    return shape if shape.strip(event) == stripped else None
+
+
+def strip_usual_reply(reply: bytes) -> bytes | None:
+    """A whole chat reply of one answer with `null` for log-probabilities, ids of the answer and ids
+    of the prompt. None: not a usual one."""
+    opens = reply.find(_LOGPROBS) - 1
+    if opens < 0 or not reply.startswith(_OPENS, opens):
+        return None
+    closes = reply.find(_FINISH, opens)
+    if closes < 0 or reply.find(_LOGPROBS, closes) >= 0:
+        return None
+    closes += len(_END)
+    ids = reply.find(_IDS, closes, closes + _NEAR) + len(_IDS)
+    ids_end = reply.find(b"]", ids)
+    if ids < len(_IDS) or ids_end < 0 or reply[ids:ids_end].translate(None, _ID_BYTES):
+        return None
+    prompt = reply.find(_PROMPT_IDS, ids_end) + len(_PROMPT_IDS)
+    prompt_end = reply.find(b"]", prompt)
+    if prompt < len(_PROMPT_IDS) or prompt_end < 0:
+        return None
+    if reply[prompt:prompt_end].translate(None, _ID_BYTES) or reply.find(_IDS, prompt_end) >= 0:
+        return None
+    return b"".join(
+        (
+            reply[: opens + 1],
+            _LOGPROBS,
+            _NULL,
+            reply[closes : ids - 1],
+            _NULL,
+            reply[ids_end + 1 : prompt - 1],
+            _NULL,
+            reply[prompt_end + 1 :],
+        )
+    )
