@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from sidecar.hot_metrics import Histogram
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.25
 
 
 class LoopLag:
-    """`start` it, `stop` it. Ten microseconds of work a second.
+    """`start` it, `stop` it. Microseconds of work, four times a second.
 
     The loop's timers count whole milliseconds, so less than one is not told from none.
     """
