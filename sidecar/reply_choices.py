@@ -3,20 +3,23 @@
 Both surfaces have choices that carry token ids and log-probabilities; they differ in where the text
 stands, and in the form of the log-probabilities. One reader takes both.
 
-Nearly all of a stream are events that are alike to the byte but for their choice, and each came as
-one chunk. `_Frame` cuts those bytes off, and many choices are decoded in one call: half the time
-that one event after the other takes. What is not like this is read event by event.
+The usual events of a stream are decoded many at once (`reply_runs.py`), the others one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import msgspec
-
+from sidecar.choice_fields import (
+    CHOICE,
+    REPLY,
+    USUAL,
+    ChoiceFields,
+    Logprobs,
+    ReplyFields,
+    UsualChoice,
+)
 from sidecar.reply_parts import (
-    Document,
     JsonObject,
     ReadChoice,
     ReadReply,
@@ -25,93 +28,18 @@ from sidecar.reply_parts import (
     documents,
     is_done,
 )
+from sidecar.reply_runs import RUN_BYTES, decode_lines, frame_of
 
 MAX_TOOL_CALLS = 1024
 """An index beyond this is not a call's place but nonsense, which must not cost memory."""
-
-
-# Members stand in the order in which vLLM writes them: msgspec looks for the next one first.
-class _Entry(msgspec.Struct, gc=False, kw_only=True):
-    token: str | None = None
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Entry] | None = None
-    """Chat's form."""
-    tokens: list[str] | None = None
-    """Text completions' form, in two lists."""
-    token_logprobs: list[float | None] | None = None
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: int = 0
-    delta: JsonObject | None = None
-    message: JsonObject | None = None
-    text: str | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-
-
-class _Content(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    content: str | None = None
-
-
-class _OneLogprob(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    content: tuple[_Entry]
-
-
-class _UsualChoice(msgspec.Struct, gc=False):
-    """The choice of an event that brings one token and its text and nothing else: what else a
-    `_Choice` may say is refused. Decoded and added, it takes a sixth less time."""
-
-    delta: _Content
-    logprobs: _OneLogprob
-    token_ids: tuple[int]
-    index: int = 0
-    finish_reason: None = None
-    stop_reason: int | str | None = None
-    message: None = None
-    text: None = None
-    prompt_token_ids: None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    completion_tokens: int | None = None
-
-
-class _Reply(msgspec.Struct, gc=False):
-    model: str | None = None
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    error: object = None
-    """An object in a stream that broke; a string from vLLM's own check of keys."""
-
-
-_DECODER = msgspec.json.Decoder(_Reply)
-_CHOICE_DECODER = msgspec.json.Decoder(_Choice)
-_USUAL_DECODER = msgspec.json.Decoder(_UsualChoice)
-
-_RUN_BYTES = 32_768
-"""Of events that are decoded in one call, which keeps the interpreter from the relay's thread: 100
-events with log-probabilities, 50 us. Twice as many bytes are left to be decoded one by one."""
-_ENDS = 64
-"""Events at either end of a stream among which the usual ones may begin and end."""
-_FEW = 8
+FEW = 8
 """Chunks of a stream so short that it does not pay to look for what its events share."""
-_BEFORE_CHOICE = b'"choices":[{'
-_BEHIND_CHOICE = b"}]}\n\n"
-_LINE_END = 0x0A
 
 
 def read_whole(body: bytes) -> ReadReply:
     """Read a reply that came in one piece. Raises: UnreadableReplyError."""
     reader = _Reader()
-    reader.add(decode(_DECODER, body))
+    reader.add(decode(REPLY, body))
     reader.ended = True
     return reader.end()
 
@@ -119,12 +47,12 @@ def read_whole(body: bytes) -> ReadReply:
 def read_stream(chunks: Sequence[bytes]) -> ReadReply:
     """Put a stream together. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
     reader = _Reader()
-    frame = _frame(chunks[0]) if len(chunks) > _FEW else None
+    frame = frame_of(chunks[0]) if len(chunks) > FEW else None
     if frame is None:
         reader.add_events(chunks)
         return reader.end()
     first, last = frame.between(chunks)
-    length = 1 + _RUN_BYTES // (1 + len(chunks[last - 1]))
+    length = 1 + RUN_BYTES // (1 + len(chunks[last - 1]))
     others = list(chunks[:first])
     for at in range(first, last, length):
         run = chunks[at : min(at + length, last)]
@@ -141,70 +69,6 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
     others += chunks[last:]
     reader.add_events(others)
     return reader.end()
-
-
-class _Frame(NamedTuple):
-    """What the usual events of one stream have before and behind what their one choice says."""
-
-    head: bytes
-    model: str | None
-
-    def holds(self, chunk: bytes) -> bool:
-        return chunk.startswith(self.head) and chunk.endswith(_BEHIND_CHOICE)
-
-    def between(self, chunks: Sequence[bytes]) -> tuple[int, int]:
-        """Where the usual events begin and end; the same when they are not nearly all."""
-        ends = min(_ENDS, len(chunks))
-        first, last = 0, len(chunks)
-        while not self.holds(chunks[first]):
-            first += 1
-            if first == ends:
-                return last, last
-        while last > len(chunks) - ends and not self.holds(chunks[last - 1]):
-            last -= 1
-        return first, last
-
-    def choices(self, run: Sequence[bytes]) -> bytes | None:
-        """The choices of usual events, one on each line; None when one of them is not usual, or
-        when they are too long. All are checked at once: each lost as much as a usual one does."""
-        size = sum(map(len, run))
-        if size > 2 * _RUN_BYTES:
-            return None
-        head = self.head
-        inner = [chunk.removeprefix(head).removesuffix(_BEHIND_CHOICE) for chunk in run]
-        joined = b"".join(inner)
-        lost = len(run) * (len(head) + len(_BEHIND_CHOICE))
-        if size - len(joined) != lost or _LINE_END in joined:
-            return None
-        return b"{%b}" % b"}\n{".join(inner)
-
-
-def _frame(event: bytes) -> _Frame | None:
-    """The frame that the events behind this one will probably have; None when it says more than
-    the model."""
-    head = event[: event.find(_BEFORE_CHOICE) + len(_BEFORE_CHOICE)]
-    if not head.startswith(b"data: {") or not head.endswith(_BEFORE_CHOICE) or _LINE_END in head:
-        return None
-    try:
-        said = _DECODER.decode(head[5:] + b"}]}")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return _Frame(head, said.model) if said == _Reply(said.model, [_Choice()]) else None
-
-
-def _decode_lines(
-    decoder: msgspec.json.Decoder[Document], lines: bytes, count: int
-) -> list[Document] | None:
-    """Decode objects, each on one line of its own; None when that many cannot be read.
-
-    It takes exactly what one by one is taken: JSON allows `}`, a line's end and `{` in this order
-    nowhere inside a value, so each line is whole values; and as many values as lines are one each.
-    """
-    try:
-        found = decoder.decode_lines(lines)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return found if len(found) == count else None
 
 
 class _Growing:
@@ -232,7 +96,7 @@ class _Growing:
         self.logprobs: list[float] = []
         self.token_texts: list[str] = []
 
-    def add(self, choice: _Choice) -> None:
+    def add(self, choice: ChoiceFields) -> None:
         delta = choice.delta
         if delta is None:
             delta = choice.message
@@ -252,7 +116,7 @@ class _Growing:
             self.finish_reason = choice.finish_reason
             self.stop_reason = choice.stop_reason
 
-    def add_usual(self, choices: Sequence[_UsualChoice]) -> None:
+    def add_usual(self, choices: Sequence[UsualChoice]) -> None:
         contents = [choice.delta.content for choice in choices]
         self.texts["content"] += [content for content in contents if content is not None]
         self.token_ids += [choice.token_ids[0] for choice in choices]
@@ -260,7 +124,7 @@ class _Growing:
         self.logprobs += [entry.logprob for entry in entries]
         self.token_texts += [entry.token for entry in entries if entry.token is not None]
 
-    def _add_logprobs(self, logprobs: _Logprobs) -> None:
+    def _add_logprobs(self, logprobs: Logprobs) -> None:
         entries = logprobs.content
         if entries is not None:
             if len(entries) == 1:
@@ -337,17 +201,17 @@ class _Reader:
             if is_done(document):
                 self.ended = True
             else:
-                self.add(decode(_DECODER, document))
+                self.add(decode(REPLY, document))
 
     def add_choices(self, lines: bytes, count: int, model: str | None) -> bool:
         """Add events of which nothing is left but one choice each, on a line. False: they cannot be
         read so, and nothing was added."""
-        usual = _decode_lines(_USUAL_DECODER, lines, count) if self._usual else None
+        usual = decode_lines(USUAL, lines, count) if self._usual else None
         if usual is not None:
             self._add_usual(usual)
         else:
             self._usual = False
-            choices = _decode_lines(_CHOICE_DECODER, lines, count)
+            choices = decode_lines(CHOICE, lines, count)
             if choices is None:
                 return False
             self._add_choices(choices)
@@ -355,7 +219,7 @@ class _Reader:
             self._reply.models.add(model)
         return True
 
-    def add(self, part: _Reply) -> None:
+    def add(self, part: ReplyFields) -> None:
         reply = self._reply
         if part.model is not None:
             reply.models.add(part.model)
@@ -368,7 +232,7 @@ class _Reader:
             reply.completion_tokens = part.usage.completion_tokens
         self._add_choices(part.choices)
 
-    def _add_choices(self, choices: list[_Choice]) -> None:
+    def _add_choices(self, choices: list[ChoiceFields]) -> None:
         for choice in choices:
             if choice.prompt_token_ids:
                 self._add_prompt(choice.prompt_token_ids)
@@ -377,7 +241,7 @@ class _Reader:
                 growing = self._growing[choice.index] = _Growing()
             growing.add(choice)
 
-    def _add_usual(self, choices: list[_UsualChoice]) -> None:
+    def _add_usual(self, choices: list[UsualChoice]) -> None:
         indexes = [choice.index for choice in choices]
         alone = indexes.count(indexes[0]) == len(indexes)
         for index in dict.fromkeys(indexes[:1] if alone else indexes):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.relay import process_tree
 from benchmarks.relay.ends import Ends, LoadReport, run_load
-from benchmarks.relay.scenarios import Scenario, body, request, write_requests
+from benchmarks.relay.scenarios import Scenario, requests, write_requests
 from benchmarks.relay.stage import Cores, Running
 
 SETTLED_SHARE = 0.05
@@ -90,12 +90,12 @@ def measure(
     folder: Path,
 ) -> Sample:
     """Load one contender for one window. Raises: RuntimeError when the load generator fails."""
-    requests = request_file(running, scenario, folder)
+    asked = request_file(running, scenario, folder)
     seconds = max(seconds, scenario.min_seconds)
     command = [
         *("taskset", "-c", str(cores.ends), str(ends.load), str(running.port)),
         *(str(scenario.connections), str(scenario.warmup_s), str(seconds)),
-        *(str(scenario.spread_ms), str(requests)),
+        *(str(scenario.spread_ms), str(asked)),
     ]
     gauge = _Gauge(running.pid, cores)
     before = captures(running)
@@ -133,11 +133,7 @@ def request_file(running: Running, scenario: Scenario, folder: Path) -> Path:
     path = folder / f"{running.name}-{scenario.name}.bin"
     if not path.exists():
         authority = f"127.0.0.1:{running.port}"
-        contents = [body(scenario, number) for number in range(scenario.conversations)]
-        write_requests(
-            path,
-            [request(running.launch.path, authority, running.launch.key, one) for one in contents],
-        )
+        write_requests(path, requests(scenario, authority, running.launch))
     return path
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 MODEL = "bench-model"
 _WORDS = [
@@ -63,6 +63,8 @@ class Scenario:
     """Members of the request besides model and messages."""
     conversations: int = 64
     """Different conversations that are asked in turn, so that canary and champion both answer."""
+    fresh_heads: bool = False
+    """Each request's head has something of its own, as with a trace's name in it."""
     warmup_s: float = 0.5
     min_seconds: float = 0.0
     """A window is never shorter: some streams must end in it."""
@@ -83,6 +85,14 @@ def _stream(tokens: int, gap_us: int, **more: object) -> dict[str, object]:
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="small1", what="0.9 kB replies, 1 connection", kind="reply", connections=1),
     Scenario(name="small32", what="0.9 kB replies, 32 connections", kind="reply", connections=32),
+    Scenario(
+        name="fresh32",
+        what="small32 from clients that repeat nothing: no head, no conversation comes twice",
+        kind="reply",
+        connections=32,
+        conversations=8_192,
+        fresh_heads=True,
+    ),
     Scenario(
         name="sse8",
         what="8 streams of 200 events, 2 ms apart",
@@ -148,8 +158,37 @@ def body(scenario: Scenario, conversation: int) -> bytes:
     return json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def request(path: str, authority: str, key: str, content: bytes) -> bytes:
-    """The bytes of one request, with the headers that the OpenAI SDK sends."""
+class Launch(Protocol):
+    """What a request must know of the contender."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def key(self) -> str:
+        """The bearer token that clients send."""
+        ...
+
+
+def requests(scenario: Scenario, authority: str, launch: Launch) -> list[bytes]:
+    """All requests of one scenario to one contender."""
+    return [
+        request(
+            launch.path,
+            authority,
+            launch.key,
+            body(scenario, number),
+            more=f"x-request-id: {number:032x}\r\n" if scenario.fresh_heads else "",
+        )
+        for number in range(scenario.conversations)
+    ]
+
+
+def request(path: str, authority: str, key: str, content: bytes, *, more: str = "") -> bytes:
+    """The bytes of one request, with the headers that the OpenAI SDK sends.
+
+    more: whole header lines.
+    """
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {authority}\r\nAccept-Encoding: identity\r\n"
         f"Connection: keep-alive\r\nAccept: application/json\r\nContent-Type: application/json\r\n"
@@ -158,7 +197,7 @@ def request(path: str, authority: str, key: str, content: bytes) -> bytes:
         f"X-Stainless-Arch: x64\r\nX-Stainless-Runtime: CPython\r\n"
         f"X-Stainless-Runtime-Version: 3.11.7\r\nAuthorization: Bearer {key}\r\n"
         f"X-Stainless-Async: false\r\nx-stainless-retry-count: 0\r\n"
-        f"x-stainless-read-timeout: 600\r\nContent-Length: {len(content)}\r\n\r\n"
+        f"x-stainless-read-timeout: 600\r\n{more}Content-Length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
 

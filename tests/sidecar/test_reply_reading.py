@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidecar import reply_choices
+from sidecar import reply_choices, reply_runs
 from sidecar.reply_choices import read_stream, read_whole
 from sidecar.reply_parts import UnreadableReplyError, message_json
 
@@ -215,8 +215,9 @@ _streams = st.tuples(
 @pytest.fixture(params=[100, 1_000, 32_768])
 def short_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one event, of a few, and of many."""
-    monkeypatch.setattr(reply_choices, "_RUN_BYTES", request.param)
-    monkeypatch.setattr(reply_choices, "_FEW", 1)
+    for module in (reply_choices, reply_runs):
+        monkeypatch.setattr(module, "RUN_BYTES", request.param)
+    monkeypatch.setattr(reply_choices, "FEW", 1)
 
 
 @pytest.mark.usefixtures("short_runs")
