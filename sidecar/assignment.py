@@ -18,6 +18,9 @@ from sidecar.routing import BUCKETS, Assignment, RoutingTable, upstream_model
 
 REMEMBERED: Final = 4096
 """Sessions whose answer is known under one table."""
+REMEMBERED_CHARS: Final = 256
+"""Of the name of a session that is remembered: an agent's own may be as long as a head. 4 MB for
+all of them at most."""
 
 
 def bucket(salt: str, session_key: str) -> int:
@@ -71,9 +74,10 @@ class CompiledRouting:
         if routes is None:
             in_canary = bucket(self._salt, session_key) < self._weight
             routes = self._canary if in_canary else self._champion
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            self._known[session_key] = routes
+            if len(session_key) <= REMEMBERED_CHARS:
+                if len(self._known) >= REMEMBERED:
+                    self._known.clear()
+                self._known[session_key] = routes
         return routes
 
 

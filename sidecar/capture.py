@@ -120,15 +120,19 @@ class Capture:
             if self._asleep or (self._waiting and len(self._queue) >= EARLY):
                 self._wake()
             return
+        if self._waiting and self._queue:  # to wait for more would lose more
+            self._wake()
         if wanted:
             self.lose(reason, 1)
 
     def lose(self, reason: str, count: int) -> None:
-        """Count captures that are lost. The thread logs them: a log line may block."""
+        """Count captures that are lost. The thread logs them, all of an interval in one line: a log
+        line may block."""
         self._metrics.captures_lost.labels(reason).inc(count)
         with self._lock:
             self._unlogged[reason] += count
-        self._wake()
+        if self._asleep:
+            self._wake()
 
     def _wake(self) -> None:
         self._asleep = self._waiting = False

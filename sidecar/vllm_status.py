@@ -60,7 +60,7 @@ class VllmStatus:
         try:
             status, text = await self._ask(b"/v1/models", lines)
             body = json.loads(text)
-        except (UpstreamError, ValueError) as error:
+        except (UpstreamError, ValueError, RecursionError) as error:  # the last: nested too deeply
             log.debug("vllm_unreachable", url=self.url, why=str(error))
             return None
         return ModelsReply(status, body) if isinstance(body, dict) else None
@@ -90,6 +90,8 @@ class VllmStatus:
         connection = self._pool.take_idle() if reuse else None
         if connection is None:
             connection = await self._pool.connect()
+            if not connection.usable:
+                return None
         reply = _Reply()
         connection.send(reply, head + b"\r\n\r\n", b"", head_only=False)
         try:

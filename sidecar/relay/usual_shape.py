@@ -5,10 +5,12 @@ are looked for by marks, whole keys with what stands around them, and what has a
 edited there; anything else is read as JSON (`reply_edit.py`).
 
 Why that is enough: quotes inside JSON strings are escaped, so a mark is never found in what a model
-or a user wrote. One mark opens the value of `logprobs` and another closes it: vLLM writes the
-members of a choice in one order, and a member between the two would stand behind `]}`. A list of
-ids is digits and commas up to its bracket. The events of one chat stream differ in one token, so of
-those the rest is compared to the byte with an event that was read as JSON.
+or a user wrote. One mark opens the value of `logprobs`, which is not empty, and the first one of
+another kind behind it closes it: vLLM names no other tokens when it was not asked for them, so the
+first token has none and the last one has none. What must stand behind it stands right there, so no
+member is between. A list of ids is digits and commas up to its bracket. No second choice is there,
+nor a second event: it would bring a mark of its own. The events of one chat stream differ in one
+token, so of those the rest is compared to the byte with an event that was read as JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from __future__ import annotations
 from typing import Final
 
 _DELTA: Final = b'"delta":'
-_OPENS: Final = b',"logprobs":{"content":['
+_OPENS: Final = b',"logprobs":{"content":[{'
+_TOP: Final = b'"top_logprobs":['
 _END: Final = b'"top_logprobs":[]}]}'
 _CLOSES: Final = _END + b',"finish_reason":null,"token_ids":['
 _FINISH: Final = _END + b',"finish_reason":'
+_ANY_IDS: Final = b'token_ids":['
+"""Of the answer or of the prompt."""
 _LOGPROBS: Final = b'"logprobs":'
 _IDS: Final = b',"token_ids":['
 _PROMPT_IDS: Final = b',"prompt_token_ids":['
@@ -54,8 +59,10 @@ class EventShape:
         opens = event.find(_OPENS, len(before))
         if opens <= len(before) + _EMPTY:
             return None
-        closes = event.find(_CLOSES, opens)
-        if closes < 0:
+        closes = event.find(_END, opens)
+        if closes < 0 or not event.startswith(_CLOSES, closes):
+            return None
+        if event.find(_DELTA, len(before), closes) >= 0:  # of a second choice, or a second event
             return None
         at = closes + len(_CLOSES)
         stop = len(event) - len(rest) - 1
@@ -89,8 +96,9 @@ def strip_usual_reply(reply: bytes) -> bytes | None:
     opens = reply.find(_LOGPROBS) - 1
     if opens < 0 or not reply.startswith(_OPENS, opens):
         return None
-    closes = reply.find(_FINISH, opens)
-    if closes < 0 or reply.find(_LOGPROBS, closes) >= 0:
+    top = reply.find(_TOP, opens) + len(_TOP)
+    closes = reply.find(_END, opens)
+    if closes < 0 or reply[top] != _ARRAY_END or not reply.startswith(_FINISH, closes):
         return None
     closes += len(_END)
     ids = reply.find(_IDS, closes, closes + _NEAR) + len(_IDS)
@@ -101,9 +109,9 @@ def strip_usual_reply(reply: bytes) -> bytes | None:
     prompt_end = reply.find(b"]", prompt)
     if prompt < len(_PROMPT_IDS) or prompt_end < 0:
         return None
-    if reply[prompt:prompt_end].translate(None, _ID_BYTES) or reply.find(_IDS, prompt_end) >= 0:
+    if reply[prompt:prompt_end].translate(None, _ID_BYTES):
         return None
-    return b"".join(
+    stripped = b"".join(
         (
             reply[: opens + 1],
             _LOGPROBS,
@@ -115,3 +123,6 @@ def strip_usual_reply(reply: bytes) -> bytes | None:
             reply[prompt_end + 1 :],
         )
     )
+    if stripped.find(_ANY_IDS) >= 0 or stripped.find(_LOGPROBS, opens + len(_LOGPROBS)) >= 0:
+        return None  # a second choice has some too
+    return stripped
