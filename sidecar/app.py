@@ -57,7 +57,10 @@ def make_app(
     async def models(request: Request) -> Response:
         """vLLM's list, with the public model only: adapters are not for clients to name."""
         vllm = watch.healthiest()
-        reply = await vllm.models(request.headers.get("authorization"))
+        sent = request.headers.get("authorization")
+        # Starlette reads headers as Latin-1; a key in UTF-8 must go on as the bytes that came.
+        as_sent = sent and sent.encode("latin-1").decode("utf-8", "surrogateescape")
+        reply = await vllm.models(as_sent)
         if reply is None:
             refusal = upstream_failed(vllm.url, "no model list")
             return Response(refusal.body, refusal.status, media_type="application/json")
@@ -71,5 +74,7 @@ def make_app(
 
 def public_only(body: dict[str, Any], model: str) -> dict[str, Any]:
     """A model list without the adapters. Pure."""
-    cards = [card for card in body.get("data", []) if card.get("id") == model]
-    return {**body, "data": cards}
+    cards = body.get("data")
+    listed = cards if isinstance(cards, list) else []
+    kept = [card for card in listed if isinstance(card, dict) and card.get("id") == model]
+    return {**body, "data": kept}

@@ -96,7 +96,9 @@ class ReplicaWatch:
             return known
         if reply.status != 200:  # a key is asked for that we were not given
             return None
-        cards = reply.body.get("data", [])
+        cards = reply.body.get("data")
+        if not isinstance(cards, list):  # no list of models, whoever answered
+            return known
         return frozenset(str(card.get("id")) for card in cards if isinstance(card, dict))
 
 

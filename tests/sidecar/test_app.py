@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import openai
+import pytest
 
 
 def _get(path: str, method: str = "GET") -> bytes:
@@ -65,6 +66,31 @@ async def test_models_shows_the_public_name_only(
 
     assert json.loads(body) == {"object": "list", "data": [public]}
     assert fake_vllm.requests[0].headers["authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize("data", [b"null", b"7", b'"x"', b'[null,3,"smollm2-135m"]'])
+async def test_a_list_that_is_none_shows_no_model(
+    data: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    fake_vllm.script = lambda _: [wire.whole_reply(b'{"object":"list","data":%b}' % data)]
+    running = await start_proxy()
+
+    line, _, body = wire.split(await running.send(_get("/v1/models")))
+
+    assert (line, json.loads(body)) == ("HTTP/1.1 200 OK", {"object": "list", "data": []})
+
+
+async def test_a_key_reaches_vllm_as_the_bytes_that_came(
+    fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    key = "Bearer Grüße".encode()
+    fake_vllm.script = lambda _: [wire.whole_reply(b'{"object":"list","data":[]}')]
+    running = await start_proxy()
+
+    await running.send(_get("/v1/models").replace(b"Host: x", b"Host: x\r\nAuthorization: " + key))
+
+    sent = fake_vllm.requests[0].headers["authorization"]
+    assert key in (sent.encode("latin-1"), sent.encode("utf-8", "surrogateescape"))
 
 
 async def test_a_model_list_that_vllm_refuses_is_refused_the_same_way(
