@@ -13,7 +13,7 @@ from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
 from sidecar.relay.sse import EventSplitter, is_one_event
 from sidecar.relay.usual_shape import EventShape, learn_shape
 
-MAX_HELD_BYTES: Final = 64 * 2**20
+MAX_HELD_BYTES = 64 * 2**20  # not Final, which would compile it in: tests make it small
 """A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
 than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
 LESSONS: Final = 16

@@ -229,9 +229,15 @@ class MemorySink:
         self.exchanges: list[Exchange] = []
         self.fail_with: str | None = None
         self.closed = False
+        self.writing = threading.Event()
+        self.go_on = threading.Event()
+        """Cleared: a write that has begun waits for it."""
+        self.go_on.set()
         self._changed = threading.Condition()
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
+        self.writing.set()
+        assert self.go_on.wait(30)
         if self.fail_with is not None:
             raise OutboxError(self.fail_with, "the memory sink was told to fail")
         kept = exchanges[: max(0, self.room - len(self.exchanges))]
