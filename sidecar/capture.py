@@ -71,7 +71,7 @@ class Capture:
         self._rest = rest
         self._turns = Turns()
         self._queue: deque[tuple[RawCapture, int]] = deque()
-        self._held = HeldBytes(
+        self.held = HeldBytes(
             max_reply=settings.max_reply_bytes, max_pending=settings.max_pending_bytes
         )
         self._max_pending = settings.max_pending
@@ -96,11 +96,7 @@ class Capture:
         return self._spans is not None
 
     def tee(self) -> Tee:
-        return Tee(self._held)
-
-    def refuse(self, reply_bytes: int, more: int) -> str | None:
-        """As `HeldBytes.refuse`."""
-        return self._held.refuse(reply_bytes, more)
+        return Tee(self.held)
 
     def offer(self, raw: RawCapture) -> None:
         """Hand over a finished request. Dropped and counted when the queue is full."""
@@ -110,12 +106,12 @@ class Capture:
         size = raw.size
         if len(self._queue) >= self._max_pending:
             reason = "queue_full"
-        elif not self._held.has_room(size):
+        elif not self.held.has_room(size):
             reason = "memory_full"
         elif self._abandoned:
             reason = STOPPED
         else:
-            self._held.offered += size
+            self.held.offered += size
             self._queue.append((raw, size))
             if self._asleep or (self._waiting and len(self._queue) >= EARLY):
                 self._wake()
@@ -190,8 +186,8 @@ class Capture:
                 self._write(self._read_all([raw for raw, _ in batch]))
             finally:
                 # Only now: what is being written is still in memory.
-                self._held.done += sum([size for _, size in batch])
-                self._metrics.capture_pending_bytes.set(self._held.now)
+                self.held.done += sum([size for _, size in batch])
+                self._metrics.capture_pending_bytes.set(self.held.now)
 
     def _take(self) -> list[tuple[RawCapture, int]]:
         batch: list[tuple[RawCapture, int]] = []

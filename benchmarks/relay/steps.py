@@ -145,7 +145,7 @@ class Steps:
                 answer(piece)
             pieces += len(reply)
             self._capture._queue.clear()
-            self._capture._held.offered = 0
+            self._capture.held.offered = 0
         return pieces
 
     def _reply_to(self, sent: bytes) -> list[bytes]:

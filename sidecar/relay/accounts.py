@@ -12,6 +12,9 @@ from sidecar.routing import Assignment
 CLIENT_LEFT: Final = "499"
 """nginx's number for it; no such status is ever sent."""
 
+REMEMBERED: Final = 64
+"""Assignments whose counter is at hand: of a few routing tables."""
+
 
 class Accounts:
     """What is counted of requests and their replies. Labels are few, and each is kept at hand."""
@@ -63,7 +66,7 @@ class Accounts:
         # By identity: assignments are made with the routing table, not with each request.
         known = self._adapters.get(id(route))
         if known is None or known[0] is not route:
-            if len(self._adapters) > 64:
+            if len(self._adapters) >= REMEMBERED:  # of tables that are gone
                 self._adapters.clear()
             known = (route, self.adapter_replies.labels(route.adapter, route.arm))
             self._adapters[id(route)] = known

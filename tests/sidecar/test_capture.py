@@ -154,7 +154,7 @@ def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: An
     tee.add(b"2")
 
     assert (tee.lost_reason, tee.take()) == ("reply_too_long", ())
-    assert bench.capture.refuse(10, 1000) is None  # all of the memory is free again
+    assert bench.capture.held.refuse(10, 1000) is None  # all of the memory is free again
 
 
 def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Any) -> None:
@@ -351,7 +351,7 @@ def test_the_memory_of_what_was_written_is_free_again(make_bench: Any) -> None:
     bench.capture.offer(_raw(reply=tee.take()))
     bench.flush()
 
-    assert bench.capture.refuse(0, 2 * _raw().size) is None
+    assert bench.capture.held.refuse(0, 2 * _raw().size) is None
     assert bench.metrics.registry.get_sample_value("sidecar_capture_pending_bytes") == 0
 
 

@@ -305,7 +305,7 @@ def test_the_capture_that_makes_enough_right_after_the_look_wakes_the_thread(mak
     waiting.start()
     for number in range(EARLY - 1):
         waiting.queue.append((raw(number), raw(number).size))
-        waiting.capture._held.offered += raw(number).size
+        waiting.capture.held.offered += raw(number).size
     # The thread sleeps still. It is woken by hand, and looks whether there is enough.
     waiting.queue.after_look = lambda: waiting.capture.offer(raw(EARLY - 1))
     waiting.capture._wake()
@@ -332,7 +332,7 @@ def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, ma
 
     assert waiting.names() == [f"ex_{number}" for number in range(4000)]
     assert waiting.work.waits.count(None) > 10, "it never slept, so nothing was tried"
-    assert waiting.capture._held.now == 0
+    assert waiting.capture.held.now == 0
 
 
 def test_the_thread_rests_between_captures_unless_it_must_keep_up(wire: Any) -> None:
