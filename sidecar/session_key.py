@@ -42,11 +42,15 @@ def session_key(
     pieces.append(who.encode("utf-8", "surrogatepass"))
     # JSON has no zero bytes, so the pieces cannot run into each other.
     whole = b"\x00".join(pieces)
+    if len(whole) > REMEMBERED_BYTES:
+        return _name(whole)
     name = _NAMES.get(whole)
     if name is None:
-        name = "m:" + sha256(whole).digest()[:16].hex()
-        if len(whole) <= REMEMBERED_BYTES:
-            if len(_NAMES) >= REMEMBERED:
-                _NAMES.clear()
-            _NAMES[whole] = name
+        if len(_NAMES) >= REMEMBERED:
+            _NAMES.clear()
+        name = _NAMES[whole] = _name(whole)
     return name
+
+
+def _name(opening: bytes) -> str:
+    return "m:" + sha256(opening).digest()[:16].hex()
