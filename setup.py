@@ -51,6 +51,7 @@ COMPILED = (
     "sidecar/relay/known_head.py",
     "sidecar/relay/json_spans.py",
     "sidecar/relay/judged_flight.py",
+    "sidecar/relay/long_body.py",
     "sidecar/relay/outbound.py",
     "sidecar/relay/paths.py",
     "sidecar/relay/plan.py",

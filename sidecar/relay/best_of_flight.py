@@ -27,6 +27,7 @@ from sidecar.relay.best_of_reply import (
 from sidecar.relay.heads import ReplyHeaders
 from sidecar.relay.reply_body import MAX_HELD_BYTES
 from sidecar.relay.reply_parser import ReplyHead, ReplyReader
+from sidecar.relay.request_edit import PiecedBody
 from sidecar.relay.upstream import SendingConnection
 
 REPLY_HEADER = "x-sidecar-best-of"
@@ -156,7 +157,9 @@ class BestOfConnection:
 
     # -- as the flight's connection
 
-    def send(self, reader: ReplyReader, head: bytes, body: bytes, *, head_only: bool) -> None:
+    def send(
+        self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
+    ) -> None:
         assert self._upstream is not None, "one request each"
         self._reader = reader
         self._upstream.send(self, head, body, head_only=head_only)

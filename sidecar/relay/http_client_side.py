@@ -15,6 +15,7 @@ from typing import Final, cast
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.flight import Flight
+from sidecar.relay.long_body import LongBody, LongBodyReader
 from sidecar.relay.reception import receive, turn_away
 from sidecar.relay.refusals import Refusal, refusal_reply, too_slow
 from sidecar.relay.request_parser import RequestParser
@@ -52,6 +53,8 @@ class ClientConnection(asyncio.Protocol):
         self._pumping = self._closing = self._draining = False
         self._judged = False
         """Who sends the request whose body is coming in was looked at."""
+        self._long: LongBody | None = None
+        """A body that is read past the parser."""
         self._since = perf_counter()
         """Since when it is idle, or the request that is coming in has been."""
         self._progress = self._since
@@ -67,8 +70,9 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        if self._flight is None and not self._early and not self._writing_paused:
-            self._feed(data)  # nearly always: nothing is in the way of it
+        nothing_waits = self._flight is None and self._long is None and not self._early
+        if nothing_waits and not self._writing_paused:  # nearly always
+            self._feed(data)
             self._pump()
             return
         self._early.append(data)
@@ -181,6 +185,8 @@ class ClientConnection(asyncio.Protocol):
             while self._flight is None and not self._closing and not self._writing_paused:
                 if self._parser.ready:
                     self._begin(self._parser.ready.popleft())
+                elif self._long is not None:
+                    break
                 elif self._early:
                     self._parse_early()
                 else:
@@ -194,17 +200,35 @@ class ClientConnection(asyncio.Protocol):
         """A request is coming in. Who would be turned away is, before much of it is held here."""
         parser = self._parser
         head = parser.head
-        if head is None or self._judged:
+        if head is None:
             return
-        if not parser.wants_continue and parser.body_bytes <= MAX_STRANGERS_BYTES:
-            return
-        self._judged = True
-        refusal = turn_away(self._context, head)
-        if refusal is not None:
-            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
-        elif parser.wants_continue:
-            parser.wants_continue = False
-            self.write(CONTINUE)
+        if not self._judged:
+            if not parser.wants_continue and parser.body_bytes <= MAX_STRANGERS_BYTES:
+                return
+            self._judged = True
+            refusal = turn_away(self._context, head)
+            if refusal is not None:
+                self._refuse(refusal, head_only=head.head_only, keep_alive=False)
+                return
+            if parser.wants_continue:
+                parser.wants_continue = False
+                self.write(CONTINUE)
+        self._long = long = parser.long_body()
+        if long is not None:
+            self._open_transport().set_protocol(LongBodyReader(self, long))
+
+    def long_body_came(self, body: LongBody) -> None:
+        self._parser.body_bytes = body.came
+        self._progress = perf_counter()
+        if body.whole:
+            self._open_transport().set_protocol(self)
+            self._loop.call_soon(self._end_long_body)
+
+    def _end_long_body(self) -> None:
+        long, self._long = self._long, None
+        if long is not None and not self._closing:
+            self._parser.long_body_whole(long.take())
+            self._pump()
 
     def _parse_early(self) -> None:
         data = b"".join(self._early) if len(self._early) > 1 else self._early[0]
@@ -255,6 +279,9 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
+        if self._long is not None:
+            self._long = None
+            transport.set_protocol(self)
         if transport.can_write_eof():
             transport.write_eof()
         self._loop.call_later(LINGER_S, transport.close)

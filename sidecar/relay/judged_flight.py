@@ -18,6 +18,7 @@ from sidecar.relay.plan import Plan
 from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.request_edit import PiecedBody
 from sidecar.relay.upstream import SendingConnection
 
 
@@ -56,7 +57,7 @@ class JudgedFlight(Flight):
     def _may_compress(self) -> bool:
         return self._best_of.plan is None and super()._may_compress()
 
-    def _body_to_send(self) -> bytes:
+    def _body_to_send(self) -> bytes | PiecedBody:
         many = self._best_of.plan
         if many is None:
             return super()._body_to_send()

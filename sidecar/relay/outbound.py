@@ -20,6 +20,7 @@ from sidecar.relay.plan import Plan
 from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.request_edit import PiecedBody
 from sidecar.relay.upstream import SendingConnection
 from sidecar.routing import Assignment
 
@@ -169,13 +170,14 @@ class Outbound(ABC):
 
     def _send_on(self, connection: SendingConnection, replica: Replica) -> None:
         body = self._body_to_send()
-        head = self._head_to_send(replica, len(body))
+        length = len(body) if isinstance(body, bytes) else body.length
+        head = self._head_to_send(replica, length)
         self._connection = connection
         connection.send(self, head, body, head_only=self.request.head.head_only)
         self.sent = now = perf_counter()
         self.overhead_s += now - self._working_since
 
-    def _body_to_send(self) -> bytes:
+    def _body_to_send(self) -> bytes | PiecedBody:
         return self.request.body if self.plan is None else self.plan.body_for(self.routes[0])
 
     def _may_compress(self) -> bool:

@@ -14,6 +14,7 @@ from sidecar.relay.request_edit import (
     MODEL,
     STREAM_OPTIONS,
     TOKEN_IDS,
+    PiecedBody,
     edit_request,
     splice_request,
 )
@@ -105,7 +106,7 @@ class Plan:
         self.skip_reason = skip_reason
         self.strip = strip
 
-    def body_for(self, route: Assignment) -> bytes:
+    def body_for(self, route: Assignment) -> bytes | PiecedBody:
         """The body to send to vLLM."""
         peek, strip = self.peek, self.strip
         if not _is_valid(self.rule, peek):
@@ -116,7 +117,8 @@ class Plan:
             return peek.body
         model = peek.model_raw if same_model and peek.model else None
         new = bytes(model) if model is not None else b'"%b"' % route.upstream_model.encode()
-        if peek.model_raw is not None and not strip.usage and peek.asks_nothing_of_ours:
+        may_splice = not strip.usage or not peek.says_stream_options
+        if peek.model_raw is not None and may_splice and peek.asks_nothing_of_ours:
             spliced = splice_request(peek.body, bytes(peek.model_raw), new, self._in_front())
             if spliced is not None:
                 return spliced
@@ -132,8 +134,12 @@ class Plan:
 
     def _in_front(self) -> bytes:
         strip = self.strip
-        ids = b'"return_token_ids":true,' if strip.token_ids else b""
-        return ids + b'"logprobs":%b,' % self.rule.logprobs_ask if strip.logprobs else ids
+        front = b'"return_token_ids":true,' if strip.token_ids else b""
+        if strip.logprobs:
+            front += b'"logprobs":%b,' % self.rule.logprobs_ask
+        if strip.usage:
+            front += b'"stream_options":{"include_usage":true},'
+        return front
 
 
 def plan_request(

@@ -52,3 +52,4 @@ class Tail(msgspec.Struct, gc=False):
 
 
 TAIL = msgspec.json.Decoder(Tail)
+FRONT = msgspec.json.Decoder(dict[str, Raw])

@@ -18,6 +18,7 @@ import httptools
 from sidecar.relay.client_request import ClientRequest, RequestHead
 from sidecar.relay.heads import ASIDE, JOINED, OWN_PREFIX, PASSED_ON, READ_TOO, RequestHeaders
 from sidecar.relay.known_head import HeadMemory
+from sidecar.relay.long_body import LONG_BYTES, LongBody
 from sidecar.relay.refusals import Refusal, bad_framing, body_too_large, head_too_large
 
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -56,6 +57,8 @@ class RequestParser:
         """What `_memory` holds the bytes of."""
         self._awaited = 0
         """Bytes of a body that are still to come behind a head that was recognised."""
+        self._length = 0
+        """Of the body behind a head that was parsed, unless it is chunked."""
         self._first: bytes | None = None
         """The read that a request began with, if it began with it."""
         self._start_request()
@@ -105,13 +108,41 @@ class RequestParser:
         if self._awaited:
             return
         body = self._body
-        self.ready.append(ClientRequest(head, body[0] if len(body) == 1 else b"".join(body)))
-        self.begun = self.in_body = False
-        self.body_bytes = 0
-        self._body = []
-        self.head = None
+        self._end_known(head, body[0] if len(body) == 1 else b"".join(body))
         if rest:
             self.feed(rest)
+
+    def _end_known(self, head: RequestHead, body: bytes) -> None:
+        self.ready.append(ClientRequest(head, body))
+        self.begun = self.in_body = False
+        self.body_bytes = self._awaited = 0
+        self._body = []
+        self.head = None
+
+    # -- a body that somebody else reads
+
+    def long_body(self) -> LongBody | None:
+        """The body that is coming in, if it is long and what is left of it may be read past this
+        parser: it takes nothing more then until `long_body_whole`."""
+        if self._refused or not self.in_body or self._chunks is not None or not self.body_bytes:
+            return None
+        known = self._memory.head if self._awaited else None
+        length = known.length if known is not None else self._length
+        if length - self.body_bytes < LONG_BYTES:
+            return None
+        came, self._body = self._body, []
+        return LongBody(length, came)
+
+    def long_body_whole(self, body: bytes) -> None:
+        """What `long_body` became."""
+        head = self.head
+        assert head is not None, "its body was coming in"
+        if self._awaited:
+            self._end_known(head, body)
+            return
+        self._parser = httptools.HttpRequestParser(self)  # the old one waits for this body
+        self._body = [body]
+        self.on_message_complete()
 
     def _parse(self, data: bytes) -> None:
         self._raw_bytes += len(data)
@@ -236,8 +267,10 @@ class RequestParser:
             coding = aside[b"transfer-encoding"].strip().lower()
             if coding != b"chunked" or b"content-length" in aside or not self._http_1_1:
                 return bad_framing("Transfer-Encoding")
-        elif int(aside.get(b"content-length", 0)) > self._max_body_bytes:
-            return body_too_large(self._max_body_bytes)
+        else:
+            self._length = int(aside.get(b"content-length", 0))
+            if self._length > self._max_body_bytes:
+                return body_too_large(self._max_body_bytes)
         return None
 
     def _head_bytes(self) -> int:

@@ -108,6 +108,11 @@ class RequestPeek:
         """`return_token_ids` and `logprobs` do not stand in the body, not even as no."""
         return self._fields.return_token_ids is _UNSET and self._fields.logprobs is _UNSET
 
+    @property
+    def says_stream_options(self) -> bool:
+        """`stream_options` stands in the body, if only as null."""
+        return self._fields.stream_options is not _UNSET
+
     def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
         """What the client says of its stream; None when it is nothing that can be added to."""
         raw = self._fields.stream_options

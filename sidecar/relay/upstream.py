@@ -14,14 +14,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from sidecar.errors import SettingsError, UpstreamError
 from sidecar.relay.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
-
-JOINED_BYTES: Final = 64 * 1024
-"""A body up to this size is copied behind its head, which is cheaper than a second write."""
+from sidecar.relay.request_edit import JOINED_BYTES, PiecedBody
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,9 @@ def endpoint(url: str) -> Endpoint:
 class SendingConnection(Protocol):
     """What a flight uses of its upstream connection."""
 
-    def send(self, reader: ReplyReader, head: bytes, body: bytes, *, head_only: bool) -> None: ...
+    def send(
+        self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
+    ) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -94,7 +94,9 @@ class UpstreamConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, reader: ReplyReader, head: bytes, body: bytes, *, head_only: bool) -> None:
+    def send(
+        self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
+    ) -> None:
         """Send a request. head_only: the reply has no body whatever its head says (HEAD).
 
         A connection that is dead already says so through `upstream_lost`, like any other.
@@ -102,9 +104,13 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._transport is not None, "connections are handed out open"
         self._reader = reader
         self._reply.expect(reader, head_only=head_only)
-        self._transport.write(head + body if len(body) <= JOINED_BYTES else head)
-        if len(body) > JOINED_BYTES:
-            self._transport.write(body)
+        if isinstance(body, bytes):
+            if len(body) <= JOINED_BYTES:
+                self._transport.write(head + body)
+            else:
+                self._transport.writelines((head, body))
+        else:
+            self._transport.writelines((head, *body.pieces))
 
     def abort(self) -> None:
         """Drop the request at once: vLLM stops generating when its client goes away."""
