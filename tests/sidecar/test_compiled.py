@@ -22,7 +22,7 @@ RECORDED = Path(__file__).with_name("recorded")
 TESTS = (
     *("test_access", "test_best_of_flight", "test_best_of_relay", "test_exchange_id", "test_heads"),
     *("test_hot_metrics", "test_json_spans", "test_keys", "test_known_head", "test_lost_streams"),
-    *("test_paths", "test_reply_shortcuts", "test_usual_shape"),
+    *("test_long_body", "test_paths", "test_reply_shortcuts", "test_usual_shape"),
     *("test_relay", "test_relay_failures", "test_relay_framing", "test_replicas"),
     *("test_reply_edit", "test_reply_surfaces", "test_request_edit", "test_routing"),
     *("test_sampling_rule", "test_session_key", "test_sse", "test_surfaces"),
