@@ -13,6 +13,8 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Final
 
+from msgspec import Raw
+
 from sidecar.records import BASE, Arm
 from sidecar.routing import BUCKETS, Assignment, RoutingTable, upstream_model
 
@@ -27,6 +29,18 @@ def bucket(salt: str, session_key: str) -> int:
     """A session's place in 0..9999, the same in every process and on every machine."""
     digest = sha256(f"{salt}\x00{session_key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % BUCKETS
+
+
+class ModelName:
+    """A model's name as text, and as nearly every client writes it in JSON."""
+
+    __slots__ = ("json", "raw", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.json = b'"%b"' % text.encode()
+        self.raw = Raw(self.json)
+        """Compared with one, another Raw need not be made bytes."""
 
 
 class CompiledRouting:
@@ -46,8 +60,7 @@ class CompiledRouting:
 
     def __init__(self, table: RoutingTable) -> None:
         self.table = table
-        self.public_name = (b'"%b"' % table.model.encode(), table.model)
-        """As nearly every client writes it in JSON, and as text."""
+        self.public_name = ModelName(table.model)
         self._salt, self._weight = table.salt, table.canary_weight_bp
         self._known: dict[str, tuple[Assignment, ...]] = {}
         self.splits = table.canary is not None and table.canary_weight_bp > 0

@@ -31,13 +31,16 @@ from sidecar.metric_table import ABSENT, Cells, MetricTable, read_region
 class Counter:
     """A number that only rises. One writing thread."""
 
-    __slots__ = ("_cells",)
+    __slots__ = ("_cells", "_value")
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
+        self._value: float = cells[0]
+        """The same: to read it from the cell costs more than to write it there."""
 
     def inc(self, by: float = 1.0) -> None:
-        self._cells[0] += by
+        self._value += by
+        self._cells[0] = self._value
 
 
 class SharedCounter(Counter):
@@ -51,47 +54,66 @@ class SharedCounter(Counter):
 
     def inc(self, by: float = 1.0) -> None:
         with self._lock:
-            self._cells[0] += by
+            self._value += by
+            self._cells[0] = self._value
 
 
 class Gauge:
     """A number of now. `set` from any one thread at a time; `inc` and `dec` from one thread."""
 
-    __slots__ = ("_cells",)
+    __slots__ = ("_cells", "_value")
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         if math.isnan(cells[0]):
             cells[0] = 0.0
+        self._value: float = cells[0]
 
     def set(self, value: float) -> None:
+        self._value = value
         self._cells[0] = value
 
     def inc(self, by: float = 1.0) -> None:
-        self._cells[0] += by
+        self.set(self._value + by)
 
     def dec(self, by: float = 1.0) -> None:
-        self._cells[0] -= by
+        self.set(self._value - by)
 
     def forget(self) -> None:
         """Show it no more until it is set again."""
-        self._cells[0] = ABSENT
+        self.set(ABSENT)
 
 
 class Histogram:
     """How often a value fell under each bound, and the sum. One writing thread."""
 
-    __slots__ = ("_bounds", "_cells", "_sum_at")
+    __slots__ = ("_bounds", "_bucket", "_cells", "_counts", "_lower", "_sum", "_sum_at", "_upper")
 
     def __init__(self, cells: Cells, bounds: tuple[float, ...]) -> None:
         self._cells = cells
         self._bounds = bounds
         self._sum_at = len(bounds) + 1
+        self._counts: list[float] = list(cells[: self._sum_at])
+        self._sum: float = cells[self._sum_at]
+        self._find(0.0)
+
+    def _find(self, value: float) -> None:
+        """The bucket of the last value is most often that of the next."""
+        bounds = self._bounds
+        bucket = bisect_left(bounds, value)
+        self._bucket: int = bucket
+        self._lower: float = bounds[bucket - 1] if bucket else -math.inf
+        self._upper: float = bounds[bucket] if bucket < len(bounds) else math.inf
 
     def observe(self, value: float) -> None:
-        cells = self._cells
-        cells[bisect_left(self._bounds, value)] += 1.0
-        cells[self._sum_at] += value
+        if not self._lower < value <= self._upper:
+            self._find(value)
+        cells, bucket = self._cells, self._bucket
+        count = self._counts[bucket] + 1.0
+        self._counts[bucket] = count
+        cells[bucket] = count
+        self._sum += value
+        cells[self._sum_at] = self._sum
 
 
 class LabelledCounter:

@@ -120,7 +120,6 @@ class Metrics:
             "sidecar_captures_skipped",
             "Exchanges that were not to be kept.",
             ["reason"],
-            threads=True,
         )
         self.outbox_rows_gone = make.counter(
             "sidecar_outbox_rows_gone",

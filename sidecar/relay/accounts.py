@@ -23,7 +23,7 @@ class Accounts:
         "_adapters",
         "_captures_skipped",
         "_outcomes",
-        "_requests",
+        "_skipped",
         "_statuses",
         "adapter_replies",
         "duration",
@@ -47,6 +47,7 @@ class Accounts:
         self.adapter_replies: LabelledCounter = metrics.adapter_replies
         self._statuses: dict[int, Counter] = {}
         self._outcomes: dict[str, Counter] = {}
+        self._skipped: dict[str, Counter] = {}
         self._adapters: dict[int, tuple[Assignment, Counter]] = {}
 
     def request(self, status: int) -> None:
@@ -74,4 +75,7 @@ class Accounts:
 
     def skipped(self, reason: str) -> None:
         """A capture that was not to be."""
-        self._captures_skipped.inc((reason,))
+        counter = self._skipped.get(reason)
+        if counter is None:
+            counter = self._skipped[reason] = self._captures_skipped.labels(reason)
+        counter.inc()

@@ -16,8 +16,8 @@ class ClientSide(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
-    def reply_done(self, *, keep_alive: bool) -> None:
-        """The reply is written to its end."""
+    def reply_done(self, *, keep_alive: bool, at: float) -> None:
+        """The reply is written to its end. at: now, `time.perf_counter()`."""
 
     def reply_broken(self) -> None:
         """The reply will not end: close, so that the client sees that it was cut."""

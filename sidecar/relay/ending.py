@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from sidecar.assemble import RawCapture
@@ -19,10 +18,13 @@ LONGEST_KEY: Final = 256
 """Of an `Idempotency-Key`; a longer one is cut."""
 
 
-def settle(context: RelayContext, flown: Flight, outcome: Outcome, status: int) -> None:
+def settle(
+    context: RelayContext, flown: Flight, outcome: Outcome, status: int, ended: float
+) -> None:
     """Count a request and hand it to the capture. Cheap; never blocks or raises.
 
-    status: vLLM's, or ours when vLLM gave none; 0 when the client left before.
+    status: vLLM's, or ours when vLLM gave none; 0 when the client left before. ended: when, by
+    `time.perf_counter()`.
     """
     accounts, plan = context.accounts, flown.plan
     accounts.in_flight.dec()
@@ -34,7 +36,7 @@ def settle(context: RelayContext, flown: Flight, outcome: Outcome, status: int) 
         return
     if flown.metered_tail is not None:
         _charge(context, flown, status)
-    ended, route, tee = perf_counter(), flown.routes[0], flown.tee
+    route, tee = flown.routes[0], flown.tee
     accounts.duration.observe(ended - flown.began)
     accounts.overhead.observe(flown.overhead_s)
     if flown.first_byte and status == 200:

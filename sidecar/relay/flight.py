@@ -41,6 +41,8 @@ STREAM_ENDS: Final = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
 """What the last event of a surface ends with; clients close when they have it."""
 RESPONSE_COMPLETED: Final = b"event: response.completed\n"
 
+_now: Final = perf_counter
+
 
 class Flight(Outbound):
     """`start` it once; it ends by `reply_done` or `reply_broken`, or by `client_left`."""
@@ -70,12 +72,15 @@ class Flight(Outbound):
         *,
         plan: Plan | None,
         admission: Admission,
+        began: float,
         replica: Replica | None = None,
         keep_alive: bool = True,
     ) -> None:
         """plan: None for what is passed on as it came, to `replica`. keep_alive: False closes the
         client's connection after the reply, whatever the client wants."""
-        super().__init__(context, request, plan=plan, admission=admission, replica=replica)
+        super().__init__(
+            context, request, plan=plan, admission=admission, replica=replica, began=began
+        )
         self._client = client
         self._touched = 0.0
         self.returned_index = 0
@@ -151,7 +156,7 @@ class Flight(Outbound):
         if not self.first_byte:
             self.first_byte = received_at
         self._client.write(framed)
-        self.overhead_s += perf_counter() - received_at
+        self.overhead_s += _now() - received_at
         return True
 
     @property
@@ -178,12 +183,13 @@ class Flight(Outbound):
         if complete or not self._body.holds:
             own = () if self._reply.begun else self._own_lines()
             self._reply.write(head, self._body, out, own, complete=complete)
-        self.overhead_s += perf_counter() - received_at
+        now = _now()
+        self.overhead_s += now - received_at
         if complete:
             if self.replica is not None:
                 self.replica.answered()
-            self._finish("upstream_error" if head.status >= 500 else "ok", head.status)
-            self._client.reply_done(keep_alive=self._reply.keep_alive)
+            self._finish("upstream_error" if head.status >= 500 else "ok", head.status, now)
+            self._client.reply_done(keep_alive=self._reply.keep_alive, at=now)
 
     def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None:
         self._connection = None
@@ -192,7 +198,7 @@ class Flight(Outbound):
         if nothing_came and reused and not self._retried:
             self._retried = True
             self._context.metrics.upstream_retries.inc()
-            self._working_since = perf_counter()
+            self._working_since = _now()
             self._send(replica, reuse=False)
             return
         self._count_failure(replica, why)
@@ -209,11 +215,12 @@ class Flight(Outbound):
         own = self._own_lines()
         keep_alive = self._reply.keep_alive
         head_only = self.request.head.head_only
-        self._finish("upstream_error", refusal.status)
+        now = _now()
+        self._finish("upstream_error", refusal.status, now)
         self._client.write(
             refusal_reply(refusal, own=own, close=not keep_alive, head_only=head_only)
         )
-        self._client.reply_done(keep_alive=keep_alive)
+        self._client.reply_done(keep_alive=keep_alive, at=now)
 
     def _break_off(self, why: str) -> None:
         """The client has part of the reply: end it as vLLM ends a stream that fails, if it is one
@@ -225,9 +232,10 @@ class Flight(Outbound):
             told = stream_failure(why, plan.rule.failure)
         if told:
             self._reply.write(head, PASSED, told, (), complete=True)
-        self._finish("upstream_error", head.status)
+        now = _now()
+        self._finish("upstream_error", head.status, now)
         if told:
-            self._client.reply_done(keep_alive=self._reply.keep_alive)
+            self._client.reply_done(keep_alive=self._reply.keep_alive, at=now)
         else:
             self._client.reply_broken()
 
@@ -272,7 +280,9 @@ class Flight(Outbound):
         # Clients close at the last event; they do not wait for the end of the chunked body.
         last = self._last_body
         ended = last.endswith(STREAM_ENDS) or RESPONSE_COMPLETED in last
-        self._finish("ok" if ended else "cut", self.head.status if self.head is not None else 0)
+        self._finish(
+            "ok" if ended else "cut", self.head.status if self.head is not None else 0, _now()
+        )
 
     def pause(self) -> None:
         """The client reads slower than vLLM writes."""
@@ -304,9 +314,10 @@ class Flight(Outbound):
         limits = self.admission.headers
         return own if not limits else (*own, *header_lines(limits))
 
-    def _finish(self, outcome: Outcome, status: int) -> None:
+    def _finish(self, outcome: Outcome, status: int, at: float) -> None:
+        """It is over. at: now, `time.perf_counter()`."""
         self._done = True
         self._connection = self._connecting = None
         if self.replica is not None:
             self.replica.in_flight -= 1
-        settle(self._context, self, outcome, status)
+        settle(self._context, self, outcome, status, at)

@@ -33,6 +33,7 @@ DRAIN_IDLE_S: Final = 0.5
 """While draining, an idle connection is kept this long: its client may just be sending."""
 MIN_BODY_BYTES_PER_S: Final = 1024
 """A body that comes slower than this, over `proxy.body_timeout_s` and more, is not waited for."""
+_now: Final = perf_counter
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -55,7 +56,7 @@ class ClientConnection(asyncio.Protocol):
         """Who sends the request whose body is coming in was looked at."""
         self._long: LongBody | None = None
         """A body that is read past the parser."""
-        self._since = perf_counter()
+        self._since = _now()
         """Since when it is idle, or the request that is coming in has been."""
         self._progress = self._since
         """When a byte last moved in the direction that is waited for."""
@@ -92,13 +93,14 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writing_paused = True
-        self._progress = perf_counter()
+        self._progress = _now()
         self._unsent_bytes = 0
         if self._flight is not None:
             self._flight.pause()
 
     def resume_writing(self) -> None:
         self._writing_paused = False
+        self._progress = _now()
         if self._flight is not None:
             self._flight.resume()
         self._pump()
@@ -109,9 +111,9 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    def reply_done(self, *, keep_alive: bool) -> None:
+    def reply_done(self, *, keep_alive: bool, at: float) -> None:
         self._flight = None
-        self._since = perf_counter()
+        self._since = at
         if not keep_alive:
             self._close()
             return
@@ -219,7 +221,7 @@ class ClientConnection(asyncio.Protocol):
 
     def long_body_came(self, body: LongBody) -> None:
         self._parser.body_bytes = body.came
-        self._progress = perf_counter()
+        self._progress = _now()
         if body.whole:
             self._open_transport().set_protocol(self)
             self._loop.call_soon(self._end_long_body)
@@ -241,7 +243,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         parser = self._parser
-        self._progress = now = perf_counter()
+        self._progress = now = _now()
         was_in_head = parser.begun and not parser.in_body
         if not parser.begun:
             self._since = now
@@ -254,7 +256,8 @@ class ClientConnection(asyncio.Protocol):
         if isinstance(item, Refusal):
             self._refuse(item, head_only=False, keep_alive=False)
             return
-        flight = receive(self._context, self, item, keep_alive=not self._draining)
+        began = self._progress if self._progress > self._since else self._since
+        flight = receive(self._context, self, item, keep_alive=not self._draining, began=began)
         if isinstance(flight, Refusal):
             head = item.head
             self._refuse(flight, head_only=head.head_only, keep_alive=head.keep_alive)
@@ -266,7 +269,7 @@ class ClientConnection(asyncio.Protocol):
         self._context.accounts.request(refusal.status)
         close = refusal.close or not keep_alive or self._draining
         self.write(refusal_reply(refusal, close=close, head_only=head_only))
-        self._since = perf_counter()
+        self._since = _now()
         if refusal.close:
             self._linger()
         elif close:
@@ -288,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         self._closing = True
-        self._since = perf_counter()
+        self._since = _now()
         if self._transport is not None:
             self._transport.close()
 

@@ -36,12 +36,19 @@ class JudgedFlight(Flight):
         plan: Plan,
         admission: Admission,
         keep_alive: bool,
+        began: float,
         n: int,
         picker: Picker,
         timeout_s: float,
     ) -> None:
         super().__init__(
-            context, client, request, plan=plan, admission=admission, keep_alive=keep_alive
+            context,
+            client,
+            request,
+            plan=plan,
+            admission=admission,
+            keep_alive=keep_alive,
+            began=began,
         )
         captured = plan.skip_reason is None
         self._best_of = BestOf(
@@ -97,7 +104,7 @@ class JudgedFlight(Flight):
     def _own_lines(self) -> tuple[bytes, ...]:
         return (*super()._own_lines(), *self._best_of.own_lines)
 
-    def _finish(self, outcome: Outcome, status: int) -> None:
+    def _finish(self, outcome: Outcome, status: int, at: float) -> None:
         head = self.head
         if head is not None and head.headers.streams and self._best_of.recorded_whole:
             # What vLLM sent, and the record has, is no stream, whatever the client got.
@@ -105,4 +112,4 @@ class JudgedFlight(Flight):
             self.streamed = False
         self.returned_index = self._best_of.returned_index
         self._best_of.close()
-        super()._finish(outcome, status)
+        super()._finish(outcome, status, at)

@@ -50,10 +50,11 @@ class KnownHead:
                 break
             length = length * 10 + digit
             at += 1
-        if at == start or not data.startswith(self._after, at):
+        end = at + len(self._after)
+        if at == start or data[at:end] != self._after:
             return -1
         self.length = length
-        return at + len(self._after)
+        return end
 
 
 class HeadMemory:

@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Final
 
 from sidecar.access import Admission, Keep
 from sidecar.errors import UpstreamError
@@ -23,6 +24,8 @@ from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.request_edit import PiecedBody
 from sidecar.relay.upstream import SendingConnection
 from sidecar.routing import Assignment
+
+_now: Final = perf_counter
 
 
 class Outbound(ABC):
@@ -60,9 +63,10 @@ class Outbound(ABC):
         plan: Plan | None,
         admission: Admission,
         replica: Replica | None,
+        began: float,
     ) -> None:
         """plan: None for what is passed on as it came. replica: who answers; None: one of all that
-        can."""
+        can. began: when its last byte was here, by `time.perf_counter()`."""
         self._context = context
         self.request = request
         self.plan = plan
@@ -80,7 +84,7 @@ class Outbound(ABC):
         self.fallback_from = ""
         """Adapter that vLLM did not know, when another answers for it."""
         self.own_traceparent = b""
-        self.began = self._working_since = perf_counter()
+        self.began = self._working_since = began
         self.started_at = context.clock()
         """Unix seconds."""
         self.exchange_id = ""
@@ -174,7 +178,7 @@ class Outbound(ABC):
         head = self._head_to_send(replica, length)
         self._connection = connection
         connection.send(self, head, body, head_only=self.request.head.head_only)
-        self.sent = now = perf_counter()
+        self.sent = now = _now()
         self.overhead_s += now - self._working_since
 
     def _body_to_send(self) -> bytes | PiecedBody:

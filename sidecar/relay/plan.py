@@ -115,11 +115,12 @@ class Plan:
         same_model = named == route.upstream_model
         if same_model and strip.nothing:
             return peek.body
-        model = peek.model_raw if same_model and peek.model else None
-        new = bytes(model) if model is not None else b'"%b"' % route.upstream_model.encode()
+        old = peek.model_json
+        kept = old if same_model and peek.model else None
+        new = kept if kept is not None else b'"%b"' % route.upstream_model.encode()
         may_splice = not strip.usage or not peek.says_stream_options
-        if peek.model_raw is not None and may_splice and peek.asks_nothing_of_ours:
-            spliced = splice_request(peek.body, bytes(peek.model_raw), new, self._in_front())
+        if old is not None and may_splice and peek.asks_nothing_of_ours:
+            spliced = splice_request(peek.body, old, new, self._in_front())
             if spliced is not None:
                 return spliced
         wanted = {MODEL: new}
@@ -151,7 +152,7 @@ def plan_request(
         peek = peek_request(body, routing.public_name)
     except UnreadableBodyError as error:
         return error.refusal
-    public = routing.public_name[1]
+    public = routing.public_name.text
     if peek.model is not None and peek.model != public:
         return unknown_model(peek.model, public, rule.surface)
     reason = around.skip_reason if rule.captured else "surface"

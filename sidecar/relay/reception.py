@@ -48,9 +48,15 @@ def turn_away(context: RelayContext, head: RequestHead) -> Refusal | None:
 
 
 def receive(
-    context: RelayContext, client: ClientSide, request: ClientRequest, *, keep_alive: bool
+    context: RelayContext,
+    client: ClientSide,
+    request: ClientRequest,
+    *,
+    keep_alive: bool,
+    began: float,
 ) -> Flight | Refusal:
-    """Make the flight of a request, or say why there is none."""
+    """Make the flight of a request, or say why there is none. began: when its last byte was here
+    and nothing was in its way, by `time.perf_counter()`."""
     head = request.head
     where = head.where
     if where is Destination.NOWHERE:
@@ -69,9 +75,9 @@ def receive(
             replica = context.replicas.least_loaded(context.monotonic())
         return Flight(
             context, client, request, plan=None, admission=admission, replica=replica,
-            keep_alive=keep_alive,
+            keep_alive=keep_alive, began=began,
         )  # fmt: skip
-    return _receive_model_request(context, client, request, where, admission, keep_alive)
+    return _receive_model_request(context, client, request, where, admission, keep_alive, began)
 
 
 def _asks_for_key(head: RequestHead) -> bool:
@@ -90,6 +96,7 @@ def _receive_model_request(
     rule: SurfaceRule,
     admission: Admission,
     keep_alive: bool,
+    began: float,
 ) -> Flight | Refusal:
     head = request.head
     headers = head.headers
@@ -134,11 +141,20 @@ def _receive_model_request(
                 plan=plan,
                 admission=admission,
                 keep_alive=keep_alive,
+                began=began,
                 n=n,
                 picker=context.picker,
                 timeout_s=context.best_of.timeout_s,
             )
-    return Flight(context, client, request, plan=plan, admission=admission, keep_alive=keep_alive)
+    return Flight(
+        context,
+        client,
+        request,
+        plan=plan,
+        admission=admission,
+        keep_alive=keep_alive,
+        began=began,
+    )
 
 
 def _wanted(

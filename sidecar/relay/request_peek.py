@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from sidecar.assignment import ModelName
 from sidecar.errors import BadRequestError
 from sidecar.records import Surface
 from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_text
@@ -29,7 +30,7 @@ PROMPT_KEY_BYTES: Final = 1024
 """A prompt without messages names its conversation by this much of its beginning."""
 _UNSET: Final = UNSET
 _MESSAGE_FIELDS: Final = ("role", "content")
-_USER: Final = b'"user"'
+_USER: Final = Raw(b'"user"')
 _NO: Final = (b"null", b"false", b"0")
 
 
@@ -44,23 +45,27 @@ class UnreadableBodyError(BadRequestError):
 class RequestPeek:
     """What the relay reads of a request's body."""
 
-    __slots__ = ("_fields", "body", "model", "model_is_text", "model_raw")
+    __slots__ = ("_fields", "body", "model", "model_is_text", "model_json")
 
     def __init__(
-        self, body: bytes, fields: TypedFields | LooseFields, usual: tuple[bytes, str] | None = None
+        self, body: bytes, fields: TypedFields | LooseFields, usual: ModelName | None = None
     ) -> None:
-        """usual: a model's name, as JSON and as text, that need not be decoded."""
+        """usual: a model's name that need not be decoded."""
         self.body = body
         """The body in UTF-8; the very bytes that came unless they came in another encoding."""
         self._fields = fields
         raw = fields.model
-        self.model_raw = None if raw is _UNSET else raw
+        self.model_json: bytes | None = None
+        """`model` as it stands in the body; None: it does not."""
         self.model_is_text = True
         """False: `model` is a number or the like, which vLLM must be left to refuse."""
         self.model: str | None
-        if usual is not None and self.model_raw is not None and bytes(self.model_raw) == usual[0]:
-            self.model = usual[1]
+        if usual is not None and raw == usual.raw:
+            self.model_json = usual.json
+            self.model = usual.text
         else:
+            if raw is not _UNSET:
+                self.model_json = bytes(raw)
             model = _value(raw)
             self.model = model if isinstance(model, str) and model else None
             self.model_is_text = model is None or isinstance(model, str)
@@ -144,15 +149,15 @@ class RequestPeek:
             opening.append(b"" if role is _UNSET else role)
             if content is not _UNSET:
                 opening.append(content)
-            if role is not _UNSET and len(role) == len(_USER) and bytes(role) == _USER:
+            if role == _USER:
                 break
         return opening
 
 
-def peek_request(body: bytes, usual: tuple[bytes, str] | None = None) -> RequestPeek:
+def peek_request(body: bytes, usual: ModelName | None = None) -> RequestPeek:
     """Peek into a request. Raises: UnreadableBodyError when the body is not a JSON object.
 
-    usual: the model's name that most requests have, as JSON and as text.
+    usual: the model's name that most requests have.
     """
     try:
         return RequestPeek(body, TYPED.decode(body), usual)

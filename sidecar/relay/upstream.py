@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import time
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from time import perf_counter
+from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from sidecar.errors import SettingsError, UpstreamError
 from sidecar.relay.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
 from sidecar.relay.request_edit import JOINED_BYTES, PiecedBody
+
+_now: Final = perf_counter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ class UpstreamConnection(asyncio.Protocol):
         no_delay(self._transport)
 
     def data_received(self, data: bytes) -> None:
-        received_at = time.perf_counter()
+        received_at = _now()
         reader, reply = self._reader, self._reply
         if reader is None:  # nobody asked for these: out of step
             self.close()
@@ -166,7 +168,7 @@ class UpstreamConnection(asyncio.Protocol):
         if reader is None:
             return
         if error is None and reply.ends_with_close:
-            reader.batch_end(complete=True, received_at=time.perf_counter())
+            reader.batch_end(complete=True, received_at=_now())
             return
         why = f"connection lost: {error}" if error else "connection closed before the reply's end"
         reader.upstream_lost(why, nothing_came=reply.nothing_came, reused=self.reused)

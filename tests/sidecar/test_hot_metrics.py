@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from sidecar.hot_metrics import MetricSet
@@ -60,6 +63,23 @@ def test_the_exposition_is_what_prometheus_client_writes(monkeypatch: pytest.Mon
         pair[3][1].observe(value)
 
     assert generate_latest(ours) == generate_latest(theirs)
+
+
+@given(st.lists(st.one_of(st.sampled_from([0.0, -1.0, math.inf, *BOUNDS]), st.floats(-5, 5))))
+def test_a_histogram_counts_each_value_where_it_belongs_whatever_came_before(
+    values: list[float],
+) -> None:
+    make, registry, _ = metric_set()
+    histogram = make.histogram("t", "Time.", bounds=BOUNDS)
+
+    for value in values:
+        histogram.observe(value)
+
+    for bound in (*BOUNDS, math.inf):
+        label = "+Inf" if bound == math.inf else repr(bound)
+        assert registry.get_sample_value("t_bucket", {"le": label}) == sum(
+            value <= bound for value in values
+        )
 
 
 def test_counters_and_histograms_of_all_processes_are_added_up_by_hand() -> None:

@@ -133,7 +133,7 @@ def test_a_session_is_named_alike_before_and_after_it_is_remembered(
     assert named(opening, user, project, key_id) == name  # known
     session_key._NAMES.clear()
     for number in range(session_key.REMEMBERED):
-        session_key._NAMES[b"no name is without zeros: %d" % number] = "m:other"
+        session_key._NAMES[b"no name is without zeros: %d" % number] = (b"", "m:other")
     assert named(opening, user, project, key_id) == name  # one too many
     assert len(session_key._NAMES) == 1
 
@@ -157,7 +157,16 @@ def test_a_long_opening_is_named_and_not_kept() -> None:
     for opening in (fits, longer, fits, longer):
         assert named(opening, "ann", "shop", "") == hashed(opening, "ann", "shop", "")
 
-    assert [len(whole) for whole in session_key._NAMES] == [session_key.REMEMBERED_BYTES]
+    [(whole, _)] = session_key._NAMES.values()
+    assert len(whole) == session_key.REMEMBERED_BYTES
+
+
+def test_alikethat_end_alike_are_told_apart() -> None:
+    end = b"x" * session_key.END_BYTES
+    alike = [[b"a" + end], [b"b" + end]]
+
+    for opening in (*alike, *alike):
+        assert named(opening, "ann", "shop", "") == hashed(opening, "ann", "shop", "")
 
 
 def test_the_agents_own_name_is_never_looked_up() -> None:
