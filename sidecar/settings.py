@@ -96,7 +96,7 @@ class Proxy(Section):
     """How often each vLLM is asked for its health and its adapters."""
     drain_timeout_s: float = 20.0
     """On SIGTERM, replies in flight have this long to finish."""
-    routing_poll_s: float = 0.1
+    routing_poll_s: float = 0.2
     """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
     allow_remote_without_keys: bool = False
     """In words: `host` may be reachable from outside with `access.mode = "open"`."""

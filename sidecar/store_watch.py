@@ -13,7 +13,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from sqlalchemy import Connection, Engine, create_engine, make_url
@@ -53,7 +52,10 @@ class StoreWatch:
         self._engine = _open(store_url)
         self._kept = _KeptFile(self._engine) if self._engine.dialect.name == "sqlite" else None
         self._looking = threading.Lock()
-        self._stopping = threading.Event()
+        self._serves = threading.Lock()
+        """Held until `stop`. (Not an Event: a wait for one is thirty steps of Python, which is much
+        for a thread that wakes with cold caches, five times a second, for ever.)"""
+        self._serves.acquire()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
 
     def start(self) -> None:
@@ -62,7 +64,8 @@ class StoreWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopping.set()
+        if self._serves.locked():
+            self._serves.release()
         if self._thread.is_alive():
             self._thread.join()
         if self._kept is not None:
@@ -114,8 +117,9 @@ class StoreWatch:
             reader.store_away(_cause(error))
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._poll_s):
+        while not self._serves.acquire(timeout=self._poll_s):
             self.look()
+        self._serves.release()
 
 
 class _KeptFile:
@@ -124,10 +128,10 @@ class _KeptFile:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         name = engine.url.database or ""
-        self._path = Path(name.removeprefix("file:").partition("?")[0])
+        self._path = name.removeprefix("file:").partition("?")[0]
         self._connection: Connection | None = None
         self._file: tuple[int, int] | None = None
-        self._log = self._path.with_name(self._path.name + "-wal")
+        self._log = self._path + "-wal"
         self._version = -1
         self._looks = 0
         self._written: tuple[int, ...] = ()

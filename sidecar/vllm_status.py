@@ -15,7 +15,7 @@ import structlog
 
 from sidecar.errors import UpstreamError
 from sidecar.relay.heads import request_lines
-from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.reply_parser import ReplyHead, ReplyReader
 from sidecar.relay.upstream import UpstreamPool, endpoint
 
 log = structlog.get_logger()
@@ -101,7 +101,7 @@ class VllmStatus:
                 connection.abort()
 
 
-class _Reply:
+class _Reply(ReplyReader):
     """Reads one reply."""
 
     def __init__(self) -> None:

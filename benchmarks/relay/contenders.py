@@ -14,13 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.relay.interpreter import chosen, site_packages
 from benchmarks.relay.scenarios import MODEL
+from benchmarks.relay.unavailable import UnavailableError
 
 CHAT = "/v1/chat/completions"
-
-
-class UnavailableError(Exception):
-    """A contender cannot be started; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +113,22 @@ def nginx(place: Place) -> Launch:
 
 def vllm_router(place: Place) -> Launch:
     """The Rust router of vLLM's own users, round robin over one worker."""
-    program, version = _peer(place, "vllm-router", "vllm-router")
+    program, env, version = _peer(place, "vllm-router", "vllm-router")
     worker = f"http://127.0.0.1:{place.upstream_port}"
     return Launch(
         command=(
-            *(program, "--worker-urls", worker, "--policy", "round_robin"),
+            *(*program, "--worker-urls", worker, "--policy", "round_robin"),
             *("--host", "127.0.0.1", "--port", str(place.port), "--log-level", "error"),
             *("--max-concurrent-requests", "4096"),
         ),
+        env=env,
         version=version,
     )
 
 
 def litellm(place: Place) -> Launch:
     """LiteLLM's proxy, one worker, no database, telemetry off, prices from its own file."""
-    program, version = _peer(place, "litellm", "litellm")
+    program, env, version = _peer(place, "litellm", "litellm")
     config = place.folder / "config.yaml"
     config.write_text(
         textwrap.dedent(f"""\
@@ -146,12 +145,13 @@ def litellm(place: Place) -> Launch:
     )
     return Launch(
         command=(
-            *(program, "--config", str(config), "--host", "127.0.0.1"),
+            *(*program, "--config", str(config), "--host", "127.0.0.1"),
             *("--port", str(place.port), "--num_workers", "1"),
         ),
         version=version,
         key="sk-bench-0123456789abcdef0123456789abcdef",
         env={
+            **env,
             "LITELLM_MASTER_KEY": "sk-bench-0123456789abcdef0123456789abcdef",  # it asks for one
             "LITELLM_LOG": "ERROR",
             "LITELLM_MODE": "PRODUCTION",
@@ -162,25 +162,33 @@ def litellm(place: Place) -> Launch:
 
 def rllm_gateway(place: Place) -> Launch:
     """rLLM's capture gateway with its SQLite store; it captures what has a session in its path."""
-    program, version = _peer(place, "rllm-model-gateway", "rllm-model-gateway")
+    program, env, version = _peer(place, "rllm-model-gateway", "rllm-model-gateway")
     worker = f"http://127.0.0.1:{place.upstream_port}/v1"
     return Launch(
         command=(
-            *(program, "--host", "127.0.0.1", "--port", str(place.port), "--worker", worker),
+            *(*program, "--host", "127.0.0.1", "--port", str(place.port), "--worker", worker),
             *("--db-path", str(place.folder / "traces.db"), "--log-level", "error"),
         ),
+        env=env,
         path=f"/sessions/bench{CHAT}",
         version=version,
     )
 
 
-def _peer(place: Place, name: str, program: str) -> tuple[str, str]:
-    """(the program, its pinned version). Raises: UnavailableError."""
-    path = place.bench / "peers" / name / "bin" / program
+def _peer(place: Place, name: str, program: str) -> tuple[tuple[str, str], dict[str, str], str]:
+    """(the program under the Python that all have, its environment, its pinned version). Raises:
+    UnavailableError."""
+    installed = place.bench / "peers" / name
+    path = installed / "bin" / program
     if not path.exists():
         raise UnavailableError(
             f"{name} is not in {place.bench.name}/peers; run benchmarks/relay/setup "
             f"and read {place.bench.name}/setup-{name}.log"
         )
-    made = place.bench / "peers" / name / ".made"  # written by the set-up
-    return str(path), made.read_text().strip() if made.exists() else ""
+    python = chosen()
+    made = installed / ".made"  # written by the set-up
+    return (
+        (python.path, str(path)),
+        python.environment(site_packages(installed)),
+        made.read_text().strip() if made.exists() else "",
+    )

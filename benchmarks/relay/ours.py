@@ -11,13 +11,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compiled import CompileError, build, search_path
-from benchmarks.relay.contenders import Launch, Place, UnavailableError
+from benchmarks.compiled import ROOT, CompileError, build, search_path
+from benchmarks.relay.contenders import Launch, Place
+from benchmarks.relay.interpreter import chosen
 from benchmarks.relay.scenarios import MODEL
+from benchmarks.relay.unavailable import UnavailableError
 from ingest.store.database import Database
 from ingest.store.models import RoutingRow
 from sidecar.routing import RoutingTable, encode_table
@@ -55,8 +58,12 @@ def _compiled(launch: Launch) -> Launch:
     except CompileError as error:
         raise UnavailableError(str(error)) from error
     program, *rest = launch.command
-    env = {**launch.env, "PYTHONPATH": search_path(made)}
+    env = {**launch.env, **_environment(search_path(made))}
     return replace(launch, command=(program, "-P", *rest), env=env)
+
+
+def _environment(first: str) -> dict[str, str]:
+    return chosen().environment(Path(sysconfig.get_path("purelib")), first)
 
 
 def _launch(place: Place, *, sample_rate: float) -> Launch:
@@ -75,7 +82,9 @@ def _launch(place: Place, *, sample_rate: float) -> Launch:
     )
     _write_routing(store)
     return Launch(
-        command=(sys.executable, "-m", "sidecar", "--config", str(config)),
+        command=(chosen().path, "-m", "sidecar", "--config", str(config)),
+        env=_environment(str(ROOT)),
+        version=chosen().what,
         key=_make_key(config) if ACCESS_MODE == "keys" else "sk-bench",
         beside=((sys.executable, "-m", "benchmarks.relay.drain", bus),) if sample_rate else (),
         metrics_path="/metrics",
@@ -103,8 +112,7 @@ def _make_key(config: Path) -> str:
     """An unlimited key, made as an operator makes one."""
     command = [sys.executable, "-c", "from deploy.cli import main; raise SystemExit(main())"]
     command += ["--config", str(config), "keys", "create", "--project", "bench"]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = re.search(r"sk-sidecar-[\w-]+", done.stdout)
     if found is None:
         raise UnavailableError(f"`sidecar keys create` gave no key: {done.stderr.strip()}")

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.relay import contenders, memory, ours
-from benchmarks.relay.contenders import Launch, Place, Start, UnavailableError
+from benchmarks.relay.contenders import Launch, Place, Start
 from benchmarks.relay.ends import BuildError, Ends, build
+from benchmarks.relay.interpreter import chosen
 from benchmarks.relay.measure import Sample, measure
 from benchmarks.relay.memory import Soak, soak_row, soak_target
 from benchmarks.relay.profile import profile
@@ -29,6 +30,7 @@ from benchmarks.relay.scan import scan_rows, scan_targets, scan_us_per_mb
 from benchmarks.relay.scenarios import BY_NAME, MODEL, SCENARIOS, Scenario
 from benchmarks.relay.stage import ROOT, Cores, Running, contender, free_port, pick_cores, upstream
 from benchmarks.relay.summary import COLUMNS, DIRECT, OFF, ON, Samples, rows, targets
+from benchmarks.relay.unavailable import UnavailableError
 
 BENCH = ROOT / ".bench"
 STARTS: dict[str, Start] = {
@@ -138,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stage = Stage(ends=ends, cores=cores, folder=folder, running={}, why_missing={})
         _start(stage, options.only, stack)
+        machine["contenders_python"] = chosen().what
         machine["contenders"] = {
             name: one.launch.version for name, one in stage.running.items() if one.launch.version
         }

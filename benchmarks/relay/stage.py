@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.relay import process_tree
-from benchmarks.relay.contenders import Launch, Place, Start, UnavailableError
+from benchmarks.relay.contenders import Launch, Place, Start
 from benchmarks.relay.ends import Ends
 from benchmarks.relay.scenarios import BY_NAME, body
+from benchmarks.relay.unavailable import UnavailableError
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 90.0

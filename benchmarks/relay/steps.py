@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +28,9 @@ from benchmarks.compiled import search_path
 from benchmarks.relay import ours, scenarios
 from benchmarks.relay.contenders import Launch, Place
 from benchmarks.relay.ends import build
+from benchmarks.relay.interpreter import chosen
 from benchmarks.relay.run import BENCH
-from benchmarks.relay.stage import pick_cores, upstream
+from benchmarks.relay.stage import ROOT, pick_cores, upstream
 from sidecar.proxy import Proxy, relay_is_compiled
 from sidecar.records import Exchange
 from sidecar.relay.http_client_side import ClientConnection
@@ -72,9 +74,13 @@ def main(argv: Sequence[str]) -> int:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
         uvloop.run(_measure())
         return 0
-    for env in ({}, {"PYTHONPATH": search_path(build_compiled())}):
-        command = [sys.executable, *(["-P"] if env else []), "-m", "benchmarks.relay.steps"]
-        subprocess.run([*command, "--this-build"], check=True, env={**os.environ, **env})
+    python = chosen()
+    print(python.what)
+    packages = Path(sysconfig.get_path("purelib"))
+    for first in (str(ROOT), search_path(build_compiled())):
+        command = [python.path, "-P", "-m", "benchmarks.relay.steps", "--this-build"]
+        env = {**os.environ, **python.environment(packages, first)}
+        subprocess.run(command, check=True, env=env)
     return 0
 
 

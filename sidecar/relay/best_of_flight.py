@@ -130,7 +130,7 @@ class BestOf:
             self._metrics.best_of_fallbacks.inc((self._fallback or "cut",))
 
 
-class BestOfConnection:
+class BestOfConnection(ReplyReader):
     """One sending of a best-of-N request: a `ReplyReader` to vLLM, a connection to the flight.
 
     on_chunk: told of vLLM's bytes as they come: the record holds all N, and all are charged.

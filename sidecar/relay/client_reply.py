@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.heads import reply_head, reply_lines
 from sidecar.relay.reply_body import ReplyBody
 from sidecar.relay.reply_parser import NO_BODY_STATUSES, ReplyHead
 
-
-class ClientSide(Protocol):
-    """What a flight needs of the client's connection."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def reply_done(self, *, keep_alive: bool, at: float) -> None:
-        """The reply is written to its end. at: now, `time.perf_counter()`."""
-
-    def reply_broken(self) -> None:
-        """The reply will not end: close, so that the client sees that it was cut."""
+if TYPE_CHECKING:
+    from sidecar.relay.http_client_side import ClientConnection
 
 
 class ClientReply:
@@ -28,7 +19,9 @@ class ClientReply:
 
     __slots__ = ("_chunked", "_client", "_request", "begun", "keep_alive")
 
-    def __init__(self, client: ClientSide, request: ClientRequest, *, keep_alive: bool) -> None:
+    def __init__(
+        self, client: ClientConnection, request: ClientRequest, *, keep_alive: bool
+    ) -> None:
         self.begun = False
         """The head is written: what happens now cannot be answered with another status."""
         self.keep_alive = keep_alive

@@ -13,11 +13,11 @@ connection owns the reply's framing, `ClientReply` the client's. Rules:
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sidecar.access import Admission
 from sidecar.records import Outcome
-from sidecar.relay.client_reply import ClientReply, ClientSide
+from sidecar.relay.client_reply import ClientReply
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.ending import settle
@@ -36,6 +36,9 @@ from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.usage import TAIL_BYTES
 from sidecar.tee import Tee
+
+if TYPE_CHECKING:
+    from sidecar.relay.http_client_side import ClientConnection
 
 STREAM_ENDS: Final = (b"data: [DONE]\n\n", b'"type":"message_stop"}\n\n')
 """What the last event of a surface ends with; clients close when they have it."""
@@ -67,7 +70,7 @@ class Flight(Outbound):
     def __init__(
         self,
         context: RelayContext,
-        client: ClientSide,
+        client: ClientConnection,
         request: ClientRequest,
         *,
         plan: Plan | None,

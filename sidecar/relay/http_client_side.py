@@ -105,7 +105,7 @@ class ClientConnection(asyncio.Protocol):
             self._flight.resume()
         self._pump()
 
-    # -- for the flight (ClientSide)
+    # -- for the flight
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sidecar.access import Admission
 from sidecar.best_of_client import Picker
 from sidecar.records import Outcome
 from sidecar.relay.best_of import plan_best_of
 from sidecar.relay.best_of_flight import BestOf, BestOfConnection
-from sidecar.relay.client_reply import ClientSide
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.flight import Flight
@@ -21,6 +22,9 @@ from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.request_edit import PiecedBody
 from sidecar.relay.upstream import SendingConnection
 
+if TYPE_CHECKING:
+    from sidecar.relay.http_client_side import ClientConnection
+
 
 class JudgedFlight(Flight):
     """As a flight; N answers are sampled, and the client gets the one that the judge picks."""
@@ -30,7 +34,7 @@ class JudgedFlight(Flight):
     def __init__(
         self,
         context: RelayContext,
-        client: ClientSide,
+        client: ClientConnection,
         request: ClientRequest,
         *,
         plan: Plan,

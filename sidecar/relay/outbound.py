@@ -7,7 +7,7 @@ to do with a reply is `flight.py`'s.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Final
@@ -20,7 +20,7 @@ from sidecar.relay.heads import TRACEPARENT, lines_on_demand, request_lines
 from sidecar.relay.plan import Plan
 from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_edit import STRIP_NOTHING
-from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.reply_parser import ReplyReader
 from sidecar.relay.request_edit import PiecedBody
 from sidecar.relay.upstream import SendingConnection
 from sidecar.routing import Assignment
@@ -28,7 +28,7 @@ from sidecar.routing import Assignment
 _now: Final = perf_counter
 
 
-class Outbound(ABC):
+class Outbound(ReplyReader):
     """A request that is to be sent, and sent again. `Flight` is what it becomes."""
 
     __slots__ = (
@@ -221,23 +221,6 @@ class Outbound(ABC):
                 aside, authorization, encoding=encoding, traceparent=own
             ),
         )
-
-    # -- what becomes of it (ReplyReader, and the end)
-
-    @abstractmethod
-    def reply_head(self, head: ReplyHead) -> None: ...
-
-    @abstractmethod
-    def reply_body(self, data: bytes) -> None: ...
-
-    @abstractmethod
-    def pass_chunks(self, framed: bytes, received_at: float) -> bool: ...
-
-    @abstractmethod
-    def batch_end(self, *, complete: bool, received_at: float) -> None: ...
-
-    @abstractmethod
-    def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
 
     @abstractmethod
     def _give_up(self, why: str, status: int = 502) -> None:

@@ -6,14 +6,13 @@ The one place where the relay's parts meet for a request: keys and limits, sampl
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sidecar.access import ADAPTER, Admission
 from sidecar.access_words import Denial
 from sidecar.assignment import CompiledRouting, pinned_assignment
 from sidecar.records import Surface
 from sidecar.relay.best_of import BEST_OF_HEADER, refuse_surface, wanted_answers
-from sidecar.relay.client_reply import ClientSide
 from sidecar.relay.client_request import ClientRequest, RequestHead
 from sidecar.relay.context import RelayContext
 from sidecar.relay.flight import Flight
@@ -30,6 +29,9 @@ from sidecar.relay.refusals import (
 )
 from sidecar.relay.surfaces import SurfaceRule
 from sidecar.routing import Assignment
+
+if TYPE_CHECKING:
+    from sidecar.relay.http_client_side import ClientConnection
 
 CAPTURE_HEADER: Final = b"x-sidecar-capture"
 NOBODY: Final = Admission()
@@ -49,7 +51,7 @@ def turn_away(context: RelayContext, head: RequestHead) -> Refusal | None:
 
 def receive(
     context: RelayContext,
-    client: ClientSide,
+    client: ClientConnection,
     request: ClientRequest,
     *,
     keep_alive: bool,
@@ -91,7 +93,7 @@ def _surface(where: Destination | SurfaceRule) -> Surface:
 
 def _receive_model_request(
     context: RelayContext,
-    client: ClientSide,
+    client: ClientConnection,
     request: ClientRequest,
     rule: SurfaceRule,
     admission: Admission,

@@ -6,7 +6,8 @@ because the edit changes its length.
 
 from __future__ import annotations
 
-from typing import Final, Literal, Protocol
+from abc import ABC, abstractmethod
+from typing import Final, Literal
 
 from sidecar.relay.heads import EVENT_STREAM
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
@@ -24,17 +25,23 @@ Length = Literal["kept", "whole", "unknown"]
 """kept: as vLLM's head says; whole: all is sent in one piece; unknown: nobody knows before."""
 
 
-class ReplyBody(Protocol):
+class ReplyBody(ABC):
     """Takes the reply's bytes, gives those that may go to the client now."""
 
-    holds: bool
-    """True while nothing may be sent, not even the head: its length is not known."""
-    length: Length
+    __slots__ = ("holds", "length")
 
+    def __init__(self, *, holds: bool, length: Length) -> None:
+        self.holds = holds
+        """True while nothing may be sent, not even the head: its length is not known."""
+        self.length = length
+
+    @abstractmethod
     def feed(self, data: bytes) -> bytes: ...
 
+    @abstractmethod
     def end(self) -> bytes: ...
 
+    @abstractmethod
     def rest_dropped(self, last: bytes) -> bool:
         """The reply ends here, unfinished: whether the client has whole events only, so that one
         more may follow. What is held of an event that is not whole is dropped.
@@ -42,11 +49,13 @@ class ReplyBody(Protocol):
         last: what was fed last."""
 
 
-class PassedBody:
+class PassedBody(ReplyBody):
     """Every byte at once, as it came."""
 
-    holds = False
-    length: Length = "kept"
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(holds=False, length="kept")
 
     def feed(self, data: bytes) -> bytes:
         return data
@@ -58,13 +67,13 @@ class PassedBody:
         return last.endswith(EVENT_END)
 
 
-class EventBody:
+class EventBody(ReplyBody):
     """Events as they complete, without what the client did not ask for."""
 
-    holds = False
-    length: Length = "unknown"
+    __slots__ = ("_lessons", "_passing", "_shape", "_splitter", "_strip")
 
     def __init__(self, strip: Strip) -> None:
+        super().__init__(holds=False, length="unknown")
         self._strip = strip
         self._splitter = EventSplitter()
         self._passing = False
@@ -101,12 +110,13 @@ class EventBody:
         return not self._passing
 
 
-class HeldBody:
+class HeldBody(ReplyBody):
     """Nothing until the end, then the whole reply, edited."""
 
+    __slots__ = ("_pieces", "_size", "_strip")
+
     def __init__(self, strip: Strip) -> None:
-        self.holds = True
-        self.length: Length = "whole"
+        super().__init__(holds=True, length="whole")
         self._strip = strip
         self._pieces: list[bytes] = []
         self._size = 0
@@ -134,7 +144,7 @@ class HeldBody:
         return whole
 
 
-PASSED: Final = PassedBody()
+PASSED: Final[ReplyBody] = PassedBody()
 """It keeps nothing, so one serves all."""
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.relay import ours, run
-from benchmarks.relay.contenders import Launch, Place, UnavailableError
+from benchmarks.relay.contenders import Launch, Place
 from benchmarks.relay.ends import build
 from benchmarks.relay.measure import measure, scrape
 from benchmarks.relay.scenarios import BY_NAME, MODEL
 from benchmarks.relay.stage import Running, contender, free_port, pick_cores, upstream
 from benchmarks.relay.summary import DIRECT, LITELLM, NGINX, OFF, ON, ROUTER
+from benchmarks.relay.unavailable import UnavailableError
 
 pytestmark = pytest.mark.timeout(300)  # the first run compiles the relay
 needs_machine = pytest.mark.skipif(

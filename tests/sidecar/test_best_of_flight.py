@@ -16,7 +16,7 @@ from sidecar.relay.best_of import BestOfPlan, plan_best_of
 from sidecar.relay.best_of_flight import BestOf, BestOfConnection
 from sidecar.relay.best_of_reply import read_answers, stream_reply, whole_reply
 from sidecar.relay.heads import ReplyHeaders
-from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.reply_parser import ReplyHead, ReplyReader
 from sidecar.relay.request_peek import peek_request
 
 REQUEST = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -58,7 +58,7 @@ class MemoryConnection:
 
 
 @dataclass
-class MemoryFlight:
+class MemoryFlight(ReplyReader):
     """What a flight sees of a reply."""
 
     head: ReplyHead | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.heads import ReplyHeaders, RequestHeaders, reply_head, reply_lines, request_lines
-from sidecar.relay.reply_parser import ReplyHead, ReplyParser
+from sidecar.relay.reply_parser import ReplyHead, ReplyParser, ReplyReader
 from sidecar.relay.request_parser import RequestParser
 
 
@@ -22,7 +22,7 @@ def sorted_request(*headers: tuple[bytes, bytes]) -> RequestHeaders:
 def sorted_reply(*headers: tuple[bytes, bytes]) -> ReplyHeaders:
     heads: list[ReplyHead] = []
 
-    class Reader:
+    class Reader(ReplyReader):
         def reply_head(self, head: ReplyHead) -> None:
             heads.append(head)
 

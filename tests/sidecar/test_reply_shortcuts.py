@@ -10,7 +10,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sidecar.relay.reply_parser import BrokenReplyError, ReplyHead, ReplyParser, chunk_at
+from sidecar.relay.reply_parser import (
+    BrokenReplyError,
+    ReplyHead,
+    ReplyParser,
+    ReplyReader,
+    chunk_at,
+)
 
 OK = b"HTTP/1.1 200 OK\r\n"
 KNOWN = OK + b"server: uvicorn\r\ncontent-length: %b\r\ncontent-type: application/json\r\n\r\n"
@@ -29,7 +35,7 @@ def chunk(body: bytes) -> bytes:
 
 
 @dataclass
-class Reader:
+class Reader(ReplyReader):
     heads: list[Any] = field(default_factory=list)
     body: list[bytes] = field(default_factory=list)
 

@@ -17,7 +17,7 @@ from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.heads import SENT_ON_DEMAND, request_lines
 from sidecar.relay.json_spans import members
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
-from sidecar.relay.reply_parser import BrokenReplyError, ReplyHead, ReplyParser
+from sidecar.relay.reply_parser import BrokenReplyError, ReplyHead, ReplyParser, ReplyReader
 from sidecar.relay.request_edit import edit_request, splice_request
 from sidecar.relay.request_parser import RequestParser
 from sidecar.relay.request_peek import RequestPeek, UnreadableBodyError, peek_request
@@ -126,7 +126,7 @@ def check_written(request: dict[str, Any]) -> None:
 # -- replies
 
 
-class Reader:
+class Reader(ReplyReader):
     def __init__(self) -> None:
         self.heads: list[ReplyHead] = []
         self.body = b""
