@@ -23,11 +23,11 @@ SWITCH_INTERVAL_S = 0.0005
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
-KEPT_FREE_BYTES = 64 * 2**20
+KEPT_FREE_BYTES = 32 * 2**20
 """What the C library may keep of freed memory. A prompt of a megabyte then takes the memory of the
 one before it; from the kernel it takes 256 page faults, which cost more than nginx's whole work."""
-LARGEST_KEPT_BYTES = 32 * 2**20
-"""Of one piece; glibc's own upper limit."""
+LARGEST_KEPT_BYTES = 4 * 2**20
+"""Of one piece: a longer body is rare, and gives its memory back at once."""
 
 
 def main(argv: list[str] | None = None) -> int:

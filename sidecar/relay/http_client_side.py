@@ -205,19 +205,20 @@ class ClientConnection(asyncio.Protocol):
         if head is None:
             return
         if not self._judged:
-            if not parser.wants_continue and parser.body_bytes <= MAX_STRANGERS_BYTES:
+            long = parser.body_bytes > MAX_STRANGERS_BYTES
+            if not parser.wants_continue and not long:
                 return
             self._judged = True
-            refusal = turn_away(self._context, head)
+            refusal = turn_away(self._context, head, long=long)
             if refusal is not None:
                 self._refuse(refusal, head_only=head.head_only, keep_alive=False)
                 return
             if parser.wants_continue:
                 parser.wants_continue = False
                 self.write(CONTINUE)
-        self._long = long = parser.long_body()
-        if long is not None:
-            self._open_transport().set_protocol(LongBodyReader(self, long))
+        self._long = body = parser.long_body()
+        if body is not None:
+            self._open_transport().set_protocol(LongBodyReader(self, body))
 
     def long_body_came(self, body: LongBody) -> None:
         self._parser.body_bytes = body.came

@@ -48,7 +48,9 @@ class LongBody:
     def take(self) -> bytes:
         """The whole body. Nobody may hold a `room` any more."""
         self._room.release()
-        return self._held.getvalue()
+        # A transport may keep what read it for as long as it is open (uvloop's does).
+        held, self._held = self._held, BytesIO()
+        return held.getvalue()
 
     def _grow(self) -> None:
         self._room.release()

@@ -23,6 +23,7 @@ from sidecar.relay.refusals import (
     Refusal,
     denied,
     not_found,
+    takes_no_body,
     too_busy,
     unknown_adapter,
     with_limits,
@@ -38,11 +39,16 @@ NOBODY: Final = Admission()
 """For our own application, which asks for no key."""
 
 
-def turn_away(context: RelayContext, head: RequestHead) -> Refusal | None:
-    """Why a request will not be taken, known before its body is here. None: it may come."""
+def turn_away(context: RelayContext, head: RequestHead, *, long: bool) -> Refusal | None:
+    """Why a request will not be taken, known before its body is here. None: it may come.
+
+    long: of its body came more than anybody sends who is not asked for a prompt.
+    """
     where = head.where
     if where is Destination.NOWHERE:
         return replace(not_found(), close=True)
+    if where is Destination.APP and long:
+        return takes_no_body()
     if not _asks_for_key(head):
         return None
     denial = context.access.turn_away(head.credentials, context.clock())

@@ -124,6 +124,11 @@ def body_too_large(limit: int) -> Refusal:
     return vllm_error(413, message, kind="Bad Request", close=True)
 
 
+def takes_no_body() -> Refusal:
+    """One of our own application's paths; a short body is ignored there."""
+    return vllm_error(413, "This path takes no body.", kind="Bad Request", close=True)
+
+
 def too_slow() -> Refusal:
     return vllm_error(408, "The request did not arrive in time.", kind="Bad Request", close=True)
 

@@ -433,3 +433,29 @@ async def test_without_keys_large_bodies_go_through(
 
     assert line == "HTTP/1.1 200 OK"
     assert "connection" not in headers
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+async def test_what_asks_for_no_key_takes_no_long_body(
+    path: str, start_proxy: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED, path=path))
+        sent = await client.send_slowly(SENT)
+
+        line, headers, body = await client.hear()
+
+        assert sent == 5 * len(PIECE)
+        assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
+        assert "takes no body" in json.loads(body)["error"]["message"]
+
+
+async def test_a_short_body_is_nothing_to_a_path_of_ours(start_proxy: Any, fake_vllm: Any) -> None:
+    running = await start_proxy()
+    async with dialled(running) as client:
+        await client.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+
+        line, _, _ = await client.hear()
+
+        assert line == "HTTP/1.1 200 OK"

@@ -18,7 +18,7 @@ from sidecar.relay.heads import SENT_ON_DEMAND, request_lines
 from sidecar.relay.json_spans import members
 from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
 from sidecar.relay.reply_parser import BrokenReplyError, ReplyHead, ReplyParser, ReplyReader
-from sidecar.relay.request_edit import edit_request, splice_request
+from sidecar.relay.request_edit import PiecedBody, edit_request, splice_request
 from sidecar.relay.request_parser import RequestParser
 from sidecar.relay.request_peek import RequestPeek, UnreadableBodyError, peek_request
 from sidecar.relay.sse import EventSplitter, is_one_event
@@ -379,10 +379,12 @@ def check_peek(peek: RequestPeek) -> None:
     assert isinstance(peek.opening(), list)
     assert isinstance(peek.user, str)
     assert (peek.model is None) or peek.model in [v for k, v in before if k == "model"]
-    if peek.model_raw is None or not peek.asks_nothing_of_ours:
+    if peek.model_json is None or not peek.asks_nothing_of_ours:
         return
     new, front = b'"other"', b'"return_token_ids":true,"logprobs":true,'
-    spliced = splice_request(peek.body, bytes(peek.model_raw), new, front)
+    spliced = splice_request(peek.body, peek.model_json, new, front)
+    if isinstance(spliced, PiecedBody):
+        spliced = b"".join(spliced.pieces)
     if spliced is None or len([name for name, _ in before if name == "model"]) > 1:
         return
     wanted = {"return_token_ids": b"true", "logprobs": b"true", "model": new}

@@ -1,0 +1,126 @@
+"""Which Python is measured, and that the result says so."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.relay import interpreter
+from benchmarks.relay.unavailable import UnavailableError
+
+
+@pytest.fixture(autouse=True)
+def choose_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(interpreter.CHOICE, raising=False)
+    interpreter.chosen.cache_clear()
+    yield
+    interpreter.chosen.cache_clear()
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Let this Python seem to have been built with these arguments."""
+
+    def configure(arguments: str | None) -> None:
+        monkeypatch.setattr(sysconfig, "get_config_var", lambda name: arguments)
+
+    return configure
+
+
+def program(path: Path, prints: str) -> Path:
+    path.write_text(f"#!/bin/sh\necho {prints}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_an_optimised_build_is_measured_itself(
+    configured: Callable[[str | None], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured("'--enable-optimizations' '--with-lto'")
+    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
+
+    found = interpreter.chosen()
+
+    assert found.path == sys.executable
+    assert "optimised" in found.what
+    assert "NOT" not in found.what
+
+
+@pytest.mark.parametrize("arguments", ["'--enable-shared'", "", None])
+def test_instead_of_a_plain_build_the_systems_own_is_measured(
+    arguments: str | None,
+    configured: Callable[[str | None], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configured(arguments)
+    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    path = program(tmp_path / f"python{minor}", f"{minor}.99")
+
+    found = interpreter.chosen()
+
+    assert found.path == str(path)
+    assert found.what == f"CPython {minor}.99, the system's own"
+
+
+def test_a_plain_build_without_another_says_what_it_is(
+    configured: Callable[[str | None], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured("")
+    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
+
+    found = interpreter.chosen()
+
+    assert found.path == sys.executable
+    assert "NOT an optimised build" in found.what
+    assert interpreter.CHOICE in found.what
+
+
+def test_who_runs_it_may_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(interpreter.CHOICE, sys.executable)
+
+    found = interpreter.chosen()
+
+    assert found.path == sys.executable
+    assert found.what.endswith(f"by {interpreter.CHOICE}")
+
+
+@pytest.mark.parametrize("prints", ["3.1.0", ""])
+def test_one_of_another_version_is_refused(
+    prints: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(interpreter.CHOICE, str(program(tmp_path / "python", prints)))
+
+    with pytest.raises(UnavailableError, match="is needed"):
+        interpreter.chosen()
+
+
+def test_one_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(interpreter.CHOICE, "no-such-python")
+
+    with pytest.raises(UnavailableError, match="no-such-python"):
+        interpreter.chosen()
+
+
+def test_it_runs_what_an_environment_has_installed() -> None:
+    python = interpreter.chosen()
+    packages = Path(sysconfig.get_path("purelib"))
+    assert interpreter.site_packages(Path(sys.prefix)) == packages
+
+    done = subprocess.run(
+        [python.path, "-P", "-c", "import msgspec, uvloop; print(msgspec.json.encode(1))"],
+        env={**os.environ, **python.environment(packages)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout.strip() == "b'1'", done.stderr
