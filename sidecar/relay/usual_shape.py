@@ -60,11 +60,11 @@ class EventShape:
         if opens <= len(before) + _EMPTY:
             return None
         closes = event.find(_END, opens)
-        if closes < 0 or not event.startswith(_CLOSES, closes):
+        at = closes + len(_CLOSES)
+        if closes < 0 or event[closes:at] != _CLOSES:
             return None
         if event.find(_DELTA, len(before), closes) >= 0:  # of a second choice, or a second event
             return None
-        at = closes + len(_CLOSES)
         stop = len(event) - len(rest) - 1
         if at >= stop or event[stop] != _ARRAY_END:
             return None
