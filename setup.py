@@ -28,6 +28,7 @@ PINNED = (
     "pydantic==2.14.3",
     "pydantic-settings==2.16.3",
     "structlog==26.1.0",
+    "xxhash==4.1.0",
 )
 """What compiles, and what the compiled modules take types from. Pinned, as in constraints/: types
 decide what code comes out, and where one is not known mypyc's guess may be wrong."""

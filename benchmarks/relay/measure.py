@@ -6,6 +6,7 @@ import http.client
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,8 +89,12 @@ def measure(
     seconds: float,
     round_number: int,
     folder: Path,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Sample:
-    """Load one contender for one window. Raises: RuntimeError when the load generator fails."""
+    """Load one contender for one window. Raises: RuntimeError when the load generator fails.
+
+    meanwhile: called once as the window opens; what it does goes on beside the load.
+    """
     asked = request_file(running, scenario, folder)
     seconds = max(seconds, scenario.min_seconds)
     command = [
@@ -101,8 +106,14 @@ def measure(
     before = captures(running)
     if running.pid is not None:
         process_tree.reset_peak(running.pid)
+
+    def at_begin() -> None:
+        gauge.read()
+        if meanwhile is not None:
+            meanwhile()
+
     report = run_load(
-        command, limit_s=scenario.warmup_s + seconds, at_begin=gauge.read, at_end=gauge.read
+        command, limit_s=scenario.warmup_s + seconds, at_begin=at_begin, at_end=gauge.read
     )
     tree, proxy, busy_ends = gauge.shares()
     rss = peak = None

@@ -26,7 +26,7 @@ from benchmarks.relay.interpreter import chosen
 from benchmarks.relay.measure import Sample, measure
 from benchmarks.relay.memory import Soak, soak_row, soak_target
 from benchmarks.relay.profile import profile
-from benchmarks.relay.scan import scan_rows, scan_targets, scan_us_per_mb
+from benchmarks.relay.scan import LARGE, scan_rows, scan_targets, scan_us_per_mb
 from benchmarks.relay.scenarios import BY_NAME, MODEL, SCENARIOS, Scenario
 from benchmarks.relay.stage import ROOT, Cores, Running, contender, free_port, pick_cores, upstream
 from benchmarks.relay.summary import COLUMNS, DIRECT, OFF, ON, Samples, rows, targets
@@ -49,6 +49,7 @@ COMPILED = (
     "judged by them. ours-pure-off and ours-pure-on run the same sources interpreted."
 )
 DEFAULT_SOAK_S = 20.0
+SCAN_S = 1.0
 DISTURBED = 0.05
 """Share of the proxy's core that others may have before it is said."""
 
@@ -145,10 +146,11 @@ def main(argv: Sequence[str]) -> int:
             name: one.launch.version for name, one in stage.running.items() if one.launch.version
         }
         samples = Samples(_measure(stage, options))
+        scans = _scan(stage)
         soaks = _soak(stage, options)
         if options.profile:
             _profile(stage, options)
-    return _conclude(options, samples, soaks, stage.why_missing, machine)
+    return _conclude(options, samples, soaks, scans, stage.why_missing, machine)
 
 
 @contextmanager
@@ -209,6 +211,27 @@ def _measure(stage: Stage, options: Options) -> list[Sample]:
     return samples
 
 
+def _scan(stage: Stage) -> dict[str, float]:
+    """What a look costs where the proxies work, while the other core is as busy as it was then."""
+    scans: dict[str, float] = {}
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {stage.cores.proxy})
+    try:
+        measure(
+            stage.running[DIRECT],
+            LARGE,
+            ends=stage.ends,
+            cores=stage.cores,
+            seconds=SCAN_S,
+            round_number=0,
+            folder=stage.folder,
+            meanwhile=lambda: scans.update(scan_us_per_mb()),
+        )
+    finally:
+        os.sched_setaffinity(0, mine)
+    return scans
+
+
 def _soak(stage: Stage, options: Options) -> list[Soak]:
     if options.soak_s <= 0:
         return []
@@ -247,13 +270,13 @@ def _conclude(
     options: Options,
     samples: Samples,
     soaks: Sequence[Soak],
+    scans: dict[str, float],
     why_missing: dict[str, str],
     machine: dict[str, object],
 ) -> int:
     kinds = [(one.name, one.kind == "stream") for one in options.scenarios]
     found = rows(samples, options.only, kinds, why_missing)
     judged = targets(samples, why_missing=why_missing)
-    scans = scan_us_per_mb()
     growths = scan_rows(samples, options.only, scans)
     judged += scan_targets(samples, scans)
     soaked = [soak_row(one) for one in soaks]

@@ -59,6 +59,8 @@ class Scenario:
     kind: Literal["reply", "stream"]
     connections: int
     prompt_bytes: int = 1_000
+    message_bytes: int = 20_000
+    """The prompt is messages of this length."""
     asks: dict[str, object] = field(default_factory=dict)
     """Members of the request besides model and messages."""
     conversations: int = 64
@@ -138,6 +140,15 @@ SCENARIOS: tuple[Scenario, ...] = (
         prompt_bytes=1_000_000,
         conversations=4,
     ),
+    Scenario(
+        name="opening1m",
+        what="prompts whose first message is all of 1 MB",
+        kind="reply",
+        connections=4,
+        prompt_bytes=1_000_000,
+        message_bytes=1_000_000,
+        conversations=4,
+    ),
 )
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
@@ -149,7 +160,7 @@ def body(scenario: Scenario, conversation: int) -> bytes:
     left = scenario.prompt_bytes
     while left > 0:
         role = "user" if len(messages) % 2 else "assistant"
-        size = min(left, 20_000)
+        size = min(left, scenario.message_bytes)
         messages.append({"role": role, "content": _text(rng, size)})
         left -= size
     if messages[-1]["role"] == "assistant":

@@ -142,7 +142,7 @@ class RequestPeek:
                 return opening
         if messages is _UNSET:
             if fields.prompt is not _UNSET:
-                opening.append(bytes(fields.prompt)[:PROMPT_KEY_BYTES])
+                opening.append(bytes(memoryview(fields.prompt)[:PROMPT_KEY_BYTES]))
             return opening
         for message in messages:
             role, content = message.role, message.content

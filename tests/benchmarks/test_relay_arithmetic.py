@@ -243,15 +243,19 @@ def test_the_growth_by_prompt_is_weighed_by_one_look() -> None:
             sample("nginx", "prompt1m", cpu=0.1 + 0.999 * 0.7),
             sample("ours-off", "prompt1k", cpu=0.2),
             sample("ours-off", "prompt1m", cpu=0.2 + 0.999 * 1.0),
+            sample("nginx", "opening1m", cpu=0.1 + 0.999 * 0.7),
+            sample("ours-off", "opening1m", cpu=0.2 + 0.999 * 1.3),
         ]
     )
     scans = {"msgspec peek": 400.0, "memchr": 10.0}
 
-    (target,) = scan_targets(samples, scans)
+    target, of_one_message = scan_targets(samples, scans)
 
     assert growth_us_per_mb(samples, "nginx") == pytest.approx(700.0)
     assert target.value == pytest.approx(0.75)
     assert target.holds
+    assert of_one_message.value == pytest.approx(1.5)
+    assert not of_one_message.holds
     assert [one["contender"] for one in scan_rows(samples, ("nginx", "ours-off"), scans)] == [
         "nginx",
         "ours-off",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from sidecar.relay.request_peek import peek_request
-from sidecar.session_key import session_key
+from sidecar.session_key import LONG_PIECE_BYTES, session_key
 
 OPENING = [b'"system"', b'"Be short."', b'"user"', b'"Hi"']
 
@@ -21,6 +21,25 @@ def test_the_key_of_an_opening_never_changes() -> None:
     expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
     assert session_key(header=None, user="ann", opening=OPENING) == expected
     assert expected == "m:41c54ffa72bb2d524e27e9b242af8b5c"
+
+
+def test_a_long_message_stands_in_the_key_by_its_digest() -> None:
+    # Frozen, as above. The digest is XXH3's of 128 bits, which its authors keep as it is.
+    long = b'"' + b"x" * LONG_PIECE_BYTES + b'"'
+    digest = bytes.fromhex("9c7342f995d214e39af8b486a522058e")
+    whole = b'"user"\0' + b"xxh3:" + digest + b"\0ann\0default"
+    expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
+    assert session_key(header=None, user="ann", opening=[b'"user"', long]) == expected
+
+
+def test_long_messages_that_differ_in_a_byte_are_two_conversations() -> None:
+    long = b'{"messages":[{"role":"user","content":"%b"}]}'
+    texts = [b"x" * LONG_PIECE_BYTES, b"x" * (LONG_PIECE_BYTES // 2) + b"y"]
+    texts[1] += b"x" * (LONG_PIECE_BYTES - len(texts[1]))
+    assert len(texts[0]) == len(texts[1])
+
+    assert of(long % texts[0]) != of(long % texts[1])
+    assert of(long % texts[0]) == of(long % texts[0])
 
 
 def test_later_turns_and_what_else_a_message_holds_do_not_count() -> None:
