@@ -206,7 +206,9 @@ class ClientConnection(asyncio.Protocol):
             return
         if not self._judged:
             long = parser.body_bytes > MAX_STRANGERS_BYTES
-            if not parser.wants_continue and not long:
+            if parser.wants_continue:  # nobody looks again when it is here
+                long = parser.may_bring_more_than(MAX_STRANGERS_BYTES)
+            elif not long:
                 return
             self._judged = True
             refusal = turn_away(self._context, head, long=long)

@@ -119,6 +119,10 @@ class RequestParser:
         self._body = []
         self.head = None
 
+    def may_bring_more_than(self, length: int) -> bool:
+        """The body that is coming in is announced as longer, or is chunked: then nobody knows."""
+        return self._chunks is not None or self._length > length
+
     # -- a body that somebody else reads
 
     def long_body(self) -> LongBody | None:

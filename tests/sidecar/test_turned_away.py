@@ -451,6 +451,19 @@ async def test_what_asks_for_no_key_takes_no_long_body(
         assert "takes no body" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize("length", [ANNOUNCED, None])
+async def test_what_asks_for_no_key_invites_no_long_body(
+    length: int | None, start_proxy: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    async with dialled(running) as client:
+        await client.say(head(length, path="/healthz", more="Expect: 100-continue\r\n"))
+
+        line, headers, _ = await client.hear()
+
+        assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
+
+
 async def test_a_short_body_is_nothing_to_a_path_of_ours(start_proxy: Any, fake_vllm: Any) -> None:
     running = await start_proxy()
     async with dialled(running) as client:
