@@ -19,8 +19,6 @@ GC_THRESHOLDS = (50_000, 20, 50)
 """Requests in flight leave no cycles behind, so there is little to find."""
 SWITCH_INTERVAL_S = 0.0005
 """The capture's thread gives the interpreter back to the relay after this long, not after 5 ms."""
-
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 KEPT_FREE_BYTES = 32 * 2**20

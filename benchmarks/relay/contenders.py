@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.relay.interpreter import chosen, site_packages
+from benchmarks.relay.interpreter import chosen, packages_of
 from benchmarks.relay.scenarios import MODEL
 from benchmarks.relay.unavailable import UnavailableError
 
@@ -185,10 +185,9 @@ def _peer(place: Place, name: str, program: str) -> tuple[tuple[str, str], dict[
             f"{name} is not in {place.bench.name}/peers; run benchmarks/relay/setup "
             f"and read {place.bench.name}/setup-{name}.log"
         )
-    python = chosen()
     made = installed / ".made"  # written by the set-up
     return (
-        (python.path, str(path)),
-        python.environment(site_packages(installed)),
+        (chosen().path, str(path)),
+        packages_of(installed),
         made.read_text().strip() if made.exists() else "",
     )

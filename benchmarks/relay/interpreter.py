@@ -33,13 +33,6 @@ class Interpreter:
     what: str
     """For the result: its version, and how it was built as far as that is known."""
 
-    def environment(self, site_packages: Path, *before: str) -> dict[str, str]:
-        """What lets it run what is installed in some virtual environment of the same minor version.
-
-        before: folders that go first in the module search path.
-        """
-        return {"PYTHONPATH": os.pathsep.join((*before, str(site_packages)))}
-
 
 @cache
 def chosen() -> Interpreter:
@@ -62,9 +55,13 @@ def chosen() -> Interpreter:
     )
 
 
-def site_packages(environment: Path) -> Path:
-    """Where a virtual environment keeps its packages."""
-    return environment / "lib" / f"python{_MINOR}" / "site-packages"
+def packages_of(environment: Path, *before: str) -> dict[str, str]:
+    """What lets any Python of this minor version run what a virtual environment has installed.
+
+    before: folders that go first in the module search path.
+    """
+    packages = environment / "lib" / f"python{_MINOR}" / "site-packages"
+    return {"PYTHONPATH": os.pathsep.join((*before, str(packages)))}
 
 
 def _version(path: str) -> str:

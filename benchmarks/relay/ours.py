@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compiled import ROOT, CompileError, build, search_path
 from benchmarks.relay.contenders import Launch, Place
-from benchmarks.relay.interpreter import chosen
+from benchmarks.relay.interpreter import chosen, packages_of
 from benchmarks.relay.scenarios import MODEL
 from benchmarks.relay.unavailable import UnavailableError
 from ingest.store.database import Database
@@ -58,12 +57,14 @@ def _compiled(launch: Launch) -> Launch:
     except CompileError as error:
         raise UnavailableError(str(error)) from error
     program, *rest = launch.command
-    env = {**launch.env, **_environment(search_path(made))}
+    env = {**launch.env, **environment(search_path(made))}
     return replace(launch, command=(program, "-P", *rest), env=env)
 
 
-def _environment(first: str) -> dict[str, str]:
-    return chosen().environment(Path(sysconfig.get_path("purelib")), first)
+def environment(first: str) -> dict[str, str]:
+    """What lets the chosen Python run the sidecar whose folders are `first`, with the packages that
+    are installed for this one."""
+    return packages_of(Path(sys.prefix), first)
 
 
 def _launch(place: Place, *, sample_rate: float) -> Launch:
@@ -83,7 +84,7 @@ def _launch(place: Place, *, sample_rate: float) -> Launch:
     _write_routing(store)
     return Launch(
         command=(chosen().path, "-m", "sidecar", "--config", str(config)),
-        env=_environment(str(ROOT)),
+        env=environment(str(ROOT)),
         version=chosen().what,
         key=_make_key(config) if ACCESS_MODE == "keys" else "sk-bench",
         beside=((sys.executable, "-m", "benchmarks.relay.drain", bus),) if sample_rate else (),

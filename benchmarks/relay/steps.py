@@ -14,7 +14,6 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -76,10 +75,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     python = chosen()
     print(python.what)
-    packages = Path(sysconfig.get_path("purelib"))
     for first in (str(ROOT), search_path(build_compiled())):
         command = [python.path, "-P", "-m", "benchmarks.relay.steps", "--this-build"]
-        env = {**os.environ, **python.environment(packages, first)}
+        env = {**os.environ, **ours.environment(first)}
         subprocess.run(command, check=True, env=env)
     return 0
 

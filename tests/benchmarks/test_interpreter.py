@@ -25,8 +25,10 @@ def choose_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def configured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Let this Python seem to have been built with these arguments."""
+def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], None]:
+    """Let this Python seem to have been built with these arguments, and `tmp_path` to be where the
+    system keeps its own."""
+    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
 
     def configure(arguments: str | None) -> None:
         monkeypatch.setattr(sysconfig, "get_config_var", lambda name: arguments)
@@ -40,11 +42,8 @@ def program(path: Path, prints: str) -> Path:
     return path
 
 
-def test_an_optimised_build_is_measured_itself(
-    configured: Callable[[str | None], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimised_build_is_measured_itself(configured: Callable[[str | None], None]) -> None:
     configured("'--enable-optimizations' '--with-lto'")
-    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
 
     found = interpreter.chosen()
 
@@ -55,13 +54,9 @@ def test_an_optimised_build_is_measured_itself(
 
 @pytest.mark.parametrize("arguments", ["'--enable-shared'", "", None])
 def test_instead_of_a_plain_build_the_systems_own_is_measured(
-    arguments: str | None,
-    configured: Callable[[str | None], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str | None, configured: Callable[[str | None], None], tmp_path: Path
 ) -> None:
     configured(arguments)
-    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     path = program(tmp_path / f"python{minor}", f"{minor}.99")
 
@@ -72,10 +67,9 @@ def test_instead_of_a_plain_build_the_systems_own_is_measured(
 
 
 def test_a_plain_build_without_another_says_what_it_is(
-    configured: Callable[[str | None], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configured: Callable[[str | None], None],
 ) -> None:
     configured("")
-    monkeypatch.setattr(interpreter, "SYSTEMS", tmp_path)
 
     found = interpreter.chosen()
 
@@ -112,12 +106,12 @@ def test_one_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_runs_what_an_environment_has_installed() -> None:
     python = interpreter.chosen()
-    packages = Path(sysconfig.get_path("purelib"))
-    assert interpreter.site_packages(Path(sys.prefix)) == packages
+    env = interpreter.packages_of(Path(sys.prefix))
+    assert env == {"PYTHONPATH": sysconfig.get_path("purelib")}
 
     done = subprocess.run(
         [python.path, "-P", "-c", "import msgspec, uvloop; print(msgspec.json.encode(1))"],
-        env={**os.environ, **python.environment(packages)},
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         check=False,

@@ -266,7 +266,7 @@ async def test_a_client_that_leaves_within_a_long_body_leaves_nothing_behind(
             await asyncio.sleep(0.005)
 
     assert fake_vllm.requests == []
-    assert running.metric("sidecar_upstream_in_flight") == 0
+    assert running.metric("sidecar_requests_in_flight") == 0
 
 
 async def test_a_long_request_is_captured_whole(

@@ -161,7 +161,7 @@ def test_a_long_opening_is_named_and_not_kept() -> None:
     assert len(whole) == session_key.REMEMBERED_BYTES
 
 
-def test_alikethat_end_alike_are_told_apart() -> None:
+def test_openings_that_end_alike_are_told_apart() -> None:
     end = b"x" * session_key.END_BYTES
     alike = [[b"a" + end], [b"b" + end]]
 
