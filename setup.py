@@ -44,6 +44,7 @@ COMPILED = (
     "sidecar/relay/client_reply.py",
     "sidecar/relay/client_request.py",
     "sidecar/relay/context.py",
+    "sidecar/relay/direct_write.py",
     "sidecar/relay/ending.py",
     "sidecar/relay/usual_shape.py",
     "sidecar/relay/flight.py",

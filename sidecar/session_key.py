@@ -51,7 +51,7 @@ def session_key(
     pieces.append(project.encode("utf-8", "surrogatepass"))
     if named_by_key:
         pieces.append(key_id.encode("utf-8", "surrogatepass"))
-    # JSON has no zero bytes, and a digest is told by its name and length: no piece runs into another.
+    # JSON has no zero bytes, and a digest is told by its name and length: pieces stay apart.
     whole = b"\x00".join(pieces)
     if len(whole) > REMEMBERED_BYTES:
         return _name(whole)

@@ -81,6 +81,20 @@ def peak_rss_mb(root: int) -> float:
     return sum(_status_kb(pid, "VmHWM") for pid in tree(root)) / 1024
 
 
+def pin(root: int, core: int) -> None:
+    """Let the tree, all its threads, run on one core only. What it starts later inherits that."""
+    for pid in tree(root):
+        try:
+            threads = os.listdir(PROC / str(pid) / "task")
+        except FileNotFoundError:
+            continue
+        for thread in threads:
+            try:
+                os.sched_setaffinity(int(thread), {core})
+            except ProcessLookupError:
+                continue  # it ended just now
+
+
 def share_priority(pid: int) -> None:
     """Give a session that was just started our own priority, where the kernel groups by session
     (sched_autogroup): `nice` alone counts only inside such a group."""

@@ -1,8 +1,9 @@
 """`python -m benchmarks relay`: the whole comparison, or a part of it for whoever tunes.
 
 All contenders run at the same time, idle but for the one that is loaded, and take turns
-(A B C A B C ...), so that a slow minute of the machine hits all alike. Figures are medians over the
-rounds, and every target is a ratio of figures of the same round.
+(A B C A B C ...), so that a slow minute of the machine hits all alike. The idle ones stay off the
+core of the one that is loaded. Figures are medians over the rounds, and every target is a ratio of
+figures of the same round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from benchmarks.relay.memory import Soak, soak_row, soak_target
 from benchmarks.relay.profile import profile
 from benchmarks.relay.scan import LARGE, scan_rows, scan_targets, scan_us_per_mb
 from benchmarks.relay.scenarios import BY_NAME, MODEL, SCENARIOS, Scenario
-from benchmarks.relay.stage import ROOT, Cores, Running, contender, free_port, pick_cores, upstream
+from benchmarks.relay.stage import (
+    ROOT,
+    Cores,
+    Running,
+    contender,
+    free_port,
+    on_stage,
+    pick_cores,
+    upstream,
+)
 from benchmarks.relay.summary import COLUMNS, DIRECT, OFF, ON, Samples, rows, targets
 from benchmarks.relay.unavailable import UnavailableError
 
@@ -181,7 +191,7 @@ def _start(stage: Stage, only: Sequence[str], stack: ExitStack) -> None:
             ends_core=stage.cores.ends,
         )
         try:
-            running = stack.enter_context(contender(name, STARTS[name], place, stage.cores.proxy))
+            running = stack.enter_context(contender(name, STARTS[name], place, stage.cores.ends))
         except UnavailableError as error:
             stage.why_missing[name] = str(error)
             print(f"  {name}: {error}", file=sys.stderr)
@@ -197,18 +207,23 @@ def _measure(stage: Stage, options: Options) -> list[Sample]:
             for name in options.only:
                 if name not in stage.running:
                     continue
-                samples.append(
-                    measure(
-                        stage.running[name],
-                        scenario,
-                        ends=stage.ends,
-                        cores=stage.cores,
-                        seconds=options.seconds,
-                        round_number=number,
-                        folder=stage.folder,
-                    )
-                )
+                samples.append(_measure_one(stage, options, name, scenario, number))
     return samples
+
+
+def _measure_one(
+    stage: Stage, options: Options, name: str, scenario: Scenario, number: int
+) -> Sample:
+    with on_stage(stage.running[name], stage.cores):
+        return measure(
+            stage.running[name],
+            scenario,
+            ends=stage.ends,
+            cores=stage.cores,
+            seconds=options.seconds,
+            round_number=number,
+            folder=stage.folder,
+        )
 
 
 def _scan(stage: Stage) -> dict[str, float]:
@@ -236,17 +251,21 @@ def _soak(stage: Stage, options: Options) -> list[Soak]:
     if options.soak_s <= 0:
         return []
     print(f"  memory: {options.soak_s:.0f} s of {memory.SCENARIO} each", file=sys.stderr)
-    return [
-        memory.soak(
-            stage.running[name],
-            ends=stage.ends,
-            cores=stage.cores,
-            seconds=options.soak_s,
-            folder=stage.folder,
-        )
-        for name in (OFF, ON)
-        if name in stage.running
-    ]
+    soaks = []
+    for name in (OFF, ON):
+        if name not in stage.running:
+            continue
+        with on_stage(stage.running[name], stage.cores):
+            soaks.append(
+                memory.soak(
+                    stage.running[name],
+                    ends=stage.ends,
+                    cores=stage.cores,
+                    seconds=options.soak_s,
+                    folder=stage.folder,
+                )
+            )
+    return soaks
 
 
 def _profile(stage: Stage, options: Options) -> None:
@@ -254,15 +273,16 @@ def _profile(stage: Stage, options: Options) -> None:
         if name not in stage.running:
             continue
         for scenario in options.scenarios:
-            text = profile(
-                stage.running[name],
-                scenario,
-                ends=stage.ends,
-                cores=stage.cores,
-                seconds=options.seconds,
-                folder=stage.folder,
-                bench=BENCH,
-            )
+            with on_stage(stage.running[name], stage.cores):
+                text = profile(
+                    stage.running[name],
+                    scenario,
+                    ends=stage.ends,
+                    cores=stage.cores,
+                    seconds=options.seconds,
+                    folder=stage.folder,
+                    bench=BENCH,
+                )
             print(f"\n{text}")
 
 

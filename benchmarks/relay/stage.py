@@ -30,7 +30,8 @@ STOP_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """The proxy has one to itself; load, upstream and the rest share the other."""
+    """The proxy that is loaded has one to itself; load, upstream, the idle proxies and the rest
+    share the other."""
 
     proxy: int
     ends: int
@@ -66,6 +67,20 @@ def upstream(ends: Ends, core: int, models: Sequence[str]) -> Iterator[tuple[int
         if not line.strip().isdigit():
             raise UnavailableError(f"the fake upstream did not start: {line!r}")
         yield int(line), run.pid
+
+
+@contextmanager
+def on_stage(running: Running, cores: Cores) -> Iterator[None]:
+    """Give a contender the proxy's core for as long as it is measured. The idle ones have
+    housekeeping too, and each time that one of them wakes the loaded one finds its caches cold."""
+    if running.pid is None:
+        yield
+        return
+    process_tree.pin(running.pid, cores.proxy)
+    try:
+        yield
+    finally:
+        process_tree.pin(running.pid, cores.ends)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.heads import reply_head, reply_lines
@@ -12,6 +12,9 @@ from sidecar.relay.reply_parser import NO_BODY_STATUSES, ReplyHead
 
 if TYPE_CHECKING:
     from sidecar.relay.http_client_side import ClientConnection
+
+_CRLF: Final = b"\r\n"
+_CHUNK_BEGINS: Final = tuple([b"%x\r\n" % length for length in range(1024)])
 
 
 class ClientReply:
@@ -42,14 +45,14 @@ class ClientReply:
             begin = self._begin(head, body, len(out) if complete else None, own)
         elif not complete and self._chunked:  # nearly every event of a stream
             if out:
-                self._client.write(b"%x\r\n%b\r\n" % (len(out), out))
+                self._client.write_now(_chunk(out))
             return
         else:
             begin = b""
         if not self._chunked:
             piece = begin + out
         else:
-            chunk = b"%x\r\n%b\r\n" % (len(out), out) if out else b""
+            chunk = _chunk(out) if out else b""
             piece = begin + chunk + (b"0\r\n\r\n" if complete else b"")
         if piece:
             self._client.write(piece)
@@ -75,3 +78,9 @@ class ClientReply:
             chunked=self._chunked,
             close=not self.keep_alive,
         )
+
+
+def _chunk(body: bytes) -> bytes:
+    length = len(body)
+    begin = _CHUNK_BEGINS[length] if length < len(_CHUNK_BEGINS) else b"%x\r\n" % length
+    return b"".join((begin, body, _CRLF))

@@ -14,6 +14,7 @@ from typing import Final, cast
 
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
+from sidecar.relay.direct_write import Outlet
 from sidecar.relay.flight import Flight
 from sidecar.relay.long_body import LongBody, LongBodyReader
 from sidecar.relay.reception import receive, turn_away
@@ -46,6 +47,7 @@ class ClientConnection(asyncio.Protocol):
         self._forget = forget
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._outlet: Outlet | None = None
         self._parser = RequestParser(max_body_bytes=context.proxy.max_body_bytes)
         self._flight: Flight | None = None
         self._early: list[bytes] = []
@@ -67,6 +69,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
         no_delay(self._transport)
+        self._outlet = Outlet(self._transport)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -85,7 +88,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = True
-        self._transport = None
+        self._transport = self._outlet = None
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.client_left()
@@ -108,8 +111,13 @@ class ClientConnection(asyncio.Protocol):
     # -- for the flight
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        if self._outlet is not None:
+            self._outlet.write(data)
+
+    def write_now(self, data: bytes) -> None:
+        """`write` what nothing else is done after in this turn of the loop."""
+        if self._outlet is not None:
+            self._outlet.write_now(data)
 
     def reply_done(self, *, keep_alive: bool, at: float) -> None:
         self._flight = None
@@ -172,8 +180,8 @@ class ClientConnection(asyncio.Protocol):
         return now - self._progress > proxy.body_timeout_s or waited_s > allowed_s
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self._outlet is not None:
+            self._outlet.abort()
 
     # -- requests
 
@@ -282,21 +290,20 @@ class ClientConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         self._closing = True
-        transport = self._transport
-        if transport is None:
+        outlet = self._outlet
+        if outlet is None:
             return
         if self._long is not None:
             self._long = None
-            transport.set_protocol(self)
-        if transport.can_write_eof():
-            transport.write_eof()
-        self._loop.call_later(LINGER_S, transport.close)
+            self._open_transport().set_protocol(self)
+        outlet.end()
+        self._loop.call_later(LINGER_S, outlet.close)
 
     def _close(self) -> None:
         self._closing = True
         self._since = _now()
-        if self._transport is not None:
-            self._transport.close()
+        if self._outlet is not None:
+            self._outlet.close()
 
     def _open_transport(self) -> asyncio.Transport:
         assert self._transport is not None, "called between connection_made and connection_lost"
