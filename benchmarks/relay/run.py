@@ -27,7 +27,15 @@ from benchmarks.relay.interpreter import chosen
 from benchmarks.relay.measure import Sample, measure
 from benchmarks.relay.memory import Soak, soak_row, soak_target
 from benchmarks.relay.profile import profile
-from benchmarks.relay.scan import LARGE, scan_rows, scan_targets, scan_us_per_mb
+from benchmarks.relay.scan import (
+    LARGE,
+    OPENING,
+    Scans,
+    middle_look,
+    scan_rows,
+    scan_targets,
+    scan_us_per_mb,
+)
 from benchmarks.relay.scenarios import BY_NAME, MODEL, SCENARIOS, Scenario
 from benchmarks.relay.stage import (
     ROOT,
@@ -155,8 +163,8 @@ def main(argv: Sequence[str]) -> int:
         machine["contenders"] = {
             name: one.launch.version for name, one in stage.running.items() if one.launch.version
         }
-        samples = Samples(_measure(stage, options))
-        scans = _scan(stage)
+        measured, looks = _measure(stage, options)
+        samples, scans = Samples(measured), middle_look(looks or [_scan(stage)])
         soaks = _soak(stage, options)
         if options.profile:
             _profile(stage, options)
@@ -199,8 +207,9 @@ def _start(stage: Stage, only: Sequence[str], stack: ExitStack) -> None:
             stage.running[name] = running
 
 
-def _measure(stage: Stage, options: Options) -> list[Sample]:
-    samples = []
+def _measure(stage: Stage, options: Options) -> tuple[list[Sample], list[Scans]]:
+    """What the contenders cost; and what a look does, in every round that is judged by it."""
+    samples, looks = [], []
     for scenario in options.scenarios:
         print(f"  {scenario.name}: {scenario.what}", file=sys.stderr)
         for number in range(options.rounds):
@@ -208,7 +217,9 @@ def _measure(stage: Stage, options: Options) -> list[Sample]:
                 if name not in stage.running:
                     continue
                 samples.append(_measure_one(stage, options, name, scenario, number))
-    return samples
+            if scenario in (LARGE, OPENING):
+                looks.append(_scan(stage))
+    return samples, looks
 
 
 def _measure_one(
@@ -226,9 +237,9 @@ def _measure_one(
         )
 
 
-def _scan(stage: Stage) -> dict[str, float]:
+def _scan(stage: Stage) -> Scans:
     """What a look costs where the proxies work, while the other core is as busy as it was then."""
-    scans: dict[str, float] = {}
+    scans: Scans = {}
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {stage.cores.proxy})
     try:
@@ -290,7 +301,7 @@ def _conclude(
     options: Options,
     samples: Samples,
     soaks: Sequence[Soak],
-    scans: dict[str, float],
+    scans: Scans,
     why_missing: dict[str, str],
     machine: dict[str, object],
 ) -> int:
