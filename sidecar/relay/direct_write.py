@@ -1,15 +1,16 @@
-"""A client's way out: by the loop's transport, or at once, for what ends a turn of the loop.
+"""A connection's way out: by the loop's transport, or at once, for what ends a turn of the loop.
 
 uvloop keeps what is written and sends it when all of a turn is done, which takes a microsecond more
-for each event of a stream than to send it here. Only for what ends a turn's work: behind a call
-into the kernel the relay's own code finds its caches cold, and a whole reply that was sent so,
-before its accounts were made, took more CPU than it saved (`docs/log.md`).
+for an event of a stream, or a request, than to send it here. Only for what ends a turn's work:
+behind a call into the kernel the relay's own code finds its caches cold, and a whole reply that was
+sent so, before its accounts were made, took more CPU than it saved (`docs/log.md`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from typing import Final
 
 NO_SOCKET: Final = -1
@@ -31,6 +32,11 @@ class Outlet:
         """Send when all of this turn is done."""
         self._waits = True
         self._transport.write(data)
+
+    def writelines(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """`write` several, in one call into the kernel."""
+        self._waits = True
+        self._transport.writelines(pieces)
 
     def write_now(self, data: bytes) -> None:
         """Send. What the socket does not take now waits in the transport, with its limits; and of a

@@ -97,13 +97,18 @@ def test_it_comes_behind_what_the_transport_still_has(run: Run) -> None:
     async def work() -> None:
         async with connected() as (server, client):
             outlet = Outlet(server.transport)
+            outlet.writelines([b"<first>"])
+            outlet.write_now(b"<second>")
+            assert await read(client, 15) == b"<first><second>"
             for turn in range(3):
                 outlet.write(b"<head %d>" % turn)
                 outlet.write_now(b"<one>")
                 outlet.write_now(b"<two>")
+                outlet.writelines([b"<three>", memoryview(b"<four>")])
+                outlet.write_now(b"<five>")
                 outlet.write(b"<end>")
 
-                wanted = b"<head %d><one><two><end>" % turn
+                wanted = b"<head %d><one><two><three><four><five><end>" % turn
                 assert await read(client, len(wanted)) == wanted
                 outlet.write_now(b"<next turn>")
                 assert client.recv(100) == b"<next turn>"
