@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request
 
 from deploy.errors import DeployError
-from sidecar.settings_safety import is_loopback
+from sidecar.settings.safety import is_loopback
 
 
 class UnauthorizedError(DeployError, PermissionError):

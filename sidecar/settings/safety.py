@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sidecar.errors import SettingsError
 
 if TYPE_CHECKING:
-    from sidecar.settings import Settings
+    from sidecar.settings.sections import Settings
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,48 @@
+"""Every setting of every process: sections <- safety <- load."""
+
+from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
+from sidecar.settings.sections import (
+    DEFAULT_RUBRIC,
+    ENV_PREFIX,
+    Access,
+    Admin,
+    BestOf,
+    Bus,
+    Canary,
+    Capture,
+    Engine,
+    Groups,
+    Judge,
+    Learner,
+    Proxy,
+    Section,
+    Serving,
+    Settings,
+    Store,
+    Telemetry,
+)
+
+__all__ = [
+    "DEFAULT_FILE",
+    "DEFAULT_RUBRIC",
+    "ENV_PREFIX",
+    "NOT_SETTINGS",
+    "Access",
+    "Admin",
+    "BestOf",
+    "Bus",
+    "Canary",
+    "Capture",
+    "Engine",
+    "Groups",
+    "Judge",
+    "Learner",
+    "Proxy",
+    "Section",
+    "Serving",
+    "Settings",
+    "Store",
+    "Telemetry",
+    "load_settings",
+    "with_workers",
+]
