@@ -9,6 +9,8 @@ from typing import Any, Final
 from xxhash import xxh3_128_digest
 
 DEFAULT_PROJECT: Final = "default"
+LONGEST_NAME_BYTES: Final = 255
+"""Of a session key or a user's name, in UTF-8: the store's columns hold as much."""
 REMEMBERED: Final = 2048
 """Openings whose names are known: those of the conversations that go on now, whose every turn
 begins with them. To hash one takes two microseconds, to find it half of one."""
@@ -35,23 +37,27 @@ def session_key(
     """Name the session of a request: the same for every turn of one conversation.
 
     header: the agent's own `x-sidecar-session`, which wins when it is sent.
-    user: `x-sidecar-user` or the body's `user`; two users that open alike stay apart.
+    user: `short_name` of `x-sidecar-user` or of the body's `user`; two users that open alike stay
+    apart.
     opening: bytes or msgspec's Raw (which its types call bytes, so that mypyc would insist on
     them): what the conversation opens with, up to and including the first user message, as it
     stands in the body: every later turn repeats it. With nothing the key and the user name it.
-    project: sessions of two projects are never the same one.
+    project: sessions of two projects are never the same one. Its name holds no "/" and no ":".
     key_id: of the API key, for requests that open with nothing.
-    Returns: "h:" + header, or "m:" + 32 hex digits.
+    Returns: "h:" + header, "hx:" + 64 hex digits for a header that is too long, or "m:" + 32 hex
+    digits.
     """
     if header:
-        return f"h:{header}" if project == DEFAULT_PROJECT else f"h:{project}/{header}"
+        return _of_header(header, project)
     pieces: list[Any] = [_short(piece) for piece in opening]
     named_by_key = not pieces
     pieces.append(user.encode("utf-8", "surrogatepass"))
     pieces.append(project.encode("utf-8", "surrogatepass"))
     if named_by_key:
-        pieces.append(key_id.encode("utf-8", "surrogatepass"))
-    # JSON has no zero bytes, and a digest is told by its name and length: pieces stay apart.
+        # No project is named like this, so what ends with a project is never the same.
+        pieces.append(b"key:" + key_id.encode("utf-8", "surrogatepass"))
+    # JSON and names have no zero bytes, and a digest is told by its name and length: pieces stay
+    # apart.
     whole = b"\x00".join(pieces)
     if len(whole) > REMEMBERED_BYTES:
         return _name(whole)
@@ -64,6 +70,50 @@ def session_key(
     name = _name(whole)
     _NAMES[end] = (whole, name)
     return name
+
+
+def short_name(text: str) -> str:
+    """A user's name as it is kept: itself, or "sha256:" and its digest where the store could not
+    hold it: over `LONGEST_NAME_BYTES`, a zero character, half of a surrogate pair. A name that is
+    cut would make one user of two."""
+    if len(text) <= LONGEST_NAME_BYTES and text.isascii() and "\0" not in text:  # nearly always
+        return text
+    encoded = text.encode("utf-8", "surrogatepass")
+    if len(encoded) <= LONGEST_NAME_BYTES and b"\0" not in encoded and _is_utf8(encoded):
+        return text
+    return "sha256:" + sha256(encoded).hexdigest()
+
+
+def header_name(value: bytes | None) -> str:
+    """The value of a header that names a session or a user, as text; "" when there is none. Bytes
+    that are not UTF-8 become their digest: as text they could be the same as another name."""
+    value = (value or b"").strip(b" \t")
+    if value.isascii() or _is_utf8(value):
+        return value.decode()
+    return "sha256:" + sha256(value).hexdigest()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _of_header(header: str, project: str) -> str:
+    """Each pair of project and header has a key of its own: the text before the first "/" is the
+    project; without a "/" it is the default one."""
+    if project == DEFAULT_PROJECT and "/" not in header:
+        key = f"h:{header}"
+    else:
+        key = f"h:{project}/{header}"
+    if len(key) <= LONGEST_NAME_BYTES and key.isascii():  # nearly always
+        return key
+    encoded = key.encode("utf-8", "surrogatepass")
+    if len(encoded) <= LONGEST_NAME_BYTES:
+        return key
+    return "hx:" + sha256(encoded).hexdigest()
 
 
 def _short(piece: Any) -> Any:  # Any: as in `opening`

@@ -21,7 +21,7 @@ from sidecar.relay.request_edit import (
 from sidecar.relay.request_peek import RequestPeek, UnreadableBodyError, peek_request
 from sidecar.relay.surfaces import SurfaceRule
 from sidecar.routing import Assignment
-from sidecar.session_key import DEFAULT_PROJECT, session_key
+from sidecar.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
 
 SESSION_HEADER: Final = b"x-sidecar-session"
 USER_HEADER: Final = b"x-sidecar-user"
@@ -160,8 +160,9 @@ def plan_request(
         reason = "not_valid"
     user = key = ""
     if reason is None or around.needs_session or (rule.adapted and routing.splits):
-        user = headers.text(USER_HEADER) or peek.user
-        header = headers.text(SESSION_HEADER)
+        aside = headers.aside
+        user = short_name(header_name(aside.get(USER_HEADER)) or peek.user)
+        header = header_name(aside.get(SESSION_HEADER))
         key = session_key(
             header=header or None,
             user=user,

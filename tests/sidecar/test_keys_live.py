@@ -411,6 +411,44 @@ async def test_a_session_of_one_project_is_never_one_of_another(
     assert [item.session_key for item in exchanges] == ["h:shop/s", "h:other/s"]
 
 
+async def test_a_default_key_reaches_no_session_of_a_project_by_its_header(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    (_, acme), (_, default) = keys.create(project="acme"), keys.create(project="default")
+    running = await guarded()
+
+    await ask(running, wire, bearer(acme) + "x-sidecar-session: s1\r\n")
+    await ask(running, wire, bearer(default) + "x-sidecar-session: acme/s1\r\n")
+
+    exchanges = await running.captured(2)
+    assert [item.session_key for item in exchanges] == ["h:acme/s1", "h:default/acme/s1"]
+
+
+async def test_sessions_and_users_are_recorded_bounded_and_apart(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    """Wherever they stand: in a header, in the body's `user`, in Anthropic's `metadata`."""
+    (_, key), long = keys.create(), "n" * 20_000
+    running = await guarded()
+    request = json.loads(wire.recording("chat.plain").request)
+    bodies = [request | {"user": long + end} for end in "ab"]
+    bodies += [request | {"metadata": {"user_id": long + end}} for end in "cd"]
+    for end in "ab":
+        names = f"x-sidecar-session: {long}{end}\r\nx-sidecar-user: {long}{end}\r\n"
+        await ask(running, wire, bearer(key) + names)
+    for body in bodies:
+        sent = wire.post(json.dumps(body).encode(), headers=bearer(key))
+        assert (await running.send(sent)).startswith(b"HTTP/1.1 200")
+
+    exchanges = await running.captured(6)
+
+    assert len({item.session_key for item in exchanges}) == 6
+    assert len({item.user for item in exchanges}) == 4  # the header's and the body's are the same
+    for item in exchanges:
+        assert len(item.session_key.encode()) <= 255
+        assert len(item.user.encode()) <= 255
+
+
 async def test_two_different_keys_in_one_request_are_none(
     keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
 ) -> None:

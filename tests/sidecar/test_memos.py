@@ -105,7 +105,7 @@ words = st.text(st.characters(exclude_characters="\x00"), max_size=6)
 
 def hashed(opening: list[bytes], user: str, project: str, key_id: str) -> str:
     """The name of a session, worked out without what is remembered."""
-    who = [user, project] if opening else [user, project, key_id]
+    who = [user, project] if opening else [user, project, "key:" + key_id]
     pieces = [*opening, *(word.encode("utf-8", "surrogatepass") for word in who)]
     return "m:" + sha256(b"\x00".join(pieces)).hexdigest()[:32]
 

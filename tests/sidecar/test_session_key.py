@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sidecar.keys import PROJECT
 from sidecar.relay.request_peek import peek_request
-from sidecar.session_key import LONG_PIECE_BYTES, session_key
+from sidecar.session_key import (
+    LONG_PIECE_BYTES,
+    LONGEST_NAME_BYTES,
+    header_name,
+    session_key,
+    short_name,
+)
 
 OPENING = [b'"system"', b'"Be short."', b'"user"', b'"Hi"']
+
+
+PROJECTS = st.sampled_from(["default", "acme", "a", "ab", "key", "acme.s1"])
+HEADERS = st.text("as1/:.-\\xé", min_size=1) | st.text("a/", min_size=240, max_size=300)
+UNSTORABLE = ["a" * (LONGEST_NAME_BYTES + 1), "é" * 128, "a\0b", "a\ud800", "x" * 50_000]
+
+
+def by_header(header: str, project: str = "default") -> str:
+    return session_key(header=header, user="", opening=(), project=project)
 
 
 def of(body: bytes, **more: str) -> str:
@@ -82,3 +102,71 @@ def test_requests_that_open_with_nothing_are_told_apart_by_key_and_user() -> Non
         session_key(header=None, user="", opening=OPENING, key_id=key) for key in ("k1", "k2")
     }
     assert len(with_opening) == 1
+
+
+def test_a_header_of_one_project_names_no_session_of_another() -> None:
+    assert by_header("acme/s1") == "h:default/acme/s1"
+    assert by_header("s1", "acme") == "h:acme/s1"
+    assert by_header("a/b") != by_header("b", "a")
+
+
+@given(PROJECTS, HEADERS, PROJECTS, HEADERS)
+@example("default", "acme/s1", "acme", "s1")
+@example("default", "default/s", "default", "s")
+@example("acme", "acme/s", "acme", "s")
+def test_each_project_and_header_have_a_key_of_their_own(
+    project: str, header: str, other_project: str, other_header: str
+) -> None:
+    assert PROJECT.fullmatch(project)
+    same = (project, header) == (other_project, other_header)
+
+    assert (by_header(header, project) == by_header(other_header, other_project)) is same
+
+
+def test_a_long_header_is_bounded_and_two_that_begin_alike_stay_apart() -> None:
+    longest = "s" * (LONGEST_NAME_BYTES - len("h:"))
+    assert by_header(longest) == "h:" + longest
+
+    longer = [by_header(longest + "s" + end) for end in ("", "a", "b", "a" * 60_000)]
+
+    assert len(set(longer)) == 4
+    assert {len(key) for key in longer} == {len("hx:") + 64}
+    assert by_header(longest, "acme") != by_header("acme/" + longest)
+    assert len(by_header("é" * 200).encode()) <= LONGEST_NAME_BYTES
+
+
+@pytest.mark.parametrize("name", UNSTORABLE)
+def test_a_user_whom_the_store_could_not_hold_stands_by_a_digest(name: str) -> None:
+    kept = short_name(name)
+
+    assert kept == short_name(name)
+    assert kept.startswith("sha256:")
+    assert len(kept.encode()) <= LONGEST_NAME_BYTES
+    assert kept != short_name(name + "a")
+
+
+def test_names_that_the_store_can_hold_are_kept_as_they_are() -> None:
+    for name in ("", "ann", "a" * LONGEST_NAME_BYTES, "é" * 127, "sha256:", "a b\n"):
+        assert short_name(name) == name
+
+
+def test_headers_that_are_not_text_stay_apart_from_those_that_are() -> None:
+    values = [b"a\xff", b"a\\xff", b"a\xfe", b"a\xc3\xbf", "a\u00a0".encode(), b"a"]
+
+    assert len({header_name(value) for value in values}) == len(values)
+    assert header_name(b" a\t") == "a"
+    assert header_name(None) == header_name(b"  ") == ""
+
+
+@given(st.text("a\0:", max_size=4), PROJECTS, PROJECTS, st.text("a0", max_size=3))
+def test_a_request_that_opens_with_nothing_is_in_no_session_of_another_project(
+    user: str, project: str, other: str, key_id: str
+) -> None:
+    """A user may bring zeros, by which the pieces of a key are told apart."""
+    named_by_key = session_key(
+        header=None, user=short_name(user), opening=(), project=project, key_id=key_id
+    )
+    opened = session_key(
+        header=None, user=project, opening=[short_name(user).encode()], project=other
+    )
+    assert named_by_key != opened
