@@ -9,6 +9,7 @@ import httpx
 
 from deploy.errors import DeployError
 from sidecar.settings import Settings
+from sidecar.settings.kinds import base_url
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 
@@ -21,7 +22,7 @@ class AdminClient:
     """A thin client: paths under `/admin/v1`, JSON in and out."""
 
     def __init__(self, settings: Settings) -> None:
-        self._url = f"http://{settings.admin.host}:{settings.admin.port}/admin/v1"
+        self._url = f"{base_url(settings.admin.host, settings.admin.port)}/admin/v1"
         token = os.environ.get(TOKEN_VARIABLE, "")
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 

@@ -271,7 +271,9 @@ def config_show(context: typer.Context) -> None:
 @config_app.command("check")
 def config_check(context: typer.Context) -> None:
     """Read the settings and say whether they are sound."""
-    _settings(context)
+    from deploy.settings_check import checked_settings
+
+    checked_settings(context.obj)
     say("settings are sound")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from ingest.store.database import Database
 from ingest.throttle import PROBE_INTERVAL_S, Throttle
 from ingest.vllm_replicas import ReplicaSampler, open_replicas
 from sidecar.settings import Settings
+from sidecar.settings.kinds import base_url
 
 log = structlog.get_logger()
 
@@ -51,16 +53,20 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings, database: Database) -> int:
-    """Run until SIGTERM or SIGINT. Returns: 0, or 1 when the admin address is taken."""
+    """Run until SIGTERM or SIGINT. Returns: 0, or 1 when the admin address cannot be had."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        listener = socket.create_server((settings.admin.host, settings.admin.port))
+        listener = _listen(settings.admin.host, settings.admin.port)
     except OSError as error:
+        # A name that cannot be resolved has a number of its own, below zero.
+        known = error.errno is not None and error.errno > 0
+        why = os.strerror(error.errno or 0) if known else error.strerror
+        setting = "admin.port" if error.errno == errno.EADDRINUSE else "admin.host"
         sys.stderr.write(
             f"sidecar control: cannot listen on {settings.admin.host}:{settings.admin.port} "
-            f"({os.strerror(error.errno or 0)}); set admin.port\n"
+            f"({why}); set {setting}\n"
         )
         return 1
     with database.write() as session:
@@ -81,6 +87,13 @@ async def serve(settings: Settings, database: Database) -> int:
             await sampler.aclose()
             await judge.aclose()
     return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """On the first address of the host, IPv4 before IPv6. Raises: OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return socket.create_server(address, family=family)
 
 
 async def _run(
@@ -138,7 +151,7 @@ async def _run(
         *(keep(url, reconciler) for url, reconciler in fleet.reconcilers.items()),
     ]
     host, port = listener.getsockname()[:2]
-    log.info("control_ready", admin=f"http://{host}:{port}", model=model)
+    log.info("control_ready", admin=base_url(host, port), model=model)
     waiting = asyncio.create_task(stop.wait())
     # A loop that ends by itself is a defect: its error must end the process, not hide in a task.
     await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -18,9 +18,8 @@ from sidecar.best_of_wire import (
     read_frame,
     read_material,
 )
+from sidecar.settings.checks import MAX_UNIX_PATH
 
-MAX_UNIX_PATH = 100
-"""Linux takes 107 bytes, macOS 103."""
 QUESTION_TIMEOUT_S = 5.0
 """For the whole question to arrive, from a process on this machine."""
 TAKE_OVER_S = 2.0

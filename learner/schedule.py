@@ -18,7 +18,6 @@ from typing import Protocol
 
 import structlog
 from apscheduler.schedulers.background import BackgroundScheduler
-from apscheduler.triggers.cron import CronTrigger
 from apscheduler.triggers.interval import IntervalTrigger
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -26,11 +25,11 @@ from sqlalchemy.orm import Session
 from ingest.errors import StoreError
 from ingest.store.database import Database, get_flag, set_flag
 from ingest.store.models import AdapterRow, CanaryRow
+from learner.cron import read_cron
 from learner.errors import ParentError
 from learner.runs import abandon, find_parent
 from learner.schedule_rule import Decision, Situation, decide, hold_s
 from learner.source import count_fresh
-from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 
 log = structlog.get_logger()
@@ -188,13 +187,10 @@ def start_clock(settings: Settings, schedule: Schedule) -> BackgroundScheduler:
     """
     learner = settings.learner
     clock = BackgroundScheduler(timezone=UTC)
-    try:
-        if learner.schedule == "interval":
-            clock.add_job(schedule.turn, IntervalTrigger(seconds=int(learner.interval_s)))
-        elif learner.schedule == "cron":
-            clock.add_job(schedule.turn, CronTrigger.from_crontab(learner.cron, timezone=UTC))
-    except ValueError as error:
-        raise SettingsError(f"setting learner.cron: {error}; five fields, UTC") from error
+    if learner.schedule == "interval":
+        clock.add_job(schedule.turn, IntervalTrigger(seconds=int(learner.interval_s)))
+    elif learner.schedule == "cron":
+        clock.add_job(schedule.turn, read_cron(learner.cron))
     clock.add_job(
         schedule.look, IntervalTrigger(seconds=learner.poll_s), max_instances=1, coalesce=True
     )

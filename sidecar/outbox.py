@@ -23,9 +23,9 @@ import structlog
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
 from sidecar.rests import Rest, never
+from sidecar.settings.kinds import bus_path
 
 log = structlog.get_logger()
-SCHEME = "sqlite:///"
 BUSY_TIMEOUT_S = 5.0
 """How long a writer waits for another's lock. Captures queue in memory meanwhile."""
 ROWS_AT_ONCE = 8
@@ -60,14 +60,10 @@ class OutboxRow:
 
 def outbox_path(url: str) -> Path:
     """The file that `bus.url` names. Raises SettingsError when it names another kind of bus."""
-    path = url.removeprefix(SCHEME)
-    if path == url or not path:
-        kind = url.partition(":")[0]
-        raise SettingsError(
-            f"bus.url {kind}:…: this release has the embedded bus only, Kafka comes with a later "
-            "one; set bus.url = 'sqlite:///path/to/outbox.db'"
-        )
-    return Path(path)
+    try:
+        return Path(bus_path(url))
+    except ValueError as error:
+        raise SettingsError(f"bus.url: {error}") from error
 
 
 class _File:

@@ -33,6 +33,7 @@ from sidecar.rests import Rests
 from sidecar.routing_source import RoutingSource
 from sidecar.sampling_rule import SamplingRule
 from sidecar.settings import Settings
+from sidecar.settings.checks import MAX_UNIX_PATH
 from sidecar.spans import request_spans
 from sidecar.telemetry import Tracing
 from sidecar.trace_context import Propagation
@@ -40,8 +41,6 @@ from sidecar.worker import ORPHAN_DRAIN_S, ParentLine
 from sidecar.worker_seat import READY, WorkerSeat
 
 log = structlog.get_logger()
-MAX_UNIX_PATH = 100
-"""Linux takes 107 bytes, macOS 103."""
 CAPTURE_STOP_S = 10.0
 
 

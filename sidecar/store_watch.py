@@ -197,7 +197,7 @@ def _open(store_url: str) -> Engine:
     try:
         url = make_url(store_url)
     except ArgumentError as error:
-        raise SettingsError(f"store.url {store_url!r} is not a database URL") from error
+        raise SettingsError("store.url: is not a database URL; see docs/settings.md") from error
     if url.get_backend_name() != "sqlite" or not url.database:
         return create_engine(url, pool_pre_ping=True)
     # mode=rw: never make the file, it is not ours. No pool: a file that was replaced is followed.

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -28,6 +28,7 @@ from learner.selection import DropReason
 from sidecar.metrics import Metrics
 from sidecar.records import Outcome
 from sidecar.settings import DEFAULT_RUBRIC, Settings
+from sidecar.settings.kinds import Between
 
 ROOT = Path(__file__).resolve().parent.parent
 DICTIONARY = ROOT / "docs" / "data-dictionary.md"
@@ -153,6 +154,28 @@ def test_the_settings_page_has_every_key_with_its_default_and_no_other(name: str
     rows = re.findall(r"^\| `([^`]+)` \| (.+?) \|", section(SETTINGS, title), flags=re.MULTILINE)
 
     assert dict(rows) == keys_of(name)
+
+
+@pytest.mark.parametrize("name", [n for n, kind in SECTIONS.items() if is_section(kind)])
+def test_the_settings_page_tells_the_range_of_every_number(name: str) -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section(SETTINGS, f"`[{name}]`"), re.MULTILINE)
+    kinds = get_type_hints(SECTIONS[name], include_extras=True)
+    untold = [
+        key
+        for key, row in rows
+        for between in betweens(kinds[key])
+        if between.words not in row.replace(" (1 %)", "").replace(" (every session)", "")
+    ]
+
+    assert untold == []
+
+
+def betweens(kind: Any) -> list[Between]:
+    """The ranges in an annotated type."""
+    inner = get_args(kind)
+    return [one for one in inner if isinstance(one, Between)] + [
+        found for one in inner if not isinstance(one, Between) for found in betweens(one)
+    ]
 
 
 def test_the_settings_page_quotes_the_default_rubric() -> None:

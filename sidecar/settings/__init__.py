@@ -1,21 +1,16 @@
-"""Every setting of every process: sections <- safety <- load."""
+"""Every setting of every process: kinds <- sections <- safety, checks <- load."""
 
+from sidecar.settings.learning import DEFAULT_RUBRIC, BestOf, Canary, Groups, Judge, Learner
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
+from sidecar.settings.section import Section
 from sidecar.settings.sections import (
-    DEFAULT_RUBRIC,
     ENV_PREFIX,
     Access,
     Admin,
-    BestOf,
     Bus,
-    Canary,
     Capture,
     Engine,
-    Groups,
-    Judge,
-    Learner,
     Proxy,
-    Section,
     Serving,
     Settings,
     Store,

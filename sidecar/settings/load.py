@@ -1,7 +1,8 @@
 """Read the settings: one TOML file, each value overridable from the environment.
 
 `SIDECAR_<SECTION>__<KEY>` wins over the file, the file over the defaults. Unknown keys are refused
-with the nearest known name, in the file and in the environment.
+with the nearest known name, in the file and in the environment. A message is one line that names
+the key as it was written, and quotes no value that may be a secret.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError as UnreadableSettingError
 
 from sidecar.errors import SettingsError
+from sidecar.settings.checks import problems
 from sidecar.settings.safety import refuse_unsafe
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 
@@ -37,9 +39,12 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        raise SettingsError(_explain(error)) from error
+        raise SettingsError(_explain(error)) from None
     except UnreadableSettingError as error:  # a list or a mapping that is not JSON
-        raise SettingsError(f"environment: {error}; lists and mappings are JSON there") from error
+        # `from None`, here and below: pydantic's own errors quote values, and with them secrets.
+        raise SettingsError(f"environment: {error}; lists and mappings are JSON there") from None
+    for key, what in problems(settings):
+        raise SettingsError(f"setting {_written(key)} {what}")
     refuse_unsafe(settings)
     return settings
 
@@ -50,21 +55,46 @@ def _read_file(path: Path | None) -> dict[str, Any]:
             return {}
         path = DEFAULT_FILE
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(
             f"{path}: cannot be read ({error.strerror}); name it with --config"
         ) from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: is not UTF-8; save it as that") from error
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path}: is not TOML ({error}); correct that line") from error
+    except (ValueError, RecursionError) as error:  # an integer of 4,300 digits, lists in lists
+        raise SettingsError(
+            f"{path}: is not readable as settings (a number too long, or nested too deep)"
+        ) from error
 
 
 def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
-    where = [str(part) for part in first["loc"]]
+    # Without the place in a list: a person wrote the key.
+    where = [str(part) for part in first["loc"] if not isinstance(part, int)]
     if first["type"] == "extra_forbidden":
-        return f"unknown setting {'.'.join(where)}; {_nearest(where)}"
-    return f"setting {'.'.join(where)}: {first['msg']}"
+        return f"unknown setting {_shown('.'.join(where))}; {_nearest(where)}"
+    if first["type"] in ("model_type", "model_attributes_type"):
+        return f"setting {_written(where)}: must be a table; write [{where[0]}] above its keys"
+    reason = first.get("ctx", {}).get("error") if first["type"] == "value_error" else None
+    return f"setting {_written(where)}: {reason or first['msg']}"
+
+
+def _written(where: Sequence[str]) -> str:
+    """The key as a person wrote it: a variable's name when the value comes from there."""
+    variables = {name.upper(): name for name in os.environ}
+    for length in range(len(where), 0, -1):
+        name = (ENV_PREFIX + "__".join(where[:length])).upper()
+        if name in variables:
+            return _shown(variables[name])
+    return _shown(".".join(where))
+
+
+def _shown(text: str) -> str:
+    """One short line, without the escape codes of a terminal."""
+    return text[:200] if text.isprintable() else repr(text)[1:-1][:200]
 
 
 def _known(section: str | None) -> list[str]:
@@ -92,10 +122,14 @@ def _refuse_unknown_env(env: Mapping[str, str]) -> None:
             continue
         where = name.removeprefix(ENV_PREFIX).lower().split("__")
         if where[0] not in _known(None):
-            raise SettingsError(f"unknown environment variable {name}; {_nearest(where[:1])}")
+            raise SettingsError(
+                f"unknown environment variable {_shown(name)}; {_nearest(where[:1])}"
+            )
         # Deeper than two levels is a free-form mapping (engine.env, judge.params).
         if len(where) >= 2 and where[1] not in _known(where[0]):
-            raise SettingsError(f"unknown environment variable {name}; {_nearest(where[:2])}")
+            raise SettingsError(
+                f"unknown environment variable {_shown(name)}; {_nearest(where[:2])}"
+            )
 
 
 def with_workers(settings: Settings, count: int) -> Settings:
@@ -103,5 +137,5 @@ def with_workers(settings: Settings, count: int) -> Settings:
     try:
         proxy = Proxy.model_validate({**settings.proxy.model_dump(), "workers": count})
     except ValidationError as error:
-        raise SettingsError(_explain(error).replace("workers", "proxy.workers", 1)) from error
+        raise SettingsError(_explain(error).replace("workers", "proxy.workers", 1)) from None
     return settings.model_copy(update={"proxy": proxy})

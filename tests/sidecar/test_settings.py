@@ -34,7 +34,11 @@ def test_the_environment_wins_over_the_file(
     [
         ('[judge]\nmodl = "x"\n', "unknown setting judge.modl; did you mean judge.model?"),
         ("[learnr]\nrank = 4\n", "unknown setting learnr; did you mean learner?"),
-        ("[groups]\nsize = 9\n", "setting groups.size: Input should be less than or equal to 8"),
+        (
+            "[groups]\nsize = 9\n",
+            "setting groups.size: 9 is out of range; give 2 to 8: "
+            "one answer has nothing to differ from",
+        ),
     ],
     ids=["unknown key", "unknown section", "out of range"],
 )

@@ -1,0 +1,29 @@
+"""What `sidecar config check` and `sidecar up` check beyond the settings' own rules.
+
+These checks need libraries that the data plane must not load: the learner's scheduler, the store's
+driver.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import make_url
+
+from learner.cron import read_cron
+from sidecar.errors import SettingsError
+from sidecar.settings import Settings, load_settings
+
+
+def checked_settings(config: Path | None) -> Settings:
+    """The settings, when every process can work with them. Raises: SettingsError."""
+    settings = load_settings(config)
+    read_cron(settings.learner.cron)
+    try:
+        make_url(settings.store.url).get_dialect().import_dbapi()
+    except ImportError as error:
+        raise SettingsError(
+            f"setting store.url: needs {error.name}, which is not installed; install it, or give "
+            "sqlite:///path/to/store.db"
+        ) from error
+    return settings

@@ -1,0 +1,225 @@
+"""What one setting alone cannot tell: settings that contradict each other, or the disk.
+
+Each check yields the key and, in words, what is wrong and what to do. No message quotes a value
+that may hold a secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from sidecar.settings.kinds import MAX_PORT, base_url, bus_path
+
+if TYPE_CHECKING:
+    from sidecar.settings.sections import Proxy, Settings
+
+Problem = tuple[tuple[str, ...], str]
+"""The key, section first, and what is wrong with it."""
+
+MAX_UNIX_PATH = 100
+"""Bytes of a unix socket's path: Linux takes 107, macOS 103."""
+JUDGE_OWN = frozenset({"model", "messages", "timeout", "num_retries", "caching", "response_format"})
+"""Parameters of a judge call that the sidecar sets itself."""
+
+
+def problems(settings: Settings) -> Iterator[Problem]:
+    """Everything that is wrong, the first of it first."""
+    yield from _upstreams(settings)
+    yield from _engine(settings)
+    yield from _listeners(settings)
+    yield from _judge(settings)
+    yield from _learner(settings)
+    yield from _canary(settings)
+    yield from _store(settings.store.url)
+    yield from _disk(settings)
+
+
+def _upstreams(settings: Settings) -> Iterator[Problem]:
+    key, upstreams = ("serving", "upstreams"), settings.serving.upstreams
+    if not upstreams:
+        yield key, "is empty; name at least one vLLM"
+    if len({url.rstrip("/").lower() for url in upstreams}) < len(upstreams):
+        yield key, "names one vLLM twice; name each once"
+    proxy, admin = settings.proxy, settings.admin
+    own = {"proxy": (proxy.host, proxy.port), "admin": (admin.host, admin.port)}
+    for name, (host, port) in own.items():
+        if any(_same_place(url, host, port) for url in upstreams):
+            yield (
+                key,
+                f"names the sidecar's own {name}.host and {name}.port, so requests would go round "
+                "in a circle; name vLLM's address",
+            )
+
+
+def _same_place(url: str, host: str, port: int) -> bool:
+    theirs, ours = urlsplit(url), urlsplit(base_url(host, port))
+    local = {"127.0.0.1", "::1", "localhost", "0.0.0.0"}
+    same_host = theirs.hostname == ours.hostname or {theirs.hostname, ours.hostname} <= local
+    return bool(port) and same_host and theirs.port == port
+
+
+def _engine(settings: Settings) -> Iterator[Problem]:
+    command = settings.engine.command
+    if command and not command[0].strip():
+        yield ("engine", "command"), "begins with an empty word; name the program first"
+    if wrong := [name for name in settings.engine.env if not name or "=" in name]:
+        yield ("engine", "env"), f"{wrong[0]!r} is no name of a variable; leave out the `=`"
+
+
+def _listeners(settings: Settings) -> Iterator[Problem]:
+    proxy, admin = settings.proxy, settings.admin
+    wildcard = {"0.0.0.0", "::"}
+    overlap = proxy.host == admin.host or wildcard & {proxy.host, admin.host}
+    if proxy.port and proxy.port == admin.port and overlap:
+        yield (
+            ("admin", "port"),
+            f"is {admin.port}, as proxy.port; the two listen apart, so give each its own",
+        )
+
+
+def _judge(settings: Settings) -> Iterator[Problem]:
+    key, params = ("judge", "params"), settings.judge.params
+    try:
+        json.dumps(params, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        yield (
+            key,
+            "is sent as JSON and holds what JSON cannot (a date, nan, inf, no Unicode); correct it",
+        )
+    if own := sorted(JUDGE_OWN & params.keys()):
+        yield key, f"holds {own[0]}, which the sidecar sets itself; leave it out"
+    if _asks_for_stream(params):
+        yield key, "holds stream; the judge's reply is read whole, so leave it out"
+
+
+def _asks_for_stream(params: dict[str, Any]) -> bool:
+    return params.get("stream", False) not in (False, None)
+
+
+def _learner(settings: Settings) -> Iterator[Problem]:
+    learner, serving, groups = settings.learner, settings.serving, settings.groups
+    if learner.rank > serving.max_lora_rank:
+        yield (
+            ("learner", "rank"),
+            f"is {learner.rank} and serving.max_lora_rank is {serving.max_lora_rank}, so vLLM "
+            "would refuse every adapter; lower the rank, or raise that and vLLM's --max-lora-rank",
+        )
+    if learner.min_groups > learner.max_groups:
+        yield (
+            ("learner", "min_groups"),
+            f"is {learner.min_groups} and learner.max_groups, what one run takes, is "
+            f"{learner.max_groups}; give no more than that",
+        )
+    if learner.min_groups > groups.max_pending_groups:
+        yield (
+            ("learner", "min_groups"),
+            f"is {learner.min_groups} and only groups.max_pending_groups = "
+            f"{groups.max_pending_groups} may wait, so no run would ever start; lower the one or "
+            "raise the other",
+        )
+
+
+def _canary(settings: Settings) -> Iterator[Problem]:
+    canary = settings.canary
+    if canary.gate_min_prompts > canary.gate_prompts:
+        yield (
+            ("canary", "gate_min_prompts"),
+            f"is {canary.gate_min_prompts} and canary.gate_prompts is {canary.gate_prompts}, so no "
+            "candidate could pass; give no more than that",
+        )
+    if not canary.steps:
+        yield ("canary", "steps"), "is empty; give at least one weight in basis points, as [2000]"
+    if any(later <= earlier for earlier, later in pairwise(canary.steps)):
+        yield (
+            ("canary", "steps"),
+            f"is {list(canary.steps)}; a ramp goes up, so give each step a larger weight than the "
+            "one before (the candidate is promoted after the last)",
+        )
+    if canary.step_min_s > canary.step_max_s:
+        yield (
+            ("canary", "step_min_s"),
+            f"is {canary.step_min_s:g} and canary.step_max_s is {canary.step_max_s:g}, so every "
+            "step would end inconclusive; give no more than that",
+        )
+
+
+def _store(url: str) -> Iterator[Problem]:
+    key = ("store", "url")
+    scheme, colon, rest = url.partition("://")
+    if scheme.partition("+")[0] == "sqlite":
+        path = rest.partition("?")[0].removeprefix("/")
+        if not rest.startswith("/") or not path or path == ":memory:":
+            yield key, "names no file; processes share it, so give sqlite:///path/to/store.db"
+        return
+    if not colon:
+        yield key, "is no database URL; give sqlite:///path/to/store.db"
+        return
+    # Here, because most stores are SQLite files, and loading SQLAlchemy takes a while.
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        make_url(url).get_dialect()
+    except ArgumentError:  # also: no such dialect
+        yield key, "is no database URL that SQLAlchemy knows; give sqlite:///path/to/store.db"
+    except (ValueError, UnicodeError):
+        yield key, "is no database URL: host, port or encoding is wrong; correct it"
+
+
+def _disk(settings: Settings) -> Iterator[Problem]:
+    if "\0" in str(settings.state_dir) or "\0" in str(settings.learner.adapters_dir):
+        yield ("state_dir",), "or learner.adapters_dir holds a NUL byte, which no path may hold"
+        return
+    if len(os.fsencode(settings.state_dir / _socket_name(settings.proxy))) > MAX_UNIX_PATH:
+        yield (
+            ("state_dir",),
+            f"is too long: the path of a unix socket in it would be over {MAX_UNIX_PATH} bytes; "
+            "give a shorter one",
+        )
+    for key, folder in (
+        (("state_dir",), settings.state_dir),
+        (("learner", "adapters_dir"), settings.learner.adapters_dir),
+    ):
+        if (file := _file_in_the_way(folder)) is not None:
+            yield key, f"must be a folder, and {file} is a file; give another"
+    bus, store = Path(bus_path(settings.bus.url)), _store_file(settings.store.url)
+    files = [(("bus", "url"), bus)]
+    if store is not None:
+        files.append((("store", "url"), store))
+        if os.path.abspath(bus) == os.path.abspath(store):
+            yield ("bus", "url"), "and store.url name one file; give each its own"
+    if settings.telemetry.spans_file:
+        files.append((("telemetry", "spans_file"), Path(settings.telemetry.spans_file)))
+    for key, path in files:
+        if os.path.isdir(path):
+            yield key, f"must name a file, and {path} is a folder; add a file's name"
+        elif (file := _file_in_the_way(path.parent)) is not None:
+            yield key, f"goes through {file}, which is a file; give another path"
+
+
+def _socket_name(proxy: Proxy) -> str:
+    """The longest that the proxy, or one of its workers, gives to its socket."""
+    if proxy.workers == 1:
+        return f"proxy-{proxy.port}.sock"
+    return f"proxy-{proxy.port or MAX_PORT}-{2 * proxy.workers}.sock"
+
+
+def _file_in_the_way(folder: Path) -> Path | None:
+    """The first part of the path that is there and is no folder."""
+    for part in (*reversed(folder.parents), folder):
+        if os.path.lexists(part) and not os.path.isdir(part):
+            return part
+    return None
+
+
+def _store_file(url: str) -> Path | None:
+    scheme, _, rest = url.partition("://")
+    path = rest.partition("?")[0].removeprefix("/")
+    is_file = scheme.partition("+")[0] == "sqlite" and path and not path.startswith((":", "file:"))
+    return Path(path) if is_file else None

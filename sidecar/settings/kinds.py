@@ -1,0 +1,252 @@
+"""The kinds of value that a setting may have, each with its check and the reason for it. Pure.
+
+A message never quotes a value that may hold a secret: URLs, keys and tokens are described only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import AfterValidator, GetCoreSchemaHandler, SecretStr
+from pydantic_core import CoreSchema, core_schema
+
+BUS_SCHEME = "sqlite:///"
+MAX_PORT = 65_535
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_DEVICE = re.compile(r"[a-z]+(?::\d{1,4})?")
+_MAX_LINE = 500
+_SHOWN = 40
+"""Characters of a refused number that a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A finite number within limits. The message tells the limits and why they are there."""
+
+    low: int | float
+    high: int | float
+    why: str
+    unit: str = ""
+    above_low: bool = False
+    """`low` itself is refused."""
+    below_high: bool = False
+    """`high` itself is refused."""
+
+    @property
+    def words(self) -> str:
+        """The limits, as the message and docs/settings.md write them."""
+        low = f"above {self.low}" if self.above_low else f"{self.low}"
+        high = f"below {self.high}" if self.below_high else f"{self.high}"
+        return " ".join((low, "to", high, self.unit)).rstrip()
+
+    def holds(self, value: float) -> bool:
+        """False for NaN, too."""
+        above = value > self.low if self.above_low else value >= self.low
+        below = value < self.high if self.below_high else value <= self.high
+        return above and below
+
+    def __get_pydantic_core_schema__(
+        self,
+        source: Any,  # Any: pydantic's own
+        handler: GetCoreSchemaHandler,
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def _check(self, value: object, read: Callable[[object], int | float]) -> int | float:
+        if isinstance(value, bool):
+            raise ValueError(f"true and false are no numbers; give {self.words}")
+        try:
+            number = read(value)
+        except OverflowError as error:  # an integer that no float can hold
+            raise ValueError(f"is too large; give {self.words}: {self.why}") from error
+        if not self.holds(number):
+            shown = str(value)
+            shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+            raise ValueError(f"{shown} is out of range; give {self.words}: {self.why}")
+        return number
+
+
+def base_url(host: str, port: int) -> str:
+    """Where this machine's own tools reach a listener: loopback for "every address"."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"http://{host}:{port}"
+    if address.is_unspecified:
+        host = "::1" if address.version == 6 else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bus_path(url: str) -> str:
+    """The file that `bus.url` names. Raises: ValueError when it names another kind of bus."""
+    path = url.removeprefix(BUS_SCHEME)
+    if path == url or not path or "\0" in path:
+        raise ValueError(
+            "this release has the embedded bus only, Kafka comes with a later one; "
+            "set bus.url = 'sqlite:///path/to/outbox.db'"
+        )
+    if path == ":memory:":
+        raise ValueError("memory is not shared between processes; name a file")
+    return path
+
+
+def _split(url: str) -> SplitResult:
+    """Raises: ValueError, without the URL: a password may be in it."""
+    if not url.isprintable() or " " in url:
+        raise ValueError("holds a space or a control character; remove it")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(
+            f"{_quoted(url)}is no URL; give http://host:port, with a port up to {MAX_PORT}"
+        ) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{_quoted(url)}is not http://host:port or https://host")
+    if port == 0:
+        raise ValueError(f"has port 0, where nobody listens; give 1 to {MAX_PORT}")
+    _host(parts.hostname)
+    return parts
+
+
+def _quoted(url: str) -> str:
+    """The URL for a message, unless it may hold a password."""
+    return "" if "@" in url or len(url) > _MAX_LINE else f"{url} "
+
+
+def _web_url(url: str) -> str:
+    _split(url)
+    return url
+
+
+def _web_url_or_none(url: str) -> str:
+    return _web_url(url) if url else url
+
+
+def _upstream(url: str) -> str:
+    parts = _split(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("holds a user name or a password; set serving.api_key instead")
+    if parts.query or parts.fragment:
+        raise ValueError("holds `?` or `#`; give the base URL alone")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"{_quoted(url)}ends in /v1, which the sidecar adds itself; leave it out")
+    return url
+
+
+def _host(host: str) -> str:
+    if host.startswith("["):
+        raise ValueError("write an IPv6 address without brackets")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        if not host:
+            raise ValueError("is empty; 127.0.0.1 is this machine, 0.0.0.0 every address") from (
+                error
+            )
+        if not _HOST_NAME.fullmatch(host) or len(host) > 253 or _only_digits(host):
+            raise ValueError(
+                "is no address and no host name; give one alone, without http:// and port"
+            ) from error
+    return host
+
+
+def _only_digits(host: str) -> bool:
+    """An IPv4 address with a mistake in it: no host name ends in a number."""
+    return host.rstrip(".").rpartition(".")[2].isdigit()
+
+
+def _line(text: str) -> str:
+    if not text.isprintable() or text != text.strip() or len(text) > _MAX_LINE:
+        raise ValueError(
+            f"must be one line of at most {_MAX_LINE} printable characters, without spaces around"
+        )
+    return text
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise ValueError("is empty; give a name")
+    return _line(text)
+
+
+def _digest(token: str) -> str:
+    if not _DIGEST.fullmatch(token):
+        raise ValueError(
+            "is no SHA-256 digest of 64 hex digits; put the digest here and keep the token to "
+            "yourself: printf %s TOKEN | sha256sum"
+        )
+    return token
+
+
+def _key(secret: SecretStr) -> SecretStr:
+    value = secret.get_secret_value()
+    if not value.isascii() or not value.isprintable() or value != value.strip():
+        raise ValueError(
+            "holds a space around it, a line's end or a character that no HTTP header may hold; "
+            "give the key alone"
+        )
+    return secret
+
+
+def no_empty_key(value: object) -> object:
+    """An empty variable is how a container says "not set"."""
+    return None if value == "" else value
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; leave the key out to have the default")
+    return text
+
+
+def _word(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds a NUL byte, which no command line and no file name may hold")
+    return text
+
+
+def _device(text: str) -> str:
+    if not _DEVICE.fullmatch(text):
+        raise ValueError("is no torch device; give one such as cpu, cuda or cuda:0")
+    return text
+
+
+def _bus_url(url: str) -> str:
+    bus_path(url)
+    return url
+
+
+_BUSY = "a shorter one keeps a core busy, a longer one looks like a process that hangs"
+_FOREVER = "nothing waits shorter than a millisecond, or longer than a week"
+_A_SHARE = "it is a share"
+
+Share = Annotated[float, Between(0, 1, _A_SHARE)]
+Interval = Annotated[float, Between(0.001, 86_400, _BUSY, "s")]
+"""Seconds between two looks."""
+Timeout = Annotated[float, Between(0.001, 604_800, _FOREVER, "s")]
+Count = Annotated[int, Between(1, 1_000_000_000, "none at all would stop the process's work")]
+Parallel = Annotated[int, Between(1, 10_000, "none would do nothing, more is no limit")]
+Bytes = Annotated[
+    int, Between(1, 1_000_000_000_000, "nothing fits into less, and no memory holds more")
+]
+Port = Annotated[int, Between(0, MAX_PORT, "TCP has no other ports; 0 takes a free one")]
+Host = Annotated[str, AfterValidator(_host)]
+Upstream = Annotated[str, AfterValidator(_upstream)]
+WebUrl = Annotated[str, AfterValidator(_web_url)]
+WebUrlOrNone = Annotated[str, AfterValidator(_web_url_or_none)]
+"""The empty text is no URL."""
+BusUrl = Annotated[str, AfterValidator(_bus_url)]
+Line = Annotated[str, AfterValidator(_line)]
+Name = Annotated[str, AfterValidator(_name)]
+Text = Annotated[str, AfterValidator(_text)]
+Word = Annotated[str, AfterValidator(_word)]
+Device = Annotated[str, AfterValidator(_device)]
+Digest = Annotated[str, AfterValidator(_digest)]
+Key = Annotated[SecretStr, AfterValidator(_key)]

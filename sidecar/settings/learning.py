@@ -1,0 +1,185 @@
+"""The sections of the settings file for learning: groups, judge, best of N, learner, canary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sidecar.settings.kinds import (
+    Between,
+    Count,
+    Device,
+    Interval,
+    Key,
+    Line,
+    Parallel,
+    Share,
+    Text,
+    Timeout,
+    WebUrl,
+    no_empty_key,
+)
+from sidecar.settings.section import Section
+
+DEFAULT_RUBRIC = (
+    "An answer that reaches the goal set by the system prompt and the user beats one that does "
+    "not.\n"
+    "Among answers that reach it, the one that follows the system prompt's instructions about form "
+    "more closely, and wastes fewer words, beats the others.\n"
+    "A small difference in quality is a small difference in score, a large one a large one.\n"
+    "Partial progress earns partial credit."
+)
+
+
+class Groups(Section):
+    """Which exchanges become groups, and how the extra candidates are sampled."""
+
+    size: Annotated[int, Between(2, 8, "one answer has nothing to differ from")] = 8
+    """Answers per group, the served one counted."""
+    rate: Share = 1.0
+    """Share of eligible exchanges that are chosen."""
+    held_out_rate: Annotated[
+        float, Between(0, 1, "with all of them held out nothing is learned", below_high=True)
+    ] = 0.2
+    """Share of sessions, by hash of their key, never trained on; they feed the deployment gate."""
+    max_groups_per_session: Count = 4
+    max_pending_groups: Count = 64
+    """Groups that wait for candidates or for scores, and those of the adapters that serve now that
+    wait for the learner or are in it; beyond, exchanges wait unchosen: more would grow stale."""
+    tokens_per_day: Annotated[
+        int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
+    ] = 5_000_000
+    """Sampled candidate tokens a day; when spent, sampling waits for midnight UTC."""
+    concurrency: Parallel = 16
+    """Candidates in flight at once."""
+    max_running_requests: Count = 48
+    """vLLM's running + waiting requests over which sampling holds back for the users."""
+    timeout_s: Timeout = 120.0
+
+
+class Judge(Section):
+    """RULER: which model judges, by which rubric."""
+
+    model: Line = ""
+    """A LiteLLM model name, such as `openai/gpt-...` or `hosted_vllm/...`."""
+    api_base: WebUrl | None = None
+    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    """Else LiteLLM reads the provider's own environment variable."""
+    rubric: Text = DEFAULT_RUBRIC
+    passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 1
+    """Judge calls per group, each in another order; the score is their mean."""
+    concurrency: Parallel = 8
+    timeout_s: Timeout = 60.0
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …)."""
+
+
+class BestOf(Section):
+    """Best of N at serving time. `concurrency` and `max_waiting` count requests of one proxy."""
+
+    enabled: bool = False
+    max_n: Annotated[int, Between(2, 8, "one answer is no choice, and a judge reads 8")] = 4
+    """Largest N of a request; a key may have a smaller one."""
+    timeout_s: Timeout = 5.0
+    """How long a request waits for the judge; then it gets the first answer."""
+    concurrency: Parallel = 8
+    max_waiting: Annotated[
+        int, Between(0, 1_000_000, "0 lets none wait; each holds a user's request")
+    ] = 32
+
+
+class Learner(Section):
+    """When the learner runs and what one run does. Sources of the defaults: docs/decisions."""
+
+    schedule: Literal["interval", "cron", "groups", "manual"] = "groups"
+    interval_s: Annotated[
+        float, Between(1, 31_536_000, "it counts whole seconds, up to a year", "s")
+    ] = 3600.0
+    cron: Line = "0 3 * * *"
+    min_groups: Count = 16
+    """A run starts, and `groups` fires, only with this many scored groups waiting."""
+    max_groups: Count = 64
+    """Groups that one run takes, the newest first."""
+    max_age_versions: Annotated[int, Between(0, 1_000, "0 takes those of the champion alone")] = 2
+    """A group sampled under an adapter more training runs away from the champion than this is
+    stale: dropped and counted."""
+    steps: Annotated[int, Between(1, 10_000, "a run without a step changes nothing")] = 3
+    """Optimiser steps per run; the groups are dealt over them, each used once."""
+    rank: Annotated[int, Between(1, 512, "vLLM serves no higher rank")] = 8
+    alpha: Annotated[
+        int, Between(1, 65_536, "at 0 or below the adapter learns nothing, or badly")
+    ] = 32
+    learning_rate: Annotated[
+        float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
+    ] = 2e-4
+    clip_low: Annotated[
+        float,
+        Between(0, 1, "the ratio is clipped below 1 minus this", above_low=True, below_high=True),
+    ] = 0.2
+    clip_high: Annotated[
+        float, Between(0, 10, "the ratio is clipped above 1 plus this", above_low=True)
+    ] = 0.28
+    max_grad_norm: Annotated[
+        float, Between(0, 1_000_000, "at 0 no gradient is left", above_low=True)
+    ] = 1.0
+    min_spread: Annotated[
+        float, Between(0, 0.5, "no scores in 0..1 spread by more than 0.5", below_high=True)
+    ] = 0.02
+    """Groups whose scores have a smaller standard deviation teach nothing: dropped and counted."""
+    max_drift: Annotated[
+        float, Between(0, 10, "at 0 rounding alone refuses every run", above_low=True)
+    ] = 0.1
+    """Mean |recorded - recomputed| log-probability in nats over which a run refuses to train.
+    Measured on a bf16 server: 0.03 to 0.05 with the right adapter, which is rounding, and 0.13
+    with its parent in its place."""
+    adapters_dir: Path = Path(".sidecar/adapters")
+    threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
+    """Torch threads; 0 takes what the machine has."""
+    seed: Annotated[int, Between(0, 2**63 - 1, "torch takes no other")] = 0
+    pack_tokens: Annotated[
+        int, Between(2, 10_000_000, "a prompt and an answer must fit, and memory grows with it")
+    ] = 2048
+    """Longest input that is computed at once; memory grows with it. A group is split over several
+    such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bf16 matrix products where the processor has instructions for them."""
+    device: Device = "cpu"
+    """A torch device. This release is tested on the CPU only."""
+    poll_s: Interval = 2.0
+    """How often the schedule looks at flags, trials and waiting groups."""
+
+
+class Canary(Section):
+    """Gate and ramp of a new adapter."""
+
+    gate_prompts: Annotated[int, Between(1, 10_000, "each is sampled and judged")] = 12
+    """Held-out prompts on which candidate and champion are compared."""
+    gate_answers: Annotated[
+        int, Between(1, 4, "both arms make one group, and a judge reads 8 answers")
+    ] = 2
+    """Answers of each per prompt; with both arms they make one blind group."""
+    gate_min_prompts: Annotated[int, Between(1, 10_000, "without a prompt nothing is compared")] = 4
+    """With fewer held-out prompts than this the candidate waits."""
+    gate_margin: Annotated[
+        float, Between(-1, 1, "scores are 0..1; below 0 it asks for a gain", above_low=True)
+    ] = 0.02
+    """The candidate passes when its mean judged difference to the champion is above minus this."""
+    gate_timeout_s: Timeout = 600.0
+    max_tokens: Annotated[int, Between(1, 10_000_000, "an answer has a token")] = 256
+    steps: tuple[
+        Annotated[int, Between(100, 10_000, "basis points: 100 is 1 %, 10000 every session")], ...
+    ] = (2_000, 5_000)
+    """Weights of the ramp, in basis points; the candidate is promoted after the last step."""
+    step_min_s: Annotated[float, Between(0, 2_592_000, "up to a month", "s")] = 60.0
+    step_min_exchanges: Count = 20
+    """Canary exchanges that a step must see."""
+    step_max_s: Annotated[
+        float, Between(1, 31_536_000, "a shorter step sees nobody, a longer one never ends", "s")
+    ] = 86_400.0
+    """A step that has not seen them by then ends inconclusive: the champion stays."""
+    max_error_excess: Share = 0.10
+    max_truncated_excess: Share = 0.25
+    """Canary's share of failed (truncated or empty) replies may exceed the champion's by this."""
+    poll_s: Interval = 0.5
