@@ -1,5 +1,6 @@
 """The admin API: its own listener, its own tokens, under `/admin/v1`.
 
+`admin_reception` stands before every route: it knows the caller and bounds the body.
 Reads are in `admin_reads` and `admin_records`, changes in `admin_actions`; every error is a
 problem+json. Handlers that touch the store run in threads, so that a slow one holds up no other.
 """
@@ -15,8 +16,10 @@ from deploy import admin_problems
 from deploy.admin_actions import action_router
 from deploy.admin_auth import Caller
 from deploy.admin_context import AdminContext
+from deploy.admin_json import AsciiJSONResponse
 from deploy.admin_models import Problem
 from deploy.admin_reads import read_router
+from deploy.admin_reception import Reception
 from deploy.admin_records import record_router
 from deploy.metrics import StoreCollector, render
 from ingest.errors import StoreError
@@ -35,9 +38,12 @@ def create_app(context: AdminContext) -> FastAPI:
         # Swagger's page fetches scripts from elsewhere; the schema alone is enough.
         docs_url=None,
         redoc_url=None,
+        default_response_class=AsciiJSONResponse,
+        # A redirect to the path without its slash would be made from the Host header.
+        redirect_slashes=False,
         responses={"default": {"model": Problem, "description": "RFC 9457 problem"}},
     )
-    app.state.token_digests = context.token_digests
+    app.add_middleware(Reception, token_digests=context.token_digests, refusals=context.refusals)
     admin_problems.install(app)
     app.include_router(read_router(context), prefix="/admin/v1")
     app.include_router(record_router(context), prefix="/admin/v1")
@@ -47,7 +53,9 @@ def create_app(context: AdminContext) -> FastAPI:
 
 
 def _add_probes(app: FastAPI, context: AdminContext) -> None:
-    collector = StoreCollector(context.database, context.model, context.fleet.view)
+    collector = StoreCollector(
+        context.database, context.model, context.fleet.view, context.refusals.counts
+    )
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -6,27 +6,26 @@ Resume, promote and the learner's run take the ETag of what the caller saw.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 import structlog
 from fastapi import APIRouter, Body, Header, Response
 
-from deploy import learner_switches, registry, transitions, trials
+from deploy import learner_switches, transitions, trials
 from deploy.admin_auth import Caller
 from deploy.admin_context import AdminContext
 from deploy.admin_models import CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
 from deploy.admin_problems import ConflictError, PreconditionRequiredError, StaleError
 from deploy.admin_reads import read_learner
-from deploy.errors import EngineError, TransitionError
+from deploy.errors import TransitionError
+from deploy.reconcile import EngineView
 from deploy.records import Trial
-from deploy.rollback import RollbackResult, rollback
+from deploy.rollback import rollback
+from sidecar.hiding import hide_in_url
 from sidecar.records import BASE
 
 log = structlog.get_logger()
 
-WARM_UP_LIMIT_S = 5.0
-"""How long a rollback waits for vLLM to load a target that it does not hold."""
 NO_REASON = "no reason given"
 
 CanaryAction = Literal["pause", "resume", "promote", "abort"]
@@ -45,15 +44,26 @@ def action_router(context: AdminContext) -> APIRouter:
 
 def _add_rollback(router: APIRouter, context: AdminContext) -> None:
     @router.post("/rollback")
-    async def roll_back(
+    def roll_back(
         actor: Caller,
         asked: Annotated[RollbackIn | None, Body()] = None,
     ) -> RollbackOut:
-        """Give the traffic back to an older adapter. Takes effect on the next request."""
+        """Give the traffic back to an older adapter. Takes effect on the next request.
+
+        The routing table changes first and vLLM is not waited for: control loads the target
+        afterwards, and until then the base answers in its place, as `note` says.
+        """
         wanted = asked or RollbackIn()
-        await _warm_up(context, str(wanted.to))
-        result = await asyncio.to_thread(_rollback, context, wanted, actor)
+        result = rollback(
+            context.database,
+            context.model,
+            to=str(wanted.to),
+            reason=wanted.reason or NO_REASON,
+            actor=actor,
+            now=context.clock(),
+        )
         context.on_change()
+        note = until_loaded(result.after, context.engine)
         log.info(
             "rolled_back",
             before=result.before,
@@ -61,41 +71,25 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
             changed=result.changed,
             ended_canary=result.ended_canary,
             actor=actor,
+            note=note,
         )
-        return RollbackOut.of(result)
+        return RollbackOut.of(result, note)
 
 
-def _rollback(context: AdminContext, wanted: RollbackIn, actor: str) -> RollbackResult:
-    return rollback(
-        context.database,
-        context.model,
-        to=str(wanted.to),
-        reason=wanted.reason or NO_REASON,
-        actor=actor,
-        now=context.clock(),
-    )
+def until_loaded(adapter: str, engine: EngineView) -> str | None:
+    """Who answers the users of a champion that vLLM does not hold yet. Pure. None: it is held.
 
-
-async def _warm_up(context: AdminContext, reference: str) -> None:
-    """Have vLLM hold the target before anyone is sent to it, if vLLM can be asked at all.
-
-    Raises: InvalidAdapterError when every vLLM refuses it: users sent there would get errors.
+    engine: what was last seen of every replica.
     """
-    name = await asyncio.to_thread(_resolve, context, reference)
-    if name == BASE or name in context.engine.loaded:
-        return
-    try:
-        async with asyncio.timeout(WARM_UP_LIMIT_S):
-            await context.fleet.ensure(name)
-    except (EngineError, TimeoutError) as error:
-        # Not a reason to refuse: the reconcilers load it as soon as vLLM is there.
-        log.warning("rollback_target_not_loaded", adapter=name, reason=repr(error))
-
-
-def _resolve(context: AdminContext, reference: str) -> str:
-    with context.database.read() as session:
-        name = registry.resolve(session, context.model, reference)
-        return name if registry.has_been_champion(session, name) else BASE
+    lacking = [url for url, view in engine.replicas.items() if adapter not in view.loaded]
+    if adapter == BASE or not lacking:
+        return None
+    where = ", ".join(hide_in_url(url) for url in lacking)
+    nowhere = len(lacking) == len(engine.replicas)
+    stands_in = "the base answers" if nowhere else "the other replicas answer"
+    refused = engine.refused.get(adapter)
+    advice = f"; vLLM refused it ({refused}): name another version, or base" if refused else ""
+    return f"{adapter} is not loaded on {where}: {stands_in} until it is{advice}"
 
 
 def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:

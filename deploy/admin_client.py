@@ -1,17 +1,26 @@
-"""The `sidecar` command's way to the admin API: one place for its address, token and errors."""
+"""The `sidecar` command's way to the admin API: one place for its address, token and errors.
+
+The token goes to the admin API and nowhere else. A loopback address is never reached through the
+environment's proxy (`HTTP_PROXY`); another one is, unless `NO_PROXY` names it, as HTTP clients do:
+the API speaks plain HTTP, so such a proxy can read the token. No redirect is followed.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import httpx
 
 from deploy.errors import DeployError
+from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
+from sidecar.settings.safety import is_loopback
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
+TIMEOUT_S = 30.0
 
 
 class AdminApiError(DeployError, ConnectionError):
@@ -22,42 +31,67 @@ class AdminClient:
     """A thin client: paths under `/admin/v1`, JSON in and out."""
 
     def __init__(self, settings: Settings) -> None:
+        """Raises: SettingsError when the token cannot be sent."""
         self._url = f"{base_url(settings.admin.host, settings.admin.port)}/admin/v1"
-        token = os.environ.get(TOKEN_VARIABLE, "")
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        if not (token.isascii() and token.isprintable()):
+            raise SettingsError(
+                f"{TOKEN_VARIABLE} holds characters that no header may have; set the token alone"
+            )
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._takes_proxy = not is_loopback(urlsplit(self._url).hostname or "")
 
-    def get(self, path: str, **params: str | int) -> Any:  # Any: JSON
-        return self._ask("GET", path, params=params)
+    def get(self, *path: str, **params: str | int) -> Any:  # Any: JSON
+        """path: the first part as it is, what follows quoted: it is what a person typed."""
+        return _read(self._request("GET", path, params=params))
 
-    def post(self, path: str, body: dict[str, Any] | None = None, etag: str | None = None) -> Any:
+    def post(self, *path: str, body: dict[str, Any], etag: str | None = None) -> Any:
+        """path: as `get`."""
         headers = {"if-match": etag} if etag else {}
-        return self._ask("POST", path, json=body or {}, headers=headers)
+        return _read(self._request("POST", path, json=body, headers=headers))
 
-    def etag(self, path: str) -> str:
+    def etag(self, *path: str) -> str:
         """The current ETag of a resource, for a change that must not race."""
         return str(self._request("GET", path).headers.get("etag", ""))
 
-    def _ask(self, method: str, path: str, **rest: Any) -> Any:
-        return self._request(method, path, **rest).json()
-
-    def _request(self, method: str, path: str, **rest: Any) -> httpx.Response:
+    def _request(self, method: str, path: tuple[str, ...], **rest: Any) -> httpx.Response:
         headers = {**self._headers, **rest.pop("headers", {})}
+        url = "/".join([self._url + path[0], *(quote(part, safe="") for part in path[1:])])
         try:
-            reply = httpx.request(method, self._url + path, headers=headers, timeout=30.0, **rest)
-        except httpx.HTTPError as error:
+            reply = httpx.request(
+                method,
+                url,
+                headers=headers,
+                timeout=TIMEOUT_S,
+                trust_env=self._takes_proxy,
+                follow_redirects=False,
+                **rest,
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AdminApiError(
                 f"admin API at {self._url}: {error}; is `sidecar up` running? "
                 "`sidecar rollback --offline` works without it"
             ) from error
-        if reply.is_error:
+        if not reply.is_success:
             raise AdminApiError(f"admin API: {_problem(reply)}")
         return reply
 
 
-def _problem(reply: httpx.Response) -> str:
+def _read(reply: httpx.Response) -> Any:  # Any: JSON
     try:
-        problem = reply.json()
-    except ValueError:
+        return reply.json()
+    except ValueError as error:
+        raise AdminApiError(
+            f"{reply.url} did not answer with JSON; see that admin.host and admin.port are right"
+        ) from error
+
+
+def _problem(reply: httpx.Response) -> str:
+    if reply.is_redirect:
+        return f"{reply.status_code}, a redirect: not followed; see admin.host and admin.port"
+    try:
+        problem = dict(reply.json())
+    except (ValueError, TypeError):
         return f"{reply.status_code} {reply.text[:200]}"
     allowed = problem.get("allowed_actions")
     hint = f"; allowed now: {', '.join(allowed)}" if allowed else ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from deploy.admin_reception import Refusals
 from deploy.fleet import Fleet
 from deploy.reconcile import EngineView
 from ingest.store.database import Database
@@ -20,6 +21,8 @@ class AdminContext:
     fleet: Fleet
     token_digests: tuple[str, ...] = ()
     """SHA-256 hex of the accepted bearer tokens; none: this machine's own tools are let in."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """Counts requests that no route saw."""
     on_change: Callable[[], None] = lambda: None
     """Told after every change of what vLLM should have loaded."""
     clock: Callable[[], float] = time.time

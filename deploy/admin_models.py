@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -225,6 +225,8 @@ class AuditOut(BaseModel):
     seq: int
     at: float
     actor: str
+    source: str
+    """The address that the request came from; empty: no request asked for the change."""
     action: str
     subject: str
     before: dict[str, Any]
@@ -321,13 +323,14 @@ class FunnelOut(BaseModel):
 
 
 class ReasonIn(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # Strict: `true` is no version, and a number is no reason.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str = Field(default="", max_length=2_000)
 
 
 class RollbackIn(ReasonIn):
-    to: str | int = "previous"
+    to: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)] = "previous"
     """"previous", "base", a version or a full name."""
 
 
@@ -342,13 +345,16 @@ class RollbackOut(BaseModel):
     ended_canary: str | None
     generation: int
     """Of the routing table that every proxy obeys at its next look."""
+    note: str | None
+    """Who answers meanwhile, when vLLM does not hold the target yet."""
 
     @classmethod
-    def of(cls, result: RollbackResult) -> RollbackOut:
+    def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:
         return cls(
             source=result.before,
             to=result.after,
             changed=result.changed,
             ended_canary=result.ended_canary,
             generation=result.generation,
+            note=note,
         )

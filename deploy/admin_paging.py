@@ -15,6 +15,7 @@ from fastapi import Query
 from sqlalchemy import Select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
+from deploy.admin_json import UnreadableError, read_json
 from deploy.admin_models import Page
 from deploy.errors import DeployError
 
@@ -41,8 +42,8 @@ def decode_cursor(cursor: str, *kinds: type) -> tuple[Any, ...]:
     Raises: BadCursorError.
     """
     try:
-        key = json.loads(base64.urlsafe_b64decode(cursor.encode()))
-    except (binascii.Error, ValueError) as error:
+        key = read_json(base64.urlsafe_b64decode(cursor.encode()), "cursor")
+    except (binascii.Error, UnreadableError) as error:
         raise BadCursorError("cursor: take it from next_cursor of the page before") from error
     accepted = [(int, float) if kind is float else (kind,) for kind in kinds]
     if not isinstance(key, list) or len(key) != len(kinds):

@@ -10,13 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from deploy.admin_auth import ForbiddenError, UnauthorizedError
+from deploy.admin_auth import ForbiddenError, TooLargeError, TooSlowError, UnauthorizedError
+from deploy.admin_json import UnreadableError
 from deploy.admin_models import Problem
 from deploy.admin_paging import BadCursorError
 from deploy.errors import (
     DeployError,
     EngineError,
-    InvalidAdapterError,
     TransitionError,
     UnknownAdapterError,
     UnknownRecordError,
@@ -47,6 +47,7 @@ class ConflictError(DeployError):
 
 
 _KINDS: dict[type[Exception], tuple[int, str, str]] = {
+    UnreadableError: (400, "unreadable", "The request cannot be read"),
     UnauthorizedError: (401, "unauthorized", "A token is needed"),
     ForbiddenError: (403, "forbidden", "Not from here"),
     UnknownAdapterError: (404, "unknown-adapter", "No such adapter"),
@@ -54,9 +55,10 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     UnknownRecordError: (404, "unknown-record", "No such record"),
     ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
     TransitionError: (409, "not-allowed-now", "Not allowed in this state"),
-    InvalidAdapterError: (409, "adapter-refused", "vLLM does not take this adapter"),
+    TooSlowError: (408, "too-slow", "The body came too slowly"),
     StaleError: (412, "stale", "It changed meanwhile"),
-    BadCursorError: (422, "bad-cursor", "Bad cursor"),
+    TooLargeError: (413, "too-large", "The body is too large"),
+    BadCursorError: (400, "bad-cursor", "Bad cursor"),
     PreconditionRequiredError: (428, "if-match-needed", "If-Match is needed"),
     EngineError: (502, "engine-away", "vLLM cannot be asked"),
     StoreError: (503, "store-away", "The store cannot be asked"),
@@ -74,7 +76,7 @@ def install(app: FastAPI) -> None:
 
 
 def problem(
-    request: Request,
+    path: str,
     *,
     status: int,
     slug: str,
@@ -88,7 +90,7 @@ def problem(
         title=title,
         status=status,
         detail=detail,
-        instance=request.url.path,
+        instance=path,
         allowed_actions=list(allowed_actions),
     )
     headers = {"www-authenticate": "Bearer"} if status == 401 else None
@@ -97,13 +99,18 @@ def problem(
     )
 
 
-async def _on_known(request: Request, error: Exception) -> JSONResponse:
+def refusal(path: str, error: Exception) -> JSONResponse:
+    """The problem that one of the known errors means. path: of the request, decoded."""
     kind = next(one for one in type(error).__mro__ if one in _KINDS)
     status, slug, title = _KINDS[kind]
     allowed: Sequence[str] = getattr(error, "allowed_actions", ())
     return problem(
-        request, status=status, slug=slug, title=title, detail=str(error), allowed_actions=allowed
+        path, status=status, slug=slug, title=title, detail=str(error), allowed_actions=allowed
     )
+
+
+async def _on_known(request: Request, error: Exception) -> JSONResponse:
+    return refusal(_path(request), error)
 
 
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
@@ -111,7 +118,7 @@ async def _on_validation(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return problem(
-        request,
+        _path(request),
         status=422,
         slug="bad-request",
         title="The request cannot be read",
@@ -122,20 +129,25 @@ async def _on_validation(request: Request, error: Exception) -> JSONResponse:
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     return problem(
-        request,
+        _path(request),
         status=error.status_code,
         slug=_BY_STATUS.get(error.status_code, "http"),
         title=str(error.detail),
-        detail=f"{request.method} {request.url.path}",
+        detail=f"{request.method} {_path(request)}",
     )
 
 
 async def _on_unknown(request: Request, error: Exception) -> JSONResponse:
-    log.error("admin_request_failed", path=request.url.path, error=repr(error))
+    log.error("admin_request_failed", path=_path(request), error=repr(error))
     return problem(
-        request,
+        _path(request),
         status=500,
         slug="internal",
         title="The admin API failed",
         detail="see the log of the control process",
     )
+
+
+def _path(request: Request) -> str:
+    # Not `request.url.path`: a URL is made from the Host header, which may be no host.
+    return str(request.scope["path"])

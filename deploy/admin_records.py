@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -11,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin_auth import caller
 from deploy.admin_context import AdminContext
+from deploy.admin_json import read_stored
 from deploy.admin_models import (
     AnswerOut,
     AuditOut,
@@ -107,7 +107,7 @@ def _answer(row: AnswerRow) -> AnswerOut:
     return AnswerOut(
         index=row.index,
         origin=row.origin,
-        message=json.loads(decompress(row.message_body)),
+        message=read_stored(decompress(row.message_body)),
         finish_reason=row.finish_reason,
         tokens=len(unpack_ids(row.token_ids)),
         temperature=row.temperature,
@@ -134,11 +134,11 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         **plain,
         prompt_tokens=len(unpack_ids(row.prompt_token_ids)),
         group_id=session.scalar(group),
-        request=json.loads(decompress(row.request_body)),
+        request=read_stored(decompress(row.request_body)),
         choices=[
             ChoiceOut(
                 index=choice.index,
-                message=json.loads(decompress(choice.message_body)),
+                message=read_stored(decompress(choice.message_body)),
                 finish_reason=choice.finish_reason,
                 tokens=len(unpack_ids(choice.token_ids)),
             )

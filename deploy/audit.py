@@ -6,6 +6,9 @@ other. Rows are only ever added.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -14,6 +17,20 @@ from ingest.store.models import AuditRow
 
 CONTROL = "control"
 """The actor of every change that the controller decides by itself."""
+
+SOURCE_CHARACTERS = 64
+"""An IPv6 address with a zone fits."""
+_source: ContextVar[str] = ContextVar("audit_source", default="")
+
+
+@contextmanager
+def changes_come_from(source: str) -> Iterator[None]:
+    """Rows written inside, also in threads started from here, have this source address."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
 
 
 def record(
@@ -32,6 +49,7 @@ def record(
         AuditRow(
             at=now,
             actor=actor,
+            source=_source.get(),
             action=action,
             subject=subject,
             before=before,

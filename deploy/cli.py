@@ -1,27 +1,32 @@
 """The `sidecar` command. Thin: it parses, asks the admin API or starts a process, and prints.
 
 Exit codes: 0 done, 1 failed, 2 bad use; `canary wait`: 0 promoted, 1 rolled back, 3 inconclusive,
-124 timed out. Errors are one line on stderr. Heavy imports come after parsing.
+124 timed out. Errors are one line on stderr. What a command needs is imported by that command: a
+rollback must not wait for libraries that it does not use.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.admin_client import AdminApiError, AdminClient
 from deploy.cli_keys import keys_app
-from deploy.cli_output import Output, print_found, require_store, say
+from deploy.cli_output import Output, note, print_found, require_store, say, say_json
+from deploy.errors import DeployError, UnknownTrialError
 from deploy.processes import MODULES
+from ingest.errors import IngestError
 from sidecar.errors import InvalidKeyError, SettingsError
-from sidecar.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from deploy.admin_client import AdminClient
+    from sidecar.settings import Settings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,10 +58,14 @@ def configure(
 
 
 def _settings(context: typer.Context) -> Settings:
+    from sidecar.settings import load_settings
+
     return load_settings(context.obj)
 
 
 def _client(context: typer.Context) -> AdminClient:
+    from deploy.admin_client import AdminClient
+
     return AdminClient(_settings(context))
 
 
@@ -138,6 +147,7 @@ def rollback(
     if offline:
         from deploy.rollback import rollback as roll_back
         from ingest.store.database import Database
+        from sidecar.records import BASE
 
         settings = _settings(context)
         require_store(settings.store.url)
@@ -149,9 +159,15 @@ def rollback(
             actor="sidecar rollback --offline",
             now=time.time(),
         )
-        print_found({"from": done.before, "to": done.after}, output)
+        shown = {"from": done.before, "to": done.after, "changed": done.changed}
+        print_found({**shown, "ended_canary": done.ended_canary}, output)
+        if done.after != BASE:
+            note(
+                "vLLM was not asked: where it does not hold the adapter the base answers until "
+                "`sidecar control` has loaded it"
+            )
         return
-    print_found(_client(context).post("/rollback", {"to": to, "reason": reason}), output)
+    print_found(_client(context).post("/rollback", body={"to": to, "reason": reason}), output)
 
 
 @app.command()
@@ -164,7 +180,21 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
     require_store(settings.store.url)
     with Database(settings.store.url).read() as session:
         traced = trace_lineage(session, settings.serving.model, adapter)
-    say(traced.to_json() if output == "json" else render_lineage(traced))
+    if output == "json":
+        say_json(asdict(traced))
+        return
+    for line in render_lineage(traced).split("\n"):
+        say(line)
+
+
+@app.command()
+def audit(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 20,
+    output: Output = "text",
+) -> None:
+    """Who changed what, when, from which address and why."""
+    print_found(_client(context).get("/audit", limit=limit), output)
 
 
 @adapters_app.command("ls")
@@ -176,13 +206,15 @@ def adapters_ls(context: typer.Context, output: Output = "text") -> None:
 @adapters_app.command("show")
 def adapters_show(context: typer.Context, version: str, output: Output = "text") -> None:
     """One version."""
-    print_found(_client(context).get(f"/adapters/{version}"), output)
+    print_found(_client(context).get("/adapters", version), output)
 
 
 def _newest_canary(client: AdminClient) -> dict[str, Any]:
     items = client.get("/canaries", limit=1)["items"]
     if not items:
-        raise AdminApiError("no adapter has been on trial yet; `sidecar learn --once` makes one")
+        raise UnknownTrialError(
+            "no adapter has been on trial yet; `sidecar learn --once` makes one"
+        )
     return dict(items[0])
 
 
@@ -190,17 +222,16 @@ def _newest_canary(client: AdminClient) -> dict[str, Any]:
 def canary_get(context: typer.Context, canary: Canary = "", output: Output = "text") -> None:
     """The newest trial, or the one named."""
     client = _client(context)
-    found = client.get(f"/canaries/{canary}") if canary else _newest_canary(client)
+    found = client.get("/canaries", canary) if canary else _newest_canary(client)
     print_found(found, output)
 
 
 def _act(context: typer.Context, action: str, canary: str, reason: str, output: str) -> None:
     client = _client(context)
     name = canary or str(_newest_canary(client)["canary_id"])
-    path = f"/canaries/{name}"
     # Pause and abort never fail on a race; the others must know what they change.
-    etag = client.etag(path) if action in {"resume", "promote"} else None
-    print_found(client.post(f"{path}/{action}", {"reason": reason}, etag=etag), output)
+    etag = client.etag("/canaries", name) if action in {"resume", "promote"} else None
+    print_found(client.post("/canaries", name, action, body={"reason": reason}, etag=etag), output)
 
 
 @canary_app.command("pause")
@@ -246,7 +277,7 @@ def canary_wait(
     name = canary or str(_newest_canary(client)["canary_id"])
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = client.get(f"/canaries/{name}")
+        found = client.get("/canaries", name)
         if found["state"] in WAIT_EXITS:
             say(f"{name}: {found['state']}: {found.get('reason') or ''}")
             raise typer.Exit(WAIT_EXITS[found["state"]])
@@ -257,15 +288,9 @@ def canary_wait(
 @config_app.command("show")
 def config_show(context: typer.Context) -> None:
     """The settings in force; secrets are not shown."""
-    from sqlalchemy import make_url
+    from sidecar.settings import shown_settings
 
-    settings = _settings(context)
-    shown = settings.model_dump(mode="json")
-    for section in ("store", "bus"):
-        hidden = make_url(shown[section]["url"]).render_as_string(hide_password=True)
-        shown[section]["url"] = hidden
-    shown["engine"]["env"] = dict.fromkeys(settings.engine.env, "(set)")
-    say(json.dumps(shown, indent=2))
+    say_json(shown_settings(_settings(context)))
 
 
 @config_app.command("check")
@@ -279,18 +304,19 @@ def config_check(context: typer.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the `sidecar` command."""
-    from deploy.errors import DeployError
-    from ingest.errors import IngestError
-
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any("\ud800" <= character <= "\udfff" for one in arguments for character in one):
+        note("an argument holds bytes that are no UTF-8; type it again")
+        return 2
     try:
-        app(args=list(argv) if argv is not None else None)
+        app(args=arguments)
     except SystemExit as done:  # how the CLI library ends, also after a wrong use (2)
         return done.code if isinstance(done.code, int) else 1
     except (SettingsError, InvalidKeyError) as error:
-        print(f"sidecar: {error}", file=sys.stderr)
+        note(str(error))
         return 2
     except (DeployError, IngestError) as error:
-        print(f"sidecar: {error}", file=sys.stderr)
+        note(str(error))
         return 1
     return 0
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from typing import Annotated, Any
 
 import typer
 
-from deploy.cli_output import Output, print_found, require_store
+from deploy.cli_output import Output, note, print_found, require_store
 from sidecar.errors import InvalidKeyError
 from sidecar.keys import PREFIX, ApiKey, FreshKey
-from sidecar.settings import load_settings
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the data plane.")
 ACTOR = "sidecar keys"
@@ -42,6 +40,7 @@ def keys_create(
     """Make a key and print it, this once."""
     from deploy import api_keys
     from ingest.store.database import Database
+    from sidecar.settings import load_settings
 
     settings = load_settings(context.obj)
     now = time.time()
@@ -65,9 +64,9 @@ def keys_create(
     key, presented = api_keys.create(database, wanted, randomness=os.urandom, actor=ACTOR, now=now)
     database.close()
     print_found({"key": presented, **_shown(key)}, output)
-    _note("this is the only time that the key is shown; the store has its hash")
+    note("this is the only time that the key is shown; the store has its hash")
     if settings.access.mode != "keys":
-        _note(f'access.mode is "{settings.access.mode}": keys count once it is "keys"')
+        note(f'access.mode is "{settings.access.mode}": keys count once it is "keys"')
 
 
 @keys_app.command("ls")
@@ -75,6 +74,7 @@ def keys_ls(context: typer.Context, output: Output = "text") -> None:
     """Every key there is or was, without its secret."""
     from deploy import api_keys
     from ingest.store.database import Database
+    from sidecar.settings import load_settings
 
     settings = load_settings(context.obj)
     require_store(settings.store.url)
@@ -104,6 +104,7 @@ def keys_revoke(
     """End a key, for good: proxies refuse it from their next look at the store."""
     from deploy import api_keys
     from ingest.store.database import Database
+    from sidecar.settings import load_settings
 
     settings = load_settings(context.obj)
     require_store(settings.store.url)
@@ -135,7 +136,3 @@ def _shown(key: ApiKey) -> dict[str, Any]:  # Any: JSON
         "tokens_per_day": key.tokens_per_day,
         "best_of_max": key.best_of_max,
     }
-
-
-def _note(text: str) -> None:
-    print(f"sidecar: {text}", file=sys.stderr)

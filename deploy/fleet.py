@@ -8,15 +8,9 @@ list of models has it, so an adapter may be served as soon as one of them holds 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
-import structlog
-
-from deploy.errors import EngineError, InvalidAdapterError
-from deploy.reconcile import NOT_ASKED, EngineView, Reconciler
-
-log = structlog.get_logger()
+from deploy.reconcile import EngineView, Reconciler
 
 
 class Fleet:
@@ -46,27 +40,3 @@ class Fleet:
             refused=refused,
             replicas=views,
         )
-
-    async def ensure(self, name: str) -> None:
-        """Load one adapter now on every replica that answers, ahead of their timers.
-
-        Raises: EngineError, or InvalidAdapterError, when no replica can be made to hold it.
-        """
-        # One that is known to be away would only use up the caller's time.
-        asked = {
-            url: one for url, one in self.reconcilers.items() if one.view.away in (None, NOT_ASKED)
-        } or self.reconcilers
-        done = await asyncio.gather(
-            *(one.ensure(name) for one in asked.values()), return_exceptions=True
-        )
-        failed: list[BaseException] = []
-        for url, outcome in zip(asked, done, strict=True):
-            if outcome is None:
-                continue
-            if not isinstance(outcome, EngineError | InvalidAdapterError):
-                raise outcome
-            log.warning("adapter_not_loaded", adapter=name, replica=url, reason=str(outcome))
-            failed.append(outcome)
-        if len(failed) == len(done):
-            # A folder that vLLM refuses says more than a replica that does not answer.
-            raise min(failed, key=lambda error: not isinstance(error, InvalidAdapterError))

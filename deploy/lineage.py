@@ -17,6 +17,7 @@ from deploy import registry, trials
 from deploy.records import AdapterVersion
 from ingest.store.models import AnswerRow, GateComparisonRow, GroupRow, JudgeCallRow, RunRow
 from sidecar.records import BASE
+from sidecar.visible import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,8 @@ def render_lineage(lineage: Lineage) -> str:
         lines += ["", *_render_adapter(step.adapter)]
         lines += _render_run(step.run) if step.run is not None else ["  no training run recorded"]
         lines += _render_trial(step.trial) if step.trial is not None else ["  no trial yet"]
-    return "\n".join([*lines, "", f"base: {lineage.model}"])
+    # Reasons are what people and judges wrote: none may end its line or move the cursor.
+    return "\n".join(visible(line) for line in [*lines, "", f"base: {lineage.model}"])
 
 
 def _run(session: Session, version: AdapterVersion) -> LineageRun | None:

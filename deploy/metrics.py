@@ -1,11 +1,14 @@
 """Prometheus metrics of the control process, read from the store at each scrape.
 
-So they are right after a restart, and whichever process did the counting.
+So they are right after a restart, and whichever process did the counting. Requests that the admin
+API refused are the exception: they are counted in memory, or refusing would cost a write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +17,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy import learner_switches, trials
+from deploy.admin_auth import RefusalReason
 from deploy.reconcile import EngineView
 from ingest.store.database import Database
 from ingest.store.models import (
@@ -30,16 +34,32 @@ from ingest.store.models import (
 class StoreCollector(Collector):
     """Makes the metrics of one model."""
 
-    def __init__(self, database: Database, model: str, engine: Callable[[], EngineView]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        model: str,
+        engine: Callable[[], EngineView],
+        admin_refused: Mapping[RefusalReason, int] = MappingProxyType({}),
+    ) -> None:
+        """admin_refused: requests of the admin API that were refused, by reason; read each time."""
         self._database = database
         self._model = model
         self._engine = engine
+        self._admin_refused = admin_refused
 
     def collect(self) -> Iterator[Metric]:
         with self._database.read() as session:
             yield from self._tallies(session)
             yield from self._singles(session)
             yield _counters(session)
+        refused = CounterMetricFamily(
+            "sidecar_admin_refused",
+            "Requests that the admin API refused before any route saw them, since control started.",
+            labels=["reason"],
+        )
+        for reason in get_args(RefusalReason):
+            refused.add_metric([reason], self._admin_refused.get(reason, 0))
+        yield refused
 
     def _tallies(self, session: Session) -> Iterator[Metric]:
         tallies = (

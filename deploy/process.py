@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import httpx
 import structlog
 import uvicorn
+from fastapi import FastAPI
 
 from deploy import audit, routing_writer
 from deploy.admin import create_app
@@ -50,6 +51,20 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def admin_server(app: FastAPI) -> uvicorn.Server:
+    """The admin API's server, which takes nobody's word for where a request comes from."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        http="h11",  # it bounds a request's head; httptools does not
+        ws="none",
+        proxy_headers=False,  # any local caller could write another source into the audit
+    )
+    return _Server(config)
 
 
 async def serve(settings: Settings, database: Database) -> int:
@@ -135,8 +150,7 @@ async def _run(
         token_digests=settings.admin.tokens,
         on_change=on_change,
     )
-    config = uvicorn.Config(create_app(context), log_config=None, access_log=False, lifespan="off")
-    server = _Server(config)
+    server = admin_server(create_app(context))
 
     def keep(url: str, reconciler: Reconciler) -> asyncio.Task[None]:
         def every_s() -> float:

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sidecar.backoff import Backoff
-from sidecar.settings import Settings
+
+if TYPE_CHECKING:  # the command reads the names here before it knows whether it needs settings
+    from sidecar.settings import Settings
 
 RESTARTS = Backoff(first_s=0.5, last_s=30.0)
 

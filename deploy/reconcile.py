@@ -141,17 +141,6 @@ class Reconciler:
         self.view.refused = {k: v for k, v in self.view.refused.items() if k in desired.wanted}
         return plan
 
-    async def ensure(self, name: str) -> None:
-        """Load one adapter now, ahead of the timer.
-
-        Raises: EngineError, or InvalidAdapterError when vLLM refuses it.
-        """
-        desired = await asyncio.to_thread(read_desired, self._database, self._model)
-        if name in await self._control.loaded():
-            return
-        await self._control.load(name, desired.paths[name])
-        self._log.info("adapter_loaded", adapter=name)
-
     def _plan(self, desired: Desired, loaded: frozenset[str]) -> Plan:
         now = self._clock()
         unwanted: Sequence[str] = [n for n in loaded if n not in desired.wanted]

@@ -22,7 +22,7 @@ from deploy.records import AdapterState, AdapterVersion
 from ingest.store.models import AdapterRow, AliasRow, CanaryRow
 from sidecar.records import BASE
 
-_VERSION = re.compile(r"v?(\d{1,9})")
+_VERSION = re.compile(r"v?([0-9]{1,9})")
 MAX_ANCESTORS = 10_000
 """A longer chain of parents is a loop in the store, not a history."""
 

@@ -10,17 +10,18 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Engine, create_engine, event, make_url
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from ingest.errors import StoreError
 from ingest.store.models import Base, CounterRow, FlagRow
+from sidecar.hiding import hide_in_url
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql, sqlite
 
 BUSY_TIMEOUT_S = 15.0
 """How long a writer waits for another's lock before it gives up."""
@@ -35,7 +36,7 @@ class Database:
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             _make_private(Path(parsed.database))
-        self._shown_url = parsed.render_as_string(hide_password=True)
+        self._shown_url = hide_in_url(url)
         self._engine = _open(url)
         self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
 
@@ -45,6 +46,10 @@ class Database:
 
     def upgrade(self) -> None:
         """Bring the schema to this version's revision. Safe to call from every process at start."""
+        # Imported here: whoever only reads or writes an existing store need not wait for it.
+        from alembic import command
+        from alembic.config import Config
+
         try:
             with self._writing.begin() as connection:
                 config = Config()
@@ -113,8 +118,13 @@ def _open(url: str) -> Engine:
 
 def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
     """An INSERT that can say ON CONFLICT, in the words of the session's database."""
+    # The one in use is imported already, by the engine.
     if session.get_bind().dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
         return postgresql.insert(table)
+    from sqlalchemy.dialects import sqlite
+
     return sqlite.insert(table)
 
 

@@ -250,6 +250,8 @@ class AuditRow(Base):
     seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     at: Mapped[float]
     actor: Mapped[str] = mapped_column(String(128))
+    source: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    """The address that the request came from; empty: no request asked for the change."""
     action: Mapped[str] = mapped_column(String(64))
     subject: Mapped[str] = mapped_column(String(255))
     before: Mapped[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Every setting of every process: kinds <- sections <- safety, checks <- load."""
+"""Every setting of every process: kinds <- sections <- safety, checks, shown <- load."""
 
 from sidecar.settings.learning import DEFAULT_RUBRIC, BestOf, Canary, Groups, Judge, Learner
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
@@ -16,6 +16,7 @@ from sidecar.settings.sections import (
     Store,
     Telemetry,
 )
+from sidecar.settings.shown import shown_settings
 
 __all__ = [
     "DEFAULT_FILE",
@@ -39,5 +40,6 @@ __all__ = [
     "Store",
     "Telemetry",
     "load_settings",
+    "shown_settings",
     "with_workers",
 ]

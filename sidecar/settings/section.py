@@ -8,4 +8,5 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A frozen section that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A traceback must not show a key that stands where another value belongs.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

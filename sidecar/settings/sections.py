@@ -175,7 +175,11 @@ class Settings(BaseSettings):
     """All sections. Frozen: read once in `main`, passed down."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid"
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
     )
 
     state_dir: Path = Path(".sidecar")

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from deploy import audit, registry, routing_writer, transitions, trials
+from deploy.admin import create_app
+from deploy.admin_context import AdminContext
+from deploy.admin_reception import Refusals
 from deploy.canary import Move
 from deploy.controller import Controller
 from deploy.errors import EngineError, InvalidAdapterError
+from deploy.fleet import Fleet
 from deploy.gate import Gate
 from deploy.probe import Probe
+from deploy.reconcile import Reconciler
 from deploy.records import AdapterVersion, Trial
 from deploy.validation import ServingLimits
 from ingest.errors import JudgeUnavailableError
@@ -462,3 +468,61 @@ def fake_control() -> FakeControl:
 
 def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass
+class Api:
+    client: httpx.AsyncClient
+    app: Any
+    refusals: Refusals
+    reconciler: Reconciler
+    changes: list[int]
+
+    async def get(self, path: str, **params: Any) -> httpx.Response:
+        return await self.client.get(f"/admin/v1{path}", params=params)
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(f"/admin/v1{path}", json=body, headers=names)
+
+
+@pytest.fixture
+def make_api(world: World) -> Callable[..., Api]:
+    def make(*tokens: str, host: str = "127.0.0.1:8081") -> Api:
+        reconciler = Reconciler(
+            database=world.database,
+            control=world.control,
+            model="m",
+            max_loras=4,
+            clock=world.clock,
+        )
+        changes: list[int] = []
+        digests = tuple(hashlib.sha256(token.encode()).hexdigest() for token in tokens)
+        context = AdminContext(
+            database=world.database,
+            model="m",
+            rules=world.rules,
+            fleet=Fleet({"http://vllm": reconciler}),
+            token_digests=digests,
+            on_change=lambda: changes.append(1),
+            clock=world.clock,
+        )
+        app = create_app(context)
+        transport = httpx.ASGITransport(
+            app=app, raise_app_exceptions=False, client=("127.0.0.9", 4711)
+        )
+        client = httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
+        return Api(
+            client=client,
+            app=app,
+            refusals=context.refusals,
+            reconciler=reconciler,
+            changes=changes,
+        )
+
+    return make
+
+
+@pytest.fixture
+def api(make_api: Callable[..., Api]) -> Api:
+    return make_api()

@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
 from deploy import transitions, trials
-from deploy.admin import create_app
-from deploy.admin_context import AdminContext
+from deploy.admin_actions import until_loaded
 from deploy.canary import Move
-from deploy.fleet import Fleet
-from deploy.reconcile import Reconciler
+from deploy.reconcile import EngineView
 from deploy.rollback import rollback
 from ingest.store.database import compress, set_flag
 from ingest.store.models import AnswerRow, AuditRow, GroupRow, RunRow
 
+Api = Any
 World = Any
 TOKEN = "let-me-in"
-
-
-@dataclass
-class Api:
-    client: httpx.AsyncClient
-    reconciler: Reconciler
-    changes: list[int]
-
-    async def get(self, path: str, **params: Any) -> httpx.Response:
-        return await self.client.get(f"/admin/v1{path}", params=params)
-
-    async def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.client.post(f"/admin/v1{path}", json=body, headers=names)
-
-
-@pytest.fixture
-def make_api(world: World) -> Callable[..., Api]:
-    def make(*tokens: str, host: str = "127.0.0.1:8081") -> Api:
-        reconciler = Reconciler(
-            database=world.database,
-            control=world.control,
-            model="m",
-            max_loras=4,
-            clock=world.clock,
-        )
-        changes: list[int] = []
-        digests = tuple(hashlib.sha256(token.encode()).hexdigest() for token in tokens)
-        context = AdminContext(
-            database=world.database,
-            model="m",
-            rules=world.rules,
-            fleet=Fleet({"http://vllm": reconciler}),
-            token_digests=digests,
-            on_change=lambda: changes.append(1),
-            clock=world.clock,
-        )
-        transport = httpx.ASGITransport(app=create_app(context), raise_app_exceptions=False)
-        client = httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
-        return Api(client=client, reconciler=reconciler, changes=changes)
-
-    return make
-
-
-@pytest.fixture
-def api(make_api: Callable[..., Api]) -> Api:
-    return make_api()
 
 
 def ramping(world: World, version: int = 1, parent: str = "base") -> str:
@@ -262,7 +214,7 @@ async def test_every_listing_pages_to_its_end(world: World, api: Api) -> None:
 
 @pytest.mark.parametrize("cursor", ["nonsense", "bm9wZQ==", "WyJhIl0=", "WzEsMl0=", "W3RydWVd"])
 async def test_a_foreign_cursor_is_a_problem(api: Api, cursor: str) -> None:
-    assert_problem(await api.get("/groups", cursor=cursor), 422, "bad-cursor")
+    assert_problem(await api.get("/groups", cursor=cursor), 400, "bad-cursor")
 
 
 @pytest.mark.parametrize("limit", [0, 201, "many"])
@@ -347,11 +299,28 @@ async def test_rollback_says_from_and_to(world: World, api: Api) -> None:
         "changed": True,
         "ended_canary": None,
         "generation": 4,
+        "note": None,
     }
     assert world.table().champion == "base"
     assert api.changes == [1]
     row = world.rows(AuditRow)[-1]
     assert (row.action, row.actor, row.reason) == ("rollback", "local", "rambles")
+
+
+async def test_the_audit_has_the_address_that_a_change_was_asked_from(
+    world: World, api: Api
+) -> None:
+    world.promote(world.register(1))
+
+    await api.client.post(
+        "/admin/v1/rollback", json={"to": "base"}, headers={"x-forwarded-for": "8.8.8.8"}
+    )
+    await api.post("/learner/pause")
+
+    items = (await api.get("/audit")).json()["items"]
+    assert {one["source"] for one in items if one["actor"] == "local"} == {"127.0.0.9"}
+    assert [one["action"] for one in items[:2]] == ["learner.pause", "rollback"]
+    assert {one["source"] for one in items if one["actor"] != "local"} == {""}
 
 
 @pytest.mark.parametrize("body", [None, {}, {"to": 1}, {"to": "v1", "reason": "x"}])
@@ -374,39 +343,103 @@ async def test_rollback_needs_no_precondition_and_may_be_repeated(world: World, 
     assert second.json()["to"] == "base"
 
 
-async def test_rollback_loads_its_target_before_it_sends_anyone_there(
+async def test_a_rollback_flips_first_and_control_loads_the_target_afterwards(
     world: World, api: Api
 ) -> None:
     first = world.register(1)
     world.promote(first)
     world.promote(world.register(2))
+    champion_when_loaded = []
+    load = world.control.load
+
+    async def loading(name: str, path: str) -> None:
+        champion_when_loaded.append((name, world.table().champion))
+        await load(name, path)
+
+    world.control.load = loading
+    await api.reconciler.reconcile()  # both were wanted before the rollback: drop what it loaded
+    world.control.adapters.clear()
+    champion_when_loaded.clear()
 
     await api.post("/rollback", {"to": first, "reason": "x"})
+    assert (world.table().champion, champion_when_loaded) == (first, [])
+    assert api.changes == [1], "control is told at once"
+    await api.reconciler.reconcile()
 
-    assert world.control.calls == [("load", first)]
+    assert champion_when_loaded == [(first, first)]
 
 
-async def test_rollback_works_while_vllm_is_away(world: World, api: Api) -> None:
+async def test_a_rollback_waits_for_no_vllm_that_hangs(world: World, api: Api) -> None:
     first = world.register(1)
     world.promote(first)
     world.promote(world.register(2))
-    world.control.away = True
+    asked, never = asyncio.Event(), asyncio.Event()
 
-    reply = await api.post("/rollback", {"to": first, "reason": "x"})
+    async def hang(*_: str) -> frozenset[str]:
+        asked.set()
+        await never.wait()
+        return frozenset()
 
-    assert reply.status_code == 200
+    world.control.loaded = world.control.load = hang
+    reconciling = asyncio.create_task(api.reconciler.reconcile())
+    await asked.wait()
+    rolling_back = asyncio.create_task(api.post("/rollback", {"to": first, "reason": "x"}))
+
+    reply = await rolling_back
+
+    assert not reconciling.done(), "vLLM has not answered yet"
     assert world.table().champion == first
+    assert reply.json()["note"] == (
+        f"{first} is not loaded on http://vllm: the base answers until it is"
+    )
+    reconciling.cancel()
 
 
-async def test_rollback_to_what_vllm_refuses_is_refused(world: World, api: Api) -> None:
+async def test_a_rollback_says_who_answers_until_the_target_is_loaded(
+    world: World, api: Api
+) -> None:
     first = world.register(1)
     world.promote(first)
-    second = world.register(2)
-    world.promote(second)
-    world.control.refuses[first] = "file is gone"
+    world.promote(world.register(2))
+    await api.reconciler.reconcile()
+    assert (await api.post("/rollback", {"to": first, "reason": "x"})).json()["note"] is None
 
-    assert_problem(await api.post("/rollback", {"to": first}), 409, "adapter-refused")
-    assert world.table().champion == second
+    world.control.away = True
+    await api.reconciler.reconcile()
+    away = await api.post("/rollback", {"to": first, "reason": "x"})
+    to_base = await api.post("/rollback", {"to": "base", "reason": "x"})
+
+    assert away.json()["note"] == (
+        f"{first} is not loaded on http://vllm: the base answers until it is"
+    )
+    assert to_base.json()["note"] is None
+
+
+def test_the_replicas_that_hold_the_target_answer_while_one_loads_it() -> None:
+    held, lacking = EngineView(away=None, loaded=frozenset({"v1"})), EngineView(away="down")
+    view = EngineView(away=None, replicas={"http://a": held, "http://u:secret@b": lacking})
+
+    assert until_loaded("v1", view) == (
+        "v1 is not loaded on http://**********@b: the other replicas answer until it is"
+    )
+
+
+async def test_a_rollback_to_what_vllm_refuses_still_takes_the_champion_out_and_says_so(
+    world: World, api: Api
+) -> None:
+    first = world.register(1)
+    world.promote(first)
+    world.promote(world.register(2))
+    world.control.refuses[first] = "file is gone"
+    await api.reconciler.reconcile()
+
+    reply = await api.post("/rollback", {"to": first})
+
+    assert world.table().champion == first
+    assert reply.json()["note"] == (
+        f"{first} is not loaded on http://vllm: the base answers until it is; "
+        "vLLM refused it (file is gone): name another version, or base"
+    )
 
 
 @pytest.mark.parametrize(
@@ -415,6 +448,10 @@ async def test_rollback_to_what_vllm_refuses_is_refused(world: World, api: Api) 
         ({"to": "77"}, 404, "unknown-adapter"),
         ({"to": "2"}, 409, "not-allowed-now"),
         ({"to": []}, 422, "bad-request"),
+        ({"to": True}, 422, "bad-request"),
+        ({"to": 1.0}, 422, "bad-request"),
+        ({"to": -1}, 422, "bad-request"),
+        ({"to": "1", "reason": 5}, 422, "bad-request"),
         ({"target": "base"}, 422, "bad-request"),
         ([], 422, "bad-request"),
     ],

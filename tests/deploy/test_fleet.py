@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from deploy.errors import EngineError, InvalidAdapterError
 from deploy.fleet import Fleet
 from deploy.reconcile import Reconciler
 
@@ -112,49 +111,6 @@ async def test_the_fleet_is_away_when_no_replica_answers(
     await reconcile(fleet)
 
     assert fleet.view().away == "vLLM gave no reply; vLLM gave no reply"
-
-
-async def test_a_target_of_a_rollback_is_loaded_wherever_it_can_be(
-    world: World, fleet: Fleet, controls: dict[str, Any]
-) -> None:
-    name = world.register(1)
-    controls[A].away = True
-
-    await fleet.ensure(name)
-    assert set(controls[B].adapters) == {name}
-
-    controls[B].away = True
-    with pytest.raises(EngineError):
-        await fleet.ensure(name)
-
-
-async def test_a_target_that_every_replica_refuses_is_refused(
-    world: World, fleet: Fleet, controls: dict[str, Any]
-) -> None:
-    name = world.register(1)
-    controls[A].refuses[name] = "corrupt"
-    await fleet.ensure(name)  # the other one takes it
-
-    controls[B].adapters.clear()
-    controls[B].refuses[name] = "corrupt"
-    with pytest.raises(InvalidAdapterError, match="corrupt"):
-        await fleet.ensure(name)
-
-
-async def test_a_replica_that_is_known_to_be_away_is_not_waited_for(
-    world: World, fleet: Fleet, controls: dict[str, Any]
-) -> None:
-    name = world.register(1)
-    controls[A].away = True
-    await reconcile(fleet)
-
-    async def hang() -> frozenset[str]:
-        raise AssertionError("asked")
-
-    controls[A].loaded = hang
-    await fleet.ensure(name)
-
-    assert set(controls[B].adapters) == {name}
 
 
 async def test_a_trial_loads_and_probes_every_replica(

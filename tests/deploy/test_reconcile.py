@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from deploy import transitions
 from deploy.canary import Move
-from deploy.errors import EngineError
 from deploy.reconcile import Desired, Plan, Reconciler, make_plan, read_desired
-from deploy.rollback import rollback
 
 World = Any
 PATHS = {f"v{number}": f"/{number}" for number in range(1, 7)}
@@ -158,18 +154,3 @@ async def test_the_fifth_adapter_makes_the_oldest_go_once_nothing_wants_it(world
     await keeper.reconcile()
 
     assert set(world.control.adapters) == set(names[1:])
-
-
-async def test_a_target_of_a_rollback_can_be_loaded_ahead_of_the_timer(world: World) -> None:
-    first = world.register(1)
-    world.promote(first)
-    rollback(world.database, "m", to="base", reason="r", actor="a", now=1.0)
-    keeper = reconciler(world)
-
-    await keeper.ensure(first)
-    await keeper.ensure(first)
-
-    assert world.control.calls == [("load", first)]
-    world.control.away = True
-    with pytest.raises(EngineError):
-        await keeper.ensure(first)

@@ -1,0 +1,99 @@
+"""Read what a stranger wrote for the admin API, and show what one wrote into the store. Pure.
+
+Python's JSON reader takes more than the store, a reply or the call stack can hold: lone surrogates,
+NUL, NaN, integers of any size, nesting of any depth. Each is refused here, once for all routes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NoReturn
+from urllib.parse import unquote_to_bytes
+
+from starlette.responses import JSONResponse
+
+from deploy.errors import DeployError
+
+MAX_DEPTH = 16
+"""Nested objects and arrays; every body and cursor of this API is flat."""
+MAX_SHOWN_DEPTH = 200
+"""Pydantic writes no deeper than 255, with what stands around the value."""
+MAX_INTEGER = 2**63 - 1
+"""The largest integer that a database column holds."""
+
+
+class UnreadableError(DeployError, ValueError):
+    """The request is malformed; the message says where."""
+
+
+class AsciiJSONResponse(JSONResponse):
+    """JSON in ASCII: a lone surrogate that a client wrote into the store is escaped, as it came."""
+
+    def render(self, content: Any) -> bytes:  # Any: JSON
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def read_stored(data: bytes) -> dict[str, Any]:
+    """Read a JSON object that a client wrote into the store, as far as a reply can hold it.
+
+    Returns: the object; or, when it is nested too deep or is none, its text under `unreadable`.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and _depth(value) <= MAX_SHOWN_DEPTH:
+        return value
+    return {"unreadable": data.decode("utf-8", "replace")}
+
+
+def read_json(data: bytes, where: str) -> Any:  # Any: JSON
+    """Read a JSON text. where: its name in the error. Raises: UnreadableError."""
+    try:
+        value = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{where}: is not JSON that can be read; send UTF-8 JSON") from error
+    for one, depth in _walk(value):
+        if depth > MAX_DEPTH:
+            raise UnreadableError(f"{where}: is nested deeper than {MAX_DEPTH}; send it flat")
+        if isinstance(one, str):
+            check_text(one, where)
+        elif isinstance(one, int | float) and not -MAX_INTEGER <= one <= MAX_INTEGER:
+            raise UnreadableError(f"{where}: holds a number beyond 64 bits")
+    return value
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises: UnreadableError for text that no database and no reply can hold."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UnreadableError(f"{where}: holds a NUL or a lone surrogate; send UTF-8 text")
+
+
+def check_quoted(quoted: bytes, where: str) -> None:
+    """Check a percent-encoded path or query. Raises: UnreadableError."""
+    try:
+        text = unquote_to_bytes(quoted).decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"{where}: is not UTF-8; send percent-encoded UTF-8") from error
+    check_text(text, where)
+
+
+def _walk(value: Any) -> Iterator[tuple[Any, int]]:
+    """Every value inside a JSON value, names of members too, with its depth; not recursive."""
+    waiting = [(value, 1)]
+    while waiting:
+        one, depth = waiting.pop()
+        yield one, depth
+        if isinstance(one, list):
+            waiting += [(item, depth + 1) for item in one]
+        elif isinstance(one, dict):
+            waiting += [(item, depth + 1) for pair in one.items() for item in pair]
+
+
+def _depth(value: Any) -> int:
+    return max(depth for _, depth in _walk(value))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,130 @@
+"""Hide secrets in what is shown to people: URLs, commands, free-form parameters. Pure.
+
+A secret is known by the name beside it (`api_key=...`, `--hf-token ...`, `?sig=...`), by its place
+(before the `@` of a URL, after `Bearer`), or by a well-known prefix. What cannot be known, such as
+a free-form text parameter, is hidden as well: to show too little costs less than to show a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+HIDDEN = "**********"
+"""As pydantic shows a `SecretStr`."""
+
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|credential|authori[sz]ation|bearer|cookie|signature"
+    r"|(?:api|access|private|signing|encryption)[-_.]?key|(?:key|token)$"
+    r"|(?:^|[-_.])(?:key|token|auth|pat|sig|pwd|pass|sas)(?:$|[-_.])",
+    re.IGNORECASE,
+)
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_USERINFO = re.compile(r"(://)[^\s'\"<>]*@")
+_QUERY = re.compile(r"([?&;#])([^?&;#=\s'\"]+)=([^&;#\s'\"]+)")
+_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[^\s'\",]+")
+_PREFIXED = re.compile(
+    r"\b(?:sk-|sk_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.-]{12,}"
+)
+_NAMED = re.compile(
+    r"""(?P<name>[A-Za-z_][\w.-]*)
+        (?P<between>["']\s*[:=]\s*|\s*=\s*|:\s+)
+        (?P<value>"[^"]*"|'[^']*'|[^\s,;&}\]]+)""",
+    re.VERBOSE,
+)
+_FLAG = re.compile(r"(?P<flag>(?<!\S)--?[A-Za-z][\w.-]*)\s+(?P<value>\"[^\"]*\"|'[^']*'|\S+)")
+_PLAIN_PARAMS = frozenset(
+    {
+        "api_base", "api_type", "api_version", "base_url", "effort", "reasoning_effort",
+        "service_tier", "stop", "summary", "truncation", "type", "verbosity",
+    }
+)  # fmt: skip
+"""Text parameters of a model call that hold no secret."""
+
+
+def is_secret_name(name: str) -> bool:
+    """True when the value under this name is most likely a secret."""
+    return _SECRET_NAME.search(_HUMP.sub("_", name)) is not None
+
+
+def hide_in_url(text: str) -> str:
+    """Hide the user information and the key-like query parameters of every URL in a text.
+
+    Keys that are known by what is before them (`Bearer`, `sk-`) are hidden too.
+    """
+    text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
+    text = _QUERY.sub(_hide_parameter, text)
+    text = _SCHEME.sub(rf"\1 {HIDDEN}", text)
+    return _PREFIXED.sub(HIDDEN, text)
+
+
+def hide_in_text(text: str) -> str:
+    """As `hide_in_url`, and hide what is assigned to a key-like name or follows a key-like flag."""
+    text = _FLAG.sub(_hide_flag, hide_in_url(text))
+    return _NAMED.sub(_hide_named, text)
+
+
+def hide_in_command(arguments: Iterable[str]) -> list[str]:
+    """Hide the values of key-like options: `--api-key=X`, `--api-key X Y`, `HF_TOKEN=X`."""
+    shown = []
+    follows_flag = in_values = False
+    for argument in arguments:
+        is_flag = argument.startswith("-")
+        if follows_flag or (in_values and not is_flag):
+            shown.append(HIDDEN)
+            follows_flag, in_values = False, True
+            continue
+        in_values = False
+        name, equals, _ = argument.partition("=")
+        if is_flag and is_secret_name(name):
+            shown.append(f"{name}={HIDDEN}" if equals else name)
+            follows_flag = not equals
+        else:
+            shown.append(hide_in_text(argument))
+    return shown
+
+
+def hide_in_params(value: Any, name: str = "") -> Any:  # Any: JSON
+    """Hide free-form parameters: every text but those known to be harmless, all that is key-like.
+
+    name: of the parameter that holds the value.
+    """
+    if isinstance(value, Mapping):
+        return {
+            hide_in_text(str(key)): (
+                HIDDEN
+                if is_secret_name(str(key)) and inner is not None
+                else hide_in_params(inner, str(key))
+            )
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [hide_in_params(inner, name) for inner in value]
+    if isinstance(value, str):
+        return hide_in_text(value) if name in _PLAIN_PARAMS else HIDDEN
+    return value
+
+
+def _hide_parameter(found: re.Match[str]) -> str:
+    mark, name, _ = found.groups()
+    return f"{mark}{name}={HIDDEN}" if is_secret_name(unquote(name)) else found[0]
+
+
+def _hide_named(found: re.Match[str]) -> str:
+    if not is_secret_name(found["name"]):
+        return found[0]
+    return f"{found['name']}{found['between']}{_masked(found['value'])}"
+
+
+def _hide_flag(found: re.Match[str]) -> str:
+    return (
+        f"{found['flag']} {_masked(found['value'])}" if is_secret_name(found["flag"]) else found[0]
+    )
+
+
+def _masked(value: str) -> str:
+    """The mask, in the value's own quotes."""
+    quote = value[0] if value[:1] in ("'", '"') else ""
+    return f"{quote}{HIDDEN}{quote}"
