@@ -151,14 +151,17 @@ def rollback(
 
         settings = _settings(context)
         require_store(settings.store.url)
+        database = Database(settings.store.url)
+        database.upgrade_if_behind()  # control, which else does it, may never have started
         done = roll_back(
-            Database(settings.store.url),
+            database,
             settings.serving.model,
             to=to,
             reason=reason,
             actor="sidecar rollback --offline",
             now=time.time(),
         )
+        database.close()
         shown = {"from": done.before, "to": done.after, "changed": done.changed}
         print_found({**shown, "ended_canary": done.ended_canary}, output)
         if done.after != BASE:

@@ -1,4 +1,8 @@
-"""Log set-up, the same for every process: events with fields, never sentences, never secrets."""
+"""Log set-up, the same for every process: events with fields, never sentences, never secrets.
+
+Fields may quote what strangers wrote; on a terminal they are shown without escape codes. JSON
+escapes them by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,16 @@ import sys
 import structlog
 
 from sidecar.settings import Telemetry
+from sidecar.visible import visible
 
 
 def configure_logging(telemetry: Telemetry, process: str) -> None:
     """Send events to stderr, one line each, with the process's name bound to all of them."""
     level = logging.getLevelNamesMapping()[telemetry.log_level.upper()]
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
+    renderers: list[structlog.typing.Processor] = (
+        [structlog.processors.JSONRenderer()]
         if telemetry.log_json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
     structlog.configure(
         processors=[
@@ -24,7 +29,7 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -33,3 +38,17 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
     structlog.contextvars.bind_contextvars(process=process)
     # Libraries keep to warnings: their info lines would drown ours.
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
+
+
+def _escape(
+    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Every text field without control characters; a traceback keeps its lines."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = "\n".join(visible(line) for line in _lines(key, value))
+    return event
+
+
+def _lines(key: str, value: str) -> list[str]:
+    return value.split("\n") if key in ("exception", "stack") else [value]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ingest.store.database import Database
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("sidecar", "ingest", "learner", "deploy")
 
@@ -31,6 +33,46 @@ def test_an_import_stays_light(imported: str, forbidden: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
 
     assert done.returncode == 0, f"{imported} imports {forbidden}"
+
+
+OFFLINE_ROLLBACK = """
+import sys
+from deploy.cli import main
+code = main(["--config", sys.argv[1], *sys.argv[2:]])
+heavy = {"httpx", "alembic", "litellm", "fastapi", "starlette", "uvicorn", "opentelemetry",
+         "structlog", "prometheus_client", "torch", "sqlalchemy.dialects.postgresql"}
+settings = {"pydantic_settings", "sqlalchemy"}
+print(code, sorted(heavy & set(sys.modules)), sorted(settings & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("rollback --offline --to base --reason x", "0 [] ['pydantic_settings', 'sqlalchemy']"),
+        ("rollback --help", "0 [] []"),
+        ("--help", "0 [] []"),
+    ],
+)
+def test_a_rollback_without_control_imports_only_what_it_uses(
+    tmp_path: Path, command: str, expected: str
+) -> None:
+    config = tmp_path / "sidecar.toml"
+    url = f"sqlite:///{tmp_path}/store.db"
+    config.write_text(f'[store]\nurl = "{url}"\n')
+    database = Database(url)
+    database.upgrade()
+    database.close()
+
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE_ROLLBACK, config, *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.splitlines()[-1] == expected
 
 
 def test_imports_point_left() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -58,6 +58,17 @@ class Database:
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
             raise StoreError(f"store {self._shown_url}: cannot be upgraded: {error}") from error
+
+    def upgrade_if_behind(self) -> None:
+        """As `upgrade`, without the libraries of it when the schema is this version's or newer."""
+        newest = max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+        with self.read() as session:
+            try:
+                present = session.scalar(text("SELECT version_num FROM alembic_version"))
+            except OperationalError:  # no such table: an empty store
+                present = None
+        if present is None or present < newest:
+            self.upgrade()
 
     @contextmanager
     def read(self) -> Iterator[Session]:

@@ -21,6 +21,7 @@ from sidecar.errors import SettingsError
 from sidecar.settings.checks import problems
 from sidecar.settings.safety import refuse_unsafe
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
+from sidecar.visible import visible
 
 DEFAULT_FILE = Path("sidecar.toml")
 NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE"})
@@ -94,7 +95,7 @@ def _written(where: Sequence[str]) -> str:
 
 def _shown(text: str) -> str:
     """One short line, without the escape codes of a terminal."""
-    return text[:200] if text.isprintable() else repr(text)[1:-1][:200]
+    return visible(text)[:200]
 
 
 def _known(section: str | None) -> list[str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
+from deploy import transitions
 from deploy.cli import main
 from ingest.store.database import Database
-from ingest.store.models import AdapterRow, AliasRow, AuditRow
+from ingest.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 
 
 @pytest.fixture
@@ -72,10 +78,37 @@ def test_rollback_offline_needs_the_store_alone(
     code = main([*arguments, "--reason", "night shift", "-o", "json"])
 
     assert code == 0
-    assert json.loads(capsys.readouterr().out) == {"from": "m--v1-0a0b0c0d0e0f", "to": "base"}
+    assert json.loads(capsys.readouterr().out) == {
+        "from": "m--v1-0a0b0c0d0e0f",
+        "to": "base",
+        "changed": True,
+        "ended_canary": None,
+    }
     with database.read() as session:
         entries = [(row.action, row.reason) for row in session.query(AuditRow)]
     assert ("rollback", "night shift") in entries
+    database.close()
+
+
+def test_rollback_offline_works_on_the_store_of_an_older_version(
+    config: Path, tmp_path: Path
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    database.upgrade()
+    with database.write() as session:
+        session.execute(text("ALTER TABLE audit DROP COLUMN source"))
+        session.execute(text("UPDATE alembic_version SET version_num = '0004_best_of'"))
+        session.add(
+            AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
+        )
+        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
+    arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
+
+    assert main([*arguments, "--reason", "x"]) == 0
+
+    with database.read() as session:
+        rows = [(row.action, row.source) for row in session.query(AuditRow)]
+    assert ("rollback", "") in rows
     database.close()
 
 
@@ -97,7 +130,9 @@ def test_settings_are_shown_without_passwords(
     path = tmp_path / "sidecar.toml"
     path.write_text(
         '[store]\nurl = "postgresql://joe:s3cret@db/x"\n'
-        '[engine]\ncommand = ["vllm"]\n[engine.env]\nHF_TOKEN = "s3cret"\n'
+        '[engine]\ncommand = ["vllm", "--api-key", "s3cret"]\n[engine.env]\nHF_TOKEN = "s3cret"\n'
+        '[judge]\napi_key = "s3cret"\nparams = {api_key = "s3cret", temperature = 0.5}\n'
+        '[admin]\ntokens = ["s3cret"]\n'
     )
 
     code = main(["--config", str(path), "config", "show"])
@@ -106,6 +141,161 @@ def test_settings_are_shown_without_passwords(
     assert code == 0
     assert "s3cret" not in shown
     assert json.loads(shown)["engine"]["env"] == {"HF_TOKEN": "(set)"}
+
+
+ESCAPES = "\x1b[2J\x9b31m\u202eevil\x07\nchampion: evil"
+
+
+def obeys(text: str) -> bool:
+    """True when a terminal would act upon something in the text, beside the end of a line."""
+    return not all(line.isprintable() for line in text.split("\n"))
+
+
+@contextlib.contextmanager
+def admin_api(config: Path, record: object) -> Iterator[None]:
+    """An admin API that answers everything with one record."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(record).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.send_header("etag", '"g1"')
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        port = server.server_address[1]
+        config.write_text(config.read_text().replace("port = 9", f"port = {port}"))
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+RECORD = {
+    "reason": ESCAPES,
+    "canary_id": ESCAPES,
+    "state": "promoted",
+    ESCAPES: {"deep": ESCAPES, "list": [ESCAPES], "records": [{"x": ESCAPES}]},
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "audit",
+        "rollback --reason x",
+        "adapters ls",
+        "adapters show v1",
+        "canary get c1",
+        "canary pause c1",
+        "canary resume c1",
+        "canary promote c1",
+        "canary abort c1",
+        "canary wait c1",
+    ],
+)
+@pytest.mark.parametrize("as_items", [False, True])
+def test_what_people_wrote_reaches_the_terminal_without_escape_codes(
+    config: Path, capsys: pytest.CaptureFixture[str], command: str, as_items: bool
+) -> None:
+    with admin_api(config, {"items": [RECORD], **RECORD} if as_items else RECORD):
+        main(["--config", str(config), *command.split()])
+
+    shown = capsys.readouterr()
+    assert "evil" in shown.out + shown.err
+    assert not obeys(shown.out)
+    assert not obeys(shown.err)
+    assert "\nchampion: evil" not in shown.out, "a value must not look like a line of its own"
+
+
+def test_json_output_escapes_them_and_keeps_the_text(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"reason": ESCAPES + "\x7f"}
+
+    with admin_api(config, record):
+        main(["--config", str(config), "status", "-o", "json"])
+
+    shown = capsys.readouterr().out
+    assert not obeys(shown)
+    assert shown.isascii()
+    assert json.loads(shown) == record
+
+
+def test_an_error_that_quotes_escape_codes_is_one_harmless_line(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with admin_api(config, {"items": []}):
+        config.write_text(config.read_text() + '"\\u001b[31m" = 1\n')
+        code = main(["--config", str(config), "status"])
+
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.count("\n") == 1
+    assert not obeys(error)
+
+
+def test_lineage_shows_reasons_without_escape_codes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    database.upgrade()
+    with database.write() as session:
+        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
+        session.flush()
+        trials = transitions.begin(
+            session, model="m", candidate="m--v1-0a0b0c0d0e0f", steps=(1,), now=1.0, actor="t"
+        )
+        row = session.get(CanaryRow, trials.canary_id)
+        transitions.abort(session, row, reason=ESCAPES, now=2.0, actor="t")
+    database.close()
+
+    assert main(["--config", str(config), "lineage", "v1"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "evil" in shown
+    assert not obeys(shown)
+    assert "\nchampion: evil" not in shown
+
+
+def test_key_names_are_listed_without_escape_codes(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create = ["--config", str(config), "keys", "create", "--project", "p", "--name", "\x1b[2J"]
+
+    main(create)
+    main(["--config", str(config), "keys", "ls"])
+
+    shown = capsys.readouterr()
+    assert not obeys(shown.out)
+    assert not obeys(shown.err)
+
+
+def test_an_argument_that_is_no_utf8_is_bad_use_and_changes_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (
+        ["rollback", "--offline", "--reason", "\udcff", "--to", "base"],
+        ["adapters", "show", "\ud800"],
+    ):
+        assert main(["--config", str(config), *command]) == 2
+        assert capsys.readouterr().err == (
+            "sidecar: an argument holds bytes that are no UTF-8; type it again\n"
+        )
+    assert not (tmp_path / "store.db").exists()
 
 
 def test_rollback_to_an_unknown_version_exits_1(

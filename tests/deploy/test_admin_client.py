@@ -1,0 +1,160 @@
+"""The command's way to the admin API: where its token goes, and where it never goes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from deploy.admin_client import AdminApiError, AdminClient
+from sidecar.errors import SettingsError
+from sidecar.settings import Settings
+
+TOKEN = "s3cr3t-token"
+
+
+@contextlib.contextmanager
+def server(
+    status: int = 200, body: bytes = b"{}", host: str = "127.0.0.1", **headers: str
+) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """A server that gives one answer. Gives: its port, and (target, token) of each request."""
+    seen: list[tuple[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("authorization", "")))
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((host, 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield listening.server_address[1], seen
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def client(port: int, host: str = "127.0.0.1") -> AdminClient:
+    settings = Settings()
+    admin = settings.admin.model_copy(update={"host": host, "port": port})
+    return AdminClient(settings.model_copy(update={"admin": admin}))
+
+
+@pytest.fixture
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN_TOKEN", TOKEN)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_token")
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_no_proxy_of_the_environment_sees_a_request_to_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, variable: str, host: str
+) -> None:
+    with server() as (proxy_port, proxied), server() as (port, seen):
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy_port}")
+        client(port, host).get("/status")
+        client(port, host).post("/rollback", body={})
+
+    assert proxied == []
+    assert seen == [
+        ("/admin/v1/status", f"Bearer {TOKEN}"),
+        ("/admin/v1/rollback", f"Bearer {TOKEN}"),
+    ]
+
+
+@pytest.mark.usefixtures("_token")
+def test_another_machine_is_reached_as_http_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server() as (port, proxied):
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{port}")
+        client(8081, "admin.example").get("/status")
+
+    assert [target for target, _ in proxied] == ["http://admin.example:8081/admin/v1/status"]
+
+
+@pytest.mark.usefixtures("_token")
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(status: int) -> None:
+    with (
+        server() as (elsewhere, followed),
+        server(status, location=f"http://127.0.0.1:{elsewhere}/") as (port, _),
+        pytest.raises(AdminApiError, match=f"{status}, a redirect: not followed"),
+    ):
+        client(port).get("/status")
+
+    assert followed == []
+
+
+@pytest.mark.usefixtures("_token")
+def test_another_server_on_the_port_is_an_error_of_one_line() -> None:
+    with (
+        server(body=b"<html>") as (port, _),
+        pytest.raises(AdminApiError, match="did not answer with JSON"),
+    ):
+        client(port).get("/status")
+
+
+@pytest.mark.usefixtures("_token")
+@pytest.mark.parametrize("problem", [b"[]", b"7", b'{"title": 1}', b"\xff", b""])
+def test_an_error_that_is_no_problem_is_an_error_of_one_line(problem: bytes) -> None:
+    with server(500, problem) as (port, _), pytest.raises(AdminApiError, match="admin API: "):
+        client(port).get("/status")
+
+
+@pytest.mark.usefixtures("_token")
+def test_what_a_person_typed_stays_one_segment_of_the_path() -> None:
+    with server() as (port, seen):
+        for typed in ("../audit", "a/b?c#d", "\x1b[31m", "ü"):
+            client(port).get("/adapters", typed)
+
+    assert [target for target, _ in seen] == [
+        "/admin/v1/adapters/..%2Faudit",
+        "/admin/v1/adapters/a%2Fb%3Fc%23d",
+        "/admin/v1/adapters/%1B%5B31m",
+        "/admin/v1/adapters/%C3%BC",
+    ]
+
+
+@pytest.mark.parametrize("token", ["s3cr\n3t", "s3cr\x003t", "schlüssel"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setattr("os.environ", {"SIDECAR_ADMIN_TOKEN": token})
+
+    with pytest.raises(SettingsError) as refused:
+        client(1)
+
+    assert "SIDECAR_ADMIN_TOKEN" in str(refused.value)
+    assert "3t" not in str(refused.value)
+    assert "schl" not in str(refused.value)
+
+
+def test_a_token_from_a_file_may_end_with_a_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN_TOKEN", f"{TOKEN}\n")
+
+    with server() as (port, seen):
+        client(port).get("/status")
+
+    assert seen == [("/admin/v1/status", f"Bearer {TOKEN}")]
+
+
+def test_an_ipv6_host_is_written_in_brackets() -> None:
+    made: Any = client(8081, "::1")
+
+    assert made._url == "http://[::1]:8081/admin/v1"

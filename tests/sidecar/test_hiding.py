@@ -1,0 +1,157 @@
+"""Secrets are hidden in what people see: by their name, their place, or for want of knowledge."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sidecar.hiding import (
+    HIDDEN,
+    hide_in_command,
+    hide_in_params,
+    hide_in_text,
+    hide_in_url,
+    is_secret_name,
+)
+from sidecar.settings import Settings, shown_settings
+
+S = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "api_key", "apiKey", "API-KEY", "x-api-key", "HF_TOKEN", "hfToken", "access_token",
+        "client_secret", "password", "DB_PASSWD", "Authorization", "aws_secret_access_key",
+        "vertex_credentials", "key", "token", "sig", "X-Amz-Signature", "Cookie", "auth",
+        "--api-key", "--hf-token", "private_key", "sslpassword", "pat", "accountkey",
+    ],
+)  # fmt: skip
+def test_a_name_that_a_secret_goes_by_is_known(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_tokens", "max_completion_tokens", "tokens_per_day", "--tokenizer", "--ssl-keyfile",
+        "temperature", "model", "author", "path", "host", "reasoning_effort", "keyboard",
+    ],
+)  # fmt: skip
+def test_an_ordinary_name_is_not_taken_for_one(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"postgresql://joe:{S}@db/x", "postgresql://**********@db/x"),
+        (f"postgresql://joe:a/{S}@b@db/x", "postgresql://**********@db/x"),
+        (f"https://{S}@host/v1?a=1", "https://**********@host/v1?a=1"),
+        (f"https://h/?a=1&api_key={S}&b=2", "https://h/?a=1&api_key=**********&b=2"),
+        (f"https://h/?%61pi_key={S}", "https://h/?%61pi_key=**********"),
+        (f"https://h/#access_token={S}", "https://h/#access_token=**********"),
+        (f"Authorization: Bearer {S}", "Authorization: Bearer **********"),
+        ("sent sk-abcdefghijklmnop to it", "sent ********** to it"),
+        ("http://127.0.0.1:8000/v1?x=1", "http://127.0.0.1:8000/v1?x=1"),
+        ("sqlite:///.sidecar/store.db", "sqlite:///.sidecar/store.db"),
+    ],
+)
+def test_urls_and_well_known_keys(text: str, shown: str) -> None:
+    assert hide_in_url(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["vllm", "serve", "--api-key", S, "--port", "8000"], "vllm serve --api-key * --port 8000"),
+        (["vllm", f"--api-key={S}", "--max-model-len=9"], "vllm --api-key=* --max-model-len=9"),
+        (["vllm", "--api-key", S, S, "--port", "1"], "vllm --api-key * * --port 1"),
+        (["vllm", "--api-key", f"-{S}", "--port", "1"], "vllm --api-key * --port 1"),
+        (["env", f"HF_TOKEN={S}", "vllm"], "env HF_TOKEN=* vllm"),
+        (["vllm", "--tokenizer", "x", "--ssl-keyfile", "k.pem"], None),
+        (["vllm", "--max-num-batched-tokens", "2048"], None),
+    ],
+)
+def test_key_like_options_of_a_command(command: list[str], shown: str | None) -> None:
+    expected = " ".join(command) if shown is None else shown.replace("*", HIDDEN)
+
+    assert " ".join(hide_in_command(command)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"VLLM_API_KEY={S} exec vllm serve --api-key {S} --port 8000",
+        f"export HF_TOKEN='{S} {S}'; vllm --api-key='{S}'",
+        f'vllm --hf-overrides \'{{"token":"{S}"}}\'',
+        f'vllm --config \'{{"api_key": "{S}", "x": 1}}\'',
+        f"curl -H 'x-api-key: {S}' -H 'Authorization: Bearer {S}' http://u:{S}@h/?sig={S}",
+    ],
+)
+def test_a_shell_command_in_one_argument_hides_them_as_well(text: str) -> None:
+    assert S not in hide_in_text(text)
+    assert S not in " ".join(hide_in_command(["sh", "-c", text]))
+
+
+def test_parameters_show_numbers_and_the_texts_that_are_known_to_be_harmless() -> None:
+    params: dict[str, Any] = {
+        "temperature": 0.0,
+        "reasoning_effort": "low",
+        "api_base": f"https://u:{S}@host/v1",
+        "api_key": S,
+        "aws_secret_access_key": 12345,
+        "vertex_credentials": {"private_key": S, "project": S},
+        "extra_headers": {"X-Team": S, "Authorization": f"Bearer {S}"},
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "fallbacks": [{"model": "x", "key": S}],
+        "seed": None,
+    }
+
+    shown = hide_in_params(params)
+
+    assert S not in json.dumps(shown)
+    assert shown["aws_secret_access_key"] == HIDDEN
+    assert (shown["temperature"], shown["reasoning_effort"], shown["seed"]) == (0.0, "low", None)
+    assert shown["extra_body"] == params["extra_body"]
+    assert shown["thinking"] == params["thinking"]
+
+
+def test_settings_are_shown_without_any_secret() -> None:
+    settings = Settings.model_validate(
+        {
+            "serving": {"upstreams": [f"http://u:{S}@h:1"], "api_key": S},
+            "engine": {"command": ["vllm", "--api-key", S], "env": {"X": S}},
+            "store": {"url": f"postgresql://joe:{S}@db/x?sslpassword={S}"},
+            "bus": {"url": f"sqlite:///x?key={S}"},
+            "judge": {
+                "api_key": S,
+                "api_base": f"https://h/v1?code=1&token={S}",
+                "params": {"api_key": S, "extra_headers": {"x": S}, "temperature": 0.5},
+            },
+            "telemetry": {"otlp_endpoint": f"https://u:{S}@h/v1/traces"},
+            "admin": {"tokens": [S, "f" * 64]},
+        }
+    )
+
+    shown = shown_settings(settings)
+
+    assert S not in json.dumps(shown)
+    assert shown["admin"]["tokens"] == ["(set)", "(set)"]
+    assert shown["engine"] == {"command": ["vllm", "--api-key", HIDDEN], "env": {"X": "(set)"}}
+    assert shown["judge"]["params"]["temperature"] == 0.5
+    assert shown["proxy"]["port"] == 8080
+
+
+def test_a_setting_that_is_refused_does_not_echo_what_stood_there() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Settings.model_validate(
+            {"serving": {"api_key": [S], "upstreams": S}, "judge": {"params": S}, "groups": S}
+        )
+
+    assert S not in str(refused.value)
+    assert S not in repr(refused.value)
