@@ -132,7 +132,7 @@ def test_settings_are_shown_without_passwords(
         '[store]\nurl = "postgresql://joe:s3cret@db/x"\n'
         '[engine]\ncommand = ["vllm", "--api-key", "s3cret"]\n[engine.env]\nHF_TOKEN = "s3cret"\n'
         '[judge]\napi_key = "s3cret"\nparams = {api_key = "s3cret", temperature = 0.5}\n'
-        '[admin]\ntokens = ["s3cret"]\n'
+        f'[admin]\ntokens = ["{"5e" * 32}"]\n'
     )
 
     code = main(["--config", str(path), "config", "show"])
@@ -140,6 +140,7 @@ def test_settings_are_shown_without_passwords(
     shown = capsys.readouterr().out
     assert code == 0
     assert "s3cret" not in shown
+    assert "5e5e" not in shown
     assert json.loads(shown)["engine"]["env"] == {"HF_TOKEN": "(set)"}
 
 
