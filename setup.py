@@ -63,6 +63,7 @@ COMPILED = (
     "sidecar/relay/reply_body.py",
     "sidecar/relay/reply_edit.py",
     "sidecar/relay/reply_parser.py",
+    "sidecar/relay/reply_signs.py",
     "sidecar/relay/request_edit.py",
     "sidecar/relay/request_parser.py",
     "sidecar/relay/request_peek.py",

@@ -15,6 +15,7 @@ from typing import Final
 
 from msgspec import Raw
 
+from sidecar.breaker import NO_CANARY, canary_tag
 from sidecar.records import BASE, Arm
 from sidecar.routing import BUCKETS, Assignment, RoutingTable, upstream_model
 
@@ -56,6 +57,7 @@ class CompiledRouting:
         "public_name",
         "splits",
         "table",
+        "trial",
     )
 
     def __init__(self, table: RoutingTable) -> None:
@@ -65,6 +67,8 @@ class CompiledRouting:
         self._known: dict[str, tuple[Assignment, ...]] = {}
         self.splits = table.canary is not None and table.canary_weight_bp > 0
         """Sessions are answered by different adapters, so a request's session must be known."""
+        self.trial = canary_tag(table) if self.splits else NO_CANARY
+        """The breaker's tag for the canary that takes part in the split."""
         share = table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0
         base = _assignment(table, BASE, "champion", 1 - share)
         self._champion: tuple[Assignment, ...] = (base,)

@@ -76,6 +76,7 @@ class Metrics:
         self._workers(make)
         self._access(make)
         self._best_of(make)
+        self._breaker(make)
 
     def _upstreams(self, make: MetricSet) -> None:
         self.upstream_retries = make.counter(
@@ -184,6 +185,24 @@ class Metrics:
             "Counts of limits that were lost: of one key, or of all of them.",
             ["reason"],
             threads=True,
+        )
+
+    def _breaker(self, make: MetricSet) -> None:
+        self.bad_replies = make.labelled_counter(
+            "sidecar_bad_replies",
+            "Replies during a canary that the breaker counts as bad, by arm and kind.",
+            ["arm", "kind"],
+        )
+        self.breaker_trips = make.labelled_counter(
+            "sidecar_breaker_trips", "Canaries that the breaker took out.", ["kind"]
+        )
+        self.breaker_open = make.gauge(
+            "sidecar_breaker_open",
+            "1: the breaker keeps the routing table's canary out on this worker.",
+        )
+        self.canary_fallbacks = make.counter(
+            "sidecar_canary_fallbacks",
+            "Requests that the champion answered because the canary failed before the first byte.",
         )
 
     def _best_of(self, make: MetricSet) -> None:

@@ -13,6 +13,8 @@ import uvicorn
 
 from sidecar.access import open_access
 from sidecar.app import make_app
+from sidecar.breaker import Breaker
+from sidecar.breaker_report import TripReader, TripReporter
 from sidecar.best_of_client import Picker, SocketPicker
 from sidecar.best_of_wire import socket_path
 from sidecar.capture import Capture, ExchangeSink
@@ -58,8 +60,15 @@ class Proxy:
         sink: where exchanges go; None takes the one that `bus.url` names.
         seat: its place among several; None when it has the port to itself."""
         self._settings = settings
-        self._table, others = seat.table() if seat is not None else (MetricTable(), [])
+        self._table, others, shared, row = MetricTable(), [], None, 0
+        if seat is not None:
+            self._table, others, shared = seat.table()
+            row = seat.slot - 1
         self.metrics = Metrics(self._table, others)
+        self._reporter = TripReporter(settings.store.url)
+        self._breaker = Breaker(
+            self.metrics, shared, row, max(1, len(others)), self._reporter.report
+        )
         endpoints = [endpoint(url) for url in settings.serving.upstreams]
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
         if seat is not None:
@@ -78,12 +87,13 @@ class Proxy:
         propagation = Propagation(settings.telemetry.trace_sample_rate)
         self.capture = Capture(settings.capture, sink, self.metrics, spans, rest)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
+        trips = TripReader(self._breaker, lambda: self.routing.table, self._reporter)
         self.routing = RoutingSource(
             settings.store.url,
             settings.serving.model,
             poll_s=settings.proxy.routing_poll_s,
             metrics=self.metrics,
-            readers=(self._keys,) if self._keys is not None else (),
+            readers=(trips,) if self._keys is None else (self._keys, trips),
         )
         timeout_s = settings.proxy.connect_timeout_s
         app = Endpoint(url="the sidecar's application", unix_path=str(self._socket_path))
@@ -111,6 +121,8 @@ class Proxy:
                 routing=self.routing,
                 capture=self.capture,
                 metrics=self.metrics,
+                breaker=self._breaker,
+                slow_first_byte_s=settings.proxy.slow_first_byte_s,
                 best_of=settings.best_of,
                 picker=_picker(settings),
                 rare_log=RareLog(),
@@ -167,6 +179,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._watch.stop()
         self.routing.stop()
+        await asyncio.to_thread(self._reporter.stop)
         self._access.close()
         if not await asyncio.to_thread(self.capture.stop, CAPTURE_STOP_S):
             log.error("captures_lost_at_stop", waited_s=CAPTURE_STOP_S)

@@ -49,7 +49,7 @@ class StoreWatch:
         """readers: in this order; one that fails does not keep the others from reading."""
         self._readers = readers
         self._poll_s = poll_s
-        self._engine = _open(store_url)
+        self._engine = open_store(store_url)
         self._kept = _KeptFile(self._engine) if self._engine.dialect.name == "sqlite" else None
         self._looking = threading.Lock()
         self._serves = threading.Lock()
@@ -193,7 +193,8 @@ def _cause(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)
 
 
-def _open(store_url: str) -> Engine:
+def open_store(store_url: str) -> Engine:
+    """An engine for a store that exists. Raises: SettingsError when it is no database URL."""
     try:
         url = make_url(store_url)
     except ArgumentError as error:

@@ -16,7 +16,8 @@ from sidecar.metric_table import MetricTable, map_regions
 READY, DRAINING, TAKE, LEAVE = "ready", "draining", "take", "leave"
 """What a worker and its parent say to each other (`sidecar.worker`)."""
 PARENT_REGION = 0
-"""The region of the metrics' memory that the parent writes; a worker writes the one of its slot."""
+"""The region of the metrics' memory that the parent writes; a worker writes the one of its slot.
+The last region is the breaker's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +43,12 @@ class WorkerSeat:
         """All that the worker must inherit."""
         return (*(fd for one in self.listeners for fd in one), self.control, self.metrics)
 
-    def table(self) -> tuple[MetricTable, list[memoryview]]:
-        """This worker's numbers, and the regions of all others."""
+    def table(self) -> tuple[MetricTable, list[memoryview], memoryview]:
+        """This worker's numbers, the regions of all others, and the breaker's memory."""
         regions = map_regions(self.metrics)
+        breaker = regions.pop()
         own = regions.pop(self.slot)
-        return MetricTable(own), regions
+        return MetricTable(own), regions, breaker
 
 
 def decode_seat(text: str) -> WorkerSeat:

@@ -74,7 +74,7 @@ class Workers:
         self._host, self.port = proxy.host, self._listeners[0][0].getsockname()[1]
         # Twice as many places as workers: while one drains, its successor serves.
         slots = range(1, 2 * proxy.workers + 1)
-        self._memory = shared_memory(1 + len(slots))
+        self._memory = shared_memory(1 + len(slots) + 1)
         self._regions = map_regions(self._memory)
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in slots:

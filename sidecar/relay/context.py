@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from sidecar.access import Access
 from sidecar.assignment import CompiledRouting
 from sidecar.best_of_client import Picker
+from sidecar.breaker import Breaker
 from sidecar.capture import Capture
 from sidecar.exchange_id import ExchangeIds
 from sidecar.metrics import Metrics
@@ -56,10 +57,16 @@ class RelayContext:
     """Unix seconds."""
     monotonic: Callable[[], float] = time.monotonic
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
+    breaker: Breaker | None = None
+    """None makes one of this process alone."""
+    slow_first_byte_s: float = 10.0
+    """A reply whose first byte comes later than this counts as slow in the breaker."""
     _compiled: CompiledRouting | None = None
+    _without_canary: CompiledRouting | None = None
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.metrics)
+        self.guard = self.breaker or Breaker(self.metrics)
         self.traced = self.capture.traced
         self._max_in_flight = self.proxy.max_in_flight
 
@@ -78,4 +85,17 @@ class RelayContext:
             if compiled is not None:  # a new adapter may be one that was just loaded
                 self.models_changed()
             compiled = self._compiled = CompiledRouting(table)
+            self._without_canary = None
+            self.guard.follow(table)
+        if compiled.splits and self.guard.is_open:
+            return self._champion_alone(table)
         return compiled
+
+    def _champion_alone(self, table: RoutingTable) -> CompiledRouting:
+        """The table without its canary, which the breaker took out."""
+        without = self._without_canary
+        if without is None:
+            without = CompiledRouting(replace(table, canary=None, canary_weight_bp=0))
+            self._without_canary = without
+            self.metrics.breaker_open.set(1.0)
+        return without

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from sidecar.assemble import RawCapture
+from sidecar.breaker import CUT, EMPTY, ERROR, SHORT, SLOW
 from sidecar.records import Outcome, Timings
 from sidecar.relay.context import RelayContext
 from sidecar.relay.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
+from sidecar.relay.plan import Plan
+from sidecar.relay.reply_signs import ReplySigns
 from sidecar.relay.usage import estimated_tokens, usage_tokens
 from sidecar.tee import Tee
 
@@ -42,6 +45,8 @@ def settle(
     if flown.first_byte and status == 200:
         accounts.ttft.observe(flown.first_byte - flown.began)
     accounts.exchange(outcome, route)
+    if flown.signs is not None:
+        _tell_breaker(context, flown, plan, flown.signs, outcome, status, ended)
     reply, reply_bytes = None, 0
     if tee is None:
         accounts.skipped(plan.skip_reason or "")
@@ -100,6 +105,43 @@ def _kept_reply(context: RelayContext, tee: Tee, status: int) -> tuple[bytes, ..
         context.capture.lose(tee.lost_reason, 1)
         return None
     return tee.take()
+
+
+def _tell_breaker(
+    context: RelayContext,
+    flown: Flight,
+    plan: Plan,
+    signs: ReplySigns,
+    outcome: Outcome,
+    status: int,
+    ended: float,
+) -> None:
+    """Count what the user of a trial got, for the arm that was to answer.
+
+    Left out, because it says nothing of the adapter: a request that reached no vLLM, one that vLLM
+    did not know the adapter for (control sees those), one that vLLM refuses as the client's
+    fault, and one that failed on both arms.
+    """
+    guard, session = context.guard, plan.session_key
+    if flown.fell_back:
+        if outcome != "upstream_error":
+            guard.reply(plan.trial, "canary", session, ERROR)
+        return
+    if not flown.sent or flown.fallback_from or 400 <= status < 500:
+        return
+    bad = 0
+    if outcome == "upstream_error" or signs.failed:
+        bad = ERROR
+    elif outcome == "cut":
+        bad = CUT
+    elif flown.looked_through and not signs.says_something:
+        bad = EMPTY
+    if signs.cut_short:
+        bad |= SHORT
+    if not signs.slow and (flown.first_byte or ended) - flown.sent > context.slow_first_byte_s:
+        bad |= SLOW
+    if bad or not signs.slow:
+        guard.reply(plan.trial, flown.routes[0].arm, session, bad, counted=signs.slow)
 
 
 def _charge(context: RelayContext, flown: Flight, status: int) -> None:

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from sidecar.access import Admission
+from sidecar.breaker import NO_CANARY, SLOW
 from sidecar.records import Outcome
 from sidecar.relay.client_reply import ClientReply
 from sidecar.relay.client_request import ClientRequest
@@ -34,6 +35,7 @@ from sidecar.relay.replicas import Replica
 from sidecar.relay.reply_body import PASSED, HeldBody, ReplyBody, reply_body
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
+from sidecar.relay.reply_signs import ReplySigns
 from sidecar.relay.usage import TAIL_BYTES
 from sidecar.tee import Tee
 
@@ -58,11 +60,13 @@ class Flight(Outbound):
         "_out",
         "_reply",
         "_touched",
+        "fell_back",
         "first_byte",
         "head",
         "metered_tail",
         "pieces",
         "returned_index",
+        "signs",
         "streamed",
         "tee",
     )
@@ -90,7 +94,12 @@ class Flight(Outbound):
         """Which of vLLM's choices the client gets."""
         self.tee: Tee | None = None
         self.metered_tail: bytes | None = None
+        self.fell_back = False
+        """The canary failed before the first byte; the champion answers in its place."""
+        self.signs: ReplySigns | None = None
         if plan is not None:
+            if plan.trial != NO_CANARY:
+                self.signs = ReplySigns()
             if plan.skip_reason is None:
                 self.tee = context.capture.tee()
             if plan.metered:
@@ -116,7 +125,9 @@ class Flight(Outbound):
 
     def reply_head(self, head: ReplyHead) -> None:
         self.head = head
-        if head.status == 404 and len(self.routes) > 1:
+        if (head.status == 404 and len(self.routes) > 1) or (
+            head.status >= 500 and self._may_fall_back
+        ):
             self._body = HeldBody(STRIP_NOTHING)
         elif not self._strip.nothing:
             headers = head.headers
@@ -146,6 +157,8 @@ class Flight(Outbound):
         self._last = data
         self._framed = False
         self.pieces += 1
+        if self.signs is not None:
+            self.signs.feed(data)
         self._out.append(data if self._body is PASSED else self._body.feed(data))
 
     def pass_chunks(self, framed: bytes, received_at: float) -> bool:
@@ -155,6 +168,8 @@ class Flight(Outbound):
         self._last = framed
         self._framed = True
         self.pieces += 1
+        if self.signs is not None:
+            self.signs.feed(framed)
         self._touched = received_at
         if not self.first_byte:
             self.first_byte = received_at
@@ -183,6 +198,9 @@ class Flight(Outbound):
         if complete and head.status == 404 and self._answers_for_unknown_model(out):
             self._answer_without(received_at)
             return
+        if complete and head.status >= 500 and self._may_fall_back:
+            self._fall_back(received_at, f"vLLM answered {head.status}")
+            return
         if complete or not self._body.holds:
             own = () if self._reply.begun else self._own_lines()
             self._reply.write(head, self._body, out, own, complete=complete)
@@ -208,6 +226,9 @@ class Flight(Outbound):
         self._give_up(why)
 
     def _give_up(self, why: str, status: int = 502) -> None:
+        if self.sent and self._may_fall_back:
+            self._fall_back(_now(), why)
+            return
         context, replica = self._context, self.replica or self._tried[-1]
         context.rare_log.warning("upstream_failed", url=replica.url, why=why)
         if self._reply.begun:
@@ -265,10 +286,39 @@ class Flight(Outbound):
         self._begin_again(received_at)
         self._send_to_a_replica()
 
+    # -- a canary that fails
+
+    @property
+    def _may_fall_back(self) -> bool:
+        """The canary was asked, nothing of a reply went out, and the champion was not asked yet."""
+        return (
+            self.signs is not None
+            and not self.fell_back
+            and not self._reply.begun
+            and len(self.routes) > 1
+            and self.routes[0].arm == "canary"
+        )
+
+    def _fall_back(self, now: float, why: str) -> None:
+        """The canary failed and its user has not a byte yet: the champion answers."""
+        context, replica = self._context, self.replica
+        context.metrics.canary_fallbacks.inc()
+        context.rare_log.warning("canary_failed", adapter=self.routes[0].adapter, why=why)
+        if replica is not None:
+            replica.in_flight -= 1
+            self.replica = None
+        self.fell_back = True
+        self._retried = False
+        self._next_adapter()
+        self._begin_again(now)
+        self._send_to_a_replica()
+
     def _begin_again(self, received_at: float) -> None:
         """The reply that came is not the client's: forget it, and wait for another."""
         if self.tee is not None:
             self.tee.clear()
+        if self.signs is not None:
+            self.signs = ReplySigns()
         self._await_reply(keep_alive=self._reply.keep_alive)
         self._working_since = received_at
 
@@ -298,6 +348,9 @@ class Flight(Outbound):
 
     def tick(self, now: float) -> None:
         """Called now and then. now: `time.perf_counter()`."""
+        signs = self.signs
+        if signs is not None and not signs.slow and not self.first_byte:
+            self._count_slow(signs, now)
         limit_s = self._context.proxy.upstream_timeout_s
         if self._connection is None or now - max(self._touched, self.sent) <= limit_s:
             return
@@ -305,7 +358,19 @@ class Flight(Outbound):
         self._connection = None
         self._give_up(f"it was silent for {limit_s:g} s", status=504)
 
+    def _count_slow(self, signs: ReplySigns, now: float) -> None:
+        """Tell the breaker of a late first byte while it is awaited: a client may wait for ever."""
+        plan, context = self.plan, self._context
+        if plan is not None and self.sent and now - self.sent > context.slow_first_byte_s:
+            signs.slow = True
+            context.guard.reply(plan.trial, self.routes[0].arm, plan.session_key, SLOW)
+
     # -- the end
+
+    @property
+    def looked_through(self) -> bool:
+        """The reply's text could be read as it passed."""
+        return self.head is not None and not self.head.headers.encoded
 
     def _own_lines(self) -> tuple[bytes, ...]:
         if self.plan is None:

@@ -6,6 +6,7 @@ import json
 from typing import Final
 
 from sidecar.assignment import CompiledRouting
+from sidecar.breaker import NO_CANARY
 from sidecar.relay.heads import RequestHeaders
 from sidecar.relay.refusals import Refusal, unknown_model
 from sidecar.relay.reply_edit import STRIP_NOTHING, STRIP_USUAL, Strip
@@ -76,6 +77,7 @@ class Plan:
         "session_key",
         "skip_reason",
         "strip",
+        "trial",
         "user",
     )
 
@@ -91,11 +93,13 @@ class Plan:
         skip_reason: str | None,
         strip: Strip,
         metered: bool,
+        trial: float = NO_CANARY,
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
-        strip: what the sidecar asks for on its own account."""
+        strip: what the sidecar asks for on its own account.
+        trial: the breaker's tag of the canary that this request's session was assigned against."""
         self.rule = rule
         self.metered = metered
         self.peek = peek
@@ -105,6 +109,7 @@ class Plan:
         self.routes = routes
         self.skip_reason = skip_reason
         self.strip = strip
+        self.trial = trial
 
     def body_for(self, route: Assignment) -> bytes | PiecedBody:
         """The body to send to vLLM."""
@@ -184,6 +189,7 @@ def plan_request(
         routes=routes,
         skip_reason=reason,
         metered=around.metered,
+        trial=routing.trial if rule.adapted and around.pinned is None else NO_CANARY,
         strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
     )
 

@@ -1,0 +1,151 @@
+"""Take a failing canary out at once, in every worker, without capture, ingest, store or control.
+
+Each worker counts the replies of both arms in its own row of memory that all workers share, and
+tests the sum of all rows after every bad canary reply (`breaker_rule.py`). The worker that finds
+the canary too bad writes the canary's tag into the shared first cell; every worker reads that cell
+before it assigns a request, so the next request of each goes to the champion.
+
+The canary stays out as long as the routing table names it with the same salt. Control ends it, or
+a person resumes it, which gives it a new salt (`deploy.transitions`).
+
+A session adds at most `STRIKES` bad replies: one client that cuts every reply, or whose prompts
+never get an answer, does not condemn an adapter for everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Final
+
+import structlog
+
+from sidecar.breaker_rule import KINDS, REPLIES, TALLY, Excess, ExcessTest
+from sidecar.metrics import Metrics
+from sidecar.records import Arm
+from sidecar.routing import RoutingTable
+
+log = structlog.get_logger()
+ERROR, CUT, EMPTY, SHORT, SLOW = (1 << kind for kind in range(len(KINDS)))
+"""Bits of what was wrong with a reply, in the order of `KINDS`."""
+NO_CANARY: Final = 0.0
+"""Tag while the routing table has no canary."""
+STRIKES = 3
+"""Bad replies of one session that count. Half of what the shortest verdict needs (eight)."""
+MAX_SESSIONS = 10_000
+"""Sessions whose bad replies are remembered, 1 MB at most; then all are forgotten."""
+ROW = 1 + 2 * TALLY
+"""Floats of one row: the tag that the counts belong to, the canary's tally, the champion's."""
+
+
+def canary_tag(table: RoutingTable) -> float:
+    """A number that names the canary of a table: the same for the same adapter and salt, in every
+    process. 48 bits, so that a float holds it exactly."""
+    if table.canary is None:
+        return NO_CANARY
+    named = f"{table.canary}\x00{table.salt}".encode()
+    return float(int.from_bytes(sha256(named).digest()[:6]) + 1)
+
+
+class Breaker:
+    """One worker's end. All methods but `open` and `is_out` belong to the relay's thread."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        memory: memoryview | None = None,
+        row: int = 0,
+        rows: int = 1,
+        on_trip: Callable[[RoutingTable, str], None] = lambda table, reason: None,
+    ) -> None:
+        """memory: bytes that all workers share, all zero at first; None: this worker is alone.
+        row, rows: which of how many rows this worker writes, from 0.
+        on_trip: told of the table and the reason when this worker takes a canary out."""
+        if memory is None:
+            memory = memoryview(bytearray(8 * (1 + rows * ROW)))
+        self._cells: memoryview[float] = memory[: 8 * (1 + rows * ROW)].cast("d")
+        self._row = 1 + row * ROW
+        self._rows = range(1, len(self._cells), ROW)
+        self._on_trip = on_trip
+        self._metrics = metrics
+        self._table: RoutingTable | None = None
+        self._tag = NO_CANARY
+        self._test = ExcessTest()
+        self._bad_by_session: dict[str, int] = {}
+
+    def follow(self, table: RoutingTable) -> None:
+        """Obey a new routing table: a canary that was not there before starts with no counts."""
+        tag = canary_tag(table)
+        self._table = table
+        if tag == self._tag:
+            return
+        self._tag = tag
+        self._test = ExcessTest()
+        self._bad_by_session.clear()
+        cells, row = self._cells, self._row
+        if cells[row] != tag:  # else a worker that died before has counted here: go on
+            cells[row] = NO_CANARY
+            for cell in range(row + 1, row + ROW):
+                cells[cell] = 0.0
+            cells[row] = tag
+        self._metrics.breaker_open.set(float(self.is_open))
+
+    @property
+    def is_open(self) -> bool:
+        """The canary of the table that is followed is out."""
+        return self._tag != NO_CANARY and self._cells[0] == self._tag
+
+    def is_out(self, table: RoutingTable) -> bool:
+        """The canary of this table is out. From any thread."""
+        return table.canary is not None and self._cells[0] == canary_tag(table)
+
+    def open(self, table: RoutingTable) -> None:
+        """Take out the canary of this table. From any thread."""
+        self._cells[0] = canary_tag(table)
+
+    def reply(self, tag: float, arm: Arm, session: str, bad: int, *, counted: bool = False) -> None:
+        """Count a reply. tag: the canary's when the request was assigned; the replies of another
+        trial are left out. bad: bits of what was wrong; 0 when nothing was. counted: the reply
+        itself was counted before, and only `bad` is new."""
+        if tag != self._tag or tag == NO_CANARY:
+            return
+        if bad:
+            strikes = self._bad_by_session.get(session, 0)
+            if strikes >= STRIKES:
+                return
+            if len(self._bad_by_session) >= MAX_SESSIONS:
+                self._bad_by_session.clear()
+            self._bad_by_session[session] = strikes + 1
+        cells = self._cells
+        at = self._row + 1 + (0 if arm == "canary" else TALLY)
+        if not counted:
+            cells[at + REPLIES] += 1.0
+        if bad:
+            for kind in range(len(KINDS)):
+                if bad >> kind & 1:
+                    cells[at + 1 + kind] += 1.0
+                    self._metrics.bad_replies.inc((arm, KINDS[kind]))
+        if arm == "canary" and not self.is_open:
+            excess = self._test.look(*self._totals())
+            if excess is not None:
+                self._trip(excess)
+
+    def _totals(self) -> tuple[list[float], list[float]]:
+        """Both arms' tallies, the canary's first, summed over the workers that follow the same
+        canary."""
+        cells, tag = self._cells, self._tag
+        total = [0.0] * (2 * TALLY)
+        for row in self._rows:
+            if cells[row] == tag:
+                for at, value in enumerate(cells[row + 1 : row + ROW]):
+                    total[at] += value
+        return total[:TALLY], total[TALLY:]
+
+    def _trip(self, excess: Excess) -> None:
+        table = self._table
+        assert table is not None, "a canary is followed"
+        self.open(table)
+        self._metrics.breaker_open.set(1.0)
+        self._metrics.breaker_trips.inc((excess.kind,))
+        log.error("canary_taken_out", canary=table.canary, reason=excess.reason)
+        self._on_trip(table, excess.reason)

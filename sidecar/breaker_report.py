@@ -1,0 +1,127 @@
+"""Tell the store which canary the breaker took out, and learn it from there.
+
+The breaker itself needs no store. The row tells control, the proxies of other machines, and a proxy
+that starts again. A thread of its own writes it, and tries again until the store takes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import Connection, column, insert, select, table
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from sidecar.breaker import Breaker
+from sidecar.routing import RoutingTable
+from sidecar.store_watch import open_store
+
+log = structlog.get_logger()
+_TRIPS = table(
+    "breaker_trip",
+    column("model"),
+    column("canary"),
+    column("salt"),
+    column("at"),
+    column("reason"),
+)
+RETRY_S = 1.0
+"""Between attempts to write while the store is away."""
+
+
+class TripReporter:
+    """Writes trips. `report` returns at once; `stop` waits for an attempt that is under way."""
+
+    def __init__(self, store_url: str, clock: Callable[[], float] = time.time) -> None:
+        self._store_url = store_url
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._threads: dict[tuple[str | None, str], threading.Thread] = {}
+
+    def report(self, tripped: RoutingTable, reason: str) -> None:
+        """Have the row written; the same trip twice is one row."""
+        key = (tripped.canary, tripped.salt)
+        if key in self._threads or self._stopped.is_set():
+            return
+        thread = threading.Thread(
+            target=self._write, args=(tripped, reason, self._clock()), name="breaker", daemon=True
+        )
+        self._threads[key] = thread
+        thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for thread in list(self._threads.values()):
+            thread.join(RETRY_S)
+
+    def _write(self, tripped: RoutingTable, reason: str, at: float) -> None:
+        engine = open_store(self._store_url)
+        row = {
+            "model": tripped.model,
+            "canary": tripped.canary,
+            "salt": tripped.salt,
+            "at": at,
+            "reason": reason,
+        }
+        told = False
+        while True:
+            try:
+                with engine.begin() as connection:
+                    connection.execute(insert(_TRIPS).values(**row))
+                log.info("breaker_trip_stored", canary=tripped.canary)
+                break
+            except IntegrityError:  # another worker was faster
+                log.info("breaker_trip_stored_already", canary=tripped.canary)
+                break
+            except SQLAlchemyError as error:
+                if not told:
+                    log.warning("breaker_trip_not_stored", again_in_s=RETRY_S, why=str(error))
+                told = True
+            if self._stopped.wait(RETRY_S):
+                log.error("breaker_trip_lost", canary=tripped.canary, reason=reason)
+                break
+        engine.dispose()
+
+
+class TripReader:
+    """Obeys trips that the store tells of. A `StoreReader`, read after the routing table."""
+
+    def __init__(
+        self, breaker: Breaker, current: Callable[[], RoutingTable], reporter: TripReporter
+    ) -> None:
+        """current: the routing table that was read last."""
+        self._breaker = breaker
+        self._current = current
+        self._reporter = reporter
+        self._away = False
+
+    def read(self, connection: Connection) -> None:
+        """Take the table's canary out if the store says so; tell the store if it does not.
+
+        The second case is a worker that took a canary out and died before it could write.
+        Raises: SQLAlchemyError."""
+        now = self._current()
+        if now.canary is None:
+            return
+        found = connection.execute(
+            select(_TRIPS.c.reason).where(
+                _TRIPS.c.model == now.model,
+                _TRIPS.c.canary == now.canary,
+                _TRIPS.c.salt == now.salt,
+            )
+        ).scalar_one_or_none()
+        self._away = False
+        if found is None:
+            if self._breaker.is_out(now):
+                self._reporter.report(now, "a worker took it out and did not say why")
+        elif not self._breaker.is_out(now):
+            self._breaker.open(now)
+            log.warning("canary_taken_out_elsewhere", canary=now.canary, reason=found)
+
+    def store_away(self, why: str) -> None:
+        """The last trips stay."""
+        if not self._away:
+            log.warning("breaker_trips_unreadable", why=why)
+        self._away = True
