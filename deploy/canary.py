@@ -12,19 +12,26 @@ In plain words:
    Too few prompts, judge away, vLLM away: it waits, and the clock stands. When the clock reaches
    `gate_timeout_s` what is scored by then decides; under `gate_min_prompts` it is inconclusive.
 3. **ramping** It answers a share of the sessions, step by step. It is rolled back as soon as its
-   share of failed (or of cut-short or empty) replies is over the champion's by more than the limit,
-   looked at once it has `step_min_exchanges` replies or `BREAKER_FAILURES` bad ones. A request
-   that vLLM did not know the candidate for counts as failed, whoever answered it instead; with
+   share of failed replies (of replies that the client cut; of cut-short or empty ones) is over the
+   champion's by more than the limit, looked at once it has `step_min_exchanges` replies or
+   `BREAKER_FAILURES` bad ones. Both arms are compared over the same span of time, and the
+   candidate must be worse than the champion in that span as well as with its earlier replies. A
+   request that the candidate failed or that vLLM did not know it for counts as failed, whoever
+   answered it instead; with
    the newest `BREAKER_FAILURES` all of that kind the step does not end. Else it ends after
    `step_min_s` and `step_min_exchanges`; after the last step the candidate is promoted.
    A step that reaches `step_max_s` first is inconclusive.
 
-Inconclusive keeps the champion and retires the candidate. A paused trial does nothing. An ended
-trial never changes.
+A candidate that the proxy's breaker took out (`sidecar.breaker`) is rolled back at once; a paused
+trial then stays paused, without traffic, until a person resumes or aborts it.
+
+Inconclusive keeps the champion and retires the candidate. A paused trial does nothing else. An
+ended trial never changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.gate_rule import GateVerdict
@@ -87,13 +94,17 @@ class GateEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCounts:
-    """Users' turns that one arm answered in a step; those that the client cut are not counted."""
+    """Users' turns that one arm answered in a span of time."""
 
     replies: int
     errors: int
     """vLLM failed in it, or did not know the adapter."""
     short: int
-    """Ended by the token limit, or without any content."""
+    """Ended by the token limit, or without any content; among `looked_at`."""
+    cuts: int = 0
+    """The client left before the end of the reply."""
+    looked_at: int | None = None
+    """The newest turns, whose text was read; None: all."""
 
     @property
     def error_share(self) -> float:
@@ -101,13 +112,37 @@ class ArmCounts:
 
     @property
     def short_share(self) -> float:
-        return self.short / self.replies if self.replies else 0.0
+        looked_at = self.replies if self.looked_at is None else self.looked_at
+        return self.short / looked_at if looked_at else 0.0
+
+    @property
+    def cut_share(self) -> float:
+        return self.cuts / self.replies if self.replies else 0.0
+
+    def __add__(self, other: ArmCounts) -> ArmCounts:
+        mine, its = self.looked_at, other.looked_at
+        return ArmCounts(
+            replies=self.replies + other.replies,
+            errors=self.errors + other.errors,
+            short=self.short + other.short,
+            cuts=self.cuts + other.cuts,
+            looked_at=(self.replies if mine is None else mine)
+            + (other.replies if its is None else its),
+        )
+
+
+NOTHING = ArmCounts(replies=0, errors=0, short=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RampEvidence:
     candidate: ArmCounts
     champion: ArmCounts
+    """In the same span of time as the candidate's."""
+    champion_before: ArmCounts = NOTHING
+    """The champion's newest replies before that span, while it has few in it."""
+    seen: int | None = None
+    """The candidate's turns in the whole step; None: those in `candidate`."""
     missing_in_a_row: int = 0
     """The candidate's newest requests for which vLLM did not know it, one after the other."""
 
@@ -178,7 +213,8 @@ def _after_ramping(
     tripped = _tripped_guard(evidence, rules)
     if tripped is not None:
         return Move(to="rolled_back", candidate_state="rolled_back", reason=tripped)
-    seen, spent_s = evidence.candidate.replies, elapsed_s(trial, now)
+    seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
+    spent_s = elapsed_s(trial, now)
     missing = evidence.missing_in_a_row >= BREAKER_FAILURES
     if seen >= rules.step_min_exchanges and spent_s >= rules.step_min_s and not missing:
         return _next_step(trial, seen)
@@ -217,28 +253,25 @@ def _next_step(trial: Trial, seen: int) -> Move:
 
 def _tripped_guard(evidence: RampEvidence, rules: CanarySettings) -> str | None:
     candidate, champion = evidence.candidate, evidence.champion
-    guards = (
-        (
-            "failed",
-            candidate.errors,
-            candidate.error_share,
-            champion.error_share,
-            rules.max_error_excess,
-        ),
+    longer = champion + evidence.champion_before
+    guards: tuple[tuple[str, int, Callable[[ArmCounts], float], float], ...] = (
+        ("failed", candidate.errors, lambda arm: arm.error_share, rules.max_error_excess),
+        ("were cut by the client", candidate.cuts, lambda arm: arm.cut_share, rules.max_cut_excess),
         (
             "were cut short or empty",
             candidate.short,
-            candidate.short_share,
-            champion.short_share,
+            lambda arm: arm.short_share,
             rules.max_truncated_excess,
         ),
     )
-    for what, bad, share, champion_share, limit in guards:
+    for what, bad, share_of, limit in guards:
         looked_at = candidate.replies >= rules.step_min_exchanges or bad >= BREAKER_FAILURES
-        if looked_at and share - champion_share > limit:
+        share = share_of(candidate)
+        base = champion if share_of(champion) > share_of(longer) else longer
+        if looked_at and share - share_of(base) > limit:
             return (
                 f"{share:.0%} of the canary's {candidate.replies} replies {what}, "
-                f"{champion_share:.0%} of the champion's {champion.replies}: "
+                f"{share_of(base):.0%} of the champion's {base.replies}: "
                 f"over by more than {limit:.0%}"
             )
     return None

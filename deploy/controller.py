@@ -59,7 +59,12 @@ class Controller:
     async def tick(self) -> None:
         """Take the active trial one step on, or begin the next. Raises: StoreError."""
         trial = await asyncio.to_thread(self._active_trial)
-        if trial is None or trial.paused:
+        if trial is None:
+            return
+        if trial.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, trial):
+            self._on_change()
+            return
+        if trial.paused:
             return
         evidence, facts = await self._gather(trial)
         decision = decide(trial, evidence, self._rules, self._clock())
@@ -78,6 +83,27 @@ class Controller:
         if trial is not None:
             log.info("canary_began", canary=trial.canary_id, candidate=trial.candidate)
         return trial
+
+    def _obey_breaker(self, trial: Trial) -> bool:
+        """Returns: True when a breaker took the candidate out and the trial now says so."""
+        with self._database.read() as session:
+            why = trials.breaker_trip(session, trial)
+        if why is None or trial.taken_out is not None:
+            return False
+        with self._database.write() as session:
+            row = trials.find_row(session, trial.canary_id)
+            if (row.salt, row.generation) != (trial.salt, trial.generation):
+                return False  # an operator was faster: the next tick looks again
+            after = transitions.take_out(session, row, why=why, now=self._clock())
+        log.warning(
+            "canary_taken_out_by_breaker",
+            canary=trial.canary_id,
+            candidate=trial.candidate,
+            after=after.phase,
+            paused=after.paused,
+            reason=why,
+        )
+        return True
 
     async def _gather(self, trial: Trial) -> tuple[Evidence, Facts]:
         if trial.phase == "loading":

@@ -1,13 +1,17 @@
 """Count what users got from each arm of a ramp, from the `exchange` table.
 
-The candidate's replies count from the start of the present step. The champion's do too, but when
-there are fewer than a step needs (at a high weight it answers hardly anyone) its newest earlier
-ones join them, so that the candidate is never measured against nothing.
+Both arms are counted over the same span of time, from the start of the present step at the
+earliest, so that an outage of both counts in both. The span is as long as the arm with more traffic
+has rows in its window. When the champion has fewer replies in it than a step needs (at a high
+weight it answers hardly anyone), its newest earlier ones are counted beside them, so that the
+candidate is never measured against nothing.
 
 What is counted is users' turns. A request and the client's retries of it are one turn, which
 failed when any of them did: an SDK that asks again must not hide that vLLM failed, nor make one
-user's bad luck three failures. A request that another adapter answered because vLLM did not know
-the one it was meant for (`fallback_from`) is a failure of the one that was missing.
+user's bad luck three failures. A request that another adapter answered because the one that it
+was meant for failed or was unknown to vLLM (`fallback_from`) is a failure of that one; when the
+other adapter failed too, it says nothing of either. A turn that the client left before its end is
+counted as cut.
 
 Of an answer with several choices those count that the user got: all of them where the client asked
 for several (short when any is), the returned one where they were sampled for best of N.
@@ -32,7 +36,10 @@ from ingest.store.database import decompress
 from ingest.store.models import ChoiceRow, ExchangeRow
 
 WINDOW = 500
-"""Newest exchanges of an arm that are looked at; a step that needs more looks at as many."""
+"""Newest exchanges of the candidate that are looked at; a step that needs more looks at as many.
+Also the newest turns of an arm whose text is read."""
+CHAMPION_WINDOW = 4 * WINDOW
+"""The champion answers more: at a weight of 5% this covers 100 of the candidate's exchanges."""
 NOT_FOUND = 404
 """vLLM has lost the adapter, and nobody could answer in its place."""
 
@@ -47,14 +54,19 @@ class Seen(NamedTuple):
     outcome: str
     status: int
     fallback_from: str
+    started_at: float
 
     @property
     def missing(self) -> bool:
         return bool(self.fallback_from) or self.status == NOT_FOUND
 
     @property
+    def cut(self) -> bool:
+        return self.outcome == "cut"
+
+    @property
     def failed(self) -> bool:
-        return self.missing or self.outcome != "ok" or self.status >= 400
+        return self.missing or self.outcome == "upstream_error" or self.status >= 400
 
     @property
     def turn(self) -> tuple[str, ...]:
@@ -76,17 +88,27 @@ _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> RampEvidence:
     """Both arms' counts in the present step of a ramping trial."""
     window = max(WINDOW, step_min_exchanges)
-    since = ExchangeRow.started_at >= trial.step_started_at
+    champion_window = max(CHAMPION_WINDOW, step_min_exchanges)
+    start = trial.step_started_at
+    since = ExchangeRow.started_at >= start
     candidate = _newest(session, trial, trial.candidate, "canary", window, since)
-    champion = _newest(session, trial, trial.champion, "champion", window, since)
-    if len(_turns(champion)) < step_min_exchanges:
-        ever = ExchangeRow.started_at >= 0
-        champion = _newest(session, trial, trial.champion, "champion", window, ever)
-        champion = _newest_turns(champion, step_min_exchanges)
+    champion = _newest(session, trial, trial.champion, "champion", champion_window, since)
+    for rows, limit in ((candidate, window), (champion, champion_window)):
+        if len(rows) == limit:  # there are older ones, which are not seen
+            start = max(start, min(one.started_at for one in rows))
+    champion = [one for one in champion if one.started_at >= start]
+    earlier: list[Seen] = []
+    lacking = step_min_exchanges - len(_turns(champion))
+    if lacking > 0:
+        before = ExchangeRow.started_at < start
+        earlier = _newest(session, trial, trial.champion, "champion", window, before)
+        earlier = _newest_turns(earlier, lacking)
     return RampEvidence(
-        candidate=_counts(session, candidate),
+        candidate=_counts(session, [one for one in candidate if one.started_at >= start]),
         champion=_counts(session, champion),
-        missing_in_a_row=sum(1 for _ in takewhile(lambda seen: seen.missing, candidate)),
+        champion_before=_counts(session, earlier),
+        seen=len(_turns(candidate)),
+        missing_in_a_row=sum(1 for _ in takewhile(lambda one: one.missing, candidate)),
     )
 
 
@@ -94,19 +116,20 @@ def _newest(
     session: Session, trial: Trial, adapter: str, arm: str, limit: int, when: ColumnElement[bool]
 ) -> list[Seen]:
     """What an arm answered, or was to answer, the newest first."""
-    # A reply that the client cut, or a request that vLLM refused as the client's fault, says
-    # nothing of the arm. That vLLM did not know the adapter does.
+    # A request that vLLM refused as the client's fault says nothing of the arm. That vLLM did not
+    # know the adapter does.
     ours = or_(ExchangeRow.status < 400, ExchangeRow.status == NOT_FOUND, ExchangeRow.status >= 500)
     failed = ExchangeRow.outcome == "upstream_error"
     answered = and_(
         ExchangeRow.adapter == adapter,
         ExchangeRow.arm == arm,
         ExchangeRow.fallback_from == "",
-        or_(failed, and_(ExchangeRow.outcome == "ok", ours)),
+        or_(failed, ExchangeRow.outcome == "cut", and_(ExchangeRow.outcome == "ok", ours)),
     )
+    taken_over = and_(ExchangeRow.fallback_from == adapter, ExchangeRow.outcome != "upstream_error")
     found: list[Seen] = []
     # Two queries, each by an index of its own; one with OR would read the whole table.
-    for which in (answered, ExchangeRow.fallback_from == adapter):
+    for which in (answered, taken_over):
         statement = (
             select(*_COLUMNS)
             .where(ExchangeRow.public_model == trial.model, which, when)
@@ -131,9 +154,14 @@ def _newest_turns(seen: Sequence[Seen], limit: int) -> list[Seen]:
 
 def _counts(session: Session, seen: Sequence[Seen]) -> ArmCounts:
     turns = _turns(seen).values()
-    failed = [turn for turn in turns if any(one.failed for one in turn)]
+    failed = sum(any(one.failed for one in turn) for turn in turns)
+    whole = [turn for turn in turns if not any(one.failed for one in turn)]
+    cut = sum(any(one.cut for one in turn) for turn in whole)
+    looked_at = list(turns)[:WINDOW]
     # Of a turn that was answered twice the user has the newer answer.
-    complete = [turn[0].exchange_id for turn in turns if not any(one.failed for one in turn)]
+    complete = [
+        turn[0].exchange_id for turn in looked_at if not any(one.failed or one.cut for one in turn)
+    ]
     said_something: set[str] = set()
     short: set[str] = set()
     for choice in _given(session, complete):
@@ -143,7 +171,11 @@ def _counts(session: Session, seen: Sequence[Seen]) -> ArmCounts:
             said_something.add(choice.exchange_id)
     without_choices = set(complete) - short - said_something
     return ArmCounts(
-        replies=len(turns), errors=len(failed), short=len(short) + len(without_choices)
+        replies=len(turns),
+        errors=failed,
+        cuts=cut,
+        short=len(short) + len(without_choices),
+        looked_at=len(looked_at) if len(looked_at) < len(turns) else None,
     )
 
 

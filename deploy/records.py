@@ -64,6 +64,8 @@ class Trial:
     """Since when the clock stands; None while it runs."""
     ended_at: float | None
     generation: int
+    taken_out: str | None = None
+    """Why the proxy's breaker took the candidate out while the trial was paused."""
 
     @property
     def active(self) -> bool:
@@ -72,4 +74,5 @@ class Trial:
     @property
     def weight_bp(self) -> int:
         """Share of sessions that the candidate answers now, in basis points."""
-        return self.steps[self.step] if self.phase == "ramping" else 0
+        serves = self.phase == "ramping" and self.taken_out is None
+        return self.steps[self.step] if serves else 0

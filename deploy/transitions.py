@@ -85,14 +85,43 @@ def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
 
+def take_out(
+    session: Session, row: CanaryRow, *, why: str, now: float, actor: str = audit.CONTROL
+) -> Trial:
+    """Obey the proxy's breaker: roll the candidate back, or leave a paused trial without traffic.
+
+    A person who paused a trial decides what becomes of it, so it stays paused: `resume` gives the
+    candidate its traffic back, `abort` ends the trial. The same trip again changes nothing.
+    """
+    before = trials.to_trial(row)
+    reason = f"the proxy's breaker took it out: {why}"
+    if before.phase != "ramping" or before.taken_out is not None:
+        return before
+    if not before.paused:
+        move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
+        _move(session, row, move, now=now, actor=actor)
+        return trials.to_trial(row)
+    row.evidence = {**row.evidence, "breaker": why}
+    row.reason = f"paused; {reason}"
+    row.generation += 1
+    count(session, "canary", "taken_out")
+    return _changed(session, row, before, now=now, actor=actor, reason=reason)
+
+
 def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
-    """Go on where it was paused. Raises: TransitionError when it is not paused."""
+    """Go on where it was paused, also when the breaker took the candidate out meanwhile.
+
+    Raises: TransitionError when it is not paused."""
     before = trials.to_trial(row)
     if not before.active or not before.paused:
         raise TransitionError(f"canary {row.canary_id} is not paused, it is {before.phase}")
     row.paused = False
     row.reason = None
     row.generation += 1
+    if before.taken_out is not None:
+        # A new salt: the breaker keeps the canary of the old one out for good.
+        row.salt = uuid.uuid4().hex
+        row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
     _start_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
@@ -116,6 +145,10 @@ def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor:
 
     Raises: TransitionError unless it is ramping: nothing skips the gate.
     """
+    if trials.to_trial(row).taken_out is not None:
+        raise TransitionError(
+            f"the proxy's breaker took {row.candidate} out; resume the canary before promoting it"
+        )
     if row.state != "ramping":
         raise TransitionError(
             f"canary {row.canary_id} is {row.state}; only a ramping one can be promoted"
@@ -192,6 +225,8 @@ def _audit(
     action: str = "paused" if after.paused else after.phase
     if before is not None and before.paused and before.phase == after.phase:
         action = "resumed"
+    if before is not None and before.taken_out is None and after.taken_out is not None:
+        action = "taken_out"
     audit.record(
         session,
         now=now,

@@ -1,7 +1,7 @@
 """Read trials from the store. The only module that knows how a `canary` row is laid out.
 
 What has no column of its own lies in the row's `evidence` object, by key: `steps`, `clock`,
-`probe`, `loading`, `gate`, `step_<n>`.
+`probe`, `loading`, `gate`, `step_<n>`, `breaker`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownTrialError
 from deploy.records import ACTIVE_PHASES, Phase, Trial
-from ingest.store.models import CanaryRow
+from ingest.store.models import BreakerTripRow, CanaryRow
 
 
 def to_trial(row: CanaryRow) -> Trial:
@@ -36,7 +36,14 @@ def to_trial(row: CanaryRow) -> Trial:
         stopped_at=clock.get("stopped_at"),
         ended_at=row.ended_at,
         generation=row.generation,
+        taken_out=row.evidence.get("breaker"),
     )
+
+
+def breaker_trip(session: Session, trial: Trial) -> str | None:
+    """Why a proxy's breaker took the candidate out, when it did."""
+    row = session.get(BreakerTripRow, (trial.model, trial.candidate, trial.salt))
+    return row.reason if row is not None else None
 
 
 def active_row(session: Session, model: str) -> CanaryRow | None:

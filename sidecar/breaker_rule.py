@@ -1,4 +1,4 @@
-"""Decide when a canary answers its users so much worse than the champion that it is taken out. Pure.
+"""Decide when a canary is so much worse than the champion that it must be taken out. Pure.
 
 The breaker looks for gross failures only, from replies that every worker counts; `deploy.canary`
 judges smaller differences later, from what was recorded. Each kind of bad reply has its own
@@ -27,7 +27,7 @@ KINDS = ("error", "cut", "empty", "short", "slow")
 """What can be wrong with a reply: vLLM failed; the client left before the end; nothing was said;
 the token limit ended it; the first byte came late."""
 REPLIES = 0
-"""Position of the number of replies in an arm's tally; the kinds follow, in the order of `KINDS`."""
+"""Position of the number of replies in an arm's tally; the kinds follow, as in `KINDS`."""
 TALLY = 1 + len(KINDS)
 
 LEAST_RATE = 0.1

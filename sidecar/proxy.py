@@ -13,10 +13,10 @@ import uvicorn
 
 from sidecar.access import open_access
 from sidecar.app import make_app
-from sidecar.breaker import Breaker
-from sidecar.breaker_report import TripReader, TripReporter
 from sidecar.best_of_client import Picker, SocketPicker
 from sidecar.best_of_wire import socket_path
+from sidecar.breaker import Breaker
+from sidecar.breaker_report import TripReader, TripReporter
 from sidecar.capture import Capture, ExchangeSink
 from sidecar.errors import SettingsError
 from sidecar.key_source import KeySource
@@ -60,13 +60,15 @@ class Proxy:
         sink: where exchanges go; None takes the one that `bus.url` names.
         seat: its place among several; None when it has the port to itself."""
         self._settings = settings
-        self._table, others, shared, row = MetricTable(), [], None, 0
+        others: list[memoryview] = []
+        shared: memoryview | None = None
+        self._table, row = MetricTable(), 0
         if seat is not None:
             self._table, others, shared = seat.table()
             row = seat.slot - 1
         self.metrics = Metrics(self._table, others)
         self._reporter = TripReporter(settings.store.url)
-        self._breaker = Breaker(
+        self.breaker = Breaker(
             self.metrics, shared, row, max(1, len(others)), self._reporter.report
         )
         endpoints = [endpoint(url) for url in settings.serving.upstreams]
@@ -87,7 +89,7 @@ class Proxy:
         propagation = Propagation(settings.telemetry.trace_sample_rate)
         self.capture = Capture(settings.capture, sink, self.metrics, spans, rest)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
-        trips = TripReader(self._breaker, lambda: self.routing.table, self._reporter)
+        trips = TripReader(self.breaker, lambda: self.routing.table, self._reporter)
         self.routing = RoutingSource(
             settings.store.url,
             settings.serving.model,
@@ -121,7 +123,7 @@ class Proxy:
                 routing=self.routing,
                 capture=self.capture,
                 metrics=self.metrics,
-                breaker=self._breaker,
+                breaker=self.breaker,
                 slow_first_byte_s=settings.proxy.slow_first_byte_s,
                 best_of=settings.best_of,
                 picker=_picker(settings),

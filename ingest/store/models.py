@@ -310,6 +310,17 @@ class RoutingRow(Base):
     updated_at: Mapped[float]
 
 
+class BreakerTripRow(Base):
+    """A canary that the breaker of a proxy took out. Written by `sidecar.breaker_report`."""
+
+    __tablename__ = "breaker_trip"
+    model: Mapped[str] = mapped_column(String(255), primary_key=True)
+    canary: Mapped[str] = mapped_column(String(255), primary_key=True)
+    salt: Mapped[str] = mapped_column(String(64), primary_key=True)
+    at: Mapped[float]
+    reason: Mapped[str] = mapped_column(Text)
+
+
 class CounterRow(Base):
     """Durable counts of where records went: (stage, reason) -> count."""
 

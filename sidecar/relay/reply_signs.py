@@ -17,7 +17,7 @@ _SAYS: Final = re.compile(
 """A field with what a model says or calls that holds more than white space. Reasoning alone is no
 answer, and its fields are called otherwise in chat (`reasoning_content`) and messages."""
 _FAILS: Final = re.compile(rb'(?:^|\n)(?:data: \{"error"|event: error|event: response\.failed)')
-"""vLLM's events for a failure after the head of a stream went out. JSON strings hold no line feed."""
+"""vLLM's events for a failure after a stream's head went out. JSON strings hold no line feed."""
 _LIMIT: Final = re.compile(
     rb'"(?:finish_reason|stop_reason|status)"\s*:\s*"(?:length|max_tokens|incomplete)"'
 )

@@ -181,5 +181,7 @@ class Canary(Section):
     """A step that has not seen them by then ends inconclusive: the champion stays."""
     max_error_excess: Share = 0.10
     max_truncated_excess: Share = 0.25
-    """Canary's share of failed (truncated or empty) replies may exceed the champion's by this."""
+    max_cut_excess: Share = 0.25
+    """The canary's share of failed (truncated or empty; cut by the client) replies may exceed the
+    champion's by this."""
     poll_s: Interval = 0.5

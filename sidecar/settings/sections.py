@@ -101,6 +101,8 @@ class Proxy(Section):
         float, Between(0.001, 60, "a rollback and a revoked key wait for it", "s")
     ] = 0.2
     """How often the routing table is looked up; bounds how long a rollback takes to be obeyed."""
+    slow_first_byte_s: Timeout = 10.0
+    """While a canary runs, a reply whose first byte comes later counts as slow in the breaker."""
     allow_remote_without_keys: bool = False
     """In words: `host` may be reachable from outside with `access.mode = "open"`."""
 

@@ -22,6 +22,9 @@ FULL_STORY = [
 ]
 
 
+NONE_BAD = {"errors": 0, "short": 0, "cuts": 0, "looked_at": None}
+
+
 async def tick(world: World, times: int = 1) -> None:
     """Each tick by a controller of its own: nothing may live in its memory."""
     for _ in range(times):
@@ -77,8 +80,10 @@ async def test_every_decision_keeps_what_it_rests_on(world: World) -> None:
     assert evidence["gate"]["mean_difference"] == 0.0
     assert evidence["step_1"] == {
         "weight_bp": 2_000,
-        "candidate": {"replies": 3, "errors": 0, "short": 0},
-        "champion": {"replies": 3, "errors": 0, "short": 0},
+        "candidate": {"replies": 3, **NONE_BAD},
+        "champion": {"replies": 3, **NONE_BAD},
+        "champion_before": {"replies": 0, **NONE_BAD},
+        "seen": 3,
         "missing_in_a_row": 0,
     }
 
@@ -506,13 +511,10 @@ async def test_replies_cut_short_or_empty_roll_back(world: World, reply: dict[st
     assert "were cut short or empty" in world.trial(name).reason
 
 
-@pytest.mark.parametrize("reply", [{"outcome": "cut"}, {"status": 400, "content": None}])
-async def test_replies_that_say_nothing_of_the_candidate_do_not_count(
-    world: World, reply: dict[str, Any]
-) -> None:
+async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: World) -> None:
     name = world.register(1)
     await to_ramp(world, name)
-    serve_step(world, name, **reply)
+    serve_step(world, name, status=400, content=None)
 
     await tick(world)
 
@@ -543,7 +545,9 @@ async def test_a_champion_without_recent_replies_is_measured_by_earlier_ones(wor
 
     # All of the candidate's replies are cut short, and so were the champion's last three.
     assert world.trial(name).step == 1
-    assert world.evidence(name)["step_1"]["champion"] == {"replies": 3, "errors": 0, "short": 3}
+    evidence = world.evidence(name)["step_1"]
+    assert evidence["champion"] == {"replies": 0, **NONE_BAD}
+    assert evidence["champion_before"] == {"replies": 3, **NONE_BAD, "short": 3}
 
 
 async def test_a_step_without_traffic_is_inconclusive_at_its_limit(world: World) -> None:

@@ -209,7 +209,7 @@ def test_a_missing_canary_of_an_earlier_step_is_forgotten(world: World) -> None:
     assert evidence.missing_in_a_row == 0
 
 
-def test_too_few_turns_of_the_champion_are_filled_up_with_earlier_turns(world: World) -> None:
+def test_too_few_turns_of_the_champion_are_accompanied_by_earlier_turns(world: World) -> None:
     world.clock.now = 500.0
     for number in range(4):
         for _ in range(2):
@@ -218,7 +218,53 @@ def test_too_few_turns_of_the_champion_are_filled_up_with_earlier_turns(world: W
     for _ in range(3):
         world.serve("s", turn_id="now")
 
-    assert counted(world).champion == ArmCounts(replies=3, errors=0, short=2)
+    evidence = counted(world)
+
+    assert evidence.champion == ArmCounts(replies=1, errors=0, short=0)
+    assert evidence.champion_before == ArmCounts(replies=2, errors=0, short=2)
+
+
+def test_a_turn_that_the_client_left_counts_as_cut(world: World) -> None:
+    canary(world, turn_id="t1", outcome="cut", status=0, content=None)
+    canary(world, turn_id="t1")  # the client's retry is answered: one turn, cut once
+    canary(world, outcome="cut", status=200, content=None)
+    canary(world)
+    world.serve("s", outcome="cut", status=0, content=None)
+
+    evidence = counted(world, step_min_exchanges=1)
+
+    assert evidence.candidate == ArmCounts(replies=3, errors=0, short=0, cuts=2)
+    assert evidence.champion == ArmCounts(replies=1, errors=0, short=0, cuts=1)
+
+
+def test_a_request_that_failed_on_both_arms_says_nothing_of_the_canary(world: World) -> None:
+    fallback(world, outcome="upstream_error", status=503, content=None)
+    canary(world)
+
+    assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=0)
+
+
+def test_both_arms_are_counted_over_the_same_span_of_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The champion answers four times as much, so its window reaches back less far: what the
+    canary did before that (an outage of both) is not held against it."""
+    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 10)
+    monkeypatch.setattr("deploy.ramp_counts.CHAMPION_WINDOW", 8)
+    for second in range(4):
+        world.clock.now = 1_000.0 + second
+        failed = {"outcome": "upstream_error", "status": 502, "content": None}
+        outage = failed if second == 1 else {}
+        for _ in range(4):
+            world.serve("s", **outage)
+        canary(world, **outage)
+        canary(world, **outage)
+
+    evidence = counted(world)
+
+    assert evidence.champion == ArmCounts(replies=8, errors=0, short=0)
+    assert evidence.candidate == ArmCounts(replies=4, errors=0, short=0)
+    assert evidence.seen == 8
 
 
 def _as_dict(one: Trial) -> dict[str, Any]:

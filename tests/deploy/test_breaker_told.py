@@ -1,0 +1,145 @@
+"""What control makes of a trip of the proxy's breaker, and of outages and hanging canaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy import transitions, trials
+from deploy.errors import TransitionError
+from ingest.store.models import BreakerTripRow
+
+World = Any
+
+
+async def tick(world: World, times: int = 1) -> None:
+    for _ in range(times):
+        await world.controller().tick()
+
+
+@pytest.fixture
+async def name(world: World) -> str:
+    """A candidate in the first step of its ramp."""
+    found = str(world.register(1))
+    world.hold_out(4)
+    world.clock.now += 1.0
+    await tick(world, 3)
+    assert world.trial(found).phase == "ramping"
+    return found
+
+
+def trip(world: World, name: str) -> None:
+    """What a proxy writes."""
+    trial = world.trial(name)
+    with world.database.write() as session:
+        session.add(
+            BreakerTripRow(
+                model=trial.model, canary=name, salt=trial.salt, at=1.0, reason="8 of 8 were empty"
+            )
+        )
+
+
+def act(world: World, name: str, action: str) -> None:
+    with world.database.write() as session:
+        row = trials.trial_of(session, name)
+        getattr(transitions, action)(session, row, reason="by hand", now=1.0, actor="test")
+
+
+async def test_a_canary_that_the_breaker_took_out_is_rolled_back(world: World, name: str) -> None:
+    trip(world, name)
+
+    await tick(world)
+
+    trial = world.trial(name)
+    assert trial.phase == "rolled_back"
+    assert trial.reason == "the proxy's breaker took it out: 8 of 8 were empty"
+    assert world.table().canary is None
+    assert world.adapter(name).state == "rolled_back"
+
+
+async def test_a_paused_canary_loses_its_traffic_and_stays_paused(world: World, name: str) -> None:
+    act(world, name, "pause")
+    assert world.table().canary == name
+    trip(world, name)
+
+    await tick(world, 3)
+
+    trial = world.trial(name)
+    assert (trial.phase, trial.paused, trial.weight_bp) == ("ramping", True, 0)
+    assert trial.reason == "paused; the proxy's breaker took it out: 8 of 8 were empty"
+    assert world.table().canary is None
+    assert world.actions().count("canary.taken_out") == 1
+
+
+async def test_a_resume_gives_the_canary_its_traffic_under_a_new_salt(
+    world: World, name: str
+) -> None:
+    act(world, name, "pause")
+    before = world.table().salt
+    trip(world, name)
+    await tick(world)
+
+    act(world, name, "resume")
+    await tick(world, 2)
+
+    assert world.trial(name).phase == "ramping"
+    assert world.trial(name).weight_bp == 2_000
+    assert world.table().canary == name
+    assert world.table().salt not in ("", before)
+
+
+async def test_a_pause_and_resume_without_a_trip_keep_the_sessions_where_they_are(
+    world: World, name: str
+) -> None:
+    before = world.table().salt
+    act(world, name, "pause")
+    act(world, name, "resume")
+
+    assert world.table().salt == before
+
+
+async def test_what_the_breaker_took_out_is_not_promoted_by_hand(world: World, name: str) -> None:
+    act(world, name, "pause")
+    trip(world, name)
+    await tick(world)
+
+    with pytest.raises(TransitionError, match="resume the canary before promoting it"):
+        act(world, name, "promote")
+
+
+async def test_a_canary_that_hangs_is_rolled_back_although_no_reply_came(
+    world: World, name: str
+) -> None:
+    for number in range(60):
+        world.serve(f"c{number}", adapter=name, arm="canary", outcome="cut", status=0, content=None)
+        world.serve(f"b{number}")
+
+    await tick(world)
+
+    assert world.trial(name).phase == "rolled_back"
+    assert "were cut by the client" in world.trial(name).reason
+
+
+@pytest.mark.parametrize("canary_share", [1, 4], ids=["half", "four fifths"])
+async def test_an_outage_of_both_arms_leaves_the_canary_in(
+    world: World, name: str, canary_share: int
+) -> None:
+    """Five seconds in which every request fails, at the start of a step, when the champion has
+    only good replies from before."""
+    for number in range(20):
+        world.clock.now -= 1.0
+        world.serve(f"before{number}")
+        world.clock.now += 1.0
+    for second in range(5):
+        for number in range(canary_share):
+            world.serve(
+                f"c{second}-{number}", adapter=name, arm="canary",
+                outcome="upstream_error", status=502, content=None,
+            )  # fmt: skip
+        world.serve(f"b{second}", outcome="upstream_error", status=502, content=None)
+        world.clock.now += 1.0
+
+    await tick(world)
+
+    assert world.trial(name).phase == "ramping"
