@@ -1,7 +1,7 @@
 """Canaries that the breaker of a proxy took out
 
 Revision ID: 0005_breaker_trip
-Revises: 0004_best_of
+Revises: 0005_audit_source
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0005_breaker_trip"
-down_revision = "0004_best_of"
+down_revision = "0005_audit_source"
 branch_labels = None
 depends_on = None
 
