@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -311,6 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any("\ud800" <= character <= "\udfff" for one in arguments for character in one):
         note("an argument holds bytes that are no UTF-8; type it again")
         return 2
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A key is printed once: a terminal without its characters must not lose it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(args=arguments)
     except SystemExit as done:  # how the CLI library ends, also after a wrong use (2)

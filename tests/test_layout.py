@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 
-from ingest.store.database import Database
+from ingest.store.database import MIGRATIONS, Database
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("sidecar", "ingest", "learner", "deploy")
@@ -73,6 +75,17 @@ def test_a_rollback_without_control_imports_only_what_it_uses(
     )
 
     assert done.stdout.splitlines()[-1] == expected
+
+
+def test_migrations_are_one_chain_in_the_order_of_their_names() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+
+    chain = list(ScriptDirectory.from_config(config).walk_revisions())[::-1]
+
+    names = sorted(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+    assert [Path(one.path).stem for one in chain] == names
+    assert chain[-1].revision == names[-1]
 
 
 def test_imports_point_left() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import alembic.command
 import pytest
-from sqlalchemy import text
+from alembic.config import Config
 
 from deploy import transitions
 from deploy.cli import main
-from ingest.store.database import Database
+from ingest.store.database import MIGRATIONS, Database
 from ingest.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 
 
@@ -94,10 +98,12 @@ def test_rollback_offline_works_on_the_store_of_an_older_version(
     config: Path, tmp_path: Path
 ) -> None:
     database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
+    settings = Config()
+    settings.set_main_option("script_location", str(MIGRATIONS))
+    with database.engine.begin() as connection:
+        settings.attributes["connection"] = connection
+        alembic.command.upgrade(settings, "0004_best_of")
     with database.write() as session:
-        session.execute(text("ALTER TABLE audit DROP COLUMN source"))
-        session.execute(text("UPDATE alembic_version SET version_num = '0004_best_of'"))
         session.add(
             AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
         )
@@ -283,6 +289,21 @@ def test_key_names_are_listed_without_escape_codes(
     shown = capsys.readouterr()
     assert not obeys(shown.out)
     assert not obeys(shown.err)
+
+
+def test_a_terminal_of_another_encoding_loses_no_key(config: Path) -> None:
+    command = ["keys", "create", "--project", "p", "--name", "\u6f22"]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "--config", config, *command],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.startswith("key: ")
+    assert "name: \\u6f22\n" in done.stdout
 
 
 def test_an_argument_that_is_no_utf8_is_bad_use_and_changes_nothing(
