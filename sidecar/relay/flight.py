@@ -349,7 +349,7 @@ class Flight(Outbound):
     def tick(self, now: float) -> None:
         """Called now and then. now: `time.perf_counter()`."""
         signs = self.signs
-        if signs is not None and not signs.slow and not self.first_byte:
+        if signs is not None and not (signs.slow or self.first_byte or self.fell_back):
             self._count_slow(signs, now)
         limit_s = self._context.proxy.upstream_timeout_s
         if self._connection is None or now - max(self._touched, self.sent) <= limit_s:
