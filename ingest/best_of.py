@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from ingest.best_of_groups import STAGE, answers_digest, settle
-from ingest.choose import live_adapters, rules_of
+from ingest.choose import live_adapters, rules_now, rules_of
 from ingest.errors import StoreError
 from ingest.judge import Judge
 from ingest.judge_group import Fate, Scored, SetAside, Unanswered, judge_group
@@ -169,7 +169,9 @@ class BestOfJudge:
                 stored = load_exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:  # selection has been here
                     live = live_adapters(session, self._model)
-                    settle(session, stored, scores, self._rules, live=live, now=now)
+                    settle(
+                        session, stored, scores, rules_now(session, self._rules), live=live, now=now
+                    )
 
     def _scores(self, group: Group, fate: Scored, now: float) -> BestOfScores:
         return BestOfScores(
@@ -192,7 +194,9 @@ class BestOfJudge:
             for scores in oldest_scores(session, limit=SWEEP_LIMIT):
                 stored = load_exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:
-                    settle(session, stored, scores, self._rules, live=live, now=now)
+                    settle(
+                        session, stored, scores, rules_now(session, self._rules), live=live, now=now
+                    )
                 elif stored is None and scores.at < now - EXPIRE_S:
                     remove_scores(session, scores.exchange_id)
                     count(session, STAGE, NEVER_CAME)

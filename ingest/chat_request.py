@@ -3,9 +3,14 @@
 vLLM 0.32's `/v1/chat/completions`. Fields fall into four lists: those that make the prompt or end
 the answer (kept in a candidate's request), those that say how to sample (replaced, because only
 temperature-only sampling has log-probabilities that a trainer can recompute), those that forbid
-tokens (kept, and no reason to train: the trainer cannot recompute the mask), and those that do not
-matter to what is sampled. A field that is in none of them is not sent for candidates, and the
-served answer of a request with one is not taken to be exchangeable with them.
+tokens (kept, and the exchange is not learned from: the trainer cannot recompute the mask), and
+those that do not matter to what is sampled. A field that is in none of them is not sent for
+candidates, and the served answer of a request with one is not taken to be exchangeable with them.
+
+vLLM also builds a grammar that no field of the masking list names: from a tool with `strict: true`,
+and from `parallel_tool_calls: false` where there are tools. Both apply with `tool_choice` auto.
+vLLM reads truth values loosely (1 and "yes" are true, 0 and "off" are false), so any value other
+than the one that certainly asks for nothing counts as asking.
 """
 
 from __future__ import annotations
@@ -43,21 +48,81 @@ PASSIVE_FIELDS = frozenset({
 # fmt: on
 KNOWN_FIELDS = PROMPT_FIELDS | SAMPLING_FIELDS | MASKING_FIELDS | PASSIVE_FIELDS
 
+STRICT_TOOLS = "strict_tools"
 _UNMASKED_FORMATS: tuple[dict[str, str], ...] = ({}, {"type": "text"})
 _UNMASKED_TOOL_CHOICES = ("auto", "none")
+_TEXT_PARTS = frozenset({
+    "text", "input_text", "output_text", "refusal", "thinking", "tool_reference",
+})  # fmt: skip
+_MEDIA_KEYS = frozenset({
+    "image_url", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio",
+    "audio_embeds", "video_url", "video_embeds", "prompt_embeds",
+})  # fmt: skip
 
 
 def masking_field(request: Mapping[str, Any]) -> str | None:
-    """The field, if any, by which the request forbids tokens while they are sampled."""
+    """The field, if any, by which the request forbids tokens while they are sampled.
+
+    Returns: the field's name; `STRICT_TOOLS` where it is the `strict` of a tool.
+    """
     for name in sorted(MASKING_FIELDS & request.keys()):
-        value = request[name]
-        if name == "response_format" and value in _UNMASKED_FORMATS:
-            continue
-        if value:  # null, false, 0 and empty ask for nothing
+        if _asks(name, request[name]):
             return name
     tool_choice = request.get("tool_choice")
     # A named function or "required" is held to by a grammar.
-    return "tool_choice" if tool_choice and tool_choice not in _UNMASKED_TOOL_CHOICES else None
+    if tool_choice and tool_choice not in _UNMASKED_TOOL_CHOICES:
+        return "tool_choice"
+    if not has_tools(request) or tool_choice == "none":
+        return None
+    if request.get("parallel_tool_calls") not in (None, True):
+        return "parallel_tool_calls"
+    return STRICT_TOOLS if any(map(_is_strict, request["tools"])) else None
+
+
+def _asks(name: str, value: Any) -> bool:  # Any: JSON
+    """Whether a masking field of this value asks for anything."""
+    if name == "response_format":
+        return value is not None and value not in _UNMASKED_FORMATS
+    if name == "thinking_token_budget":
+        return value not in (None, -1)  # 0 forbids thinking
+    return bool(value)  # null, false, 0 and empty ask for nothing
+
+
+def _is_strict(tool: Any) -> bool:  # Any: JSON
+    """Whether a tool, or its function, asks for its schema to be kept to."""
+    if not isinstance(tool, Mapping):
+        return False
+    function = tool.get("function")
+    holders = (tool, function) if isinstance(function, Mapping) else (tool,)
+    return any(holder.get("strict") not in (None, False) for holder in holders)
+
+
+def has_tools(request: Mapping[str, Any]) -> bool:
+    """Whether the request shows tools to the model."""
+    tools = request.get("tools")
+    return isinstance(tools, list) and bool(tools)
+
+
+def has_media(request: Mapping[str, Any]) -> bool:
+    """Whether a message holds anything but text.
+
+    The token ids of such a prompt have placeholders for the image or sound, from which a trainer
+    cannot recompute what the model saw.
+    """
+    messages = request.get("messages")
+    if not isinstance(messages, list):
+        return False
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    return any(
+        _is_media(part) for content in contents if isinstance(content, list) for part in content
+    )
+
+
+def _is_media(part: Any) -> bool:  # Any: JSON
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    return not (isinstance(kind, str) and kind in _TEXT_PARTS) or bool(_MEDIA_KEYS & part.keys())
 
 
 def unknown_field(request: Mapping[str, Any]) -> str | None:
@@ -96,6 +161,7 @@ def candidate_body(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
+        "watermarking": False,
         "logprobs": True,
         "return_token_ids": True,
     }

@@ -8,13 +8,15 @@ up to the number of exchanges looked at: one that leaves the backlog is taken ou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 from sqlalchemy.orm import Session
 
 from ingest.best_of_groups import settle_new
+from ingest.engine_facts import FLAG, UNKNOWN, load_facts, state
 from ingest.selection import BACKLOG, TURN_DECIDED, Rules, Standing, select, turn_of
-from ingest.store.database import Database, count
+from ingest.store.database import Database, count, get_flag
 from ingest.store.exchanges import (
     NEW,
     StoredExchange,
@@ -42,7 +44,15 @@ def rules_of(settings: Settings) -> Rules:
         max_groups_per_session=settings.groups.max_groups_per_session,
         max_pending_groups=settings.groups.max_pending_groups,
         logprobs_mode=settings.serving.logprobs_mode,
+        sampling_defaults=settings.serving.sampling_defaults,
+        facts=state(UNKNOWN, settings.serving),
     )
+
+
+def rules_now(session: Session, rules: Rules) -> Rules:
+    """The rules with what ingest last found out about vLLM; as they are before it has."""
+    found = get_flag(session, FLAG)
+    return rules if found is None else replace(rules, facts=load_facts(found))
 
 
 def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
@@ -92,6 +102,7 @@ def _decide(
     held = {stored.exchange.exchange_id for stored in batch}
     waiting = load_of_turns(session, turns, selection=BACKLOG)
     batch = [*batch, *(one for one in waiting if one.exchange.exchange_id not in held)]
+    rules = rules_now(session, rules)
     live = live_adapters(session, model)
     batch = settle_new(session, batch, rules, live=live, now=now)
     if not batch:

@@ -6,7 +6,8 @@ IngestError
 ├── NoTokenizerError (LookupError)  the base model's tokenizer is not on this machine
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
 │   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
-│   └── AdapterGoneError            vLLM does not know the adapter: trying again will not help
+│   ├── AdapterGoneError            vLLM does not know the adapter: trying again will not help
+│   └── RequestRefusedError         vLLM refuses the request itself (400)
 ├── JudgeUnavailableError (ConnectionError)  no answer: try again later
 ├── JudgeRefusalError (ValueError)  it will never take this request: set the group aside
 └── JudgeReplyError (ValueError)    rubbish: retry once with the error, then set aside
@@ -41,6 +42,10 @@ class EngineDownError(SamplingError):
 
 class AdapterGoneError(SamplingError):
     """vLLM serves no model or adapter of this name (404)."""
+
+
+class RequestRefusedError(SamplingError):
+    """vLLM refuses the request itself, whoever asks and whenever (400)."""
 
 
 class JudgeUnavailableError(IngestError, ConnectionError):

@@ -1,8 +1,8 @@
 """Is the served answer exchangeable with the candidates that will be sampled beside it? Pure.
 
 Candidates are sampled at one temperature with nothing else set. A served answer takes part in the
-gradient only if it could have been one of them, and if its ids and log-probabilities are exact;
-otherwise it is judged and shown, and masked.
+gradient only if it could have been one of them, if it is known how it was sampled, and if its ids
+and log-probabilities are exact; otherwise it is judged and shown, and masked.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ingest.chat_request import unknown_field
+from ingest.engine_facts import NEUTRAL, why_unsaid
 from ingest.records import Answer
 from sidecar.records import Exchange, Sampling
 
@@ -19,6 +20,8 @@ LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 DEFAULT_TEMPERATURE = 1.0
 """What vLLM takes when nothing is said, unless the model's generation_config says otherwise."""
+RAISED_BELOW = 0.01
+"""vLLM samples at 0.01 where a lower temperature above 0 is asked for (its `_MAX_TEMP`)."""
 IMPOSSIBLE_LOGPROB = -9999.0
 """What vLLM's API writes in the place of minus infinity."""
 
@@ -26,18 +29,33 @@ IMPOSSIBLE_LOGPROB = -9999.0
 def candidate_temperature(sampling: Sampling, mode: LogprobsMode) -> float:
     """The temperature for candidates: the request's, or 1 where that would teach nothing.
 
-    Greedy answers are all alike, so 0 becomes 1. Raw log-probabilities are those before the
-    temperature, so with them only 1 is exact.
+    Greedy answers are all alike, so 0 becomes 1, and so does what vLLM raises to 0.01. Raw
+    log-probabilities are those before the temperature, so with them only 1 is exact.
     """
-    if mode == "raw_logprobs" or sampling.temperature == 0:
+    if mode == "raw_logprobs" or _temperature(sampling) < RAISED_BELOW:
         return DEFAULT_TEMPERATURE
     return _temperature(sampling)
 
 
 def served_answers(
-    exchange: Exchange, request: Mapping[str, Any], *, mode: LogprobsMode, limit: int
+    exchange: Exchange,
+    request: Mapping[str, Any],
+    *,
+    sampling: Sampling,
+    defaults: frozenset[str] | None,
+    mode: LogprobsMode,
+    limit: int,
 ) -> tuple[Answer, ...]:
-    """The reply's choices as the first answers of a group, at most `limit` of them."""
+    """The reply's choices as the first answers of a group, at most `limit` of them.
+
+    sampling: the exchange's, with the values that the operator states for unsaid fields.
+    defaults: fields that vLLM fills with a value that is not known; None: any of them.
+    """
+    masked = (
+        why_unsaid(sampling, defaults)
+        or _why_not_sampled_alike(sampling, mode)
+        or ("unknown_field" if unknown_field(request) else None)
+    )
     return tuple(
         Answer(
             index=place,
@@ -46,10 +64,8 @@ def served_answers(
             finish_reason=choice.finish_reason,
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,
-            temperature=_temperature(exchange.sampling),
-            untrainable_reason=_why_not_sampled_alike(exchange.sampling, mode)
-            or ("unknown_field" if unknown_field(request) else None)
-            or why_inexact(choice.token_ids, choice.logprobs),
+            temperature=_temperature(sampling),
+            untrainable_reason=masked or why_inexact(choice.token_ids, choice.logprobs),
         )
         for place, choice in enumerate(exchange.choices[:limit])
     )
@@ -67,21 +83,15 @@ def why_inexact(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> str 
 
 
 def _why_not_sampled_alike(sampling: Sampling, mode: LogprobsMode) -> str | None:
-    wanted = candidate_temperature(sampling, mode)
     if sampling.temperature == 0:
         return "temperature_zero"
-    if _temperature(sampling) != wanted:
+    if _temperature(sampling) < RAISED_BELOW:
+        return "temperature_raised"
+    if _temperature(sampling) != candidate_temperature(sampling, mode):
         return "temperature_differs"
-    neutral = (
-        ("top_p", sampling.top_p, (1.0,)),
-        ("top_k", sampling.top_k, (-1, 0)),
-        ("min_p", sampling.min_p, (0.0,)),
-        ("presence_penalty", sampling.presence_penalty, (0.0,)),
-        ("frequency_penalty", sampling.frequency_penalty, (0.0,)),
-        ("repetition_penalty", sampling.repetition_penalty, (1.0,)),
-    )
-    for name, value, allowed in neutral:
-        if value is not None and value not in allowed:
+    for name, neutral in NEUTRAL.items():
+        value = getattr(sampling, name)
+        if name != "temperature" and value is not None and value not in neutral:
             return name
     return None
 

@@ -13,12 +13,14 @@ from collections.abc import Callable
 
 import structlog
 
+from ingest import engine_facts
 from ingest.base_tokenizer import FLAG, TokenCheck
 from ingest.bus import BusReader
 from ingest.choose import choose_backlog, choose_new, rules_of
 from ingest.consume import consume
+from ingest.engine_watch import EngineWatch
 from ingest.errors import BusError, StoreError
-from ingest.store.database import Database, set_flag
+from ingest.store.database import Database, get_flag, set_flag
 from sidecar.settings import Settings
 
 BACKLOG_INTERVAL_S = 2.0
@@ -38,19 +40,22 @@ class Intake:
         settings: Settings,
         *,
         now: Callable[[], float] = time.time,
+        engine: EngineWatch | None = None,
     ) -> None:
+        """engine: what is known of vLLM; None: found out as the settings say."""
         self._bus = bus
         self._database = database
         self._bus_settings = settings.bus
         self._held_out_rate = settings.groups.held_out_rate
         self._model = settings.serving.model
         self._tokens = TokenCheck(settings.serving.base_model_path)
+        self._engine = engine or EngineWatch(settings.serving)
         self._rules = rules_of(settings)
         self._now = now
         self._backlog_due = 0.0
         self._upgraded = False
         self._told = False
-        """Whether the store says how the token check stands."""
+        """Whether the store says how the token check stands and what is known of vLLM."""
         self._failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -77,19 +82,27 @@ class Intake:
         return 0.0 if taken else self._bus_settings.poll_interval_s
 
     def step(self) -> int:
-        """Consume a batch and decide it. Returns: how many records or exchanges were taken on.
+        """Consume a batch and decide what is new, unless vLLM is just being found out about for the
+        first time. Returns: how many records or exchanges were taken on.
 
         Raises: BusError or StoreError; nothing is lost, the next step takes it up.
         """
         if not self._upgraded:
             self._database.upgrade()
+            with self._database.read() as session:
+                found = get_flag(session, engine_facts.FLAG)
+            if found is not None:
+                self._engine.recall(engine_facts.load_facts(found))
             self._upgraded = True
         limit = self._bus_settings.batch
         now = self._now()
-        if self._tokens.look(now) or not self._told:
+        looks = (self._tokens.look(now), self._engine.look(now))
+        if any(looks) or not self._told:
             self._told = False
             with self._database.write() as session:
                 set_flag(session, FLAG, self._tokens.state, now=now)
+                known = engine_facts.dump_facts(self._engine.facts)
+                set_flag(session, engine_facts.FLAG, known, now=now)
             self._told = True
         consumed = consume(
             self._bus,
@@ -106,6 +119,8 @@ class Intake:
                 repeated=consumed.repeated,
                 poison=consumed.poison,
             )
+        if not self._engine.ready:
+            return consumed.read
         decided = choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
         if now >= self._backlog_due:
             self._backlog_due = now + BACKLOG_INTERVAL_S

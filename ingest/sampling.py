@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import ceil
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from ingest.store.database import Database
 from ingest.store.groups import SAMPLING, claim_groups, release_group
 from ingest.throttle import PROBE_INTERVAL_S, Throttle
 from ingest.vllm import LoadProbe, Sampler
-from sidecar.settings import Groups
+from sidecar.settings import Groups, SamplingField
 
 POLL_S = 0.5
 """How long a worker with nothing to do waits before it looks again."""
@@ -54,6 +54,7 @@ class SamplingWorker:
         *,
         model: str,
         logprobs_mode: LogprobsMode = "processed_logprobs",
+        sampling_defaults: Mapping[SamplingField, float] | None = None,
         now: Callable[[], float] = time.time,
         probe_interval_s: float = PROBE_INTERVAL_S,
     ) -> None:
@@ -62,6 +63,7 @@ class SamplingWorker:
         self._settings = settings
         self._model = model
         self._mode = logprobs_mode
+        self._defaults = sampling_defaults
         self._now = now
         self._throttle = Throttle(
             load_probe, settings.max_running_requests, interval_s=probe_interval_s
@@ -160,7 +162,12 @@ class SamplingWorker:
     def _load(self, group_id: str) -> Job | None:
         with self._database.read() as session:
             return load_job(
-                session, group_id, model=self._model, mode=self._mode, size=self._settings.size
+                session,
+                group_id,
+                model=self._model,
+                mode=self._mode,
+                size=self._settings.size,
+                sampling_defaults=self._defaults,
             )
 
     def _store(self, job: Job, attempts: Sequence[Attempt]) -> Conclusion:

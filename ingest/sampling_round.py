@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from ingest.budget import spend_tokens
 from ingest.candidates import Attempt, Conclusion, back_off_s, conclude
+from ingest.engine_facts import fill
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.exchangeable import LogprobsMode, candidate_temperature
 from ingest.records import Answer, Group
@@ -29,6 +30,7 @@ from ingest.store.groups import (
 from ingest.vllm import Sampler
 from sidecar.records import BASE
 from sidecar.routing import upstream_model
+from sidecar.settings import SamplingField
 
 STAGE = "candidate"
 """Counter rows: ("candidate", "kept" or why there is none) -> candidates."""
@@ -51,14 +53,23 @@ class Job:
 
 
 def load_job(
-    session: Session, group_id: str, *, model: str, mode: LogprobsMode, size: int
+    session: Session,
+    group_id: str,
+    *,
+    model: str,
+    mode: LogprobsMode,
+    size: int,
+    sampling_defaults: Mapping[SamplingField, float] | None = None,
 ) -> Job | None:
-    """Read a group to complete; None when it, or its exchange, is not there any more."""
+    """Read a group to complete; None when it, or its exchange, is not there any more.
+
+    sampling_defaults: what the operator states for fields that the request leaves out.
+    """
     group = load_group(session, group_id)
     stored = load_exchange(session, group.exchange_id) if group is not None else None
     if group is None or stored is None:
         return None
-    sampling = stored.exchange.sampling
+    sampling = fill(stored.exchange.sampling, sampling_defaults)
     return Job(
         group=group,
         request=msgspec.json.decode(group.request, type=dict[str, Any]),

@@ -96,6 +96,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         settings.groups,
         model=serving.model,
         logprobs_mode=serving.logprobs_mode,
+        sampling_defaults=serving.sampling_defaults,
     )
     judging = JudgingWorker(database, judge, settings.judge)
     best_of = BestOfServer(socket_path(settings.state_dir), BestOfJudge(database, judge, settings))

@@ -19,11 +19,13 @@ from typing import Any
 
 import msgspec
 
-from ingest.chat_request import masking_field
+from ingest.chat_request import has_media, masking_field
+from ingest.engine_facts import UNKNOWN, EngineFacts, fill, why_masked
 from ingest.exchangeable import LogprobsMode, served_answers
 from ingest.held_out import share_of
 from ingest.records import Group
 from sidecar.records import Exchange
+from sidecar.settings import SamplingField
 
 CHOSEN = "chosen"
 BACKLOG = "backlog"
@@ -54,6 +56,10 @@ class Rules:
     max_groups_per_session: int
     max_pending_groups: int
     logprobs_mode: LogprobsMode
+    sampling_defaults: Mapping[SamplingField, float] | None = None
+    """`serving.sampling_defaults`; None: not stated."""
+    facts: EngineFacts = UNKNOWN
+    """What is known of vLLM beside the settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ def select(
     pending = standing.pending_groups
     by_session = dict(standing.groups_by_session)
     read = [
-        (exchange, request, _why_unfit(exchange, request, held_out, standing.live_adapters))
+        (exchange, request, _why_unfit(exchange, request, held_out, standing.live_adapters, rules))
         for exchange, held_out in batch
         for request in (_object(exchange.request),)
     ]
@@ -155,6 +161,7 @@ def _why_unfit(
     request: Mapping[str, Any] | None,
     held_out: bool,
     live_adapters: frozenset[str],
+    rules: Rules,
 ) -> str | None:
     """What the exchange is: nothing could be learned from it, or must not be."""
     if held_out:
@@ -172,6 +179,11 @@ def _why_unfit(
     masked_by = masking_field(request)
     if masked_by is not None:
         return f"untrainable:masked_by_{masked_by}"
+    if has_media(request):
+        return "untrainable:prompt_has_media"
+    masked = why_masked(request, rules.facts.grammar)
+    if masked is not None:
+        return f"untrainable:{masked}"
     if not any(_says_something(choice.message) for choice in exchange.choices):
         return "empty_answer"
     return None if exchange.adapter in live_adapters else "stale_adapter"
@@ -203,7 +215,7 @@ def judged_group(
     Returns: the group, or why there is none.
     """
     request = _object(exchange.request)
-    reason = _why_unfit(exchange, request, held_out, live_adapters)
+    reason = _why_unfit(exchange, request, held_out, live_adapters, rules)
     if reason is None and in_session >= rules.max_groups_per_session:
         reason = "session_cap"
     if reason is not None:
@@ -224,7 +236,14 @@ def _make_group(exchange: Exchange, request: Mapping[str, Any], rules: Rules) ->
         adapter=exchange.adapter,
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,
-        answers=served_answers(exchange, request, mode=rules.logprobs_mode, limit=rules.size),
+        answers=served_answers(
+            exchange,
+            request,
+            sampling=fill(exchange.sampling, rules.sampling_defaults),
+            defaults=rules.facts.defaults,
+            mode=rules.logprobs_mode,
+            limit=rules.size,
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ingest.exchangeable import RAISED_BELOW
 from ingest.records import Answer, ScoredGroup
 from learner.advantages import center_rewards, spread
 from learner.packing import packed_length
@@ -73,6 +74,8 @@ def mask_reason(answer: Answer) -> str | None:
         return "non_finite_logprob"
     if not answer.temperature > 0:
         return "greedy"
+    if answer.temperature < RAISED_BELOW:
+        return "temperature_raised"
     return None
 
 

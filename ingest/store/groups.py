@@ -20,6 +20,8 @@ from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
 from ingest.store.database import compress, count, decompress, insert_into
 from ingest.store.models import AnswerRow, ExchangeRow, GroupRow
 
+SERVED = "served"
+"""Counter rows: ("served", "trainable" or why it is masked) -> served answers of new groups."""
 SAMPLING = "sampling"
 SAMPLED = "sampled"
 SCORED = "scored"
@@ -52,6 +54,8 @@ def save_group(session: Session, group: Group, *, now: float) -> bool:
     if session.scalar(statement.returning(GroupRow.seq)) is None:
         return False
     _insert_answers(session, group.group_id, group.answers)
+    for answer in group.answers:
+        count(session, SERVED, answer.untrainable_reason or "trainable")
     return True
 
 

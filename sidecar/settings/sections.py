@@ -6,6 +6,7 @@ at import.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,18 @@ from sidecar.settings.section import Section
 ENV_PREFIX = "SIDECAR_"
 
 
+SamplingField = Literal[
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+]
+SamplingValue = Annotated[float, Between(-2, 1_000_000, "vLLM fills no other value")]
+
+
 class Serving(Section):
     """The vLLM that answers, and how it was started."""
 
@@ -50,6 +63,11 @@ class Serving(Section):
     """Folder or hub name of the base weights, for the learner; must be what vLLM serves."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """vLLM's `--logprobs-mode`. With raw ones only answers sampled at temperature 1 are exact."""
+    sampling_defaults: Mapping[SamplingField, SamplingValue] | None = None
+    """What vLLM takes for sampling fields that a request leaves out; a field that is not named is
+    neutral. None: found out, and not learned from where it is not neutral."""
+    grammar: Literal["find_out", "as_asked", "with_tools", "always"] = "find_out"
+    """When vLLM forbids tokens: as a request asks, with every request that has tools, always."""
     max_lora_rank: Annotated[int, Between(1, 512, "vLLM serves no higher rank")] = 16
     """vLLM's `--max-lora-rank`; an adapter of a higher rank is refused before it is loaded."""
     max_loras: Annotated[

@@ -47,13 +47,14 @@ def running_servers(folder: Path) -> Iterator[Servers]:
         upstreams = {"capture_on": vllm, "capture_off": behind.url}
         if RUNNING_VLLM not in os.environ:
             command, env = engine["command"], engine["env"]
-            started.append(stack.enter_context(_process(folder, "vllm", command, env)))
+            started.append(stack.enter_context(process(folder, "vllm", command, env)))
         for name, rate in (("capture_on", 1.0), ("capture_off", 0.0)):
             port = free_port()
             urls[name] = f"http://127.0.0.1:{port}"
             command = proxy_command(folder / name, upstreams[name], port, rate)
-            started.append(stack.enter_context(_process(folder, name, command, {})))
-        _wait(started, [f"{vllm}/health", *(f"{url}/readyz" for url in urls.values())], folder)
+            started.append(stack.enter_context(process(folder, name, command, {})))
+        ready = [f"{vllm}/health", *(f"{url}/readyz" for url in urls.values())]
+        wait_until_ready(started, ready, folder)
         yield Servers(vllm=vllm, behind=behind, folder=folder, **urls)
 
 
@@ -73,12 +74,13 @@ def proxy_command(folder: Path, vllm: str, port: int, sample_rate: float) -> lis
 
 
 @contextlib.contextmanager
-def _process(
+def process(
     folder: Path, name: str, command: list[str], env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command with its output in `<folder>/<name>.log`; it ends with the caller."""
     leash = [sys.executable, "-m", "deploy.leash", str(os.getpid())]
     with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
+        running = subprocess.Popen(
             [*leash, *command],  # it ends with us, also when we are killed
             cwd=ROOT,
             env={**os.environ, **env},
@@ -87,20 +89,21 @@ def _process(
             stderr=subprocess.STDOUT,
         )
         try:
-            yield process
+            yield running
         finally:
-            process.terminate()
+            running.terminate()
             try:
-                process.wait(STOP_TIMEOUT_S)
+                running.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                running.kill()
+                running.wait()
 
 
-def _wait(started: list[subprocess.Popen[bytes]], urls: list[str], folder: Path) -> None:
+def wait_until_ready(started: list[subprocess.Popen[bytes]], urls: list[str], folder: Path) -> None:
+    """Raises: AssertionError when a URL does not answer in time or a process ends before."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while urls:
-        ended = [process.returncode for process in started if process.poll() is not None]
+        ended = [one.returncode for one in started if one.poll() is not None]
         assert not ended, f"a server ended with {ended[0]}: see {folder}"
         assert time.monotonic() < deadline, f"{urls[0]} was not ready in time: see {folder}"
         if answers(urls[0]):

@@ -51,6 +51,7 @@ def test_a_masked_answer_counts_in_the_mean_and_not_in_the_loss(
         ({"logprobs": (-1.0,)}, "tokens_without_logprobs"),
         ({"logprobs": (-1.0, -math.inf, -1.0)}, "non_finite_logprob"),
         ({"temperature": 0.0}, "greedy"),
+        ({"temperature": 0.009}, "temperature_raised"),
         ({"untrainable_reason": "penalties"}, "penalties"),
         ({}, None),
     ],

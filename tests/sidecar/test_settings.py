@@ -133,3 +133,20 @@ def test_loopback_addresses_are_known() -> None:
         "0.0.0.0": False,
         "example.org": False,
     }
+
+
+def test_what_vllm_fills_is_stated_in_the_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "[serving.sampling_defaults]\ntemperature = 0.6\ntop_k = 20\n")
+    assert load_settings(path).serving.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert load_settings(write(tmp_path, "")).serving.sampling_defaults is None
+
+    monkeypatch.setenv("SIDECAR_SERVING__SAMPLING_DEFAULTS", "{}")
+    assert load_settings(path).serving.sampling_defaults == {}
+
+
+@pytest.mark.parametrize("value", ["{temprature = 0.6}", "{top_p = nan}", "{top_k = -3}", "0.6"])
+def test_a_default_that_vllm_could_not_fill_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(SettingsError, match=r"setting serving\.sampling_defaults"):
+        load_settings(write(tmp_path, f"[serving]\nsampling_defaults = {value}\n"))

@@ -17,6 +17,7 @@ from sqlalchemy import delete, func, select
 
 from ingest.bus import Envelope
 from ingest.choose import choose_new
+from ingest.engine_facts import EngineFacts
 from ingest.engine_load import EngineLoad
 from ingest.selection import Rules, group_id_of
 from ingest.store.database import Database
@@ -184,6 +185,7 @@ class Kit:
             max_groups_per_session=4,
             max_pending_groups=64,
             logprobs_mode="processed_logprobs",
+            facts=EngineFacts(defaults=frozenset(), grammar="as_asked"),
         )
         return replace(plain, **changes)
 

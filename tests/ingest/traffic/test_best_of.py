@@ -52,7 +52,7 @@ class Rig:
         self.kit = kit
         self.now = 1_000.0
         self.settings = Settings(
-            serving={"model": "smollm"},
+            serving={"model": "smollm", "sampling_defaults": {}, "grammar": "as_asked"},
             judge={"model": "scripted", "rubric": "Be good.", **sections.get("judge", {})},
             best_of={"enabled": True, **sections.get("best_of", {})},
             groups={"size": 8, **sections.get("groups", {})},

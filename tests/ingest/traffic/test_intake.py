@@ -18,7 +18,7 @@ from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
 
 SETTINGS = Settings(
-    serving=Serving(model="smollm"),
+    serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
     bus=Bus(batch=2),
     groups=Groups(held_out_rate=0.0, max_pending_groups=1, size=4),
 )

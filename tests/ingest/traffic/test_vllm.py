@@ -162,6 +162,7 @@ async def test_the_prompt_is_kept_and_the_sampling_is_replaced(vllm, sampler) ->
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
+            "watermarking": False,
             "seed": 42,
             "max_completion_tokens": 16,
             "logprobs": True,

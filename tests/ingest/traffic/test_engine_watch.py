@@ -1,0 +1,247 @@
+"""What is measured, read and stated of vLLM, and which of them wins."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingest.engine_facts import UNKNOWN, EngineFacts, dump_facts, load_facts, merge
+from ingest.engine_watch import EngineWatch
+from ingest.errors import EngineDownError, SamplingError
+from ingest.generation_config import read_defaults
+from ingest.intake import Intake
+from ingest.store.database import get_flag
+from sidecar.settings import Serving, Settings
+
+PLAIN = EngineFacts(defaults=frozenset(), grammar="as_asked")
+
+
+class ScriptedProbe:
+    """Finds what the script holds, the last of it again and again."""
+
+    def __init__(self, *script: EngineFacts | Exception) -> None:
+        self.script = list(script)
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    def __call__(self, url: str, model: str, key: str | None) -> EngineFacts:
+        self.asked.append((url, model, key))
+        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+def watch_of(serving: Serving, *, ask: ScriptedProbe) -> EngineWatch:
+    """A watch that looks at once, in the caller's thread."""
+    return EngineWatch(serving, ask=ask, start=lambda work: work())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Any:
+    """Make a base model's folder out of what its files say."""
+
+    def make(**files: Any) -> str:
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (tmp_path / f"{name}.json").write_text(text)
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("files", "defaults"),
+    [
+        ({}, set()),
+        ({"generation_config": {"eos_token_id": 2, "use_cache": True}}, set()),
+        (
+            {"generation_config": {"temperature": 0.6, "top_p": 0.95, "top_k": 20}},
+            {"temperature", "top_p", "top_k"},
+        ),
+        ({"generation_config": {"temperature": 1.0, "top_p": 1, "top_k": 0, "min_p": None}}, set()),
+        ({"generation_config": {"presence_penalty": 1.5}}, {"presence_penalty"}),
+        ({"generation_config": {"top_p": "0.9"}}, {"top_p"}),
+        ({"config": {"model_type": "llama", "temperature": 0.7}}, {"temperature"}),
+        ({"generation_config": {}, "config": {"temperature": 0.7}}, set()),
+        ({"generation_config": "{"}, None),
+        ({"generation_config": "[]"}, None),
+        ({"generation_config": "[" * 100_000}, None),
+        ({"generation_config": '{"top_p": NaN}'}, None),
+    ],
+)
+def test_the_base_models_files_say_which_fields_vllm_fills(
+    base: Any, files: dict[str, Any], defaults: set[str] | None
+) -> None:
+    assert read_defaults(base(**files)) == defaults
+
+
+@pytest.mark.parametrize("path", ["", "nobody/has-this-model", "not a name", "/no/such/folder"])
+def test_without_the_base_models_files_it_is_not_known_which_fields_vllm_fills(path: str) -> None:
+    assert read_defaults(path) is None
+
+
+def test_a_name_of_the_hub_is_read_from_this_machines_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--some--base" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    (snapshot / "generation_config.json").write_text('{"top_k": 20}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    assert read_defaults("some/base") == {"top_k"}
+
+
+def test_what_is_measured_wins_over_the_files_but_for_what_no_measurement_shows(base: Any) -> None:
+    folder = base(generation_config={"temperature": 0.6, "presence_penalty": 1.5})
+    probe = ScriptedProbe(EngineFacts(defaults=frozenset({"min_p"}), grammar="as_asked"))
+    watch = watch_of(Serving(base_model_path=folder), ask=probe)
+
+    assert watch.look(0.0)
+
+    assert watch.facts == EngineFacts(
+        defaults=frozenset({"min_p", "presence_penalty"}), grammar="as_asked"
+    )
+
+
+def test_the_files_speak_where_the_measurement_shows_nothing(base: Any) -> None:
+    folder = base(generation_config={"top_k": 20})
+    probe = ScriptedProbe(EngineFacts(defaults=None, grammar="with_tools"))
+    watch = watch_of(Serving(base_model_path=folder), ask=probe)
+
+    watch.look(0.0)
+
+    assert watch.facts == EngineFacts(defaults=frozenset({"top_k"}), grammar="with_tools")
+
+
+def test_a_vllm_that_starts_is_asked_every_second_and_one_that_fails_every_minute(
+    base: Any,
+) -> None:
+    probe = ScriptedProbe(EngineDownError("refused"), SamplingError("hangs"), PLAIN)
+    watch = watch_of(Serving(base_model_path=base()), ask=probe)
+
+    assert [
+        (now, watch.look(now), len(probe.asked)) for now in (0.0, 0.9, 1.0, 60.9, 61.0, 361.0)
+    ] == [
+        (0.0, True, 1),  # what the files say
+        (0.9, False, 1),
+        (1.0, False, 2),
+        (60.9, False, 2),
+        (61.0, True, 3),
+        (361.0, False, 4),
+    ]
+    assert watch.facts == PLAIN
+
+
+def test_what_was_known_holds_while_vllm_is_away_and_over_a_restart(base: Any) -> None:
+    watch = watch_of(Serving(), ask=ScriptedProbe(PLAIN, EngineDownError("refused")))
+    watch.look(0.0)
+    assert not watch.look(300.0)
+    assert watch.facts == PLAIN
+
+    again = watch_of(Serving(), ask=ScriptedProbe(EngineDownError("refused")))
+    again.recall(load_facts(dump_facts(watch.facts)))
+    again.look(0.0)
+    assert again.facts == PLAIN
+
+
+def test_before_anything_is_known_nothing_is_taken_for_known() -> None:
+    watch = watch_of(Serving(), ask=ScriptedProbe(EngineDownError("refused")))
+
+    watch.look(0.0)
+
+    assert watch.facts == UNKNOWN
+
+
+def test_what_the_operator_states_wins_and_spares_the_questions() -> None:
+    probe = ScriptedProbe(EngineFacts(defaults=frozenset({"top_k"}), grammar="always"))
+    stated = Serving(sampling_defaults={}, grammar="with_tools")
+
+    watch = watch_of(stated, ask=probe)
+    watch.look(0.0)
+
+    assert watch.facts == EngineFacts(defaults=frozenset(), grammar="with_tools")
+    assert probe.asked == []
+
+
+def test_every_replica_is_asked_and_the_worst_counts() -> None:
+    probe = ScriptedProbe(
+        PLAIN,
+        EngineDownError("refused"),
+        EngineFacts(defaults=frozenset({"top_p"}), grammar="with_tools"),
+    )
+    serving = Serving(upstreams=("http://a", "http://b", "http://c"), model="m", api_key="k")
+    watch = watch_of(serving, ask=probe)
+
+    watch.look(0.0)
+
+    assert probe.asked == [(f"http://{name}", "m", "k") for name in "abc"]
+    assert watch.facts == EngineFacts(defaults=frozenset({"top_p"}), grammar="with_tools")
+
+
+def test_a_replica_of_which_something_is_not_known_makes_it_not_known_of_all() -> None:
+    assert merge([PLAIN, UNKNOWN]) == UNKNOWN
+    assert merge([UNKNOWN, EngineFacts(defaults=frozenset(), grammar="always")]).grammar == "always"
+
+
+def test_a_flag_that_cannot_be_read_is_nothing_known() -> None:
+    assert load_facts("{") == UNKNOWN
+    assert load_facts('{"grammar": "of next year"}') == UNKNOWN
+
+
+def test_ingest_decides_when_the_first_look_has_ended_and_says_in_the_store_what_it_knows(
+    kit,
+) -> None:
+    serving = Serving(model="smollm", upstreams=("http://a",))
+    looks: list[Any] = []
+    watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=looks.append)
+    bus = kit.MemoryBus([])
+    intake = Intake(bus, kit.database, Settings(serving=serving), now=lambda: 10.0, engine=watch)
+    kit.store(kit.exchange("e1", request={"messages": [], "tools": [{"type": "function"}]}))
+
+    intake.step()
+    assert kit.counts("selection") == {}
+    (end_look,) = looks
+    end_look()
+    intake.step()
+
+    assert kit.counts("selection") == {"chosen": 1}
+    assert kit.counts("served") == {"trainable": 1}
+    with kit.database.read() as session:
+        assert load_facts(get_flag(session, "engine_facts") or "") == PLAIN
+
+
+def test_a_later_look_holds_nothing_up(kit) -> None:
+    serving = Serving(model="smollm")
+    looks: list[Any] = []
+    watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=looks.append)
+    watch.recall(PLAIN)
+    intake = Intake(
+        kit.MemoryBus([]), kit.database, Settings(serving=serving), now=lambda: 10.0, engine=watch
+    )
+    kit.store(kit.exchange("e1"))
+
+    intake.step()
+
+    assert len(looks) == 1
+    assert kit.counts("selection") == {"chosen": 1}
+
+
+def test_a_look_in_a_thread_ends_also_with_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    seen: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda info: (seen.append(info), ended.set()))
+    watch = EngineWatch(Serving(), ask=ScriptedProbe(ZeroDivisionError("a defect")))
+
+    watch.look(0.0)
+    assert ended.wait(10)
+    watch.look(1.0)
+
+    assert len(seen) == 1
+    assert watch.facts == UNKNOWN
+    assert watch.ready
