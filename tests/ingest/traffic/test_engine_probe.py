@@ -153,4 +153,4 @@ def test_what_is_no_chat_reply_is_refused(reply: Any) -> None:
 
 def test_a_vllm_that_cannot_be_reached_is_told_apart() -> None:
     with pytest.raises(EngineDownError, match="cannot connect"):
-        probe("http://127.0.0.1:9", "smollm", None, 5.0)
+        probe("http://127.0.0.1:9", "smollm", None, budget_s=5.0)
