@@ -7,9 +7,11 @@ rollback must not wait for libraries that it does not use.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from io import TextIOWrapper
@@ -146,13 +148,35 @@ def rollback(
 ) -> None:
     """Give the traffic back to an older adapter. Takes effect on the next request."""
     if offline:
-        from deploy.rollback import rollback as roll_back
-        from ingest.store.database import Database
-        from sidecar.records import BASE
+        with _without_collection():
+            _roll_back_offline(context, to, reason, output)
+        return
+    print_found(_client(context).post("/rollback", body={"to": to, "reason": reason}), output)
 
-        settings = _settings(context)
-        require_store(settings.store.url)
-        database = Database(settings.store.url)
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection, now and when the process ends.
+
+    One short command makes no garbage that matters, and looking for it among all that is imported
+    took a quarter of a rollback's time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _roll_back_offline(context: typer.Context, to: str, reason: str, output: str) -> None:
+    from deploy.rollback import rollback as roll_back
+    from ingest.store.database import Database
+    from sidecar.records import BASE
+
+    settings = _settings(context)
+    require_store(settings.store.url)
+    with closing(Database(settings.store.url)) as database:
         database.upgrade_if_behind()  # control, which else does it, may never have started
         done = roll_back(
             database,
@@ -162,16 +186,13 @@ def rollback(
             actor="sidecar rollback --offline",
             now=time.time(),
         )
-        database.close()
-        shown = {"from": done.before, "to": done.after, "changed": done.changed}
-        print_found({**shown, "ended_canary": done.ended_canary}, output)
-        if done.after != BASE:
-            note(
-                "vLLM was not asked: where it does not hold the adapter the base answers until "
-                "`sidecar control` has loaded it"
-            )
-        return
-    print_found(_client(context).post("/rollback", body={"to": to, "reason": reason}), output)
+    shown = {"from": done.before, "to": done.after, "changed": done.changed}
+    print_found({**shown, "ended_canary": done.ended_canary}, output)
+    if done.after != BASE:
+        note(
+            "vLLM was not asked: where it does not hold the adapter the base answers until "
+            "`sidecar control` has loaded it"
+        )
 
 
 @app.command()
