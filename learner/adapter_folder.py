@@ -1,9 +1,20 @@
-"""The files of an adapter folder and the digest that names it. No torch: deploy reads it too."""
+"""The files of an adapter folder and the digest that names it. No torch: deploy reads it too.
+
+Every file is opened relative to the opened folder, and neither the folder nor a file is reached
+through a symbolic link: what is hashed is what lies in the folder itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import io
 import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG = "adapter_config.json"
@@ -13,23 +24,105 @@ CARD = "README.md"
 
 DIGESTED = (CONFIG, WEIGHTS)
 """What vLLM reads. The lineage and the card stay out: they tell of one run (times, ids), and the
-same weights learned again must get the same digest. The audit row keeps the lineage's own hash."""
+same weights learned again must get the same digest. The audit row keeps the hashes of both."""
+MAX_FILE_BYTES = 16 * 2**30
+"""Rank 128 on every linear layer of a 405B model is smaller. A larger file is not read at all, so
+that a sparse file of terabytes cannot hold up whoever hashes it."""
+
+Mark = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime and ctime (ns) of a file. Without root nobody sets a ctime."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderState:
+    """What a folder held when it was read."""
+
+    digest: str
+    """SHA-256 hex over the canonical list of (path, size, SHA-256) of the digested files."""
+    marks: tuple[Mark, ...]
+    """Of the folder, then of each digested file; taken before the files were read."""
+
+
+@contextlib.contextmanager
+def open_folder(folder: Path) -> Iterator[int]:
+    """A descriptor of the folder, for `open_file`. Raises: OSError, also for a symbolic link."""
+    descriptor = _open(folder, os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
+    """Open a plain file of a folder for reading.
+
+    Raises: OSError, also for a link, a pipe, a device, or more than MAX_FILE_BYTES.
+    """
+    # O_NONBLOCK: to open a pipe must not wait for its writer.
+    with os.fdopen(_open(name, os.O_NONBLOCK, folder), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a plain file", name)
+        if found.st_size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes", name)
+        yield file
+
+
+def read_state(folder: Path) -> FolderState:
+    """Hash the digested files. Raises: OSError when one is missing or cannot be read."""
+    manifest = []
+    with open_folder(folder) as descriptor:
+        marks = [_mark(descriptor)]
+        for name in DIGESTED:
+            with open_file(descriptor, name) as file:
+                mark = _mark(file.fileno())
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            marks.append(mark)
+            manifest.append({"path": name, "size": mark[2], "sha256": digest})
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return FolderState(hashlib.sha256(canonical.encode()).hexdigest(), tuple(marks))
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 hex over the canonical list of (path, size, SHA-256) of the digested files.
+    """The digest that names a folder. Raises: OSError, as `read_state`."""
+    return read_state(folder).digest
 
-    Raises: OSError when one of them is missing or unreadable.
-    """
-    manifest = [
-        {"path": name, "size": (folder / name).stat().st_size, "sha256": file_digest(folder / name)}
-        for name in DIGESTED
-    ]
-    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+
+def folder_marks(folder: Path) -> tuple[Mark, ...]:
+    """The marks as they are now, to compare with `FolderState.marks`. Raises: OSError."""
+    with open_folder(folder) as descriptor:
+        marks = [_mark(descriptor)]
+        for name in DIGESTED:
+            with open_file(descriptor, name) as file:
+                marks.append(_mark(file.fileno()))
+    return tuple(marks)
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 hex of a file's bytes. Raises: OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(path: Path | str, flags: int, folder: int | None = None) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=folder)
+    except ValueError as error:  # a zero byte, or a lone surrogate
+        raise OSError(errno.EINVAL, "is no name of a file", ascii(str(path))) from error
+    except OSError as error:
+        if _is_link(path, folder):
+            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from error
+        raise
+
+
+def _is_link(path: Path | str, folder: int | None) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _mark(descriptor: int) -> Mark:
+    found = os.fstat(descriptor)
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

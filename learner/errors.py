@@ -5,6 +5,7 @@ LearnerError
 ├── NothingToLearnError (LookupError)   no usable group: the run is skipped, with counts by reason
 ├── DriftError (ValueError)             recorded and recomputed log-probabilities disagree: refuse
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
+│   └── AlteredParentError              its folder is not the one that was registered: refuse
 ├── NonFiniteError (ArithmeticError)    a weight or a loss is not finite: nothing is registered
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
@@ -32,6 +33,10 @@ class DriftError(LearnerError, ValueError):
 
 class ParentError(LearnerError, OSError):
     """The base model or the parent adapter is missing, unreadable or of another shape."""
+
+
+class AlteredParentError(ParentError):
+    """The files of the parent adapter changed after it was registered."""
 
 
 class NonFiniteError(LearnerError, ArithmeticError):

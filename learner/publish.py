@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from ingest.store.models import AdapterRow, AuditRow
-from learner.adapter_folder import LINEAGE, file_digest, folder_digest
+from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest
 from learner.records import Candidate
 
 ACTOR = "learner"
@@ -81,6 +81,7 @@ def register(
                 "state": "registered",
                 "digest": digest,
                 "lineage_sha256": file_digest(path / LINEAGE),
+                "card_sha256": file_digest(path / CARD),
             },
             reason=f"trained by run {run_id} from {parent}",
         )

@@ -19,7 +19,13 @@ from sqlalchemy.orm import Session
 from ingest.errors import StoreError
 from ingest.store.database import Database
 from ingest.store.models import AdapterRow, AliasRow, RunRow
-from learner.errors import ParentError, RunInProgressError, RunStoppedError
+from learner.adapter_folder import folder_digest
+from learner.errors import (
+    AlteredParentError,
+    ParentError,
+    RunInProgressError,
+    RunStoppedError,
+)
 from learner.records import Parent
 from learner.source import give_back
 from sidecar.records import BASE
@@ -46,6 +52,26 @@ def find_parent(session: Session, model: str) -> Parent:
     if row is None:
         raise ParentError(f"champion {alias.adapter} is no registered adapter of {model}")
     return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
+
+
+def check_parent(parent: Parent) -> None:
+    """Compare the parent's folder with the registry. The base has none.
+
+    Raises: ParentError when the folder cannot be read, AlteredParentError when it was changed.
+    """
+    if parent.path is None:
+        return
+    cure = "restore the folder from a backup, or roll back to another version"
+    try:
+        found = folder_digest(parent.path)
+    except OSError as error:
+        where = error.filename or parent.path
+        raise ParentError(f"parent {parent.name}: {where}: {error.strerror}; {cure}") from error
+    if found != parent.digest:
+        raise AlteredParentError(
+            f"parent {parent.name}: {parent.path} was changed after it was registered (digest "
+            f"{found[:12]}, the registry says {(parent.digest or '')[:12]}); {cure}"
+        )
 
 
 def running_ids(session: Session) -> set[str]:

@@ -24,7 +24,7 @@ from ingest.store.database import Database, count
 from ingest.store.groups import CLAIMED, SCORED
 from learner import source
 from learner.adapter_folder import CARD, LINEAGE, folder_digest
-from learner.errors import NothingToLearnError, RunStoppedError
+from learner.errors import AlteredParentError, NothingToLearnError, RunStoppedError
 from learner.lineage import build_lineage, render_card, render_lineage
 from learner.publish import find_published, register, remove_folder, seal
 from learner.records import Candidate, Parent, TrainingJob, TrainingOutcome
@@ -32,6 +32,7 @@ from learner.runs import (
     HEARTBEAT_S,
     Heartbeat,
     abandon,
+    check_parent,
     end_run,
     find_parent,
     open_run,
@@ -134,6 +135,7 @@ class Run:
         return candidate
 
     def _learn(self, parent: Parent, heartbeat: Heartbeat) -> Candidate:
+        check_parent(parent)
         material = self._claim(parent)
         folder = self._work_folder()
         try:
@@ -147,6 +149,7 @@ class Run:
             )
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)
+            check_parent(parent)  # the trainer read it after the first look
             return self._publish(material, outcome, folder)
         finally:
             if folder.exists():
@@ -269,6 +272,8 @@ class Run:
         try:
             with self._database.write() as session:
                 abandon(session, self.run_id, reason, now=self._clock())
+                if isinstance(error, AlteredParentError):
+                    count(session, source.STAGE, "parent_altered")
         except StoreError as store_error:
             # The lease runs out by itself, and the next run gives the groups back.
             log.error("run_end_not_recorded", run_id=self.run_id, error=str(store_error))

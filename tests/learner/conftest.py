@@ -16,7 +16,7 @@ from ingest.records import Answer, Group, ScoredGroup
 from ingest.store.arrays import pack_floats, pack_ids
 from ingest.store.database import Database, compress
 from ingest.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
-from learner.adapter_folder import CONFIG, WEIGHTS
+from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.records import (
     Drift,
     StepMetrics,
@@ -267,21 +267,25 @@ def _exchange_row(group: Group) -> ExchangeRow:
 
 
 @pytest.fixture
-def put_version(database: Database) -> Callable[..., str]:
+def put_version(database: Database, tmp_path: Path) -> Callable[..., str]:
     """put_version(version, parent, state=, champion=): a registered version. Returns its name."""
 
     def put(
         version: int, parent: str = "base", *, state: str = "retired", champion: bool = False
     ) -> str:
         name = f"m--v{version}-{version:012x}"
+        folder = tmp_path / f"adapter-{version}"
+        folder.mkdir()
+        (folder / CONFIG).write_text("{}")
+        (folder / WEIGHTS).write_bytes(b"weights of %d" % version)
         with database.write() as session:
             session.add(
                 AdapterRow(
                     name=name,
                     model="m",
                     version=version,
-                    digest=f"{version:064x}",
-                    path=f"/adapters/{version}",
+                    digest=folder_digest(folder),
+                    path=str(folder),
                     parent=parent,
                     state=state,
                     created_at=NOW,

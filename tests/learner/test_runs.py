@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,13 +49,15 @@ def test_the_first_run_starts_from_the_base(database: Database) -> None:
         assert find_parent(session, "m") == Parent(name="base")
 
 
-def test_a_run_starts_from_the_champion(database: Database, put_version: Make) -> None:
+def test_a_run_starts_from_the_champion(
+    database: Database, put_version: Make, tmp_path: Path
+) -> None:
     name = put_version(3, champion=True)
 
     with database.read() as session:
         parent = find_parent(session, "m")
 
-    assert (parent.name, parent.version, str(parent.path)) == (name, 3, "/adapters/3")
+    assert (parent.name, parent.version, parent.path) == (name, 3, tmp_path / "adapter-3")
 
 
 def test_a_champion_that_nobody_registered_is_refused(database: Database) -> None:

@@ -16,9 +16,11 @@ from ingest.store.database import Database
 from ingest.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
 from learner.errors import (
+    AlteredParentError,
     DriftError,
     NonFiniteError,
     NothingToLearnError,
+    ParentError,
     RunInProgressError,
     RunStoppedError,
 )
@@ -136,15 +138,70 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: Make, tiny_base: Path)
 
 @pytest.mark.usefixtures("two_groups")
 def test_the_next_run_starts_from_the_champion(
-    new_run: Make, put_version: Make, fake_trainer: Any
+    new_run: Make, put_version: Make, fake_trainer: Any, tmp_path: Path
 ) -> None:
     champion = put_version(4, champion=True)
 
     candidate = new_run().start()
 
     assert fake_trainer.jobs[0].parent.name == champion
-    assert fake_trainer.jobs[0].parent.path == Path("/adapters/4")
+    assert fake_trainer.jobs[0].parent.path == tmp_path / "adapter-4"
     assert (candidate.parent, candidate.version) == (champion, 5)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_parent_with_a_flipped_bit_is_not_trained_on(
+    new_run: Make, put_version: Make, database: Database, fake_trainer: Any, tmp_path: Path
+) -> None:
+    champion = put_version(4, champion=True)
+    flip_a_bit(tmp_path / "adapter-4" / WEIGHTS)
+
+    with pytest.raises(AlteredParentError, match=f"parent {champion}: .* was changed"):
+        new_run().start()
+
+    assert fake_trainer.jobs == []
+    assert [row.name for row in versions(database)] == [champion]
+    assert statuses(database) == {"a": ("scored", None), "b": ("scored", None)}
+    assert counters(database) == {"parent_altered": 1}
+    assert run_row(database).status == "failed"
+    assert "restore the folder from a backup" in str(run_row(database).reason)
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_parent_that_changes_while_it_is_trained_on_gives_no_version(
+    new_run: Make, put_version: Make, database: Database, fake_trainer: Any, tmp_path: Path
+) -> None:
+    champion = put_version(4, champion=True)
+    fake_trainer.on_train = lambda job: flip_a_bit(job.parent.path / WEIGHTS)
+
+    with pytest.raises(AlteredParentError):
+        new_run().start()
+
+    assert [row.name for row in versions(database)] == [champion]
+    assert statuses(database) == {"a": ("scored", None), "b": ("scored", None)}
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("what", [CONFIG, WEIGHTS, "."])
+def test_a_parent_behind_a_link_is_not_trained_on(
+    new_run: Make, put_version: Make, fake_trainer: Any, tmp_path: Path, what: str
+) -> None:
+    put_version(4, champion=True)
+    real = tmp_path / "adapter-4" / what
+    moved = tmp_path / "moved"
+    real.resolve().rename(moved)
+    (tmp_path / "adapter-4" / what if what != "." else tmp_path / "adapter-4").symlink_to(moved)
+
+    with pytest.raises(ParentError, match="is a symbolic link"):
+        new_run().start()
+
+    assert fake_trainer.jobs == []
 
 
 def test_the_newest_groups_are_taken_and_the_others_wait(
