@@ -54,7 +54,11 @@ def create_app(context: AdminContext) -> FastAPI:
 
 def _add_probes(app: FastAPI, context: AdminContext) -> None:
     collector = StoreCollector(
-        context.database, context.model, context.fleet.view, context.refusals.counts
+        context.database,
+        context.model,
+        context.fleet.view,
+        context.refusals.counts,
+        loops=context.loops,
     )
 
     @app.get("/healthz")
@@ -64,7 +68,12 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/readyz")
     def readyz() -> JSONResponse:
-        """The store answers and holds a routing table. vLLM may be away: that is survived."""
+        """The store answers and holds a routing table.
+
+        vLLM may be away, and a loop of control may fail: both are survived, and said. This API can
+        still roll back, so it must not be taken for dead. Errors are told by `/admin/v1/status`,
+        which asks for a token.
+        """
         try:
             with context.database.read() as session:
                 table = session.scalar(
@@ -73,7 +82,14 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         except StoreError as error:
             return JSONResponse({"status": "not ready", "reason": str(error)}, status_code=503)
         ready = table is not None
-        body = {"status": "ready" if ready else "not ready", "engine": context.engine.away or "ok"}
+        body = {
+            "status": "ready" if ready else "not ready",
+            "engine": context.engine.away or "ok",
+            "loops": {
+                name: f"failed {view.failures} times in a row" if view.failures else "ok"
+                for name, view in context.loops().items()
+            },
+        }
         return JSONResponse(body, status_code=200 if ready else 503)
 
     @app.get("/metrics")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from deploy.admin_reception import Refusals
 from deploy.fleet import Fleet
+from deploy.loops import LoopView
 from deploy.reconcile import EngineView
 from ingest.store.database import Database
 from sidecar.settings import Canary as CanarySettings
@@ -26,6 +27,8 @@ class AdminContext:
     on_change: Callable[[], None] = lambda: None
     """Told after every change of what vLLM should have loaded."""
     clock: Callable[[], float] = time.time
+    loops: Callable[[], Mapping[str, LoopView]] = dict
+    """How the loops of this process do, by name."""
 
     @property
     def engine(self) -> EngineView:

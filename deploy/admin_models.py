@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from deploy import transitions
+from deploy.loops import LoopView
 from deploy.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Phase, Trial
 from deploy.rollback import RollbackResult
@@ -286,6 +287,19 @@ class RoutingOut(BaseModel):
     generation: int
 
 
+class LoopOut(BaseModel):
+    """One of control's own loops."""
+
+    failures: int
+    """Turns in a row that ended with an error; 0: all is well."""
+    error: str | None
+    """The last of these errors."""
+
+    @classmethod
+    def of(cls, view: LoopView) -> LoopOut:
+        return cls(failures=view.failures, error=view.error)
+
+
 class StatusOut(BaseModel):
     """What serves, what is on trial, what the learner does."""
 
@@ -296,6 +310,8 @@ class StatusOut(BaseModel):
     canary: CanaryOut | None
     learner: LearnerOut
     engine: EngineOut
+    control: dict[str, LoopOut]
+    """Control's own loops, by name: the trial (`tick`), and each vLLM (`reconcile URL`)."""
     adapters: dict[str, int]
     """Versions by state."""
     groups: dict[str, int]

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import structlog
 
-from deploy import candidates, ramp_counts, registry, transitions, trials
+from deploy import candidates, ramp_counts, registry, tick_errors, transitions, trials
 from deploy.canary import Decision, Evidence, GateEvidence, Hold, LoadEvidence, Move, decide
+from deploy.errors import error_line
 from deploy.gate import Gate
 from deploy.records import AdapterVersion, Trial
 from deploy.trial_loading import Facts, load_everywhere
-from deploy.validation import ServingLimits, validate_folder
+from deploy.validation import Registered, ServingLimits, validate_folder
 from deploy.vllm_control import AdapterControl
 from ingest.store.database import Database
 from sidecar.settings import Canary as CanarySettings
@@ -57,19 +58,46 @@ class Controller:
         self._last_hold: tuple[object, ...] = ()
 
     async def tick(self) -> None:
-        """Take the active trial one step on, or begin the next. Raises: StoreError."""
+        """Take the active trial one step on, or begin the next.
+
+        Raises: StoreError, EngineError or another OSError, which are no trial's fault. Any other
+        error counts against the trial, and too many end it.
+        """
         trial = await asyncio.to_thread(self._active_trial)
         if trial is None:
             return
+        try:
+            moved = await self._step(trial)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - one bad candidate must not end the others
+            moved = await asyncio.to_thread(self._count_error, trial, error)
+        if moved:
+            self._on_change()
+
+    async def _step(self, trial: Trial) -> bool:
+        """Returns: True when the trial moved."""
         if trial.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, trial):
-            self._on_change()
-            return
-        if trial.paused:
-            return
+            return True
+        if trial.paused or tick_errors.waits(trial, self._clock()):
+            return False
         evidence, facts = await self._gather(trial)
+        if trial.tick_errors:
+            facts = {**facts, "tick_errors": {}}
         decision = decide(trial, evidence, self._rules, self._clock())
-        if await asyncio.to_thread(self._apply, trial, decision, facts):
-            self._on_change()
+        return await asyncio.to_thread(self._apply, trial, decision, facts)
+
+    def _count_error(self, trial: Trial, error: Exception) -> bool:
+        log.error(
+            "canary_tick_failed",
+            canary=trial.canary_id,
+            candidate=trial.candidate,
+            error=error_line(error),
+            tries=trial.tick_errors + 1,
+            exc_info=error if not trial.tick_errors else None,
+        )
+        with self._database.write() as session:
+            return tick_errors.record(session, trial, error, now=self._clock())
 
     def _active_trial(self) -> Trial | None:
         with self._database.read() as session:
@@ -122,23 +150,23 @@ class Controller:
             )
 
     async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
-        version, failures = await asyncio.to_thread(self._candidate, trial)
+        version, registered, failures = await asyncio.to_thread(self._candidate, trial)
 
         async def validate() -> None:
-            await asyncio.to_thread(
-                validate_folder, Path(version.path), digest=version.digest, limits=self._limits
-            )
+            await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)
 
         return await load_everywhere(
             self._replicas, version, model=trial.model, failures=failures, validate=validate
         )
 
-    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, int]:
-        """The candidate, and how often vLLM failed to load it so far."""
+    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, Registered, int]:
+        """The candidate, what its files were, and how often vLLM failed to load it so far."""
         with self._database.read() as session:
             row = trials.find_row(session, trial.canary_id)
             failures = row.evidence.get("loading", {}).get("failures", 0)
-            return registry.find(session, trial.candidate), failures
+            version = registry.find(session, trial.candidate)
+            documents = registry.document_digests(session, trial.candidate)
+            return version, Registered(digest=version.digest, documents=documents), failures
 
     def _apply(self, trial: Trial, decision: Decision, facts: Facts) -> bool:
         """Write a decision. Returns: True when the trial moved."""

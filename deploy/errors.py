@@ -8,6 +8,7 @@ DeployError
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
+    └── AlteredAdapterError             its files are not those that were registered: not loaded
 """
 
 from __future__ import annotations
@@ -43,3 +44,16 @@ class EngineError(DeployError, ConnectionError):
 
 class InvalidAdapterError(DeployError, ValueError):
     """The adapter folder fails validation and must never be served."""
+
+
+class AlteredAdapterError(InvalidAdapterError):
+    """The files of the adapter changed after it was registered."""
+
+
+def error_line(error: BaseException) -> str:
+    """An error as one line that a log, a database and a terminal can take.
+
+    Ours say all that there is to say; of any other the type is part of it.
+    """
+    text = str(error) if isinstance(error, DeployError) else f"{type(error).__name__}: {error}"
+    return (text if text.isprintable() else text.encode("unicode_escape").decode())[:2_000]

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from deploy import learner_switches, trials
 from deploy.admin_auth import RefusalReason
+from deploy.loops import LoopView
 from deploy.reconcile import EngineView
 from ingest.store.database import Database
 from ingest.store.models import (
@@ -40,12 +41,15 @@ class StoreCollector(Collector):
         model: str,
         engine: Callable[[], EngineView],
         admin_refused: Mapping[RefusalReason, int] = MappingProxyType({}),
+        loops: Callable[[], Mapping[str, LoopView]] = dict,
     ) -> None:
-        """admin_refused: requests of the admin API that were refused, by reason; read each time."""
+        """admin_refused: requests of the admin API that were refused, by reason; read each time.
+        loops: how control's loops do, by name."""
         self._database = database
         self._model = model
         self._engine = engine
         self._admin_refused = admin_refused
+        self._loops = loops
 
     def collect(self) -> Iterator[Metric]:
         with self._database.read() as session:
@@ -103,6 +107,11 @@ class StoreCollector(Collector):
             ("learner_paused", "1: paused.", float(learner_switches.read(session).paused)),
             ("engine_reachable", "1: a vLLM answers.", float(engine.away is None)),
             ("adapters_loaded", "In every vLLM that answers.", float(len(engine.loaded))),
+            (
+                "adapters_refused",
+                "Wanted adapters that a vLLM does not take, or whose folder was changed.",
+                float(len(engine.refused)),
+            ),
         )
         for name, help_text, value in singles:
             yield GaugeMetricFamily(f"sidecar_{name}", help_text, value=value)
@@ -112,6 +121,14 @@ class StoreCollector(Collector):
         for url, view in engine.replicas.items():
             replicas.add_metric([url], float(view.away is None))
         yield replicas
+        failures = GaugeMetricFamily(
+            "sidecar_control_loop_failures",
+            "Turns in a row of control's loop that ended with an error.",
+            labels=["loop"],
+        )
+        for name, loop in self._loops().items():
+            failures.add_metric([name], float(loop.failures))
+        yield failures
 
 
 def _counters(session: Session) -> Metric:

@@ -8,6 +8,7 @@ movement proves nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe)
         reason = f"not live: the reply to {name} names {adapter.model_in_reply}"
     elif not differences:
         reason = "not live: the probe gave no log-probabilities to compare"
+    elif not math.isfinite(mean):
+        reason = "not live: its log-probabilities are not finite"
     elif mean <= max(MIN_DIFFERENCE, NOISE_FACTOR * noise):
         reason = (
             f"not live: its log-probabilities are the base's ({mean:.2g} nats a token away, noise "

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import httpx
 import structlog
@@ -23,10 +23,10 @@ from deploy.admin_context import AdminContext
 from deploy.controller import Controller
 from deploy.fleet import Fleet
 from deploy.gate import Gate
+from deploy.loops import Loop
 from deploy.reconcile import Reconciler
 from deploy.validation import ServingLimits
 from deploy.vllm_control import AdapterControl, VllmControl
-from ingest.errors import StoreError
 from ingest.judge import LiteLlmJudge
 from ingest.store.database import Database
 from ingest.throttle import PROBE_INTERVAL_S, Throttle
@@ -40,7 +40,6 @@ RECONCILE_S = 2.0
 """How often vLLM's list of adapters is looked at."""
 RECONCILE_AWAY_S = 0.25
 """The same while vLLM is away: until the champion is loaded again, its users get errors."""
-STORE_RETRY_S = 1.0
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s; ours must be given up before."""
 
@@ -142,6 +141,17 @@ async def _run(
         }
     )
     controller = make_controller(settings, database, replicas, sampler, judge, on_change)
+
+    def keep(url: str, reconciler: Reconciler) -> Loop:
+        def every_s() -> float:
+            return RECONCILE_S if reconciler.view.away is None else RECONCILE_AWAY_S
+
+        return Loop(f"reconcile {url}", reconciler.reconcile, every_s, changed[url])
+
+    loops = [
+        Loop("tick", controller.tick, lambda: settings.canary.poll_s),
+        *(keep(url, reconciler) for url, reconciler in fleet.reconcilers.items()),
+    ]
     context = AdminContext(
         database=database,
         model=model,
@@ -149,25 +159,17 @@ async def _run(
         fleet=fleet,
         token_digests=settings.admin.tokens,
         on_change=on_change,
+        loops=lambda: {loop.name: loop.view for loop in loops},
     )
     server = admin_server(create_app(context))
-
-    def keep(url: str, reconciler: Reconciler) -> asyncio.Task[None]:
-        def every_s() -> float:
-            return RECONCILE_S if reconciler.view.away is None else RECONCILE_AWAY_S
-
-        work = _repeat("reconcile", reconciler.reconcile, every_s, changed[url])
-        return asyncio.create_task(work)
-
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener])),
-        asyncio.create_task(_repeat("tick", controller.tick, lambda: settings.canary.poll_s)),
-        *(keep(url, reconciler) for url, reconciler in fleet.reconcilers.items()),
+        *(asyncio.create_task(loop.run()) for loop in loops),
     ]
     host, port = listener.getsockname()[:2]
     log.info("control_ready", admin=base_url(host, port), model=model)
     waiting = asyncio.create_task(stop.wait())
-    # A loop that ends by itself is a defect: its error must end the process, not hide in a task.
+    # Only the admin server's task may end by itself; the process must not go on without it.
     await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     for task in (waiting, *tasks[1:]):
@@ -204,7 +206,11 @@ def make_controller(
         replicas=replicas,
         gate=gate,
         rules=rules,
-        limits=ServingLimits(max_rank=serving.max_lora_rank, bases=frozenset(bases)),
+        limits=ServingLimits(
+            max_rank=serving.max_lora_rank,
+            bases=frozenset(bases),
+            base_model_path=serving.base_model_path,
+        ),
         model=serving.model,
         on_change=on_change,
     )
@@ -218,24 +224,3 @@ def _vllm_client(settings: Settings, url: str) -> httpx.AsyncClient:
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         trust_env=False,  # a proxy meant for the web is in the way of the operator's own vLLM
     )
-
-
-async def _repeat(
-    name: str,
-    work: Callable[[], Awaitable[object]],
-    every_s: Callable[[], float],
-    wake: asyncio.Event | None = None,
-) -> None:
-    """Do `work`, wait `every_s()` or until woken, again. A store that is away is waited for."""
-    wake = wake or asyncio.Event()
-    while True:
-        wake.clear()
-        try:
-            await work()
-            pause_s = every_s()
-        except StoreError as error:
-            log.warning("store_away", loop=name, reason=str(error))
-            pause_s = STORE_RETRY_S
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await wake.wait()

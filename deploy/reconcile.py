@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from deploy import registry, routing_writer, trials
-from deploy.errors import EngineError, InvalidAdapterError
+from deploy.altered import record_altered
+from deploy.checked_load import load_checked
+from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
 from deploy.vllm_control import AdapterControl
+from ingest.errors import StoreError
 from ingest.store.database import Database
 from sidecar.records import BASE
 
@@ -28,6 +31,9 @@ log = structlog.get_logger()
 NOT_ASKED = "not asked yet"
 UNLOAD_GRACE_S = 30.0
 """An adapter is kept this long after it was last wanted."""
+ALTERED_RETRY_S = 30.0
+"""An altered folder is read again this often: someone may have restored it, and to hash it at
+every look would keep a core busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,8 @@ class Desired:
     """Name -> folder, of every version, the oldest first."""
     rejected: frozenset[str]
     """Never had traffic and never will: need no grace."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Name -> digest that was registered, of every version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,7 @@ def read_desired(database: Database, model: str) -> Desired:
         wanted=tuple(dict.fromkeys(name for name in names if name != BASE)),
         paths={one.name: one.path for one in reversed(versions)},
         rejected=frozenset(one.name for one in versions if one.state == "rejected"),
+        digests={one.name: one.digest for one in versions},
     )
 
 
@@ -122,7 +131,10 @@ class Reconciler:
         self._model = model
         self._max_loras = max_loras
         self._clock = clock
+        self._replica = replica
         self._unwanted_since: dict[str, float] = {}
+        self._altered_at: dict[str, float] = {}
+        """When the folder of an adapter was last found altered, unix seconds."""
         self.view = EngineView()
 
     async def reconcile(self) -> Plan:
@@ -134,8 +146,9 @@ class Reconciler:
             self._say_away(str(error))
             return Plan(load=(), unload=())
         self._say_back()
+        loaded -= await self._unload_altered(loaded)
         plan = self._plan(desired, loaded)
-        done = [name for name in plan.load if await self._load(name, desired.paths)]
+        done = [name for name in plan.load if await self._load(name, desired)]
         gone = [name for name in plan.unload if await self._unload(name)]
         self.view.loaded = (loaded | set(done)) - set(gone)
         self.view.refused = {k: v for k, v in self.view.refused.items() if k in desired.wanted}
@@ -153,17 +166,51 @@ class Reconciler:
             now=now,
         )
 
-    async def _load(self, name: str, paths: Mapping[str, str]) -> bool:
+    async def _load(self, name: str, desired: Desired) -> bool:
+        """Load one adapter. Whatever is wrong with it is said, and stops no other."""
+        if self._clock() < self._altered_at.get(name, -ALTERED_RETRY_S) + ALTERED_RETRY_S:
+            return False
         try:
-            await self._control.load(name, paths[name])
-        except (EngineError, InvalidAdapterError) as error:
-            if self.view.refused.get(name) != str(error):
-                self._log.error("adapter_not_loaded", adapter=name, reason=str(error))
-            self.view.refused[name] = str(error)
+            await self._load_checked(name, desired)
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one bad folder must not keep the others out
+            reason = error_line(error)
+            if self.view.refused.get(name) != reason:
+                self._log.error("adapter_not_loaded", adapter=name, reason=reason)
+            self.view.refused[name] = reason
             return False
         self.view.refused.pop(name, None)
-        self._log.info("adapter_loaded", adapter=name)
         return True
+
+    async def _load_checked(self, name: str, desired: Desired) -> None:
+        if name not in desired.paths:
+            raise InvalidAdapterError(f"{name} is no registered adapter of {self._model}")
+        try:
+            await load_checked(
+                self._control, name, desired.paths[name], desired.digests.get(name, "")
+            )
+        except AlteredAdapterError as error:
+            reason = error_line(error)
+            if self.view.refused.get(name) != reason:
+                await asyncio.to_thread(
+                    record_altered,
+                    self._database,
+                    self._model,
+                    name,
+                    replica=self._replica,
+                    reason=reason,
+                    now=self._clock(),
+                )
+            self.view.refused[name] = reason
+            self._altered_at[name] = self._clock()
+            raise
+        self._altered_at.pop(name, None)
+        self._log.info("adapter_loaded", adapter=name)
+
+    async def _unload_altered(self, loaded: frozenset[str]) -> frozenset[str]:
+        """Unload what was loaded while its folder changed, if that failed then."""
+        return frozenset([n for n in self._altered_at if n in loaded and await self._unload(n)])
 
     async def _unload(self, name: str) -> bool:
         try:

@@ -66,6 +66,10 @@ class Trial:
     generation: int
     taken_out: str | None = None
     """Why the proxy's breaker took the candidate out while the trial was paused."""
+    tick_errors: int = 0
+    """Ticks in a row that ended with an error of this trial's own."""
+    tick_error_at: float = 0.0
+    """Unix seconds of the last of them."""
 
     @property
     def active(self) -> bool:

@@ -13,14 +13,18 @@ from __future__ import annotations
 import re
 from typing import cast
 
+import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy import audit
 from deploy.errors import UnknownAdapterError
 from deploy.records import AdapterState, AdapterVersion
-from ingest.store.models import AdapterRow, AliasRow, CanaryRow
+from ingest.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
+from learner.adapter_folder import CARD, LINEAGE
 from sidecar.records import BASE
+
+log = structlog.get_logger()
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
 MAX_ANCESTORS = 10_000
@@ -77,6 +81,18 @@ def resolve(session: Session, model: str, reference: str) -> str:
             "champion, previous or base"
         )
     return row.name
+
+
+def document_digests(session: Session, name: str) -> dict[str, str]:
+    """SHA-256 hex of a version's lineage and card, by file name, where its registration says so."""
+    statement = (
+        select(AuditRow.after)
+        .where(AuditRow.action == "adapter.registered", AuditRow.subject == name)
+        .order_by(AuditRow.seq)
+    )
+    told = session.scalars(statement).first() or {}
+    keys = {LINEAGE: "lineage_sha256", CARD: "card_sha256"}
+    return {file: told[key] for file, key in keys.items() if key in told}
 
 
 def versions(session: Session, model: str) -> list[AdapterVersion]:
@@ -151,11 +167,15 @@ def move_alias(
 
 
 def set_state(session: Session, name: str, state: AdapterState, reason: str | None = None) -> None:
-    """Say where a version stands. The base has no row: nothing is written for it."""
+    """Say where a version stands. The base has no row: nothing is written for it.
+
+    Nor has one that somebody deleted: what ends its trial, or takes its users away, must not fail.
+    """
     if name == BASE:
         return
     row = session.get(AdapterRow, name)
     if row is None:
-        raise UnknownAdapterError(f"no adapter is called {name}")
+        log.error("adapter_row_missing", adapter=name, state=state)
+        return
     row.state = state
     row.reason = reason

@@ -3,20 +3,29 @@
 Format: 8 bytes little-endian header length, a JSON object of that length (tensor name -> dtype,
 shape, data_offsets), then the tensors' bytes. A number is infinite or NaN exactly when all bits of
 its exponent are set, which shows in its one or two highest bytes; slices and a translation table
-find such bytes at memory speed (10 MB in some 20 ms).
+find such bytes at memory speed (10 MB in some 20 ms). The file is read in pieces, so the memory
+that a check needs does not grow with the weights.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import math
+import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from deploy import strict_json
 from deploy.errors import InvalidAdapterError
+from deploy.strict_json import shown
 
-MAX_HEADER_BYTES = 16 * 2**20
+SMALL_HEADER_BYTES = 256 * 2**10
+"""Any file may have a header of this length: 1,700 tensors, as many as a 405B model gives."""
+HEADER_SHARE = 1 / 64
+"""A longer header may be this share of its file. Parsed, a hostile header takes up to 35 times its
+length, so even then the check stays within 0.6 times the file."""
+PIECE_BYTES = 2**20
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _EXPONENT_MASKS = {
     # dtype -> exponent bits in the highest byte, and in the byte below it
@@ -38,67 +47,92 @@ class Tensor:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFile:
-    tensors: tuple[Tensor, ...]
-    data: bytes
-    """All tensors' bytes."""
+def read_tensors(file: io.BufferedReader, name: str) -> tuple[Tensor, ...]:
+    """Read the header and leave the file at the first tensor's bytes.
+
+    Returns: the tensors in the order of their bytes.
+    Raises: InvalidAdapterError when it is not a sound safetensors file of floating-point numbers.
+    """
+    entries, size = read_header(file, name)
+    tensors = sorted(
+        (_tensor(name, key, entry) for key, entry in entries.items()),
+        key=lambda tensor: (tensor.start, tensor.end),
+    )
+    _check_layout(name, tensors, size)
+    return tuple(tensors)
 
 
-def read_tensors(path: Path) -> TensorFile:
-    """Read a whole file. Raises: InvalidAdapterError when it is not a sound safetensors file."""
+def read_header(file: io.BufferedReader, name: str) -> tuple[dict[str, Any], int]:
+    """Read tensor name -> entry, as the header says it, and the number of bytes after the header.
+
+    Raises: InvalidAdapterError when the header is not what the format demands.
+    """
+    total = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise InvalidAdapterError(f"{name}: is no safetensors file, it has no header")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > total - 8:
+        raise InvalidAdapterError(f"{name}: header of {length} bytes does not fit the file")
+    limit = max(SMALL_HEADER_BYTES, int(total * HEADER_SHARE))
+    if length > limit:
+        raise InvalidAdapterError(
+            f"{name}: header of {length} bytes is over {limit}, too long for a file of {total}"
+        )
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidAdapterError(f"{path.name}: cannot be read ({error.strerror})") from error
-    if len(content) < 8:
-        raise InvalidAdapterError(f"{path.name}: is no safetensors file, it has no header")
-    (length,) = struct.unpack("<Q", content[:8])
-    if length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise InvalidAdapterError(f"{path.name}: header of {length} bytes does not fit the file")
-    data = content[8 + length :]
-    tensors = _parse_header(path.name, content[8 : 8 + length])
-    _check_layout(path.name, tensors, len(data))
-    return TensorFile(tensors=tensors, data=data)
+        entries = strict_json.parse(file.read(length))
+    except ValueError as error:
+        raise InvalidAdapterError(f"{name}: its safetensors header {error}") from error
+    if not isinstance(entries, dict):
+        raise InvalidAdapterError(f"{name}: its safetensors header is no JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise InvalidAdapterError(f"{name}: its __metadata__ is not a table of texts")
+    return entries, total - 8 - length
 
 
-def first_non_finite(file: TensorFile) -> str | None:
-    """Name of the first tensor that holds an infinity or a NaN, or None."""
-    for tensor in file.tensors:
-        if not _finite(file.data[tensor.start : tensor.end], tensor.dtype):
-            return tensor.name
+def first_non_finite(file: io.BufferedReader, tensors: tuple[Tensor, ...]) -> str | None:
+    """Name of the first tensor that holds an infinity or a NaN, or None.
+
+    file: as `read_tensors` left it. Raises: InvalidAdapterError when it ends too early.
+    """
+    for tensor in tensors:
+        left = tensor.end - tensor.start
+        while left:
+            piece = file.read(min(left, PIECE_BYTES))
+            if not piece or len(piece) % _ITEM_BYTES[tensor.dtype]:
+                raise InvalidAdapterError(f"{tensor.name}: the file became shorter meanwhile")
+            if not _finite(piece, tensor.dtype):
+                return tensor.name
+            left -= len(piece)
     return None
 
 
-def _parse_header(name: str, header: bytes) -> tuple[Tensor, ...]:
-    try:
-        entries = json.loads(header)
-        tensors = [
-            Tensor(key, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for key, entry in entries.items()
-            if key != "__metadata__"
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidAdapterError(f"{name}: its safetensors header is broken: {error}") from error
-    for tensor in tensors:
-        numbers = (*tensor.shape, tensor.start, tensor.end)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise InvalidAdapterError(f"{name}: {tensor.name} has a broken shape or place")
-        if tensor.dtype not in _ITEM_BYTES:
-            raise InvalidAdapterError(
-                f"{name}: {tensor.name} is {tensor.dtype}; a LoRA weight is one of "
-                f"{', '.join(_ITEM_BYTES)}"
-            )
-    return tuple(sorted(tensors, key=lambda tensor: tensor.start))
+def _tensor(name: str, key: str, entry: Any) -> Tensor:  # Any: JSON of a foreign file
+    where = f"{name}: {shown(key)}"
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise InvalidAdapterError(f"{where} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise InvalidAdapterError(
+            f"{where} is {shown(dtype)}; a LoRA weight is one of {', '.join(_ITEM_BYTES)}"
+        )
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+        raise InvalidAdapterError(f"{where} has a broken shape or place")
+    return Tensor(key, dtype, tuple(shape), offsets[0], offsets[1])
 
 
-def _check_layout(name: str, tensors: tuple[Tensor, ...], size: int) -> None:
+def _are_sizes(value: Any) -> bool:  # Any: as above
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _check_layout(name: str, tensors: list[Tensor], size: int) -> None:
     """The tensors must fill the data without gap or overlap, as the format demands."""
     place = 0
     for tensor in tensors:
         expected = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
         if tensor.start != place or tensor.end - tensor.start != expected:
-            raise InvalidAdapterError(f"{name}: {tensor.name} lies at a wrong place")
+            raise InvalidAdapterError(f"{name}: {shown(tensor.name)} lies at a wrong place")
         place = tensor.end
     if place != size:
         raise InvalidAdapterError(f"{name}: holds {size} bytes of tensors, the header says {place}")
@@ -107,12 +141,14 @@ def _check_layout(name: str, tensors: tuple[Tensor, ...], size: int) -> None:
 def _finite(data: bytes, dtype: str) -> bool:
     width = _ITEM_BYTES[dtype]
     high_mask, low_mask = _EXPONENT_MASKS[dtype]
-    # 1 where all exponent bits of the highest byte are set; rare enough to look at one by one.
-    table = bytes(int(byte & high_mask == high_mask) for byte in range(256))
-    suspects = data[width - 1 :: width].translate(table)
-    place = suspects.find(1)
-    while place >= 0:
-        if data[place * width + width - 2] & low_mask == low_mask:
-            return False
-        place = suspects.find(1, place + 1)
-    return True
+    # 1 where all exponent bits of the highest byte are set, which is rare.
+    high = _has_all_bits(data[width - 1 :: width], high_mask)
+    if 1 not in high:
+        return True
+    # Arithmetic on all of them at once: a file of large numbers must not cost a loop in Python.
+    low = _has_all_bits(data[width - 2 :: width], low_mask)
+    return int.from_bytes(high, "little") & int.from_bytes(low, "little") == 0
+
+
+def _has_all_bits(data: bytes, mask: int) -> bytes:
+    return data.translate(bytes(int(byte & mask == mask) for byte in range(256)))

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from deploy.canary import LoadEvidence
+from deploy.checked_load import load_checked
 from deploy.errors import EngineError, InvalidAdapterError
 from deploy.probe import Liveness, compare
 from deploy.records import AdapterVersion
@@ -105,7 +106,7 @@ async def _load(
 ) -> _Outcome:
     try:
         if version.name not in loaded:
-            await control.load(version.name, version.path)
+            await load_checked(control, version.name, version.path, version.digest)
         before = await control.probe(model)
         adapter = await control.probe(version.name)
         after = await control.probe(model)

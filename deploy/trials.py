@@ -1,7 +1,7 @@
 """Read trials from the store. The only module that knows how a `canary` row is laid out.
 
 What has no column of its own lies in the row's `evidence` object, by key: `steps`, `clock`,
-`probe`, `loading`, `gate`, `step_<n>`, `breaker`.
+`probe`, `loading`, `gate`, `step_<n>`, `breaker`, `tick_errors`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ingest.store.models import BreakerTripRow, CanaryRow
 def to_trial(row: CanaryRow) -> Trial:
     """The store's row as a record."""
     clock = row.evidence.get("clock", {})
+    errors = row.evidence.get("tick_errors", {})
     return Trial(
         canary_id=row.canary_id,
         model=row.model,
@@ -37,6 +38,8 @@ def to_trial(row: CanaryRow) -> Trial:
         ended_at=row.ended_at,
         generation=row.generation,
         taken_out=row.evidence.get("breaker"),
+        tick_errors=errors.get("count", 0),
+        tick_error_at=errors.get("at", 0.0),
     )
 
 

@@ -60,13 +60,17 @@ def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
     Raises: OSError, also for a link, a pipe, a device, or more than MAX_FILE_BYTES.
     """
     # O_NONBLOCK: to open a pipe must not wait for its writer.
-    with os.fdopen(_open(name, os.O_NONBLOCK, folder), "rb") as file:
-        found = os.fstat(file.fileno())
+    descriptor = _open(name, os.O_NONBLOCK, folder)
+    try:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is not a plain file", name)
         if found.st_size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes", name)
-        yield file
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
 
 
 def read_state(folder: Path) -> FolderState:

@@ -24,6 +24,7 @@ from deploy.controller import Controller
 from deploy.errors import EngineError, InvalidAdapterError
 from deploy.fleet import Fleet
 from deploy.gate import Gate
+from deploy.loops import LoopView
 from deploy.probe import Probe
 from deploy.reconcile import Reconciler
 from deploy.records import AdapterVersion, Trial
@@ -63,6 +64,9 @@ class FakeControl:
         self.reach: dict[str, float] = {}
         self.answers_as: dict[str, str] = {}
         self.calls: list[tuple[str, str]] = []
+        self.fails_to_unload = 0
+        self.on_load: Callable[[str], None] = lambda name: None
+        """Told of a load while vLLM would read the folder."""
 
     async def loaded(self) -> frozenset[str]:
         self._check()
@@ -76,11 +80,15 @@ class FakeControl:
         if self.fails_to_load:
             self.fails_to_load -= 1
             raise EngineError("500 out of memory")
+        self.on_load(name)
         self.adapters.setdefault(name, path)
 
     async def unload(self, name: str) -> None:
         self._check()
         self.calls.append(("unload", name))
+        if self.fails_to_unload:
+            self.fails_to_unload -= 1
+            raise EngineError("500 cannot unload")
         self.adapters.pop(name, None)
 
     async def probe(self, model_name: str) -> Probe:
@@ -192,6 +200,7 @@ def write_adapter(
         "lora_alpha": 8,
         "base_model_name_or_path": "/models/m",
         "bias": "none",
+        "target_modules": ["q_proj"],
         **(config or {}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -282,6 +291,20 @@ class World:
                 )
             )
         return name
+
+    def told_at_registration(self, name: str, after: dict[str, Any]) -> None:
+        """The audit row of a training run."""
+        with self.database.write() as session:
+            audit.record(
+                session,
+                now=self.clock.now,
+                actor="learner",
+                action="adapter.registered",
+                subject=name,
+                before={},
+                after=after,
+                reason="trained",
+            )
 
     def serve(
         self,
@@ -477,6 +500,7 @@ class Api:
     refusals: Refusals
     reconciler: Reconciler
     changes: list[int]
+    loops: dict[str, LoopView]
 
     async def get(self, path: str, **params: Any) -> httpx.Response:
         return await self.client.get(f"/admin/v1{path}", params=params)
@@ -497,6 +521,7 @@ def make_api(world: World) -> Callable[..., Api]:
             clock=world.clock,
         )
         changes: list[int] = []
+        loops: dict[str, LoopView] = {"tick": LoopView()}
         digests = tuple(hashlib.sha256(token.encode()).hexdigest() for token in tokens)
         context = AdminContext(
             database=world.database,
@@ -506,6 +531,7 @@ def make_api(world: World) -> Callable[..., Api]:
             token_digests=digests,
             on_change=lambda: changes.append(1),
             clock=world.clock,
+            loops=lambda: loops,
         )
         app = create_app(context)
         transport = httpx.ASGITransport(
@@ -518,6 +544,7 @@ def make_api(world: World) -> Callable[..., Api]:
             refusals=context.refusals,
             reconciler=reconciler,
             changes=changes,
+            loops=loops,
         )
 
     return make

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from deploy import transitions, trials
 from deploy.admin_actions import until_loaded
 from deploy.canary import Move
+from deploy.loops import LoopView
 from deploy.reconcile import EngineView
 from deploy.rollback import rollback
 from ingest.store.database import compress, set_flag
@@ -601,6 +603,34 @@ async def test_ready_once_there_is_a_routing_table(api: Api) -> None:
 
     assert reply.status_code == 200
     assert reply.json()["status"] == "ready"
+
+
+async def test_a_loop_that_fails_is_shown_and_does_not_take_the_admin_api_away(api: Api) -> None:
+    api.loops["tick"] = LoopView(failures=3, error="TypeError: a list")
+
+    ready = await api.client.get("/readyz")
+    status = (await api.get("/status")).json()
+    text = (await api.client.get("/metrics")).text
+
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    assert ready.json()["loops"] == {"tick": "failed 3 times in a row"}
+    assert status["control"] == {"tick": {"failures": 3, "error": "TypeError: a list"}}
+    assert 'sidecar_control_loop_failures{loop="tick"} 3.0' in text
+
+
+async def test_an_adapter_that_is_wanted_and_not_loaded_is_counted(world: World, api: Api) -> None:
+    name = world.register(1)
+    world.promote(name)
+    (Path(world.adapter(name).path) / "adapter_config.json").write_text("{}")
+    await api.reconciler.reconcile()
+
+    text = (await api.client.get("/metrics")).text
+    row = (await api.get("/audit")).json()["items"][0]
+
+    assert "sidecar_adapters_refused 1.0" in text
+    assert 'sidecar_records_total{reason="altered",stage="adapter"} 1.0' in text
+    assert (row["action"], row["actor"]) == ("adapter.altered", "control")
+    assert "the folder was changed" in row["reason"]
 
 
 async def test_metrics_are_read_from_the_store(world: World, api: Api) -> None:

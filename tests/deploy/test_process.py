@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from ingest.store.models import AdapterRow, CanaryRow
+from learner.adapter_folder import folder_digest
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -151,6 +154,49 @@ def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, wor
     assert engine["away"] is None
     assert "gave no reply" in engine["replicas"][down]["away"]
     assert engine["replicas"][first] == {"away": None, "loaded": [name], "refused": {}}
+
+
+def test_bad_folders_and_a_broken_trial_leave_control_and_its_admin_api_alive(
+    tmp_path: Path, world: Any
+) -> None:
+    broken = world.register(1)
+    folder = Path(world.adapter(broken).path)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"BF16"', b"[]    "))
+    with world.database.write() as session:
+        session.get_one(AdapterRow, broken).digest = folder_digest(folder)
+    with fake_vllm() as (url, loaded):
+        config = write_config(
+            tmp_path,
+            serving={"upstreams": [url], "model": "m"},
+            store={"url": world.database.url},
+        )
+        with control(config) as process:
+            admin = wait_for(process, "control_ready")["admin"]
+            moved = wait_for(process, "canary_moved")
+            assert (moved["candidate"], moved["after"]) == (broken, "rolled_back")
+
+            world.register(2)
+            began = wait_for(process, "canary_began")
+            with world.database.write() as session:
+                row = session.get_one(CanaryRow, began["canary"])
+                row.evidence = {}  # no controller can read this trial
+            for failures in (1, 2):
+                failed = wait_for(process, "loop_failed")
+                assert (failed["loop"], failed["failures"]) == ("tick", failures)
+                assert failed["error"] == "KeyError: 'steps'"
+
+            ready = httpx.get(f"{admin}/readyz")
+            audit = httpx.get(f"{admin}/admin/v1/audit")
+            back = httpx.get(f"{admin}/healthz")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+
+    assert [answer.status_code for answer in (ready, audit, back)] == [200, 200, 200]
+    loops = ready.json()["loops"]
+    assert loops[f"reconcile {url}"] == "ok"
+    assert loops["tick"].startswith("failed ")
+    assert broken not in loaded
 
 
 def test_a_taken_port_is_one_line_and_exit_1(tmp_path: Path) -> None:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from deploy import transitions
+import pytest
+
+from deploy import transitions, trials
 from deploy.canary import Move
-from deploy.reconcile import Desired, Plan, Reconciler, make_plan, read_desired
+from deploy.reconcile import (
+    ALTERED_RETRY_S,
+    Desired,
+    Plan,
+    Reconciler,
+    make_plan,
+    read_desired,
+)
+from ingest.store.models import AliasRow, AuditRow, CounterRow
+from learner.adapter_folder import CONFIG, WEIGHTS
 
 World = Any
 PATHS = {f"v{number}": f"/{number}" for number in range(1, 7)}
@@ -154,3 +167,163 @@ async def test_the_fifth_adapter_makes_the_oldest_go_once_nothing_wants_it(world
     await keeper.reconcile()
 
     assert set(world.control.adapters) == set(names[1:])
+
+
+def flip_a_bit(world: World, name: str) -> Callable[[], None]:
+    """Alter the weights on disk. Returns: what restores them."""
+    weights = Path(world.adapter(name).path) / WEIGHTS
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+
+    def restore() -> None:
+        weights.write_bytes(good)
+
+    return restore
+
+
+def altered_rows(world: World) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (row.subject, row.after) for row in world.rows(AuditRow) if row.action == "adapter.altered"
+    ]
+
+
+def altered_count(world: World) -> int:
+    rows = world.rows(CounterRow)
+    return sum(row.count for row in rows if (row.stage, row.reason) == ("adapter", "altered"))
+
+
+async def test_an_adapter_altered_on_disk_is_not_loaded_after_a_restart_of_vllm(
+    world: World,
+) -> None:
+    previous, champion = world.register(1), world.register(2)
+    world.promote(previous)
+    world.promote(champion)
+    keeper = reconciler(world)
+    await keeper.reconcile()
+    world.control.adapters.clear()
+    flip_a_bit(world, champion)
+
+    for _ in range(3):
+        await keeper.reconcile()
+
+    assert set(world.control.adapters) == {previous}
+    assert keeper.view.loaded == {previous}
+    assert "the folder was changed" in keeper.view.refused[champion]
+    assert altered_rows(world) == [(champion, {"loaded": False, "replica": ""})]
+    assert altered_count(world) == 1
+    assert world.aliases() == {"champion": champion, "previous": previous}
+
+
+async def test_a_restored_folder_is_loaded_at_the_next_look(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    restore = flip_a_bit(world, name)
+    keeper = reconciler(world)
+    await keeper.reconcile()
+    restore()
+
+    world.clock.now += ALTERED_RETRY_S - 1.0
+    await keeper.reconcile()
+    assert world.control.calls == []
+    world.clock.now += 1.0
+    await keeper.reconcile()
+
+    assert set(world.control.adapters) == {name}
+    assert keeper.view.refused == {}
+
+
+@pytest.mark.parametrize(
+    ("phases", "state"),
+    [(("gating",), "rejected"), (("gating", "ramping"), "rolled_back")],
+)
+async def test_the_trial_of_an_altered_candidate_ends_also_while_it_is_paused(
+    world: World, phases: tuple[str, ...], state: str
+) -> None:
+    name = world.register(1)
+    begin(world, name, *phases)
+    with world.database.write() as session:
+        row = trials.find_row(session, world.trial(name).canary_id)
+        transitions.pause(session, row, reason="lunch", now=3.0, actor="me")
+    flip_a_bit(world, name)
+
+    await reconciler(world).reconcile()
+
+    assert world.control.calls == []
+    assert world.trial(name).phase == "rolled_back"
+    assert world.adapter(name).state == state
+    assert world.table().canary is None
+
+
+@pytest.mark.parametrize("what", [CONFIG, WEIGHTS, ""])
+async def test_a_link_in_the_place_of_a_folder_or_a_file_is_not_loaded(
+    world: World, tmp_path: Path, what: str
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    place = Path(world.adapter(name).path) / what
+    place.rename(tmp_path / "moved")
+    place.symlink_to(tmp_path / "moved")
+    keeper = reconciler(world)
+
+    await keeper.reconcile()
+
+    assert world.control.calls == []
+    assert "is a symbolic link" in keeper.view.refused[name]
+    assert altered_count(world) == 1
+
+
+async def test_a_folder_swapped_while_vllm_reads_it_does_not_stay_loaded(
+    world: World, tmp_path: Path
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    folder = Path(world.adapter(name).path)
+
+    def swap_and_swap_back(_: str) -> None:
+        folder.rename(tmp_path / "aside")
+        (tmp_path / "aside").rename(folder)
+
+    world.control.on_load = swap_and_swap_back
+    world.control.fails_to_unload = 1
+    keeper = reconciler(world)
+
+    await keeper.reconcile()
+    assert set(world.control.adapters) == {name}, "vLLM failed to unload it"
+    await keeper.reconcile()
+    assert set(world.control.adapters) == set()
+
+    world.control.on_load = lambda _: None
+    world.clock.now += ALTERED_RETRY_S
+    await keeper.reconcile()
+    assert set(world.control.adapters) == {name}
+
+
+async def test_a_champion_that_nobody_registered_keeps_no_other_out(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    with world.database.write() as session:
+        session.get_one(AliasRow, ("m", "previous")).adapter = "ghost"
+    keeper = reconciler(world)
+
+    await keeper.reconcile()
+
+    assert set(world.control.adapters) == {name}
+    assert keeper.view.refused == {"ghost": "ghost is no registered adapter of m"}
+
+
+async def test_an_error_nobody_expected_of_one_adapter_keeps_no_other_out(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    world.promote(first)
+    world.promote(second)
+
+    def fail(name: str) -> None:
+        if name == second:
+            raise RecursionError("deep")
+
+    world.control.on_load = fail
+    keeper = reconciler(world)
+
+    await keeper.reconcile()
+
+    assert set(world.control.adapters) == {first}
+    assert keeper.view.refused == {second: "RecursionError: deep"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.errors import InvalidAdapterError
+from deploy.errors import AlteredAdapterError, InvalidAdapterError
 from deploy.safetensors_file import first_non_finite, read_tensors
-from deploy.validation import ServingLimits, validate_folder
-from learner.adapter_folder import folder_digest
+from deploy.validation import Registered, ServingLimits, validate_folder
+from learner.adapter_folder import file_digest, folder_digest
 
 LIMITS = ServingLimits(max_rank=8, bases=frozenset({"/models/m", "m"}))
 Folder = Callable[..., tuple[Path, str]]
@@ -22,15 +23,20 @@ Folder = Callable[..., tuple[Path, str]]
 
 def refusal(folder: Path, digest: str, limits: ServingLimits = LIMITS) -> str:
     with pytest.raises(InvalidAdapterError) as caught:
-        validate_folder(folder, digest=digest, limits=limits)
+        validate_folder(folder, Registered(digest=digest), limits)
     return str(caught.value)
+
+
+def non_finite(path: Path) -> str | None:
+    with path.open("rb") as file:
+        return first_non_finite(file, read_tensors(file, path.name))
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
 def test_a_sound_folder_is_taken(adapter_folder: Folder, dtype: str) -> None:
     folder, digest = adapter_folder(dtype=dtype, values=(0.5, -0.0, 3e4, -1e-4))
 
-    validate_folder(folder, digest=digest, limits=LIMITS)
+    validate_folder(folder, Registered(digest=digest), LIMITS)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
@@ -55,7 +61,7 @@ def test_the_largest_finite_numbers_are_not_taken_for_infinities(
 ) -> None:
     folder, _ = adapter_folder(dtype=dtype, values=(largest, -largest))
 
-    assert first_non_finite(read_tensors(folder / "adapter_model.safetensors")) is None
+    assert non_finite(folder / "adapter_model.safetensors") is None
 
 
 def test_a_rank_over_the_server_s_is_refused(adapter_folder: Folder) -> None:
@@ -96,9 +102,75 @@ def test_a_pickle_is_refused(adapter_folder: Folder, name: str) -> None:
 
 def test_a_link_is_refused(adapter_folder: Folder, tmp_path: Path) -> None:
     folder, digest = adapter_folder()
-    (folder / "notes.md").symlink_to(tmp_path)
+    (folder / "README.md").symlink_to(tmp_path)
 
-    assert refusal(folder, digest) == "notes.md: is not a plain file"
+    assert refusal(folder, digest) == "README.md: is not a plain file"
+
+
+@pytest.mark.parametrize("what", ["adapter_config.json", "adapter_model.safetensors", ""])
+def test_a_link_in_the_place_of_the_folder_or_of_what_vllm_reads_is_refused(
+    adapter_folder: Folder, tmp_path: Path, what: str
+) -> None:
+    folder, digest = adapter_folder()
+    (folder / what).rename(tmp_path / "moved")
+    (folder / what).symlink_to(tmp_path / "moved")
+
+    assert refusal(folder, digest) == (f"{what or folder}: cannot be read (is a symbolic link)")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "README.md"])
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    adapter_folder: Folder, name: str, make: Callable[[Path], None]
+) -> None:
+    folder, digest = adapter_folder()
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+
+    assert name in refusal(folder, digest)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "new_embeddings.safetensors", ".DS_Store"])
+def test_a_file_that_nobody_digested_is_refused(adapter_folder: Folder, name: str) -> None:
+    folder, digest = adapter_folder()
+    (folder / name).write_bytes(b"{}")
+
+    assert refusal(folder, digest).startswith(f"{name}: does not belong here")
+
+
+@pytest.mark.parametrize("name", ["README.md", "lineage.json"])
+def test_a_document_that_was_changed_is_refused(adapter_folder: Folder, name: str) -> None:
+    folder, digest = adapter_folder()
+    (folder / name).write_text("as it was")
+    registered = Registered(digest=digest, documents={name: file_digest(folder / name)})
+    validate_folder(folder, registered, LIMITS)
+
+    (folder / name).write_text("as it is")
+
+    with pytest.raises(AlteredAdapterError, match=f"{name}: was changed"):
+        validate_folder(folder, registered, LIMITS)
+
+
+def test_a_relative_path_is_refused_because_vllm_would_ask_the_hub(
+    adapter_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest = adapter_folder()
+    monkeypatch.chdir(folder.parent)
+
+    assert refusal(Path(folder.name), digest) == "adapter: is no absolute path"
+
+
+def test_a_sparse_file_of_a_terabyte_is_not_read(adapter_folder: Folder) -> None:
+    folder, digest = adapter_folder()
+    os.truncate(folder / "adapter_model.safetensors", 2**40)
+
+    assert "has more than 17179869184 bytes" in refusal(folder, digest)
+
+
+def test_a_long_config_is_not_parsed(adapter_folder: Folder) -> None:
+    folder, digest = adapter_folder(config={"notes": "x" * 300_000})
+
+    assert refusal(folder, digest) == "adapter_config.json: has more than 262144 bytes"
 
 
 def test_card_and_lineage_are_welcome(adapter_folder: Folder) -> None:
@@ -106,7 +178,7 @@ def test_card_and_lineage_are_welcome(adapter_folder: Folder) -> None:
     (folder / "README.md").write_text("# card")
     (folder / "lineage.json").write_text("{}")
 
-    validate_folder(folder, digest=digest, limits=LIMITS)
+    validate_folder(folder, Registered(digest=digest), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +190,40 @@ def test_card_and_lineage_are_welcome(adapter_folder: Folder) -> None:
         ({"bias": "all"}, "bias is all"),
         ({"r": True}, "rank True"),
         ({"r": "8"}, "rank 8"),
+        ({"r": 2}, "lora_A.weight has rank 4, adapter_config.json says 2"),
+        ({"rank_pattern": {"q_proj": 2}}, "lora_A.weight has rank 4, adapter_config.json says 2"),
+        ({"rank_pattern": {"layers.0.q_proj": 2}}, "has rank 4, adapter_config.json says 2"),
+        ({"rank_pattern": [4]}, "rank_pattern is not a table"),
+        ({"rank_pattern": {"q_proj": True}}, "rank True"),
+        ({"rank_pattern": {"(a+)+": 4}}, "rank_pattern names (a+)+; take plain names"),
+        ({"rank_pattern": {f"m{n}": 4 for n in range(4_097)}}, "rank_pattern is not a table"),
+        ({"alpha_pattern": {"(.*a){20}": 8}}, "alpha_pattern names (.*a){20}; take plain names"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern holds 0"),
+        ({"alpha_pattern": {"q_proj": -8.0}}, "alpha_pattern holds -8.0"),
+        ({"alpha_pattern": {"q_proj": 65_537}}, "alpha_pattern holds 65537"),
+        ({"alpha_pattern": "q_proj"}, "alpha_pattern is not a table"),
+        ({"lora_alpha": 0}, "lora_alpha holds 0, which is no number over 0 and up to 65536"),
+        ({"lora_alpha": -1}, "lora_alpha holds -1"),
+        ({"lora_alpha": None}, "lora_alpha holds None"),
+        ({"lora_alpha": True}, "lora_alpha holds True"),
+        ({"lora_alpha": "8"}, "lora_alpha holds 8"),
+        ({"lora_alpha": 1e300}, "lora_alpha holds 1e+300"),
+        ({"lora_alpha": math.nan}, "holds NaN, which is no JSON"),
+        ({"lora_alpha": math.inf}, "holds Infinity, which is no JSON"),
+        ({"lora_alpha": 10**400}, "holds an integer of 401 digits"),
+        ({"target_modules": None}, "target_modules is not a list"),
+        ({"target_modules": []}, "target_modules is not a list"),
+        ({"target_modules": "all-linear"}, "target_modules is not a list"),
+        ({"target_modules": [["q_proj"]]}, "target_modules names ['q_proj']"),
+        ({"target_modules": ["(a+)+$"]}, "target_modules names (a+)+$"),
+        ({"target_modules": ["k_proj"]}, "layers.0.q_proj is none of"),
+        ({"target_modules": ["proj"]}, "layers.0.q_proj is none of"),
+        ({"target_modules": ["q_proj", "k_proj"]}, "target_modules names k_proj, of which"),
+        ({"use_rslora": "yes"}, "use_rslora is not true or false"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is pissa"),
+        ({"layer_replication": [[0, 4]]}, "layer_replication is set"),
+        ({"target_parameters": ["experts"]}, "target_parameters is set"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
         ({"base_model_name_or_path": "/models/other"}, "was trained on /models/other"),
         ({"base_model_name_or_path": None}, "was trained on None"),
     ],
@@ -130,14 +236,60 @@ def test_a_config_that_cannot_be_served_is_refused(
     assert words in refusal(folder, digest)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rank_pattern": {"q_proj": 4}, "r": 8},
+        {"rank_pattern": {"v_proj": 2, "layers.0.q_proj": 4}, "r": 8},
+        {"rank_pattern": None, "alpha_pattern": None},
+        {"alpha_pattern": {"q_proj": 16.5}},
+        {"lora_alpha": 16.5, "use_rslora": True},
+        {"init_lora_weights": "Gaussian"},
+        {"target_modules": ["layers.0.q_proj", "q_proj"]},
+        {"base_model_name_or_path": "/models/m/"},
+    ],
+)
+def test_a_config_that_can_be_served_is_taken(
+    adapter_folder: Folder, config: dict[str, object]
+) -> None:
+    folder, digest = adapter_folder(config=config)
+
+    validate_folder(folder, Registered(digest=digest), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is no JSON"),
+        (b"\xff{}", "is not UTF-8 at byte 0"),
+        (b'{"r": 4, "r": 4}', "has a key that stands twice"),
+        (b'{"r": 1e999}', "holds the number 1e999, which is too large"),
+        (b'{"a": -Infinity}', "holds -Infinity"),
+        (rb'{"a": ["\ud800"]}', "holds a lone surrogate"),
+        (rb'{"\udfff": 1}', "holds a lone surrogate"),
+        (b"[" * 17 + b"]" * 17, "is nested deeper than 16 levels"),
+        (b'{"a":' * 200_000, "is nested deeper than 16 levels"),
+    ],
+)
+def test_a_config_that_two_readers_could_read_differently_is_refused(
+    adapter_folder: Folder, content: bytes, words: str
+) -> None:
+    folder, _ = adapter_folder()
+    (folder / "adapter_config.json").write_bytes(content[:200_000])
+
+    assert words in refusal(folder, folder_digest(folder))
+
+
 def test_without_a_known_base_any_base_is_taken(adapter_folder: Folder) -> None:
     folder, digest = adapter_folder(config={"base_model_name_or_path": "/models/other"})
 
-    validate_folder(folder, digest=digest, limits=ServingLimits(max_rank=8, bases=frozenset()))
+    validate_folder(folder, Registered(digest=digest), ServingLimits(max_rank=8, bases=frozenset()))
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "gone", "00").endswith("is no folder")
+    assert refusal(tmp_path / "gone", "00") == (
+        f"{tmp_path / 'gone'}: cannot be read (No such file or directory)"
+    )
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
@@ -153,6 +305,7 @@ def raw(header: object, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+A = "base_model.model.layers.0.q_proj.lora_A.weight"
 TENSOR = {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]}
 
 
@@ -161,9 +314,9 @@ TENSOR = {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]}
     [
         (b"", "has no header"),
         (b"PK\x03\x04zipfile!!", "does not fit the file"),
-        (raw(b"{nope"), "header is broken"),
-        (raw([]), "header is broken"),
-        (raw({"a": {"dtype": "BF16"}}), "header is broken"),
+        (raw(b"{nope"), "header is no JSON"),
+        (raw([]), "header is no JSON object"),
+        (raw({"a": {"dtype": "BF16"}}), "is not described by"),
         (raw({"x.lora_A.weight": {**TENSOR, "dtype": "I8"}}, b"\0" * 4), "is I8"),
         (raw({"x.lora_A.weight": {**TENSOR, "shape": [1, -2]}}, b"\0" * 4), "broken shape"),
         (raw({"x.lora_A.weight": {**TENSOR, "shape": [1, "2"]}}, b"\0" * 4), "broken shape"),
@@ -172,6 +325,24 @@ TENSOR = {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]}
         (raw({"x.lora_A.weight": {**TENSOR, "data_offsets": [2, 6]}}, b"\0" * 6), "wrong place"),
         (raw({"x.lora_A.weight": {**TENSOR, "shape": [2, 2]}}, b"\0" * 4), "wrong place"),
         (raw({"lm_head.weight": TENSOR}, b"\0" * 4), "is no LoRA matrix"),
+        (raw({"q.lora_A.weight": TENSOR}, b"\0" * 4), "is no LoRA matrix"),
+        (raw({f"{A}": {**TENSOR, "shape": [2]}}, b"\0" * 4), "its shape is (2,)"),
+        (raw({f"{A}": {**TENSOR, "shape": [0, 2], "data_offsets": [0, 0]}}), "its shape is"),
+        (raw({f"{A}": TENSOR}, b"\0" * 4), "layers.0.q_proj has lora_A alone, not both"),
+        (raw({f"base_model.model.{A}": TENSOR}, b"\0" * 4), "is no LoRA matrix"),
+        (raw({"a": {**TENSOR, "more": 1}}, b"\0" * 4), "is not described by"),
+        (raw({"a": {**TENSOR, "dtype": {}}}, b"\0" * 4), "is {}; a LoRA weight is one of"),
+        (raw({"a": {**TENSOR, "shape": "12"}}, b"\0" * 4), "broken shape"),
+        (raw({"a": {**TENSOR, "shape": [True, 2]}}, b"\0" * 4), "broken shape"),
+        (raw({"a": {**TENSOR, "data_offsets": [0]}}, b"\0" * 4), "broken shape"),
+        (raw({"a": {**TENSOR, "data_offsets": [4, 0]}}, b"\0" * 4), "wrong place"),
+        (raw({"a": TENSOR, "b": TENSOR}, b"\0" * 4), "b lies at a wrong place"),
+        (raw({"a": {**TENSOR, "shape": [2**63, 2**63]}}, b"\0" * 4), "wrong place"),
+        (raw(b'{"a": {}, "a": {}}'), "has a key that stands twice"),
+        (raw({"__metadata__": {"format": 1}}), "__metadata__ is not a table of texts"),
+        (raw({"__metadata__": []}), "__metadata__ is not a table of texts"),
+        (raw(b" " * 300_000), "header of 300000 bytes is over 262144"),
+        (struct.pack("<Q", 2**64 - 1), "does not fit the file"),
         (raw({}), "holds no LoRA matrices"),
         (raw({"__metadata__": {"format": "pt"}}), "holds no LoRA matrices"),
     ],
@@ -192,6 +363,6 @@ def test_ten_megabytes_are_checked_in_under_a_second(tmp_path: Path) -> None:
     path.write_bytes(raw(header, struct.pack("<f", 0.5)[2:] * count))
 
     started = time.perf_counter()
-    assert first_non_finite(read_tensors(path)) is None
+    assert non_finite(path) is None
 
     assert time.perf_counter() - started < 1.0
