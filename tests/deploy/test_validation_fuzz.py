@@ -56,12 +56,14 @@ def verdict(folder: Path) -> str | None:
     try:
         validate_folder(folder, Registered(digest=folder_digest(folder)), LIMITS)
     except InvalidAdapterError as error:
-        line = error_line(error)
-        line.encode("utf-8")
-        assert line.isprintable()
-        assert len(str(error)) < 2_000
-        return line
-    return None
+        refused = error
+    else:
+        return None
+    line = error_line(refused)
+    line.encode("utf-8")
+    assert line.isprintable()
+    assert len(str(refused)) < 2_000
+    return line
 
 
 def write_header(folder: Path, header: bytes, data: bytes) -> None:
