@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from typing import cast
 
-import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -23,8 +22,6 @@ from deploy.records import AdapterState, AdapterVersion
 from ingest.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 from learner.adapter_folder import CARD, LINEAGE
 from sidecar.records import BASE
-
-log = structlog.get_logger()
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
 MAX_ANCESTORS = 10_000
@@ -170,12 +167,12 @@ def set_state(session: Session, name: str, state: AdapterState, reason: str | No
     """Say where a version stands. The base has no row: nothing is written for it.
 
     Nor has one that somebody deleted: what ends its trial, or takes its users away, must not fail.
+    The trial's or the rollback's own audit row names it.
     """
     if name == BASE:
         return
     row = session.get(AdapterRow, name)
     if row is None:
-        log.error("adapter_row_missing", adapter=name, state=state)
         return
     row.state = state
     row.reason = reason
