@@ -70,6 +70,14 @@ class Metrics:
             "Client connections that were ended by the relay before their time.",
             ["reason"],
         )
+        self.request_body_bytes = make.gauge(
+            "sidecar_request_body_bytes", "Bytes that long request bodies hold in memory."
+        )
+        self.bodies_refused = make.labelled_counter(
+            "sidecar_bodies_refused",
+            "Requests answered 503 because request bodies hold all the memory that they may.",
+            ["reason"],
+        )
         self._upstreams(make)
         self._capture(make)
         self._routing(make)

@@ -16,6 +16,7 @@ from sidecar.capture import Capture
 from sidecar.exchange_id import ExchangeIds
 from sidecar.metrics import Metrics
 from sidecar.relay.accounts import Accounts
+from sidecar.relay.held_bodies import BodyBudget
 from sidecar.relay.rare_log import RareLog
 from sidecar.relay.replicas import Replica, Replicas
 from sidecar.routing import RoutingTable
@@ -67,6 +68,7 @@ class RelayContext:
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.metrics)
         self.guard = self.breaker or Breaker(self.metrics)
+        self.bodies = BodyBudget(self.proxy.max_held_body_bytes, self.metrics.request_body_bytes)
         self.traced = self.capture.traced
         self._max_in_flight = self.proxy.max_in_flight
 

@@ -3,6 +3,10 @@
 Requests are answered one at a time and in order. While one is in flight the connection goes on
 reading, because that is how it learns that the client has left; what comes early waits unparsed,
 and when too much comes early, reading stops.
+
+One connection never keeps the event loop from the others: in one turn of the loop it parses about
+`SLICE_BYTES` of many small messages and begins `REQUESTS_AT_ONCE` requests, then it waits for the
+next turn.
 """
 
 from __future__ import annotations
@@ -12,28 +16,31 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final, cast
 
+from sidecar.relay.body_watch import BodyWatch
 from sidecar.relay.client_request import ClientRequest
 from sidecar.relay.context import RelayContext
 from sidecar.relay.direct_write import Outlet
+from sidecar.relay.early_bytes import EarlyBytes
 from sidecar.relay.flight import Flight
 from sidecar.relay.long_body import LongBody, LongBodyReader
-from sidecar.relay.reception import receive, turn_away
+from sidecar.relay.reception import receive
 from sidecar.relay.refusals import Refusal, refusal_reply, too_slow
 from sidecar.relay.request_parser import RequestParser
 from sidecar.relay.upstream import no_delay
 
 MAX_EARLY_BYTES: Final = 64 * 1024
 """Pipelined bytes that wait for the request in flight."""
-MAX_STRANGERS_BYTES: Final = 64 * 1024
-"""Of a body that come before its sender is looked at. Under it nobody sees a difference: the
-refusal comes when the body is whole, and the connection stays."""
+REQUESTS_AT_ONCE: Final = 16
+"""Requests that are begun in one turn of the loop: a refusal takes some 30 us."""
+SLICE_BYTES: Final = 4096
+"""Of pipelined messages or small chunks that are parsed in one turn: at worst a millisecond."""
+LINES_AT_ONCE: Final = 256
+"""A read with fewer lines is parsed whole: what the parser does is by the line."""
 LINGER_S: Final = 1.0
 """A refused client may still be sending; closing at once would reset the connection and could take
 the refusal with it. So we read on and throw away for this long."""
 DRAIN_IDLE_S: Final = 0.5
 """While draining, an idle connection is kept this long: its client may just be sending."""
-MIN_BODY_BYTES_PER_S: Final = 1024
-"""A body that comes slower than this, over `proxy.body_timeout_s` and more, is not waited for."""
 _now: Final = perf_counter
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -50,12 +57,12 @@ class ClientConnection(asyncio.Protocol):
         self._outlet: Outlet | None = None
         self._parser = RequestParser(max_body_bytes=context.proxy.max_body_bytes)
         self._flight: Flight | None = None
-        self._early: list[bytes] = []
-        self._early_bytes = 0
+        self._early = EarlyBytes()
         self._reading_paused = self._writing_paused = False
         self._pumping = self._closing = self._draining = False
-        self._judged = False
-        """Who sends the request whose body is coming in was looked at."""
+        self._yielded = False
+        """There is more to do, in the next turn of the loop."""
+        self._watch = BodyWatch(context)
         self._long: LongBody | None = None
         """A body that is read past the parser."""
         self._since = _now()
@@ -74,21 +81,22 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        nothing_waits = self._flight is None and self._long is None and not self._early
-        if nothing_waits and not self._writing_paused:  # nearly always
+        nothing_waits = self._flight is None and self._long is None and not self._early.size
+        nothing_waits = nothing_waits and not self._writing_paused and not self._yielded
+        if nothing_waits and (len(data) <= SLICE_BYTES or self._is_cheap(data)):  # nearly always
             self._feed(data)
             self._pump()
             return
-        self._early.append(data)
-        self._early_bytes += len(data)
+        self._early.add(data)
         self._pump()
-        if self._early_bytes > MAX_EARLY_BYTES and not self._reading_paused:
+        if self._early.size > MAX_EARLY_BYTES and not self._reading_paused:
             self._reading_paused = True
             self._open_transport().pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = True
         self._transport = self._outlet = None
+        self._let_go_of_body()
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.client_left()
@@ -106,7 +114,8 @@ class ClientConnection(asyncio.Protocol):
         self._progress = _now()
         if self._flight is not None:
             self._flight.resume()
-        self._pump()
+        else:
+            self._yield()  # this turn may have had its requests
 
     # -- for the flight
 
@@ -122,6 +131,7 @@ class ClientConnection(asyncio.Protocol):
     def reply_done(self, *, keep_alive: bool, at: float) -> None:
         self._flight = None
         self._since = at
+        self._watch.give_back()
         if not keep_alive:
             self._close()
             return
@@ -131,6 +141,7 @@ class ClientConnection(asyncio.Protocol):
 
     def reply_broken(self) -> None:
         self._flight = None
+        self._watch.give_back()
         self._close()
 
     # -- for the server
@@ -144,7 +155,7 @@ class ClientConnection(asyncio.Protocol):
             self._loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self._flight is None and not self._parser.begun:
+        if self._flight is None and not self._parser.begun and not self._yielded:
             self._close()
 
     def tick(self, now: float) -> None:
@@ -164,6 +175,8 @@ class ClientConnection(asyncio.Protocol):
             if now - self._since > proxy.write_timeout_s:
                 self._context.metrics.clients_cut.inc(("not_reading",))
                 self.abort()
+        elif self._yielded:
+            return
         elif not self._parser.begun:
             if now - self._since > proxy.idle_timeout_s:
                 self._close()
@@ -173,11 +186,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _is_late(self, now: float) -> bool:
         """The request that is coming in is not worth waiting for."""
-        proxy, waited_s = self._context.proxy, now - self._since
-        if not self._parser.in_body:
-            return waited_s > proxy.head_timeout_s
-        allowed_s = proxy.body_timeout_s + self._parser.body_bytes / MIN_BODY_BYTES_PER_S
-        return now - self._progress > proxy.body_timeout_s or waited_s > allowed_s
+        if self._parser.in_body:
+            return self._watch.is_late(now)
+        return now - self._since > self._context.proxy.head_timeout_s
 
     def abort(self) -> None:
         if self._outlet is not None:
@@ -186,49 +197,75 @@ class ClientConnection(asyncio.Protocol):
     # -- requests
 
     def _pump(self) -> None:
-        """Begin requests until one is in flight or nothing is left. Refusals are answered at
-        once, so this is a loop: a client may pipeline thousands of them."""
-        if self._pumping:
+        """Begin requests until one is in flight, nothing is left, or it is the turn of others:
+        refusals are answered at once, and a client may pipeline thousands of them."""
+        if self._pumping or self._yielded:
             return
         self._pumping = True
         try:
+            begun, parsed = 0, False
             while self._flight is None and not self._closing and not self._writing_paused:
                 if self._parser.ready:
+                    if begun == REQUESTS_AT_ONCE:
+                        self._yield()
+                        break
+                    begun += 1
                     self._begin(self._parser.ready.popleft())
-                elif self._long is not None:
+                elif self._long is not None or not self._body_may_go_on():
                     break
-                elif self._early:
-                    self._parse_early()
+                elif not self._early.size:
+                    self._read_long()
+                    break
+                elif parsed:
+                    self._yield()
+                    break
                 else:
-                    if self._parser.begun:
-                        self._await_body()
-                    break
+                    parsed = self._parse_early()
         finally:
             self._pumping = False
 
-    def _await_body(self) -> None:
-        """A request is coming in. Who would be turned away is, before much of it is held here."""
+    def _yield(self) -> None:
+        if not self._yielded:
+            self._yielded = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._yielded = False
+        self._pump()
+
+    # -- a body that is coming in
+
+    def _body_may_go_on(self) -> bool:
+        """Look at the request whose body is coming in. Returns: False when it was refused."""
         parser = self._parser
         head = parser.head
         if head is None:
+            return True
+        refusal = self._watch.look(parser, head, _now())
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
+            return False
+        if parser.wants_continue:
+            parser.wants_continue = False
+            self.write(CONTINUE)
+        return True
+
+    def _read_long(self) -> None:
+        """Read what is left of a long body to its place."""
+        if not self._watch.may_be_long:
             return
-        if not self._judged:
-            long = parser.body_bytes > MAX_STRANGERS_BYTES
-            if parser.wants_continue:  # nobody looks again when it is here
-                long = parser.may_bring_more_than(MAX_STRANGERS_BYTES)
-            elif not long:
-                return
-            self._judged = True
-            refusal = turn_away(self._context, head, long=long)
-            if refusal is not None:
-                self._refuse(refusal, head_only=head.head_only, keep_alive=False)
-                return
-            if parser.wants_continue:
-                parser.wants_continue = False
-                self.write(CONTINUE)
-        self._long = body = parser.long_body()
-        if body is not None:
+        self._long = body = self._parser.long_body()
+        if body is not None and self._has_room(body):
             self._open_transport().set_protocol(LongBodyReader(self, body))
+
+    def _has_room(self, body: LongBody) -> bool:
+        """Returns: False when the body was refused."""
+        head = self._parser.head
+        assert head is not None, "its body is coming in"
+        refusal = self._watch.long_came(head, body.came, body.needs_bytes, _now())
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
+        return refusal is None
 
     def long_body_came(self, body: LongBody) -> None:
         self._parser.body_bytes = body.came
@@ -236,6 +273,8 @@ class ClientConnection(asyncio.Protocol):
         if body.whole:
             self._open_transport().set_protocol(self)
             self._loop.call_soon(self._end_long_body)
+        else:
+            self._has_room(body)
 
     def _end_long_body(self) -> None:
         long, self._long = self._long, None
@@ -243,34 +282,63 @@ class ClientConnection(asyncio.Protocol):
             self._parser.long_body_whole(long.take())
             self._pump()
 
-    def _parse_early(self) -> None:
-        data = b"".join(self._early) if len(self._early) > 1 else self._early[0]
+    def _let_go_of_body(self) -> None:
+        """No body is answered here any more: hold none of it, however long the client stays."""
+        self._watch.give_back()
         self._early.clear()
-        self._early_bytes = 0
-        if self._reading_paused:
-            self._reading_paused = False
-            self._open_transport().resume_reading()
+        self._parser.drop_body()
+        long, self._long = self._long, None
+        if long is not None:
+            if self._transport is not None:
+                self._transport.set_protocol(self)
+            self._loop.call_soon(long.take)  # a read may be going on, in its room
+
+    # -- what is parsed
+
+    def _is_cheap(self, data: bytes) -> bool:
+        """Whether the parser has no more to do with it than a turn of the loop may take."""
+        parser = self._parser
+        if parser.announced - parser.body_bytes >= len(data):
+            return True
+        return data.count(b"\n") <= LINES_AT_ONCE
+
+    def _parse_early(self) -> bool:
+        """Parse some of what came early: all that is one body's, or a slice. Returns: whether that
+        may have taken a turn's time."""
+        of_body = self._parser.announced - self._parser.body_bytes
+        data = self._early.take(max(SLICE_BYTES, of_body))
+        if not self._early.size:
+            self._resume_reading()
         self._feed(data)
+        return of_body < SLICE_BYTES
 
     def _feed(self, data: bytes) -> None:
         parser = self._parser
         self._progress = now = _now()
-        was_in_head = parser.begun and not parser.in_body
         if not parser.begun:
             self._since = now
         parser.feed(data)
-        if was_in_head and parser.in_body:
-            self._since = now  # the body has a time of its own
 
     def _begin(self, item: ClientRequest | Refusal) -> None:
-        self._judged = False
+        admitted = self._watch.admitted()
         if isinstance(item, Refusal):
             self._refuse(item, head_only=False, keep_alive=False)
             return
+        head = item.head
+        refusal = self._watch.whole(head, len(item.body))
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=head.keep_alive)
+            return
         began = self._progress if self._progress > self._since else self._since
-        flight = receive(self._context, self, item, keep_alive=not self._draining, began=began)
+        flight = receive(
+            self._context,
+            self,
+            item,
+            admitted=admitted,
+            keep_alive=not self._draining,
+            began=began,
+        )
         if isinstance(flight, Refusal):
-            head = item.head
             self._refuse(flight, head_only=head.head_only, keep_alive=head.keep_alive)
             return
         self._flight = flight
@@ -281,6 +349,10 @@ class ClientConnection(asyncio.Protocol):
         close = refusal.close or not keep_alive or self._draining
         self.write(refusal_reply(refusal, close=close, head_only=head_only))
         self._since = _now()
+        if close:
+            self._let_go_of_body()
+        else:
+            self._watch.give_back()
         if refusal.close:
             self._linger()
         elif close:
@@ -288,14 +360,17 @@ class ClientConnection(asyncio.Protocol):
 
     # -- ends
 
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self._open_transport().resume_reading()
+
     def _linger(self) -> None:
         self._closing = True
         outlet = self._outlet
         if outlet is None:
             return
-        if self._long is not None:
-            self._long = None
-            self._open_transport().set_protocol(self)
+        self._resume_reading()
         outlet.end()
         self._loop.call_later(LINGER_S, outlet.close)
 

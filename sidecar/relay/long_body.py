@@ -8,25 +8,23 @@ together. A prompt of a megabyte is read into its place instead, which is a Byte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from io import BytesIO
 from typing import Final, Protocol
 
 LONG_BYTES: Final = 64 * 1024
 """What is still to come of a body that is read to its place."""
-AHEAD: Final = 4
+AHEAD: Final = 2
 """So many times what came is held ready: a length that is only announced holds no memory."""
 
 
 class LongBody:
     """The bytes of one body, of which some are here. No IO."""
 
-    def __init__(self, length: int, came: Sequence[bytes]) -> None:
+    def __init__(self, length: int, came: bytes) -> None:
         """length: of all of it. came: its beginning, not empty and not whole."""
         self._length = length
         self._held = BytesIO()
-        for piece in came:
-            self._held.write(piece)
+        self._held.write(came)
         self.came = self._held.tell()
         self._end = self.came
         self._room = memoryview(b"")
@@ -34,6 +32,13 @@ class LongBody:
     @property
     def whole(self) -> bool:
         return self.came == self._length
+
+    @property
+    def needs_bytes(self) -> int:
+        """What it holds when `room` is asked for next."""
+        if self.came < self._end:
+            return self._end
+        return min(self._length, AHEAD * max(self.came, LONG_BYTES))
 
     def room(self) -> memoryview:
         """Where the next bytes go; not empty while the body is not whole."""
@@ -46,7 +51,7 @@ class LongBody:
         self.came += count
 
     def take(self) -> bytes:
-        """The whole body. Nobody may hold a `room` any more."""
+        """What came of the body, whole or not. Nobody may hold a `room` any more."""
         self._room.release()
         # A transport may keep what read it for as long as it is open (uvloop's does).
         held, self._held = self._held, BytesIO()
@@ -54,7 +59,7 @@ class LongBody:
 
     def _grow(self) -> None:
         self._room.release()
-        self._end = min(self._length, AHEAD * max(self.came, LONG_BYTES))
+        self._end = self.needs_bytes
         self._held.seek(self._end - 1)
         self._held.write(b"\0")
         self._room = self._held.getbuffer()

@@ -21,6 +21,7 @@ from sidecar.relay.paths import Destination
 from sidecar.relay.plan import Circumstances, plan_request
 from sidecar.relay.refusals import (
     Refusal,
+    bodies_full,
     denied,
     not_found,
     takes_no_body,
@@ -39,20 +40,34 @@ NOBODY: Final = Admission()
 """For our own application, which asks for no key."""
 
 
-def turn_away(context: RelayContext, head: RequestHead, *, long: bool) -> Refusal | None:
+def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
+    """Let a request in, or say why not. Once a request: it is counted against its key's limits.
+
+    Called as soon as the head is here, so that who sends a body slowly has paid for it."""
+    if head.where is Destination.NOWHERE:
+        return not_found()
+    if not _asks_for_key(head):
+        return NOBODY
+    answer = context.access.let_in(head.credentials, context.clock())
+    return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
+
+
+def turn_away(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> Refusal | None:
     """Why a request will not be taken, known before its body is here. None: it may come.
 
     long: of its body came more than anybody sends who is not asked for a prompt.
     """
-    where = head.where
-    if where is Destination.NOWHERE:
-        return replace(not_found(), close=True)
-    if where is Destination.APP and long:
-        return takes_no_body()
-    if not _asks_for_key(head):
-        return None
-    denial = context.access.turn_away(head.credentials, context.clock())
-    return None if denial is None else replace(denied(denial, _surface(where)), close=True)
+    if isinstance(admitted, Refusal):
+        return replace(admitted, close=True)
+    return takes_no_body() if head.where is Destination.APP and long else None
+
+
+def no_room(context: RelayContext, head: RequestHead, reason: str, *, close: bool) -> Refusal:
+    """Refuse a body for which the worker has no memory. reason: as the metric names it."""
+    limit = context.bodies.limit
+    context.metrics.bodies_refused.inc((reason,))
+    context.rare_log.warning("bodies_full", limit_bytes=limit, reason=reason)
+    return replace(bodies_full(limit, _surface(head.where)), close=close)
 
 
 def receive(
@@ -60,23 +75,33 @@ def receive(
     client: ClientConnection,
     request: ClientRequest,
     *,
+    admitted: Admission | Refusal | None,
     keep_alive: bool,
     began: float,
 ) -> Flight | Refusal:
-    """Make the flight of a request, or say why there is none. began: when its last byte was here
-    and nothing was in its way, by `time.perf_counter()`."""
+    """Make the flight of a request, or say why there is none.
+
+    admitted: by `admit`, when its body came after its head; None: nobody asked yet.
+    began: when its last byte was here and nothing was in its way, by `time.perf_counter()`.
+    """
     head = request.head
     where = head.where
+    if isinstance(admitted, Refusal):
+        return admitted
     if where is Destination.NOWHERE:
         return not_found()
     if where is not Destination.APP and context.busy:
         return too_busy(context.proxy.max_in_flight, _surface(where))
-    admission = NOBODY
-    if _asks_for_key(head):
-        answer = context.access.let_in(head.credentials, context.clock())
-        if isinstance(answer, Denial):
-            return denied(answer, _surface(where))
-        admission = answer
+    if admitted is None:
+        admitted = admit(context, head)
+    elif _asks_for_key(head):
+        # The body may have taken minutes, in which the key was revoked or has expired.
+        denial = context.access.turn_away(head.credentials, context.clock())
+        if denial is not None:
+            return denied(denial, _surface(where))
+    if isinstance(admitted, Refusal):
+        return admitted
+    admission = admitted
     if not isinstance(where, SurfaceRule):
         replica = context.app
         if where is Destination.VLLM:

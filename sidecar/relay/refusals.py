@@ -178,6 +178,15 @@ def too_busy(limit: int, surface: Surface) -> Refusal:
     return replace(refusal, headers=(b"retry-after: 1",))
 
 
+def bodies_full(limit: int, surface: Surface) -> Refusal:
+    message = (
+        f"The sidecar holds as many bytes of request bodies as it may (proxy.max_held_body_bytes, "
+        f"{limit}); try again."
+    )
+    refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
+    return replace(refusal, headers=(b"retry-after: 1",))
+
+
 def stream_failure(why: str, failure: Failure) -> bytes:
     """What goes into a stream that vLLM will not finish: as vLLM's own failure looks (0.32).
 

@@ -17,6 +17,7 @@ import httptools
 
 from sidecar.relay.client_request import ClientRequest, RequestHead
 from sidecar.relay.heads import ASIDE, JOINED, OWN_PREFIX, PASSED_ON, READ_TOO, RequestHeaders
+from sidecar.relay.held_bodies import BodyPieces
 from sidecar.relay.known_head import HeadMemory
 from sidecar.relay.long_body import LONG_BYTES, LongBody
 from sidecar.relay.refusals import Refusal, bad_framing, body_too_large, head_too_large
@@ -49,7 +50,7 @@ class RequestParser:
         self._raw: list[bytes] = []
         self._raw_bytes = 0
         self._http_1_1 = True
-        self._body: list[bytes] = []
+        self._body = BodyPieces()
         self._chunks: int | None = None
         """Chunk heads that came; None: the body is not chunked."""
         self._memory = HeadMemory()
@@ -94,7 +95,8 @@ class RequestParser:
         self.head = head
         self._awaited = length - came
         self.body_bytes = came
-        self._body = [data[at:]] if came else []
+        if came:
+            self._body.add(data[at:])
         return True
 
     def _go_on_known(self, data: bytes) -> None:
@@ -104,11 +106,10 @@ class RequestParser:
             data, rest = data[: self._awaited], data[self._awaited :]
         self._awaited -= len(data)
         self.body_bytes += len(data)
-        self._body.append(data)
+        self._body.add(data)
         if self._awaited:
             return
-        body = self._body
-        self._end_known(head, body[0] if len(body) == 1 else b"".join(body))
+        self._end_known(head, self._body.take())
         if rest:
             self.feed(rest)
 
@@ -116,12 +117,22 @@ class RequestParser:
         self.ready.append(ClientRequest(head, body))
         self.begun = self.in_body = False
         self.body_bytes = self._awaited = 0
-        self._body = []
         self.head = None
 
     def may_bring_more_than(self, length: int) -> bool:
         """The body that is coming in is announced as longer, or is chunked: then nobody knows."""
-        return self._chunks is not None or self._length > length
+        return self._chunks is not None or self.announced > length
+
+    @property
+    def announced(self) -> int:
+        """Length of the body that is coming in; 0 when it is chunked, or when none is."""
+        if not self.in_body or self._chunks is not None:
+            return 0
+        return self.body_bytes + self._awaited if self._awaited else self._length
+
+    def drop_body(self) -> None:
+        """Hold no byte of the body that is coming in: it will not be answered."""
+        self._body.take()
 
     # -- a body that somebody else reads
 
@@ -130,12 +141,10 @@ class RequestParser:
         parser: it takes nothing more then until `long_body_whole`."""
         if self._refused or not self.in_body or self._chunks is not None or not self.body_bytes:
             return None
-        known = self._memory.head if self._awaited else None
-        length = known.length if known is not None else self._length
+        length = self.announced
         if length - self.body_bytes < LONG_BYTES:
             return None
-        came, self._body = self._body, []
-        return LongBody(length, came)
+        return LongBody(length, self._body.take())
 
     def long_body_whole(self, body: bytes) -> None:
         """What `long_body` became."""
@@ -145,7 +154,7 @@ class RequestParser:
             self._end_known(head, body)
             return
         self._parser = httptools.HttpRequestParser(self)  # the old one waits for this body
-        self._body = [body]
+        self._body.add(body)
         self.on_message_complete()
 
     def _parse(self, data: bytes) -> None:
@@ -180,6 +189,7 @@ class RequestParser:
     def _refuse(self, refusal: Refusal) -> None:
         if not self._refused:
             self._refused = True
+            self.drop_body()
             self.ready.append(refusal)
 
     def _undo_upgrade(self) -> None:
@@ -195,7 +205,6 @@ class RequestParser:
         self._aside = self._headers.aside
         self._doubled_host = False
         self._count = 0
-        self._body = []
         self.body_bytes = 0
         self._chunks = None
 
@@ -293,12 +302,12 @@ class RequestParser:
         if self.body_bytes > self._max_body_bytes:
             self._refuse(body_too_large(self._max_body_bytes))
         elif not self._refused:
-            self._body.append(data)
+            self._body.add(data)
 
     def on_message_complete(self) -> None:
         if self._chunks is not None:
             self._check_overhead(self._chunks)
-        head, body = self.head, self._body
+        head = self.head
         self.begun = self.in_body = self.wants_continue = False
         self._raw_bytes = 0
         self.head = None
@@ -306,7 +315,7 @@ class RequestParser:
             return
         if self._chunks is not None and not self._parser.should_keep_alive():
             head.keep_alive = False  # to llhttp a trailer's `Connection: close` ends it too
-        whole = body[0] if len(body) == 1 else b"".join(body)
+        whole = self._body.take()
         self._remember(head, whole)
         self.ready.append(ClientRequest(head, whole))
         self._start_request()

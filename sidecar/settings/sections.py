@@ -94,6 +94,11 @@ class Proxy(Section):
     max_body_bytes: Annotated[
         int, Between(1, 4_000_000_000, "nothing fits into less, and a body is held in memory")
     ] = 32 * 2**20
+    max_held_body_bytes: Annotated[
+        int, Between(1, 10**12, "one body alone is taken whatever the limit")
+    ] = 256 * 2**20
+    """Bytes of request bodies in memory, per worker: coming in, or in flight. Bodies up to 64 KiB
+    are not counted; one that does not fit is answered 503 with `Retry-After`."""
     connect_timeout_s: Timeout = 5.0
     max_connections: Count = 4096
     """Client connections at once, per worker; a further one is closed as it comes."""
@@ -104,7 +109,8 @@ class Proxy(Section):
     head_timeout_s: Timeout = 10.0
     """From a request's first byte to the end of its headers."""
     body_timeout_s: Timeout = 30.0
-    """Longest stand-still of a request's body; beyond it a body must also come at 1 kB/s."""
+    """Longest stand-still of a request's body; it must also come at 1 kB/s, and what came faster
+    before is credited for this long at most."""
     write_timeout_s: Timeout = 60.0
     """A client that takes nothing of its reply for this long is cut off."""
     upstream_timeout_s: Timeout = 600.0

@@ -1,0 +1,290 @@
+"""One connection takes no more than a small share of a turn of the event loop, whatever it sends.
+
+Counted in requests and in calls of the parser between two turns, never in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from deploy import api_keys
+from ingest.store.database import Database
+from sidecar.keys import ApiKey
+from sidecar.relay.accounts import Accounts
+from sidecar.relay.http_client_side import REQUESTS_AT_ONCE
+from sidecar.relay.request_parser import RequestParser
+
+MODEL = b'{"model":"smollm2-135m","messages":[]}'
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def post(body: bytes, *fields: bytes, path: bytes = b"/v1/chat/completions") -> bytes:
+    lines = (b"POST %b HTTP/1.1" % path, b"Host: x", *fields, b"Content-Length: %d" % len(body))
+    return b"\r\n".join((*lines, b"", body))
+
+
+class Turns:
+    """How much was done in one turn of the loop at most. count: all that was done so far."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self.most = 0
+        self._count = count
+        self._before = count()
+        self._loop = asyncio.get_running_loop()
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        self._turn()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._ended = True
+
+    def _turn(self) -> None:
+        now = self._count()
+        self.most = max(self.most, now - self._before)
+        self._before = now
+        if not self._ended:
+            self._loop.call_soon(self._turn)
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The status of every request that was answered."""
+    statuses: list[int] = []
+    count = Accounts.request
+
+    def counting(self: Accounts, status: int) -> None:
+        statuses.append(status)
+        count(self, status)
+
+    monkeypatch.setattr(Accounts, "request", counting)
+    return statuses
+
+
+@pytest.fixture
+def limited_key(state_dir: Any) -> bytes:
+    """`Authorization` of a key that may ask once a minute."""
+    database = Database(f"sqlite:///{state_dir / 'store.db'}")
+    database.upgrade()
+    _, presented = api_keys.create(
+        database,
+        lambda fresh: ApiKey(
+            key_id=fresh.key_id,
+            secret_hash=fresh.secret_hash,
+            project="shop",
+            requests_per_minute=1,
+        ),
+        randomness=bytes,
+        actor="test",
+        now=0.0,
+    )
+    database.close()
+    return b"Authorization: Bearer " + presented.encode()
+
+
+async def eat(client: Any) -> None:
+    """Read and forget, so that the client is one who reads its replies."""
+    while await client.reader.read(2**20):
+        await asyncio.sleep(0)
+
+
+REFUSED = {
+    "no such path": (GET, 404, {}),
+    "no key": (post(MODEL), 401, {"access": {"mode": "keys"}}),
+    "no JSON": (post(b"not json"), 400, {}),
+    "no object": (post(b"[]"), 400, {}),
+    "no such model": (post(b'{"model":"other","messages":[]}'), 404, {}),
+    "best of too many": (post(MODEL, b"x-sidecar-best-of: 99"), 400, {}),
+    "no such adapter": (post(MODEL, b"x-sidecar-adapter: v99"), 404, {}),
+}
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "over its limit"])
+async def test_few_of_the_refusals_that_a_client_pipelines_are_answered_in_one_turn(
+    kind: str, start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int], limited_key: bytes
+) -> None:
+    request, status, sections = REFUSED.get(
+        kind, (post(MODEL, limited_key), 429, {"access": {"mode": "keys"}})
+    )
+    running = await start_proxy(**sections)
+    client, sent = await dial(running), 3000
+    eating = asyncio.create_task(eat(client))
+
+    with Turns(lambda: len(answered)) as turns:
+        client.say(request * sent)
+        async with asyncio.timeout(60):
+            while len(answered) < sent:
+                await asyncio.sleep(0.001)
+
+    eating.cancel()
+    assert set(answered[1:]) == {status}
+    # A turn that ends what was left may read and begin some more.
+    assert 0 < turns.most <= 2 * REQUESTS_AT_ONCE
+
+
+async def test_another_client_is_answered_between_pipelined_refusals(
+    start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int]
+) -> None:
+    """Four megabytes of `GET /` once kept all others waiting for seconds, health checks too."""
+    running = await start_proxy()
+    flood, other = await dial(running), await dial(running)
+    eating = asyncio.create_task(eat(flood))
+    sent = 4_000_000 // len(GET)
+    flood.say(GET * sent)
+    async with asyncio.timeout(60):
+        while not answered:
+            await asyncio.sleep(0)
+
+    for request in (HEALTH, post(MODEL)):
+        before = len(answered)
+        other.say(request)
+        method = request.partition(b" ")[0]
+        assert (await other.hear(method)).status == 200
+        # Some turns for the way to the upstream and back.
+        assert len(answered) - before < 100 * REQUESTS_AT_ONCE
+        assert len(answered) < sent
+
+    eating.cancel()
+
+
+@pytest.mark.parametrize("request_", [HEALTH, post(MODEL)], ids=["healthz", "model"])
+async def test_requests_that_are_relayed_are_begun_one_after_the_other(
+    request_: bytes, start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int]
+) -> None:
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    client = await dial(running)
+    eating = asyncio.create_task(eat(client))
+
+    with Turns(lambda: len(answered)) as turns:
+        client.say(request_ * 300)
+        async with asyncio.timeout(60):
+            while len(answered) < 300:
+                await asyncio.sleep(0.001)
+
+    eating.cancel()
+    assert set(answered) == {200}
+    assert turns.most <= REQUESTS_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("callback", "sent"),
+    [
+        ("on_message_begin", GET * 20_000),
+        (
+            "on_body",
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + b"1\r\nx\r\n" * 100_000,
+        ),
+        ("on_header", b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 15_000),
+    ],
+)
+async def test_what_is_parsed_in_one_turn_is_bounded(
+    callback: str,
+    sent: bytes,
+    start_proxy: Any,
+    dial: Any,
+    fake_vllm: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    inner = getattr(RequestParser, callback)
+
+    def counting(self: RequestParser, *given: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        inner(self, *given)
+
+    monkeypatch.setattr(RequestParser, callback, counting)
+    running = await start_proxy()
+    client = await dial(running)
+    eating = asyncio.create_task(eat(client))
+    expected = 10_000
+
+    with Turns(lambda: calls) as turns:
+        client.say(sent)
+        async with asyncio.timeout(60):
+            while calls < expected:
+                await asyncio.sleep(0.001)
+
+    eating.cancel()
+    assert 0 < turns.most <= 1100  # a slice of 4096 bytes, with the shortest of header lines
+
+
+async def test_who_reads_no_refusals_gets_no_more_of_them_than_a_buffer_holds(
+    start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int]
+) -> None:
+    running = await start_proxy(proxy={"write_timeout_s": 30.0})
+    client = await dial(running, limit=1024)
+    async with asyncio.timeout(30):
+        while not running.proxy._relay._connections:
+            await asyncio.sleep(0.001)
+    [connection] = running.proxy._relay._connections
+    client.writer.transport.pause_reading()
+    client.say(GET * 200_000)
+    unsent, waiting = [], []
+    async with asyncio.timeout(60):
+        while not connection._writing_paused or len(unsent) < 50:
+            await asyncio.sleep(0.001)
+            unsent.append(connection._transport.get_write_buffer_size())
+            waiting.append(len(connection._parser.ready) + connection._early.size // len(GET))
+
+    stopped_at = len(answered)
+    other = await dial(running)
+    other.say(HEALTH)
+    assert (await other.hear(b"GET")).status == 200
+
+    assert len(answered) == stopped_at + 1
+    assert max(unsent) < 100_000
+    assert max(waiting) * len(GET) < 1_000_000  # one read of the loop, and what may wait
+
+
+async def test_pipelined_refusals_that_wait_for_their_turn_are_answered_before_the_end(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    """The last of them asks for the close."""
+    client = await dial(await start_proxy())
+    last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+    client.say(GET * 999 + last)
+
+    replies = [await client.hear(b"GET") for _ in range(1000)]
+    assert {reply.status for reply in replies} == {404}
+    assert json.loads(replies[-1].body)["error"]["message"] == "Not Found"
+    assert await client.closed()
+
+
+async def test_small_pieces_that_come_early_are_kept_in_few_objects(
+    start_proxy: Any, dial: Any, fake_vllm: Any, wire: Any
+) -> None:
+    """A client may send a byte at a time while another request of it is in flight."""
+    go_on = asyncio.Event()
+    fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    client = await dial(running)
+    client.say(post(MODEL))
+    async with asyncio.timeout(30):
+        while not fake_vllm.requests:
+            await asyncio.sleep(0.001)
+    [connection] = running.proxy._relay._connections
+    rest = post(b'{"model":"smollm2-135m","messages":[],"x":"' + b"y" * 9000 + b'"}')
+    for start in range(0, len(rest), 3):
+        connection.data_received(rest[start : start + 3])
+
+    assert connection._early.size == len(rest)
+    assert len(connection._early.pieces) <= 4
+    go_on.set()
+    assert [(await client.hear()).status for _ in range(2)] == [200, 200]
+    assert len(fake_vllm.requests[1].body) == len(rest.partition(b"\r\n\r\n")[2])
