@@ -142,6 +142,8 @@ class GroupOut(BaseModel):
     adapter: str
     status: str
     reason: str | None
+    detail: str | None
+    judge_attempts: int
     created_at: float
     scored_at: float | None
     judge_model: str | None

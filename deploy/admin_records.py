@@ -41,11 +41,16 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
 
     @router.get("/groups")
     def groups(
-        limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, status: str | None = None
+        limit: Limit = DEFAULT_LIMIT,
+        cursor: Cursor = None,
+        status: str | None = None,
+        reason: str | None = None,
     ) -> Page[GroupOut]:
         statement = select(GroupRow)
         if status is not None:
             statement = statement.where(GroupRow.status == status)
+        if reason is not None:
+            statement = statement.where(GroupRow.reason == reason)
         statement = newest_first(statement, limit=limit, cursor=cursor, key={GroupRow.seq: int})
         with database.read() as session:
             rows = session.scalars(statement).all()

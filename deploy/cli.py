@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deploy.cli_groups import groups_app
 from deploy.cli_keys import keys_app
 from deploy.cli_output import Output, note, print_found, require_store, say, say_json
 from deploy.errors import DeployError, UnknownTrialError
@@ -43,6 +44,7 @@ app.add_typer(canary_app, name="canary")
 app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
+app.add_typer(groups_app, name="groups")
 
 Canary = Annotated[str, typer.Argument(help="its id; the newest when left out")]
 Reason = Annotated[str, typer.Option(help="why; kept in the audit")]

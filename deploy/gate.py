@@ -3,35 +3,42 @@
 A shell around `gate_rule`. Each call of `advance` makes a few of the missing comparisons and
 stores each as it ends, so a process that is killed goes on with the rest. What cannot be asked
 (judge or vLLM away) leaves no trace but the reason; what was asked and answered with rubbish is
-set aside and counted.
+set aside and counted. So is a prompt that the judge fails over again and again while it answers the
+probe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
+from sqlalchemy.orm import Session
 
 from deploy import gate_store
 from deploy.canary import GateEvidence
 from deploy.gate_answers import Answered, FreshAnswers, as_rows, seed_of
 from deploy.gate_rule import judge_gate, mean_difference
-from deploy.gate_store import HeldOutPrompt
+from deploy.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Trial
 from ingest.errors import (
     AdapterGoneError,
     EngineDownError,
+    JudgeBusyError,
     JudgeRefusalError,
     JudgeReplyError,
     JudgeUnavailableError,
     SamplingError,
 )
 from ingest.judge import Judge
-from ingest.ruler import JudgeCall, score_answers
+from ingest.judge_group import REFUSED, Scored
+from ingest.judge_probe import SUBJECT, ask_probe
+from ingest.ruler import SEED_BITS, JudgeCall, score_answers
 from ingest.ruler_prompt import rubric_hash
 from ingest.store.database import Database
 from ingest.store.judge_calls import save_judge_calls
@@ -45,8 +52,23 @@ SPARE_PROMPTS = 2
 """Prompts tried at most, as a multiple of those wanted: some comparisons are set aside."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
-_AWAY = (EngineDownError, AdapterGoneError, JudgeUnavailableError)
+ATTEMPTS = 3
+"""A prompt that the judge fails over so often, while it answers the probe, is set aside."""
+_AWAY = (EngineDownError, AdapterGoneError, JudgeBusyError)
 """Nobody's answer was bad: ask again later. The reconciler brings a lost adapter back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unjudged:
+    """A comparison that the judge gave no usable answer to; whose fault that is, is open."""
+
+    prompt: HeldOutPrompt
+    answered: list[Answered]
+    calls: list[JudgeCall]
+    reason: str
+    detail: str
+    final: bool
+    """The judge says that it never will: no further attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +118,8 @@ class Gate:
         self._parallel = parallel
         self._clock = clock
         self._retry = Retry()
+        self._attempts: Counter[str] = Counter()
+        """Failed attempts by comparison, in memory: after a restart they begin anew."""
 
     async def advance(self, trial: Trial) -> GateEvidence:
         """Make up to `parallel` missing comparisons, then add up all there are."""
@@ -117,12 +141,40 @@ class Gate:
         except SamplingError as error:
             return self._wait(trial, str(error))
         # After an outage one comparison shows whether it is over.
+        missing = sorted(missing, key=lambda prompt: self._attempts[comparison_id(trial, prompt)])
         batch = missing[: 1 if self._retry.reason else self._parallel]
-        reasons = await asyncio.gather(*(self._compare(trial, one) for one in batch))
-        for reason in filter(None, reasons):
-            return self._wait(trial, reason)
+        ends = await asyncio.gather(*(self._compare(trial, one) for one in batch))
+        unjudged = [end for end in ends if isinstance(end, Unjudged)]
+        away = next((end for end in ends if isinstance(end, str)), None)
+        if unjudged and away is None:
+            away = await self._probe()
+        if away is not None:
+            return self._wait(trial, away)
+        for one in unjudged:
+            await self._count_attempt(trial, one)
         self._retry = Retry()
         return None
+
+    async def _probe(self) -> str | None:
+        """Ask the judge about something else. Returns: why it does not work, or None."""
+        calls: list[JudgeCall] = []
+        fate = await ask_probe(
+            self._judge, self._judging, seed=secrets.randbits(SEED_BITS), on_call=calls.append
+        )
+        await asyncio.to_thread(self._save_calls, SUBJECT, calls)
+        return None if isinstance(fate, Scored) else fate.detail
+
+    async def _count_attempt(self, trial: Trial, one: Unjudged) -> None:
+        """The judge works, so the prompt is at fault: after a few attempts set it aside."""
+        name = comparison_id(trial, one.prompt)
+        self._attempts[name] += 1
+        if not one.final and self._attempts[name] < ATTEMPTS:
+            return
+        del self._attempts[name]
+        log.warning(
+            "gate_set_aside", exchange=one.prompt.exchange_id, status=one.reason, reason=one.detail
+        )
+        await self._keep(trial, one.prompt, one.reason, one.answered, (), (), one.calls)
 
     def _wait(self, trial: Trial, reason: str) -> str:
         self._retry = self._retry.later(self._clock(), reason)
@@ -152,8 +204,11 @@ class Gate:
             away=away,
         )
 
-    async def _compare(self, trial: Trial, prompt: HeldOutPrompt) -> str | None:
-        """Make and store one comparison. Returns: why it could not be made yet, or None."""
+    async def _compare(self, trial: Trial, prompt: HeldOutPrompt) -> Unjudged | str | None:
+        """Make and store one comparison.
+
+        Returns: None when it is stored; why it could not be made yet; what the judge failed over.
+        """
         calls: list[JudgeCall] = []
         answered: list[Answered] = []
         status = "scored"
@@ -170,21 +225,42 @@ class Gate:
                 passes=self._judging.passes,
                 seed=seed_of(trial, f"judge\x00{prompt.exchange_id}"),
                 on_call=calls.append,
-                subject=gate_store.comparison_id(trial, prompt),
+                subject=comparison_id(trial, prompt),
             )
             scores, explanations = judgement.scores, judgement.explanations
         except _AWAY as error:
             return str(error)
+        except (JudgeUnavailableError, JudgeRefusalError) as error:
+            return Unjudged(
+                prompt=prompt,
+                answered=answered,
+                calls=calls,
+                reason=error.reason if isinstance(error, JudgeUnavailableError) else REFUSED,
+                detail=str(error),
+                final=isinstance(error, JudgeRefusalError),
+            )
         except SamplingError as error:
             status = "sampling_failed"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        except (JudgeReplyError, JudgeRefusalError) as error:
+        except JudgeReplyError as error:
             status = "judge_rubbish"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
+        await self._keep(trial, prompt, status, answered, scores, explanations, calls)
+        return None
+
+    async def _keep(
+        self,
+        trial: Trial,
+        prompt: HeldOutPrompt,
+        status: str,
+        answered: list[Answered],
+        scores: tuple[float, ...],
+        explanations: tuple[str, ...],
+        calls: list[JudgeCall],
+    ) -> None:
         self._answers.forget(trial, prompt)
         rows = as_rows(answered, scores, explanations)
         await asyncio.to_thread(self._save, trial, prompt, status, rows, calls)
-        return None
 
     def _save(
         self,
@@ -209,10 +285,12 @@ class Gate:
                 answers=answers,
             )
             if saved:
-                save_judge_calls(
-                    session,
-                    gate_store.comparison_id(trial, prompt),
-                    calls,
-                    rubric_hash=rubric_hash(self._judging.rubric),
-                    now=self._clock(),
-                )
+                self._add_calls(session, comparison_id(trial, prompt), calls)
+
+    def _save_calls(self, subject: str, calls: list[JudgeCall]) -> None:
+        with self._database.write() as session:
+            self._add_calls(session, subject, calls)
+
+    def _add_calls(self, session: Session, subject: str, calls: list[JudgeCall]) -> None:
+        hashed = rubric_hash(self._judging.rubric)
+        save_judge_calls(session, subject, calls, rubric_hash=hashed, now=self._clock())

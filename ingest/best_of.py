@@ -18,13 +18,12 @@ import structlog
 
 from ingest.best_of_groups import STAGE, answers_digest, settle
 from ingest.choose import live_adapters, rules_now, rules_of
-from ingest.errors import StoreError
+from ingest.errors import JudgeGarbledError, JudgeRejectedError, StoreError
 from ingest.judge import Judge
-from ingest.judge_group import Fate, Scored, SetAside, Unanswered, judge_group
-from ingest.judging import SEED_BITS
+from ingest.judge_group import REFUSED, Fate, Scored, SetAside, Unanswered, judge_group
 from ingest.outage import Outage
 from ingest.records import Answer, Group
-from ingest.ruler import JudgeCall
+from ingest.ruler import SEED_BITS, JudgeCall
 from ingest.ruler_material import read_material
 from ingest.ruler_prompt import rubric_hash
 from ingest.selection import group_id_of
@@ -127,7 +126,9 @@ class BestOfJudge:
 
     def _note_outage(self, fate: Fate) -> None:
         if isinstance(fate, Unanswered):
-            if self._outage.unanswered(self._clock()):
+            if _why_unanswered(fate) == REFUSED:
+                return  # nobody else's question is declined for it
+            if self._outage.unanswered(self._clock(), retry_after_s=fate.retry_after_s):
                 log.warning("best_of_judge_down", model=self._judge.model, error=fate.detail)
         elif isinstance(fate, Scored) or fate.asked:
             lasted_s = self._outage.answered(self._clock())
@@ -158,7 +159,8 @@ class BestOfJudge:
                     count(session, "judge_calls", "good" if call.ok else "bad")
             if isinstance(fate, Unanswered):
                 count(session, "judge_calls", "unanswered")
-                count(session, STAGE, "judge_down")
+                count(session, "judge_failures", fate.reason)
+                count(session, STAGE, _why_unanswered(fate))
             elif isinstance(fate, SetAside):
                 count(session, STAGE, fate.reason)
             elif not keep:
@@ -219,9 +221,15 @@ def _as_group(material: Material) -> Group:
     )
 
 
+def _why_unanswered(fate: Unanswered) -> str:
+    """What the user is told: that the judge is down, or that it refuses this one question."""
+    refused = (JudgeRejectedError.reason, JudgeGarbledError.reason)
+    return REFUSED if fate.reason in refused else "judge_down"
+
+
 def _verdict(fate: Fate) -> Verdict:
     if isinstance(fate, Unanswered):
-        return NoPick(reason="judge_down")
+        return NoPick(reason=_why_unanswered(fate))
     if isinstance(fate, SetAside):
         return NoPick(reason=fate.reason)
     scores = fate.judgement.scores

@@ -8,12 +8,17 @@ IngestError
 │   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
 │   ├── AdapterGoneError            vLLM does not know the adapter: trying again will not help
 │   └── RequestRefusedError         vLLM refuses the request itself (400)
-├── JudgeUnavailableError (ConnectionError)  no answer: try again later
+├── JudgeUnavailableError (ConnectionError)  no usable answer: try again later
+│   ├── JudgeBusyError              a limit of requests or tokens: wait as long as it says
+│   ├── JudgeRejectedError          4xx: this request's fault or the settings'; ask the probe
+│   └── JudgeGarbledError           the reply is no chat completion: the same
 ├── JudgeRefusalError (ValueError)  it will never take this request: set the group aside
 └── JudgeReplyError (ValueError)    rubbish: retry once with the error, then set aside
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 
 class IngestError(Exception):
@@ -49,7 +54,36 @@ class RequestRefusedError(SamplingError):
 
 
 class JudgeUnavailableError(IngestError, ConnectionError):
-    """The judge did not answer (down, time limit, rate limit): the group waits."""
+    """The judge gave no usable answer (down, time limit). Each subclass says what it looks like.
+
+    The error alone does not tell whose fault it is: a judge that works for others fails for one
+    request, and a judge that is set up wrongly refuses each request as if it were at fault.
+    """
+
+    reason: ClassVar[str] = "judge_unavailable"
+    """Why a group is set aside that fails so while the judge works for others."""
+
+
+class JudgeBusyError(JudgeUnavailableError):
+    """The judge's provider limits requests or tokens (429, 529, or `Retry-After`)."""
+
+    reason = "judge_busy"
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class JudgeRejectedError(JudgeUnavailableError):
+    """The judge refuses the request (4xx): too large, filtered; or a wrong key or model."""
+
+    reason = "judge_rejected"
+
+
+class JudgeGarbledError(JudgeUnavailableError):
+    """The judge's reply is no chat completion: a page, a message of null, half a body."""
+
+    reason = "judge_garbled"
 
 
 class JudgeRefusalError(IngestError, ValueError):

@@ -8,18 +8,20 @@ waits are decided in one place (`ingest.judging`), and nothing leaves the machin
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+from ingest.errors import JudgeGarbledError, JudgeRefusalError, JudgeUnavailableError
+from ingest.judge_errors import explain, secrets_in, sort_error, storable
+from ingest.ruler_reply import MAX_REPLY_CHARACTERS
 from sidecar.settings import Judge as JudgeSettings
 
-ERROR_CHARACTERS = 300
-_KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
+MAX_COUNT = 2**31 - 1
+"""Of tokens in one call: what every store's integer holds. A larger figure is not believed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,8 @@ class Judge(Protocol):
     ) -> JudgeReply:
         """Answer a conversation with JSON of the schema, as far as the model can.
 
-        Raises: JudgeUnavailableError when there was no answer, JudgeRefusalError when there never
-        will be one to this conversation.
+        Raises: JudgeUnavailableError or a subclass when there was no usable answer,
+        JudgeRefusalError when there never will be one to this conversation.
         """
 
 
@@ -85,9 +87,12 @@ class LiteLlmJudge:
         ) as error:
             # `from None`, here and below: LiteLLM's errors quote requests, and with them keys.
             raise JudgeRefusalError(self._explain(error)) from None
-        except _openai_error() as error:
-            raise JudgeUnavailableError(self._explain(error)) from None
-        return _reply(response, time.monotonic() - started)
+        except Exception as error:  # noqa: BLE001 - whatever LiteLLM stumbles over
+            raise sort_error(error, self._explain(error), now=time.time()) from None
+        try:
+            return _reply(response, time.monotonic() - started)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise JudgeGarbledError(self._explain(error)) from None
 
     async def aclose(self) -> None:
         """Close LiteLLM's pooled connections, which are the process's: call it at its end."""
@@ -127,12 +132,10 @@ class LiteLlmJudge:
         return request
 
     def _explain(self, error: Exception) -> str:
-        """One line: which judge, what LiteLLM calls it, what the provider said; no key in it."""
-        said = " ".join(str(error).split())
-        if self._settings.api_key is not None:
-            said = said.replace(self._settings.api_key.get_secret_value(), "***")
-        said = _KEY_LIKE.sub("***", said)[:ERROR_CHARACTERS]
-        return f"judge {self.model}: {said}"
+        key = self._settings.api_key
+        secrets = [key.get_secret_value()] if key is not None else []
+        secrets += secrets_in(self._settings.params)
+        return explain(error, model=self.model, secrets=[secret for secret in secrets if secret])
 
 
 def _import_litellm() -> Any:
@@ -145,13 +148,6 @@ def _import_litellm() -> Any:
     return litellm
 
 
-def _openai_error() -> type[Exception]:
-    """The base of every error that LiteLLM raises for a provider."""
-    from openai import OpenAIError
-
-    return OpenAIError
-
-
 def _reply(response: Any, seconds: float) -> JudgeReply:  # Any: a LiteLLM ModelResponse
     choices = response.choices
     usage = getattr(response, "usage", None)
@@ -159,10 +155,14 @@ def _reply(response: Any, seconds: float) -> JudgeReply:  # Any: a LiteLLM Model
     text = (choices[0].message.content or "") if choices else ""
     return JudgeReply(
         # No text at all is a reply too: it is refused, retried and recorded like other rubbish.
-        # A lone surrogate or a NUL can be neither stored nor sent back.
-        text=text.encode("utf-8", "replace").decode().replace("\x00", ""),
-        prompt_tokens=getattr(usage, "prompt_tokens", None),
-        completion_tokens=getattr(usage, "completion_tokens", None),
-        cost_usd=float(cost) if cost is not None else None,
+        # One character more than may be parsed, so that a longer one is still refused.
+        text=storable(text[: MAX_REPLY_CHARACTERS + 1]),
+        prompt_tokens=_count(getattr(usage, "prompt_tokens", None)),
+        completion_tokens=_count(getattr(usage, "completion_tokens", None)),
+        cost_usd=float(cost) if cost is not None and math.isfinite(cost) else None,
         seconds=seconds,
     )
+
+
+def _count(value: Any) -> int | None:  # Any: what the provider wrote
+    return value if isinstance(value, int) and 0 <= value <= MAX_COUNT else None

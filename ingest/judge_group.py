@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableError
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeRefusalError,
+    JudgeReplyError,
+    JudgeUnavailableError,
+)
 from ingest.judge import Judge
 from ingest.records import Group
 from ingest.ruler import JudgeCall, Judgement, merge_identical, score_answers
@@ -34,14 +39,18 @@ class SetAside:
     reason: str
     detail: str
     asked: bool
-    """Whether the judge answered: an outage is over then."""
+    """Whether the judge was asked and refused the group; else nobody needs to ask it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """The judge did not answer; the group is as it was."""
+    """The judge gave no usable answer; the group is as it was. Whose fault it is, is open."""
 
     detail: str
+    reason: str = JudgeUnavailableError.reason
+    """As `JudgeUnavailableError.reason`."""
+    retry_after_s: float = 0.0
+    """The judge asks to be left alone for so long."""
 
 
 Fate = Scored | SetAside | Unanswered
@@ -80,7 +89,8 @@ async def judge_group(
             subject=group.group_id,
         )
     except JudgeUnavailableError as error:
-        return Unanswered(detail=str(error))
+        wait_s = error.retry_after_s if isinstance(error, JudgeBusyError) else 0.0
+        return Unanswered(detail=str(error), reason=error.reason, retry_after_s=wait_s)
     except JudgeRefusalError as error:
         return SetAside(reason=REFUSED, detail=str(error), asked=True)
     except JudgeReplyError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 FIRST_DELAY_S, LAST_DELAY_S = 1.0, 60.0
 """The wait after a failure doubles from the first to the last while the outage lasts."""
+LONGEST_RETRY_AFTER_S = 300.0
+"""A service that asks to be left alone for longer is asked again after this; that costs nothing."""
 
 
 class Outage:
@@ -19,21 +21,27 @@ class Outage:
     def lasts(self) -> bool:
         return self._began_at is not None
 
-    def unanswered(self, now: float) -> bool:
+    def unanswered(
+        self, now: float, *, longest_s: float = LAST_DELAY_S, retry_after_s: float = 0.0
+    ) -> bool:
         """Note a call without an answer. Returns: whether an outage began with it.
 
         The wait grows once per wait, not once per call: calls that were in flight together fail
         together.
+
+        longest_s: the wait grows up to it. retry_after_s: the service asks to be left alone for so
+        long; it is, for `LONGEST_RETRY_AFTER_S` at most.
         """
+        began = self._began_at is None
         if self._began_at is None:
             self._began_at = now
             self._delay_s = FIRST_DELAY_S
             self.retry_at = now + self._delay_s
-            return True
-        if now >= self.retry_at:
-            self._delay_s = min(LAST_DELAY_S, 2 * self._delay_s)
+        elif now >= self.retry_at:
+            self._delay_s = min(longest_s, 2 * self._delay_s)
             self.retry_at = now + self._delay_s
-        return False
+        self.retry_at = max(self.retry_at, now + min(retry_after_s, LONGEST_RETRY_AFTER_S))
+        return began
 
     def answered(self, now: float) -> float | None:
         """Note an answered call. Returns: how long the outage lasted that it ended, if one did."""

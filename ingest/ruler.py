@@ -22,6 +22,8 @@ from ingest.ruler_prompt import RulerPrompt, build_prompt, shown_answer
 from ingest.ruler_reply import parse_reply
 
 ATTEMPTS = 2
+SEED_BITS = 29
+"""What `score_answers` takes."""
 SHOWN_BACK_CHARACTERS = 4_000
 """Of a bad reply, shown to the judge again: enough to mend it, not enough to drown in it."""
 

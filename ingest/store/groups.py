@@ -27,6 +27,7 @@ SAMPLED = "sampled"
 SCORED = "scored"
 CLAIMED = "claimed"
 SET_ASIDE = "set_aside"
+DETAIL_CHARACTERS = 500
 PENDING = (SAMPLING, SAMPLED)
 """Chosen, and neither scored nor set aside yet."""
 
@@ -163,12 +164,20 @@ def mark_sampled(session: Session, group_id: str) -> bool:
     return _step(session, group_id, SAMPLING, SAMPLED, stage="sampling", reason="sampled")
 
 
-def set_aside(session: Session, group_id: str, reason: str) -> bool:
-    """sampling or sampled -> set_aside, with the reason; nothing will be learned from it."""
+def set_aside(session: Session, group_id: str, reason: str, *, detail: str | None = None) -> bool:
+    """sampling or sampled -> set_aside, with the reason; nothing will be learned from it.
+
+    detail: the reason in words, such as the judge's own.
+    """
     for status, stage in ((SAMPLING, "sampling"), (SAMPLED, "judging")):
         if _step(
             session, group_id, status, SET_ASIDE, stage=stage, reason=reason, row_reason=reason
         ):
+            session.execute(
+                update(GroupRow)
+                .where(GroupRow.group_id == group_id)
+                .values(detail=detail[:DETAIL_CHARACTERS] if detail else None)
+            )
             return True
     return False
 
@@ -200,7 +209,7 @@ def mark_scored(
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id)
-        .values(scored_at=now, judge_model=judge_model, rubric_hash=rubric_hash)
+        .values(scored_at=now, judge_model=judge_model, rubric_hash=rubric_hash, detail=None)
     )
     session.flush()
     return True
@@ -242,7 +251,7 @@ def _step(
     result = session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id, GroupRow.status == before)
-        .values(status=after, reason=row_reason, lease_until=0.0)
+        .values(status=after, reason=row_reason, lease_until=0.0, judging_since=None)
     )
     if not isinstance(result, CursorResult) or result.rowcount != 1:
         return False

@@ -130,6 +130,12 @@ class GroupRow(Base):
     """Rounds of sampling that ended with candidates missing."""
     attempts: Mapped[int] = mapped_column(default=0)
     """Judge attempts that answered rubbish."""
+    judge_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Attempts without a usable answer that were the group's own fault."""
+    judging_since: Mapped[float | None]
+    """A worker is asking the judge; left behind by a worker that died."""
+    detail: Mapped[str | None] = mapped_column(Text)
+    """The judge's last error, or the reason in words; 500 characters, without keys."""
     lease_until: Mapped[float] = mapped_column(default=0.0)
     """Until then one worker has it; a dead worker's lease runs out."""
     created_at: Mapped[float]

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import select
 
 from deploy import transitions, trials
 from deploy.admin_actions import until_loaded
@@ -153,6 +154,24 @@ def add_groups(world: World, count: int) -> None:
                     explanation="so",
                 )
             )
+
+
+async def test_groups_set_aside_are_found_by_reason_with_the_judges_words(
+    world: World, api: Api
+) -> None:
+    add_groups(world, 3)
+    with world.database.write() as session:
+        dead = session.scalars(select(GroupRow).where(GroupRow.group_id == "g1")).one()
+        dead.status, dead.reason = "set_aside", "judge_rejected"
+        dead.judge_attempts, dead.detail = 3, "judge j: content filter"
+
+    found = (await api.get("/groups", reason="judge_rejected")).json()["items"]
+    funnel = (await api.get("/funnel")).json()
+
+    assert [(one["group_id"], one["judge_attempts"], one["detail"]) for one in found] == [
+        ("g1", 3, "judge j: content filter")
+    ]
+    assert funnel["groups_by_reason"] == {"judge_rejected": 1}
 
 
 async def test_paging_shows_every_row_once_though_rows_are_added(world: World, api: Api) -> None:

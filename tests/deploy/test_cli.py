@@ -67,6 +67,14 @@ def test_an_absent_admin_api_is_one_line_with_what_to_do(
     assert "is `sidecar up` running?" in error
 
 
+@pytest.mark.parametrize("words", [["ls", "--reason", "judge_rejected"], ["show", "g-1"]])
+def test_groups_are_asked_of_the_admin_api(
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["--config", str(config), "groups", *words]) == 1
+    assert "is `sidecar up` running?" in capsys.readouterr().err
+
+
 def test_rollback_offline_needs_the_store_alone(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,10 +70,14 @@ def score_by_content(table: Mapping[str, float]) -> Callable[[Mapping[str, Any]]
     return lambda shown: scores_reply({n: table[a["content"]] for n, a in shown.items()})
 
 
-class ScriptedServer:
-    """An HTTP server that plays (status, JSON or bytes) pairs, the last one again and again."""
+Step = tuple[Any, ...] | Callable[[dict[str, Any]], tuple[Any, ...]]
+"""(status, JSON or bytes, then headers as pairs), or what makes it of the request."""
 
-    def __init__(self, *script: tuple[int, Any]) -> None:
+
+class ScriptedServer:
+    """An HTTP server that plays a script, the last step again and again."""
+
+    def __init__(self, *script: Step) -> None:
         self.script = list(script)
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -86,7 +90,8 @@ class ScriptedServer:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 server.requests.append(json.loads(body))
                 server.headers.append({k.lower(): v for k, v in self.headers.items()})
-                status, reply = server.script.pop(0) if len(server.script) > 1 else server.script[0]
+                step = server.script.pop(0) if len(server.script) > 1 else server.script[0]
+                status, reply, *headers = step(server.requests[-1]) if callable(step) else step
                 if status == 0:
                     self._hang(drip=reply is not None)
                     return
@@ -94,6 +99,8 @@ class ScriptedServer:
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(data)))
+                for name, value in headers:
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -271,7 +278,7 @@ class JudgeKit:
         self.servers: list[ScriptedServer] = []
         self.judges: list[Any] = []
 
-    def serve(self, *script: tuple[int, Any]) -> ScriptedServer:
+    def serve(self, *script: Step) -> ScriptedServer:
         """Start a server for this test."""
         self.servers.append(ScriptedServer(*script))
         return self.servers[-1]

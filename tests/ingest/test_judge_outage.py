@@ -45,3 +45,22 @@ def test_a_new_outage_begins_with_the_short_wait() -> None:
     outage.answered(7.0)
     assert outage.unanswered(8.0)
     assert outage.retry_at == 9.0
+
+
+def test_a_service_that_asks_for_time_gets_it_up_to_a_limit() -> None:
+    outage = Outage()
+    outage.unanswered(0.0, retry_after_s=20.0)
+    assert outage.retry_at == 20.0
+    outage.unanswered(1.0, retry_after_s=5.0)
+    assert outage.retry_at == 20.0
+    outage.unanswered(20.0, retry_after_s=1e9)
+    assert outage.retry_at == 320.0
+
+
+def test_the_longest_wait_can_be_another_one() -> None:
+    outage = Outage()
+    now = 0.0
+    for _ in range(12):
+        outage.unanswered(now, longest_s=300.0)
+        wait_s, now = outage.retry_at - now, outage.retry_at
+    assert wait_s == 300.0

@@ -16,7 +16,13 @@ from sqlalchemy import select
 from ingest.best_of import EXPIRE_S, BestOfJudge
 from ingest.best_of_groups import answers_digest
 from ingest.choose import choose_backlog, choose_new
-from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeGarbledError,
+    JudgeRefusalError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+)
 from ingest.selection import group_id_of
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import append_answers, load_group, load_scored_group, mark_sampled
@@ -144,6 +150,8 @@ async def test_answers_that_are_all_alike_are_not_judged(rig: Any) -> None:
         (("rubbish",), "judge_rubbish", {"bad": 2}),
         ((JudgeRefusalError("too long"),), "judge_refused", {}),
         ((JudgeUnavailableError("down"),), "judge_down", {"unanswered": 1}),
+        ((JudgeRejectedError("403"),), "judge_refused", {"unanswered": 1}),
+        ((JudgeGarbledError("a page"),), "judge_refused", {"unanswered": 1}),
     ],
 )
 async def test_a_judge_that_does_not_judge_is_a_reason_and_counted(
@@ -176,6 +184,25 @@ async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: 
     one.now += 1.0
     assert isinstance(await one.ask(), Pick)
     assert isinstance(await one.ask(exchange_id="e2"), Pick)
+
+
+async def test_a_question_that_the_judge_refuses_declines_no_other(
+    rig: Any, judge_kit: Any
+) -> None:
+    one = rig(JudgeRejectedError("403"), judge_kit.score_by_content(WORTH))
+
+    assert await one.ask() == NoPick(reason="judge_refused")
+    assert isinstance(await one.ask(exchange_id="e2"), Pick)
+
+
+async def test_a_busy_judge_is_left_alone_as_long_as_it_says(rig: Any, judge_kit: Any) -> None:
+    one = rig(JudgeBusyError("429", retry_after_s=20.0), judge_kit.score_by_content(WORTH))
+    await one.ask()
+
+    one.now += 19.0
+    assert await one.ask() == NoPick(reason="judge_down")
+    one.now += 1.0
+    assert isinstance(await one.ask(), Pick)
 
 
 async def test_one_pass_is_made_whatever_the_setting(rig: Any) -> None:

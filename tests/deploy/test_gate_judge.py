@@ -1,0 +1,108 @@
+"""The gate and a judge that fails: over one prompt, or over all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from deploy.controller import Controller
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeGarbledError,
+    JudgeRefusalError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+)
+from ingest.judge import JudgeReply
+from ingest.store.models import CounterRow
+
+OWN_FAULTS = [
+    (JudgeRejectedError("403: content filter"), "judge_rejected"),
+    (JudgeGarbledError("a message of null"), "judge_garbled"),
+    (JudgeUnavailableError("500: worker crashed"), "judge_unavailable"),
+    (JudgeRefusalError("too long"), "judge_refused"),
+]
+
+
+World = Any
+
+
+class PickyJudge:
+    """A judge that raises an error over each prompt that holds one of some texts."""
+
+    def __init__(self, inner: Any, error: Exception, *texts: str) -> None:
+        self.inner, self.model = inner, inner.model
+        self.error, self.texts, self.asked = error, texts, 0
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
+        self.asked += 1
+        if any(text in messages[1]["content"] for text in self.texts):
+            raise self.error
+        reply: JudgeReply = await self.inner.complete(messages, schema)
+        return reply
+
+
+async def play(world: World, controller: Controller, ticks: int) -> None:
+    for _ in range(ticks):
+        await controller.tick()
+        world.clock.now += 1.0
+
+
+@pytest.mark.parametrize(("error", "reason"), OWN_FAULTS)
+async def test_a_prompt_that_the_judge_refuses_does_not_hold_the_gate(
+    world: World, error: Exception, reason: str
+) -> None:
+    name = world.register(1)
+    world.hold_out(6)
+    world.judge = PickyJudge(world.judge, error, "ask x6", "ask x5")  # the newest two: asked first
+
+    await play(world, world.controller(), 12)
+
+    assert world.trial(name).phase == "ramping"
+    assert world.evidence(name)["gate"]["scored"] == 4
+    counts = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "gate"}
+    assert counts in ({"scored": 4}, {"scored": 4, reason: 2})
+
+
+@pytest.mark.parametrize(("error", "reason"), OWN_FAULTS)
+async def test_prompts_that_the_judge_refuses_are_set_aside_and_counted(
+    world: World, error: Exception, reason: str
+) -> None:
+    world.register(1)
+    world.hold_out(4)
+    judge = PickyJudge(world.judge, error, "ask x4", "ask x3")
+    world.judge = judge
+    controller = world.controller()
+
+    await play(world, controller, 12)
+    asked = judge.asked
+    await play(world, controller, 20)
+
+    counts = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "gate"}
+    assert counts == {"scored": 2, reason: 2}
+    assert judge.asked == asked, "what is set aside is paid for no more"
+
+
+@pytest.mark.parametrize("error", [*(error for error, _ in OWN_FAULTS), JudgeBusyError("slow")])
+async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_prompt(
+    world: World, error: Exception
+) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    judge = PickyJudge(world.judge, error, "")
+    world.judge = judge
+    controller = world.controller()
+
+    await play(world, controller, 100)
+
+    assert world.trial(name).reason == f"gate waits: {error}"
+    assert world.comparisons() == []
+    assert judge.asked <= 2 * 8, "after longer and longer waits"
+
+    judge.texts = ()
+    await play(world, controller, 70)
+    assert world.trial(name).phase == "ramping"

@@ -1,0 +1,80 @@
+"""Whose fault a failed call is, by hand-worked stories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ingest.judge_blame import UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
+
+
+def failed(name: str, reason: str = "judge_rejected", **rest: Any) -> Failed:
+    return Failed(group_id=name, reason=reason, detail="said", **rest)
+
+
+def test_while_it_is_open_no_further_group_is_asked_and_the_probe_is_wanted_at_once() -> None:
+    blame = Blame()
+    assert blame.room(8, 0.0) == 8
+    assert not blame.wants_probe(0.0)
+    blame.failed(failed("a"), 0.0)
+    assert blame.room(8, 0.0) == 0
+    assert blame.wants_probe(0.0)
+
+
+def test_another_group_that_is_scored_proves_own_faults_without_a_probe() -> None:
+    blame = Blame()
+    blame.failed(failed("a"), 0.0)
+    cleared = blame.works(1.0)
+    assert [one.group_id for one in cleared.own_faults] == ["a"]
+    assert not blame.wants_probe(1.0)
+    assert blame.room(8, 1.0) == 8
+    assert blame.works(2.0).own_faults == ()
+
+
+def test_a_probe_that_fails_proves_an_outage_and_blames_nobody() -> None:
+    blame = Blame()
+    blame.failed(failed("a"), 0.0)
+    assert blame.down(0.0, longest_s=60.0)
+    assert [one.group_id for one in blame.release()] == ["a"]
+    assert [blame.room(8, now) for now in (0.5, 1.0)] == [0, 1]
+    cleared = blame.works(3.0)
+    assert cleared.own_faults == ()
+    assert cleared.outage_s == 3.0
+
+
+def test_a_limit_is_left_alone_and_the_probe_is_sent_only_after_five_waits() -> None:
+    blame = Blame()
+    now, probed = 0.0, []
+    for _ in range(6):
+        blame.failed(failed("a", "judge_busy"), now)
+        now = blame.outage.retry_at
+        probed.append(blame.wants_probe(now))
+    assert probed == [False] * 5 + [True]
+    cleared = blame.works(now, by_probe=True)
+    assert [one.group_id for one in cleared.own_faults] == ["a"]
+    assert cleared.outage_s is None, "the probe may be small enough to pass below the limit"
+    assert blame.room(8, now) == 1
+
+
+def test_a_time_that_the_judge_asks_for_is_kept_though_others_are_scored() -> None:
+    blame = Blame()
+    blame.failed(failed("a", "judge_busy"), 0.0, retry_after_s=20.0)
+    blame.works(1.0)
+    assert [blame.room(8, now) for now in (19.0, 20.0)] == [0, 8]
+
+
+def test_some_groups_in_a_row_are_refused_on_the_judges_word_and_then_the_probe_decides() -> None:
+    blame = Blame()
+    assert [blame.unusable() for _ in range(UNUSABLE_IN_A_ROW + 1)] == [True] * 3 + [False]
+    blame.works(0.0)
+    assert blame.unusable()
+
+
+def test_a_groups_wait_doubles_up_to_an_hour() -> None:
+    assert [wait_s(attempts) for attempts in (1, 2, 3, 10, 11, 10_000)] == [
+        5.0,
+        10.0,
+        20.0,
+        2560.0,
+        3600.0,
+        3600.0,
+    ]

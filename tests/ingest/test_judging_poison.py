@@ -1,0 +1,310 @@
+"""Groups that the judge cannot judge, outages, and both at once, on an injected clock.
+
+The judge is a real HTTP server behind the real LiteLLM: what an error means is part of what is
+tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog
+from sqlalchemy import select, update
+
+from ingest.judge_blame import ATTEMPTS, UNUSABLE_IN_A_ROW
+from ingest.store.database import Database
+from ingest.store.models import AnswerRow, GroupRow
+
+TICK_S = 0.5
+
+
+def failure(message: str = "no") -> dict[str, Any]:
+    return {"error": {"message": message, "type": "x", "code": "y"}}
+
+
+def without_message(completion: dict[str, Any]) -> dict[str, Any]:
+    return {**completion, "choices": [{"index": 0, "finish_reason": "stop", "message": None}]}
+
+
+POISON: dict[str, Callable[[Any], tuple[int, Any]]] = {
+    "400": lambda kit: (400, failure("invalid request")),
+    "403": lambda kit: (403, failure("content filter")),
+    "413": lambda kit: (413, b"<html>Request Entity Too Large</html>"),
+    "422": lambda kit: (422, failure("unprocessable")),
+    "page": lambda kit: (200, b"<html>login</html>"),
+    "null_message": lambda kit: (200, without_message(kit.completion("x"))),
+    "500": lambda kit: (500, failure("worker crashed")),
+}
+
+
+DEAD_LETTERS = [
+    ("400", "judge_rejected", "invalid request"),
+    ("403", "judge_rejected", "content filter"),
+    ("413", "judge_rejected", "Request Entity Too Large"),
+    ("422", "judge_rejected", "unprocessable"),
+    ("page", "judge_garbled", "no chat completion"),
+    ("null_message", "judge_garbled", "no chat completion"),
+    ("500", "judge_unavailable", "worker crashed"),
+]
+
+
+class Stage:
+    """A judge's HTTP server with its bad days, and the groups that wait for it."""
+
+    def __init__(self, kit: Any, database: Database, clock: Any, **settings: Any) -> None:
+        self.kit, self.database, self.clock = kit, database, clock
+        self.began = clock.now
+        self.outages: list[tuple[float, float, tuple[int, Any]]] = []
+        """(from, to, reply), in seconds from the beginning."""
+        self.server = kit.serve(self._reply)
+        self.judge = kit.litellm_judge(self.server.url)
+        self.settings = settings
+        self.judging = kit.worker(database, self.judge, clock, **settings)
+
+    def _reply(self, request: dict[str, Any]) -> tuple[int, Any]:
+        now = self.clock.now - self.began
+        for start, end, reply in self.outages:
+            if start <= now < end:
+                return reply
+        text = request["messages"][1]["content"]
+        for kind, make in POISON.items():
+            if f"poison-{kind}" in text:
+                return make(self.kit)
+        return self.scores(request)
+
+    def scores(self, request: dict[str, Any]) -> tuple[int, Any]:
+        shown = self.kit.shown_answers(request["messages"])
+        scores = {name: 0.25 + 0.5 * (place % 2) for place, name in enumerate(shown)}
+        return 200, self.kit.completion(self.kit.scores_reply(scores))
+
+    def put(self, name: str, kind: str | None = None) -> None:
+        words = (f"{name} one", f"{name} two")
+        texts = words if kind is None else (f"poison-{kind} {name}", words[1])
+        self.kit.put_group(self.database, name, *texts)
+
+    async def play(
+        self, seconds: float, before: Callable[[float], None] = lambda now: None
+    ) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            before(self.clock.now - self.began)
+            await self.judging.step()
+            self.clock.now += TICK_S
+
+    def statuses(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with self.database.read() as session:
+            rows = session.scalars(select(GroupRow).where(GroupRow.group_id.startswith(prefix)))
+            for row in rows:
+                found[row.status] = found.get(row.status, 0) + 1
+        return found
+
+
+@pytest.fixture
+def stage(judge_kit: Any, database: Database, clock: Any) -> Callable[..., Stage]:
+    return lambda **settings: Stage(judge_kit, database, clock, **settings)
+
+
+@pytest.mark.parametrize(("kind", "reason", "words"), DEAD_LETTERS)
+async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
+    stage: Callable[..., Stage], kind: str, reason: str, words: str
+) -> None:
+    """Nothing else waits, so only the probe can tell that the judge works."""
+    play = stage()
+    play.put("bad", kind)
+
+    await play.play(4000 if kind == "500" else 60)
+
+    row = play.kit.group_row(play.database, "bad")
+    assert (row.status, row.reason) == ("set_aside", reason)
+    assert row.judge_attempts == ATTEMPTS[reason]
+    assert words in row.detail
+    assert len(row.detail) <= 500
+    assert play.kit.counts(play.database, "judging") == {reason: 1}
+    assert play.kit.counts(play.database, "judge_failures") == {reason: ATTEMPTS[reason]}
+    asked = len(play.server.requests)
+    assert asked == 2 * ATTEMPTS[reason], "each attempt, and a probe for each"
+    await play.play(60)
+    assert len(play.server.requests) == asked, "no further call is paid for"
+
+
+async def test_sixteen_groups_at_the_front_that_the_judge_cannot_take_cost_no_good_one(
+    stage: Callable[..., Stage],
+) -> None:
+    play = stage()
+    kinds = list(POISON)
+    for number in range(16):
+        play.put(f"bad{number:02}", kinds[number % len(kinds)])
+    for number in range(48):
+        play.put(f"good{number:02}")
+
+    await play.play(20)
+
+    assert play.statuses("good") == {"scored": 48}
+
+
+async def test_the_two_oldest_bad_and_a_two_minute_outage_cost_no_good_group(
+    stage: Callable[..., Stage],
+) -> None:
+    play = stage()
+    play.outages = [(0, 120, (503, failure("away")))]
+    play.put("bad0", "400")
+    play.put("bad1", "null_message")
+    for number in range(62):
+        play.put(f"good{number:02}")
+
+    await play.play(240)
+
+    assert play.statuses("good") == {"scored": 62}
+    assert play.statuses("bad") == {"set_aside": 2}
+
+
+@pytest.mark.parametrize(
+    "away", [(503, failure("away")), (401, failure("no such key")), (200, b"<html>login</html>")]
+)
+async def test_a_tenth_of_poison_and_an_outage_cost_no_good_group(
+    stage: Callable[..., Stage], away: tuple[int, Any]
+) -> None:
+    """A group every two seconds for 200 s, every tenth bad, and no judge from 60 s to 180 s."""
+    play = stage()
+    play.outages = [(60, 180, away)]
+    kinds = [kind for kind in POISON if kind != "500"]
+
+    def arrive(now: float) -> None:
+        number = int(now / 2)
+        if now == 2 * number and number < 100:
+            if number % 10 == 0:
+                play.put(f"bad{number:03}", kinds[number // 10 % len(kinds)])
+            else:
+                play.put(f"good{number:03}")
+
+    await play.play(400, arrive)
+
+    assert play.statuses("good") == {"scored": 90}
+    assert play.statuses("bad") == {"set_aside": 10}
+
+
+@pytest.mark.parametrize(
+    "away",
+    [
+        (400, failure("unknown parameter")),
+        (401, failure("no such key")),
+        (403, failure("no access to this model")),
+        (404, failure("no such model")),
+        (400, failure("This model's maximum context length is 10 tokens.")),
+        (200, b"<html>login</html>"),
+        (200, {"choices": []}),
+    ],
+    ids=["400", "401", "403", "404", "context", "page", "no_choices"],
+)
+async def test_a_judge_that_refuses_everything_is_a_fault_of_the_settings_and_burns_no_group(
+    stage: Callable[..., Stage], away: tuple[int, Any]
+) -> None:
+    play = stage()
+    play.outages = [(0, 600, away)]
+    for number in range(12):
+        play.put(f"good{number:02}")
+
+    with structlog.testing.capture_logs() as events:
+        await play.play(600)
+    asked = len(play.server.requests)
+    waiting = play.statuses("good")["sampled"]
+    await play.play(400)
+
+    assert waiting >= 12 - UNUSABLE_IN_A_ROW
+    assert play.statuses("good")["scored"] == waiting
+    said = [event for event in events if event["event"] == "judge_down"]
+    assert len(said) == 1, "said once"
+    assert said[0]["log_level"] == "error"
+    assert "judge.model" in said[0]["to_do"]
+    assert asked <= 8 * 2 + 2 + 9 * 4, "eight in flight, then a group and a probe for each wait"
+
+
+async def test_a_rate_limit_costs_no_group_and_is_asked_again_when_it_says(
+    stage: Callable[..., Stage],
+) -> None:
+    """One call in 5 s is answered; the others are told to come back in 20 s."""
+    play = stage()
+    answered_at: list[float] = []
+    refused_at: list[float] = []
+    early: list[float] = []
+
+    def limited(request: dict[str, Any]) -> tuple[Any, ...]:
+        now = play.clock.now
+        if refused_at and now < refused_at[-1] + 20 and now != refused_at[-1]:
+            early.append(now)
+        if answered_at and now < answered_at[-1] + 5:
+            refused_at.append(now)
+            return 429, failure("slow down"), ("retry-after", "20")
+        answered_at.append(now)
+        return play.scores(request)
+
+    play.server.script = [limited]
+    for number in range(10):
+        play.put(f"good{number:02}")
+
+    await play.play(600)
+
+    assert play.statuses("good") == {"scored": 10}
+    assert early == []
+
+
+async def test_groups_that_failed_come_after_those_that_never_did(
+    stage: Callable[..., Stage],
+) -> None:
+    play = stage(concurrency=1)
+    play.put("bad", "400")
+    await play.judging.step()
+    play.clock.now += 60
+    play.put("good")
+
+    await play.judging.step()
+
+    assert play.statuses("good") == {"scored": 1}
+    assert play.kit.group_row(play.database, "bad").judge_attempts == 1
+
+
+async def test_attempts_survive_a_restart(stage: Callable[..., Stage]) -> None:
+    play = stage()
+    play.put("bad", "400")
+    await play.play(1)
+    play.judging = play.kit.worker(play.database, play.judge, play.clock)
+    await play.play(60)
+    assert play.kit.counts(play.database, "judge_failures") == {"judge_rejected": 3}
+    assert play.kit.status(play.database, "bad") == ("set_aside", "judge_rejected")
+
+
+async def test_a_group_that_the_code_fails_over_costs_only_itself(
+    stage: Callable[..., Stage],
+) -> None:
+    play = stage()
+    for name in ("broken", "good"):
+        play.put(name)
+    with play.database.write() as session:
+        session.execute(
+            update(AnswerRow).where(AnswerRow.group_id == "broken").values(message_body=b"no zlib")
+        )
+
+    with structlog.testing.capture_logs() as events:
+        await play.play(60)
+
+    assert play.statuses("good") == {"scored": 1}
+    assert play.kit.status(play.database, "broken") == ("set_aside", "judge_defect")
+    assert [event["event"] for event in events].count("judging_failed") == 3
+
+
+async def test_an_absurd_count_of_tokens_is_not_believed(stage: Callable[..., Stage]) -> None:
+    play = stage()
+    play.put("good")
+
+    def boast(request: dict[str, Any]) -> tuple[Any, ...]:
+        status, reply = play.scores(request)
+        return status, {**reply, "usage": {"prompt_tokens": 10**30, "completion_tokens": -1}}
+
+    play.server.script = [boast]
+    await play.judging.step()
+
+    assert play.statuses("good") == {"scored": 1}
+    assert play.kit.calls(play.database)[0].prompt_tokens is None
