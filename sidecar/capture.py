@@ -36,7 +36,7 @@ interrupts (a quarter of a millisecond)."""
 BATCH_BYTES = 2**19
 """Captured bytes in one transaction; a single capture may be larger."""
 EARLY = 256
-"""So many captures do not wait for the interval to end."""
+"""So many captures do not wait for the interval to end; a full queue does not either."""
 STOPPED = "stopped"
 """Why captures are lost that were not written within the time that a stop may take."""
 
@@ -75,6 +75,7 @@ class Capture:
             max_reply=settings.max_reply_bytes, max_pending=settings.max_pending_bytes
         )
         self._max_pending = settings.max_pending
+        self._enough = min(EARLY, settings.max_pending)
         self._lock = threading.Lock()  # of all below
         self._unlogged: Counter[str] = Counter()
         self._in_hand = 0
@@ -86,6 +87,9 @@ class Capture:
         """The thread waits for work, and must be told when there is some."""
         self._waiting = False
         """It waits for more of it, and must be told when there is enough."""
+        self._hurry = False
+        """A capture was dropped while others wait: to wait for more would lose more. It stays set
+        until the thread has seen it, which may not have run since it was woken."""
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
 
     # -- the relay's side: one thread; never blocks, never raises
@@ -113,11 +117,13 @@ class Capture:
         else:
             self.held.offered += size
             self._queue.append((raw, size))
-            if self._asleep or (self._waiting and len(self._queue) >= EARLY):
+            if self._asleep or (self._waiting and len(self._queue) >= self._enough):
                 self._wake()
             return
-        if self._waiting and self._queue:  # to wait for more would lose more
-            self._wake()
+        if self._queue:
+            self._hurry = True  # before the look whether the thread waits
+            if self._waiting:
+                self._wake()
         if wanted:
             self.lose(reason, 1)
 
@@ -175,10 +181,12 @@ class Capture:
             self._work.wait()
         self._asleep = False
         self._work.clear()
-        self._waiting = True
-        if len(self._queue) < EARLY and not self._stopping.is_set():
+        self._waiting = True  # before the look, as above
+        enough = self._hurry or len(self._queue) >= self._enough
+        if not enough and not self._stopping.is_set():
             self._work.wait(self._settings.flush_interval_s)
         self._waiting = False
+        self._hurry = False
 
     def _flush(self) -> None:
         while batch := self._take():

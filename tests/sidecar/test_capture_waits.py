@@ -49,13 +49,15 @@ def raw(number: int = 0, reply: tuple[bytes, ...] | None = (b'{"model":"m"}',)) 
 
 
 class SpiedEvent(threading.Event):
-    """Remembers how it was waited for; `before_wait` runs before the wait itself."""
+    """Remembers how it was waited for; `before_wait` runs before the wait itself, `after_wake`
+    when the thread was woken and has done nothing yet."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[float | None] = []
         self.began = threading.Semaphore(0)
         self.before_wait: Callable[[], None] | None = None
+        self.after_wake: Callable[[], None] | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         self.waits.append(timeout)
@@ -63,7 +65,11 @@ class SpiedEvent(threading.Event):
         hook, self.before_wait = self.before_wait, None
         if hook is not None:
             hook()
-        return super().wait(timeout)
+        woken = super().wait(timeout)
+        hook, self.after_wake = self.after_wake, None
+        if hook is not None:
+            hook()
+        return woken
 
 
 class TrickyQueue(deque[tuple[RawCapture, int]]):
@@ -197,19 +203,64 @@ def test_a_stop_before_the_start_is_obeyed_and_nothing_is_left(make: Any) -> Non
     assert waiting.names() == ["ex_1"]
 
 
-def test_a_full_queue_is_not_left_waiting(make: Any) -> None:
-    """With room for fewer than EARLY: the first that finds none wakes the thread."""
+def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: Any) -> None:
     waiting = make(flush_interval_s=LONG_S, max_pending=2)
     waiting.start()
     waiting.capture.offer(raw(0))
     waiting.await_wait()
 
     waiting.capture.offer(raw(1))
-    waiting.capture.offer(raw(2))
 
     waiting.sink.wait_for(2, 30.0)
     assert waiting.names() == ["ex_0", "ex_1"]
+    assert waiting.lost("queue_full") == 0
+
+
+def test_a_queue_that_is_full_while_the_sink_writes_drops_the_newest(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S, max_pending=2)
+    waiting.sink.go_on.clear()
+    waiting.start()
+    for number in range(2):
+        waiting.capture.offer(raw(number))
+    assert waiting.sink.writing.wait(30), "the full queue did not wake the thread"
+
+    for number in range(2, 5):
+        waiting.capture.offer(raw(number))
+    waiting.sink.go_on.set()
+
+    waiting.sink.wait_for(4, 30.0)
+    assert waiting.names() == ["ex_0", "ex_1", "ex_2", "ex_3"]
     assert waiting.lost("queue_full") == 1
+
+
+FULL: dict[str, dict[str, int]] = {
+    "queue_full": {"max_pending": 2},
+    "memory_full": {"max_pending_bytes": 2 * raw().size},
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "dropped"),
+    [("queue_full", 0), ("queue_full", 1), ("queue_full", 3), ("memory_full", 1)],
+)
+def test_a_queue_that_fills_before_the_woken_thread_runs_does_not_wait_for_the_interval(
+    make: Any, reason: str, dropped: int
+) -> None:
+    """The first capture wakes the thread; before it runs, the others come."""
+    waiting = make(flush_interval_s=LONG_S, **FULL[reason])
+
+    def fill() -> None:
+        for number in range(1, 2 + dropped):
+            waiting.capture.offer(raw(number))
+
+    waiting.work.after_wake = fill
+    waiting.start()
+
+    waiting.capture.offer(raw(0))
+
+    waiting.sink.wait_for(2, 10.0)
+    assert waiting.names() == ["ex_0", "ex_1"]
+    assert waiting.lost(reason) == dropped
 
 
 def losses(logs: list[Any]) -> list[tuple[str, int]]:
