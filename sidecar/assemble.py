@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Choice, Exchange, Outcome, Sampling, Surface, Timings
 from sidecar.reply_check import untrainable
-from sidecar.reply_parts import ReadReply, UnreadableReplyError, message_json
+from sidecar.reply_parts import ReadChoice, ReadReply, UnreadableReplyError, message_json
 from sidecar.reply_reading import read_reply
 from sidecar.routing import Assignment
 from sidecar.turns import Turns
@@ -75,19 +76,7 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
     """
     request = _request(raw.request)
     sampling, sampling_known = _sampling(request, raw.surface)
-    reply, readable = _read(raw)
-    choices = tuple(
-        [
-            Choice(
-                index=index,
-                message=message_json(choice.message),
-                finish_reason=_word(choice.finish_reason),
-                token_ids=choice.token_ids,
-                logprobs=choice.logprobs,
-            )
-            for index, choice in sorted(reply.choices.items())
-        ]
-    )
+    reply, choices, readable = _read(raw)
     outcome: Outcome = "upstream_error" if reply.error is not None else raw.outcome
     reason: str | None
     if outcome != "ok":
@@ -179,12 +168,25 @@ def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
     )
 
 
-def _read(raw: RawCapture) -> tuple[ReadReply, bool]:
-    """The reply and whether it could be read. What a cut or failed reply had is kept if it can."""
+def _read(raw: RawCapture) -> tuple[ReadReply, tuple[Choice, ...], bool]:
+    """The reply, its choices, and whether it could be read. What a cut or failed reply had is kept
+    if it can."""
     try:
-        return read_reply(raw.surface, raw.reply or (), streamed=raw.streamed), True
-    except UnreadableReplyError:
-        return ReadReply(), False
+        reply = read_reply(raw.surface, raw.reply or (), streamed=raw.streamed)
+        return reply, tuple(map(_choice, sorted(reply.choices.items()))), True
+    except (UnreadableReplyError, RecursionError):  # the latter: nested too deep to be written
+        return ReadReply(), (), False
+
+
+def _choice(read: tuple[int, ReadChoice]) -> Choice:
+    index, choice = read
+    return Choice(
+        index=index,
+        message=message_json(choice.message),
+        finish_reason=_word(choice.finish_reason),
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+    )
 
 
 class _Request(msgspec.Struct, gc=False):
@@ -212,7 +214,7 @@ _UNREADABLE = _Request(temperature="unreadable")
 def _request(body: bytes) -> _Request:
     try:
         return _REQUEST.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE_JSON:
         return _UNREADABLE
 
 

@@ -10,6 +10,10 @@ SidecarError
 
 from __future__ import annotations
 
+UNREADABLE_JSON = (ValueError, RecursionError)
+"""What msgspec and Python's json raise for JSON that they do not take: no JSON, no text in UTF-8, a
+number with too many digits (all are ValueErrors), or nested too deep."""
+
 
 class SidecarError(Exception):
     """Base of every error the sidecar raises on purpose."""

@@ -78,6 +78,11 @@ class Metrics:
             "Requests answered 503 because request bodies hold all the memory that they may.",
             ["reason"],
         )
+        self.bodies_unreadable = make.labelled_counter(
+            "sidecar_bodies_unreadable",
+            "Requests that were answered with 400 because their body cannot be read.",
+            ["reason"],
+        )
         self._upstreams(make)
         self._capture(make)
         self._routing(make)

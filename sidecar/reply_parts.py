@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sidecar.errors import UNREADABLE_JSON
+
 JsonObject = dict[str, Any]  # Any: vLLM's message, kept as it is
 _BLOCK = 65_536
 """Bytes of a stream that are put together at once: larger pieces are faster by nothing, and each
@@ -104,12 +106,15 @@ def decode(decoder: msgspec.json.Decoder[Document], data: bytes) -> Document:
     """
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass
+    except UNREADABLE_JSON:
+        return _decode_slowly(decoder, data)
+
+
+def _decode_slowly(decoder: msgspec.json.Decoder[Document], data: bytes) -> Document:
     try:
         value = json.loads(data.decode("utf-8", "replace"))
         return msgspec.convert(value, decoder.type)
-    except (ValueError, RecursionError) as error:  # MsgspecError is a ValueError
+    except UNREADABLE_JSON as error:
         raise UnreadableReplyError(str(error)) from error
 
 

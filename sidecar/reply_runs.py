@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from sidecar.choice_fields import REPLY, ChoiceFields, ReplyFields
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.reply_parts import Document
 
 RUN_BYTES = 32_768
@@ -70,7 +71,7 @@ def frame_of(event: bytes) -> Frame | None:
         return None
     try:
         said = REPLY.decode(head[5:] + b"}]}")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE_JSON:
         return None
     return Frame(head, said.model) if said == ReplyFields(said.model, [ChoiceFields()]) else None
 
@@ -85,6 +86,6 @@ def decode_lines(
     """
     try:
         found = decoder.decode_lines(lines)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE_JSON:
         return None
     return found if len(found) == count else None

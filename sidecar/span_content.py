@@ -12,10 +12,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Choice, Exchange
 
-UNREADABLE = (ValueError, RecursionError)
-"""What `json.loads` raises."""
 Part = dict[str, Any]  # Any: arguments and results of tools are theirs
 
 
@@ -25,7 +24,7 @@ def content_attributes(exchange: Exchange) -> dict[str, str]:
     attributes = {"gen_ai.output.messages": _text([_output(one) for one in exchange.choices])}
     try:
         request = json.loads(exchange.request)
-    except UNREADABLE:
+    except UNREADABLE_JSON:
         request = None
     if isinstance(request, dict):
         attributes["gen_ai.input.messages"] = _text(_input(request))
@@ -112,7 +111,7 @@ def _calls(message: dict[str, Any]) -> Iterable[Part]:
 def _call(call_id: object, name: object, arguments: object) -> Part:
     if isinstance(arguments, str):
         # A model may write anything there; what is no JSON is shown as it is.
-        with contextlib.suppress(*UNREADABLE):
+        with contextlib.suppress(*UNREADABLE_JSON):
             arguments = json.loads(arguments)
     return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
 

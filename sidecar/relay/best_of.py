@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Surface
 from sidecar.relay.refusals import Refusal, surface_error
 from sidecar.relay.reply_edit import Strip
@@ -114,7 +115,7 @@ def plan_best_of(peek: RequestPeek, n: int, *, captured: bool) -> BestOfPlan | s
         return "not_valid"
     try:
         fields = _FIELDS.decode(peek.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE_JSON:
         return "not_valid"  # NaN and the like: vLLM is left to say what it thinks of it
     reason = _why_not(fields)
     if reason is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from sidecar.best_of_client import Picker
 from sidecar.best_of_wire import Material, NoPick, Pick, Verdict
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.metrics import Metrics
 from sidecar.relay.best_of import BestOfPlan
 from sidecar.relay.best_of_reply import (
@@ -268,7 +269,7 @@ class BestOfConnection(ReplyReader):
                 )
             else:
                 body = whole_reply(answers, picked, plan.strip)
-        except (LookupError, ValueError):  # a message of a shape that vLLM does not write
+        except (LookupError, *UNREADABLE_JSON):  # a message of a shape that vLLM does not write
             self._hand_over_unread(received_at)
             return
         self._chunks.clear()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.json_spans import Member, elements, members
 from sidecar.relay.reply_edit import NULL, Strip
 
@@ -74,7 +75,7 @@ def read_answers(body: bytes, n: int) -> Answers:
         top = tuple(members(body))
         (choices,) = (member for member in top if member.key == "choices")
         places = elements(body, choices.start, choices.end)
-    except (msgspec.MsgspecError, ValueError, IndexError) as error:
+    except (*UNREADABLE_JSON, IndexError) as error:
         raise UnreadableAnswersError(str(error)) from error
     by_index = sorted(zip(reply.choices, places, strict=True), key=lambda pair: pair[0].index)
     if [choice.index for choice, _ in by_index] != list(range(n)):

@@ -11,11 +11,11 @@ from sidecar.relay.context import RelayContext
 from sidecar.relay.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
 from sidecar.relay.plan import Plan
 from sidecar.relay.reply_signs import ReplySigns
-from sidecar.relay.usage import estimated_tokens, usage_tokens
 from sidecar.tee import Tee
 
 if TYPE_CHECKING:
     from sidecar.relay.flight import Flight
+    from sidecar.relay.usage import UsageMeter
 
 LONGEST_KEY: Final = 256
 """Of an `Idempotency-Key`; a longer one is cut."""
@@ -37,8 +37,8 @@ def settle(
         accounts.streams_open.dec()
     if plan is None:
         return
-    if flown.metered_tail is not None:
-        _charge(context, flown, status)
+    if flown.meter is not None:
+        _charge(context, flown, flown.meter, outcome, status)
     route, tee = flown.routes[0], flown.tee
     accounts.duration.observe(ended - flown.began)
     accounts.overhead.observe(flown.overhead_s)
@@ -144,9 +144,14 @@ def _tell_breaker(
         guard.reply(plan.trial, flown.routes[0].arm, session, bad, counted=signs.slow)
 
 
-def _charge(context: RelayContext, flown: Flight, status: int) -> None:
-    tokens = usage_tokens(flown.metered_tail or b"")
-    if tokens is None and status == 200:
-        tokens = estimated_tokens(len(flown.request.body), flown.pieces)
+def _charge(
+    context: RelayContext, flown: Flight, meter: UsageMeter, outcome: Outcome, status: int
+) -> None:
+    """Charge what vLLM told, or what the reply cost at least: a client that leaves before vLLM's
+    head is there has had vLLM read its prompt. What vLLM refused, and what it failed in before its
+    head, costs nothing."""
+    tokens = meter.told if outcome == "ok" else None
+    if tokens is None and (status == 200 or (status == 0 and flown.sent)):
+        tokens = meter.at_least(len(flown.request.body), flown.pieces)
     if tokens:
         context.access.charge(flown.admission, tokens, context.clock())

@@ -36,7 +36,7 @@ from sidecar.relay.reply_body import PASSED, HeldBody, ReplyBody, reply_body
 from sidecar.relay.reply_edit import STRIP_NOTHING
 from sidecar.relay.reply_parser import ReplyHead
 from sidecar.relay.reply_signs import ReplySigns
-from sidecar.relay.usage import TAIL_BYTES
+from sidecar.relay.usage import UsageMeter
 from sidecar.tee import Tee
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Flight(Outbound):
         "fell_back",
         "first_byte",
         "head",
-        "metered_tail",
+        "meter",
         "pieces",
         "returned_index",
         "signs",
@@ -93,17 +93,18 @@ class Flight(Outbound):
         self.returned_index = 0
         """Which of vLLM's choices the client gets."""
         self.tee: Tee | None = None
-        self.metered_tail: bytes | None = None
         self.fell_back = False
         """The canary failed before the first byte; the champion answers in its place."""
         self.signs: ReplySigns | None = None
+        self.meter: UsageMeter | None = None
+        """None: the key has no allowance of tokens."""
         if plan is not None:
             if plan.trial != NO_CANARY:
                 self.signs = ReplySigns()
             if plan.skip_reason is None:
                 self.tee = context.capture.tee()
             if plan.metered:
-                self.metered_tail = b""
+                self.meter = UsageMeter()
         self._await_reply(keep_alive=keep_alive and request.head.keep_alive)
 
     def _await_reply(self, *, keep_alive: bool) -> None:
@@ -142,7 +143,7 @@ class Flight(Outbound):
             self._context.accounts.streams_open.inc()
 
     def reply_body(self, data: bytes) -> None:
-        if self.tee is not None or self.metered_tail is not None:
+        if self.tee is not None or self.meter is not None:
             self._keep(data)
         self._pass_on(data)
 
@@ -150,8 +151,8 @@ class Flight(Outbound):
         """For the record, and for the key's allowance."""
         if self.tee is not None:
             self.tee.add(data)
-        if self.metered_tail is not None:
-            self.metered_tail = (self.metered_tail + data)[-TAIL_BYTES:]
+        if self.meter is not None:
+            self.meter.feed(data)
 
     def _pass_on(self, data: bytes) -> None:
         self._last = data
@@ -162,7 +163,7 @@ class Flight(Outbound):
         self._out.append(data if self._body is PASSED else self._body.feed(data))
 
     def pass_chunks(self, framed: bytes, received_at: float) -> bool:
-        keeps = self.tee is not None or self.metered_tail is not None
+        keeps = self.tee is not None or self.meter is not None
         if keeps or self._body is not PASSED or not self._reply.in_chunks:
             return False
         self._last = framed
@@ -319,6 +320,8 @@ class Flight(Outbound):
             self.tee.clear()
         if self.signs is not None:
             self.signs = ReplySigns()
+        if self.meter is not None:
+            self.meter = UsageMeter()
         self._await_reply(keep_alive=self._reply.keep_alive)
         self._working_since = received_at
 

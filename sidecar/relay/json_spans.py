@@ -2,7 +2,7 @@
 
 The fast way is one scan in C: msgspec gives the keys in order and each value's length, and the walk
 below steps from one to the next. Every step is checked (key, value, delimiter), and where one
-does not hold (a key that comes twice, a document msgspec refuses and Python's json accepts) the
+does not hold (a key that comes twice, a document msgspec refuses, if only for its depth) the
 object is scanned byte by byte instead. Both give the same spans; a test compares them.
 """
 
@@ -13,6 +13,8 @@ import re
 from typing import NamedTuple
 
 import msgspec
+
+from sidecar.errors import UNREADABLE_JSON
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
@@ -43,7 +45,7 @@ def members(data: bytes, start: int = 0, end: int | None = None) -> list[Member]
     stop = len(data) if end is None else end
     try:
         return _walk(data, start, stop)
-    except (msgspec.MsgspecError, _OutOfStepError, ValueError, IndexError):
+    except (_OutOfStepError, *UNREADABLE_JSON, IndexError):
         return _scan(data, start)
 
 
@@ -51,7 +53,7 @@ def elements(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
     """The spans of the elements of the array that is `data[start:end]`, valid as for `members`."""
     try:
         lengths = [len(raw) for raw in _ARRAY.decode(memoryview(data)[start:end])]
-    except msgspec.MsgspecError:
+    except UNREADABLE_JSON:
         return _scan_elements(data, start)
     spans: list[tuple[int, int]] = []
     at = _skip_space(data, start) + 1
@@ -91,7 +93,7 @@ def _scan(data: bytes, start: int) -> list[Member]:
     while data[at] != ord("}"):
         key_end = _string_end(data, at)
         value = _skip_space(data, _skip_space(data, key_end) + 1)
-        end = _value_end(data, value)
+        end = value_end(data, value)
         found.append(Member(_key(data, at, key_end), value, end))
         at = _skip_space(data, end)
         if data[at] == ord(","):
@@ -103,7 +105,7 @@ def _scan_elements(data: bytes, start: int) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     at = _skip_space(data, data.index(b"[", start) + 1)
     while data[at] != ord("]"):
-        end = _value_end(data, at)
+        end = value_end(data, at)
         spans.append((at, end))
         at = _skip_space(data, end)
         if data[at] == ord(","):
@@ -138,7 +140,8 @@ def _string_end(data: bytes, quote: int) -> int:
             return at + 1
 
 
-def _value_end(data: bytes, start: int) -> int:
+def value_end(data: bytes, start: int) -> int:
+    """One past the JSON value that begins at `start`. Raises: ValueError when it does not end."""
     first = data[start]
     if first == ord('"'):
         return _string_end(data, start)

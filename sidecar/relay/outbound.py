@@ -185,8 +185,8 @@ class Outbound(ReplyReader):
         return self.request.body if self.plan is None else self.plan.body_for(self.routes[0])
 
     def _may_compress(self) -> bool:
-        """A compressed reply could not be edited, so then none is asked for."""
-        return self._strip.nothing
+        """A compressed reply could not be edited, nor its usage be read: then none is asked for."""
+        return self._strip.nothing and (self.plan is None or not self.plan.metered)
 
     def _head_to_send(self, replica: Replica, length: int) -> bytes:
         """The head for a body of `length`. Made once for a head that comes again and again: only

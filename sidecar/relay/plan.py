@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
 from sidecar.assignment import CompiledRouting
@@ -134,8 +133,8 @@ class Plan:
         if strip.logprobs:
             wanted[LOGPROBS] = self.rule.logprobs_ask
         if strip.usage:
-            options = {**(peek.stream_options() or {}), "include_usage": True}
-            wanted[STREAM_OPTIONS] = json.dumps(options).encode()
+            asked = edit_request(peek.stream_options_json, {"include_usage": b"true"})
+            wanted[STREAM_OPTIONS] = asked
         return edit_request(peek.body, wanted)
 
     def _in_front(self) -> bytes:

@@ -161,6 +161,9 @@ def _receive_model_request(
         ),
     )
     if isinstance(plan, Refusal):
+        if plan.reason:
+            context.metrics.bodies_unreadable.inc((plan.reason,))
+            context.rare_log.warning("body_unreadable", reason=plan.reason, surface=rule.surface)
         return with_limits(plan, admission.headers)
     if BEST_OF_HEADER in headers.aside:
         n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)

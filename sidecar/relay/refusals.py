@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sidecar.access_words import Denial
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Surface
 from sidecar.relay.heads import Header, header_lines, reply_head, reply_lines
 from sidecar.relay.surfaces import Failure
@@ -31,6 +32,8 @@ class Refusal:
     """The connection cannot be used further: its framing or its rest is not trusted."""
     headers: tuple[bytes, ...] = ()
     """Finished `name: value` lines that belong to it."""
+    reason: str = ""
+    """Why the body cannot be read, as it is counted; empty: it can, or nobody tried."""
 
 
 def vllm_error(
@@ -68,14 +71,14 @@ def invalid_json(error: json.JSONDecodeError) -> Refusal:
         "input": "<dict of 0 items>",
         "ctx": {"error": error.msg},
     }
-    return _validation_error(detail, where)
+    return _validation_error(detail, where, "not_json")
 
 
 def not_an_object(value: Any) -> Refusal:  # Any: whatever JSON the client sent
     """The body is JSON, and not an object. `None` stands for an empty body too."""
     if value is None:
         detail = {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
-        return _validation_error(detail, "body")
+        return _validation_error(detail, "body", "not_an_object")
     text = f"<list of {len(value)} items>" if isinstance(value, list) else str(value)
     if len(text) > MAX_ECHO_CHARS:
         text = text[:MAX_ECHO_CHARS] + "...[truncated]"
@@ -85,17 +88,19 @@ def not_an_object(value: Any) -> Refusal:  # Any: whatever JSON the client sent
         "msg": "Input should be a valid dictionary or object to extract fields from",
         "input": text,
     }
-    return _validation_error(detail, "body")
+    return _validation_error(detail, "body", "not_an_object")
 
 
-def _validation_error(detail: dict[str, Any], param: str) -> Refusal:
-    return vllm_error(400, f"1 validation error:\n  {detail}", kind="Bad Request", param=param)
+def _validation_error(detail: dict[str, Any], param: str, reason: str) -> Refusal:
+    message = f"1 validation error:\n  {detail}"
+    return replace(vllm_error(400, message, kind="Bad Request", param=param), reason=reason)
 
 
-def unreadable_text() -> Refusal:
-    """The body is not text in any encoding that JSON may have."""
+def unreadable_body(reason: str) -> Refusal:
+    """Python's json cannot read the body, and says so by another error than that of wrong syntax:
+    no text in any encoding that JSON may have, nested too deep, an integer too long."""
     body = b'{"detail":"There was an error parsing the body"}'
-    return Refusal(status=400, body=body)
+    return Refusal(status=400, body=body, reason=reason)
 
 
 def unknown_model(asked: str, public: str, surface: Surface = "chat") -> Refusal:
@@ -226,5 +231,5 @@ def names_unknown_model(body: bytes) -> bool:
     try:
         error = json.loads(body)["error"]
         return bool(error["type"] == "NotFoundError" and error.get("param", "model") == "model")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (*UNREADABLE_JSON, LookupError, TypeError, AttributeError):
         return False

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.json_spans import Member, elements, members
 from sidecar.relay.reply_fields import REPLY, ReplyFields
 from sidecar.relay.usual_shape import strip_usual_reply
@@ -64,11 +64,15 @@ def strip_reply(body: bytes, strip: Strip) -> bytes:
     try:
         reply = REPLY.decode(body)
         return _replace(body, _spans(body, reply, strip))
-    except (_NotCertainError, msgspec.MsgspecError):
-        pass
+    except (_NotCertainError, *UNREADABLE_JSON):
+        return _strip_any_reply(body, strip)
+
+
+def _strip_any_reply(body: bytes, strip: Strip) -> bytes:
+    """The same, member by member: whatever the spelling, however deep it is nested."""
     try:
         cuts, _ = _cuts(body, 0, len(body), strip)
-    except (msgspec.MsgspecError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return body
     return _replace(body, cuts)
 
@@ -85,8 +89,8 @@ def strip_event(event: bytes, strip: Strip) -> bytes:
             if _exists_for_us(reply, strip):
                 return b""
             return _replace(event, _spans(event, reply, strip))
-        except (_NotCertainError, msgspec.MsgspecError):
-            pass
+        except (_NotCertainError, *UNREADABLE_JSON):
+            return _strip_any_event(event, strip)
     return _strip_any_event(event, strip)
 
 
@@ -160,7 +164,7 @@ def _strip_any_event(event: bytes, strip: Strip) -> bytes:
         return event
     try:
         cuts, only_ours = _cuts(event, start, line_end, strip)
-    except (msgspec.MsgspecError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return event
     return b"" if only_ours else _replace(event, cuts)
 

@@ -24,10 +24,16 @@ class ReplyFields(msgspec.Struct, gc=False):
     usage: Raw | UnsetType = UNSET
 
 
-class UsageFields(msgspec.Struct):
+class UsageFields(msgspec.Struct, gc=False):
+    """Of any surface: chat's, completions' and embeddings' names, then the others'."""
+
+    prompt_tokens: int | None = None
     total_tokens: int | None = None
+    completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 REPLY = msgspec.json.Decoder(ReplyFields)

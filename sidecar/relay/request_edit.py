@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import msgspec
-
+from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.json_spans import members
 from sidecar.relay.request_fields import FRONT, TAIL
 
@@ -125,7 +124,7 @@ def _follows_members(front: bytes) -> bool:
         return True
     try:
         FRONT.decode(before[:-1] + b"}")
-    except msgspec.MsgspecError:
+    except UNREADABLE_JSON:
         return False
     return before.endswith(b",")
 
@@ -138,7 +137,7 @@ def _is_member(body: bytes, key: int, value: bytes) -> bool:
         return True
     try:
         found = bytes(TAIL.decode(b"{" + tail).model) == value
-    except msgspec.MsgspecError:
+    except UNREADABLE_JSON:
         return False
     if found and len(tail) <= MAX_TAIL_BYTES:
         if len(_TAILS) >= MAX_TAILS:

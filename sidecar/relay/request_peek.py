@@ -13,9 +13,9 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from sidecar.assignment import ModelName
-from sidecar.errors import BadRequestError
+from sidecar.errors import UNREADABLE_JSON, BadRequestError
 from sidecar.records import Surface
-from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_text
+from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_body
 from sidecar.relay.request_fields import (
     ITEMS,
     LOOSE,
@@ -28,6 +28,7 @@ from sidecar.relay.request_fields import (
 
 PROMPT_KEY_BYTES: Final = 1024
 """A prompt without messages names its conversation by this much of its beginning."""
+TOO_DEEP: Final = "nested_too_deep"
 _UNSET: Final = UNSET
 _MESSAGE_FIELDS: Final = ("role", "content")
 _USER: Final = Raw(b'"user"')
@@ -38,7 +39,7 @@ class UnreadableBodyError(BadRequestError):
     """The body is not a JSON object; `refusal` is what vLLM would have answered."""
 
     def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.body.decode())
+        super().__init__(refusal.reason)
         self.refusal = refusal
 
 
@@ -73,12 +74,15 @@ class RequestPeek:
 
     @property
     def user(self) -> str:
-        """`user`, or what Anthropic's surface has for it: `metadata.user_id`."""
+        """`user`, or what Anthropic's surface has for it: `metadata.user_id`. Half of a surrogate
+        pair, which JSON may hold and no record, becomes a question mark."""
         user = _value(self._fields.user)
         if user is None and self._fields.metadata is not _UNSET:
             metadata = _value(self._fields.metadata)
             user = metadata.get("user_id") if isinstance(metadata, dict) else None
-        return user if isinstance(user, str) else ""
+        if not isinstance(user, str):
+            return ""
+        return user if user.isascii() else user.encode("utf-8", "replace").decode()
 
     @property
     def streams(self) -> bool:
@@ -117,6 +121,12 @@ class RequestPeek:
     def says_stream_options(self) -> bool:
         """`stream_options` stands in the body, if only as null."""
         return self._fields.stream_options is not _UNSET
+
+    @property
+    def stream_options_json(self) -> bytes:
+        """The object of the client's `stream_options`, as it stands in the body; `{}` without."""
+        raw = self._fields.stream_options
+        return b"{}" if raw is _UNSET or bytes(raw) == b"null" else bytes(raw)
 
     def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
         """What the client says of its stream; None when it is nothing that can be added to."""
@@ -161,18 +171,24 @@ def peek_request(body: bytes, usual: ModelName | None = None) -> RequestPeek:
     """
     try:
         return RequestPeek(body, TYPED.decode(body), usual)
-    except msgspec.DecodeError:
-        pass  # no JSON to msgspec, not an object, or messages that are none: more slowly, below
+    except ValueError:
+        return _peek_loosely(body)
+    except RecursionError as error:  # vLLM, which is deeper in its stack, cannot read it either
+        raise UnreadableBodyError(unreadable_body(TOO_DEEP)) from error
+
+
+def _peek_loosely(body: bytes) -> RequestPeek:
+    """No JSON to msgspec, not an object, or messages that are none."""
     try:
         return RequestPeek(body, LOOSE.decode(body))
-    except msgspec.MsgspecError:
+    except UNREADABLE_JSON:
         return _peek_slowly(body)
 
 
 def _items(raw: Raw) -> list[Message] | UnsetType:
     try:
         return ITEMS.decode(raw)
-    except msgspec.MsgspecError:
+    except UNREADABLE_JSON:
         return _UNSET
 
 
@@ -182,15 +198,20 @@ def _is_yes(raw: Value) -> bool:
 
 
 def _value(raw: Value) -> Any:  # Any: whatever JSON the client sent
+    """The value; 0 for one that cannot be read: vLLM is left to refuse it."""
     if raw is _UNSET:
         return None
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        pass  # NaN and lone surrogates; the fast way takes a tenth of the time
+    except UNREADABLE_JSON:
+        return _value_slowly(raw)
+
+
+def _value_slowly(raw: Raw) -> Any:  # Any: whatever JSON the client sent
+    """NaN and lone surrogates; the fast way takes a tenth of the time."""
     try:
         return json.loads(bytes(raw))
-    except ValueError:  # bytes that are not UTF-8: vLLM refuses the body
+    except UNREADABLE_JSON:
         return 0
 
 
@@ -199,12 +220,22 @@ def _peek_slowly(body: bytes) -> RequestPeek:
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         value = json.loads(text) if body else None
+        peek = _peek_of(value, text) if isinstance(value, dict) else None
     except json.JSONDecodeError as error:
         raise UnreadableBodyError(invalid_json(error)) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableBodyError(unreadable_text()) from error
-    if not isinstance(value, dict):
+    except UnicodeDecodeError as error:
+        raise UnreadableBodyError(unreadable_body("not_text")) from error
+    except RecursionError as error:
+        raise UnreadableBodyError(unreadable_body(TOO_DEEP)) from error
+    except ValueError as error:  # what Python says of an integer of over 4,300 digits
+        raise UnreadableBodyError(unreadable_body("number_too_long")) from error
+    if peek is None:
         raise UnreadableBodyError(not_an_object(value))
+    return peek
+
+
+def _peek_of(value: dict[str, Any], text: str) -> RequestPeek:  # Any: whatever JSON was sent
+    """value: what `text` says."""
     fields = {
         name: Raw(json.dumps(value[name]).encode())
         for name in LooseFields.__struct_fields__

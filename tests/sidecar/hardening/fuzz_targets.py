@@ -23,7 +23,7 @@ from sidecar.relay.request_parser import RequestParser
 from sidecar.relay.request_peek import RequestPeek, UnreadableBodyError, peek_request
 from sidecar.relay.sse import EventSplitter, is_one_event
 from sidecar.relay.surfaces import CHAT, COMPLETIONS, MESSAGES
-from sidecar.relay.usage import usage_tokens
+from sidecar.relay.usage import UsageMeter
 
 MAX_BODY = 2048
 
@@ -401,14 +401,26 @@ def check_edited(before: bytes, after: bytes, wanted: dict[str, bytes]) -> None:
 
 
 def usage(data: bytes) -> None:
-    """The end of any reply may be read for its usage; text inside strings does not count."""
+    """Any reply is read for its usage, wherever it stands and wherever the reply is cut; neither
+    text inside strings nor what stands deeper counts."""
     source = Source(data)
     document = written(source, 3, Form(lines=False))
-    counted = usage_tokens(b'{"usage":{"total_tokens":7},"a":' + document + b"}")
-    assert isinstance(counted, int | None)
-    usage_tokens(source.rest())
+    for reply in (
+        b'{"usage":{"total_tokens":7},"a":%b}' % document,
+        b'{"a":%b,"usage":{"total_tokens":7}}' % document,
+    ):
+        assert metered(*cut(source, reply)) == 7
+        assert metered(b"data: %b\n\n" % reply) == 7
+    metered(source.rest())
     inside = json.dumps({"text": '{"usage":{"total_tokens":9}}'}).encode()
-    assert usage_tokens(inside) is None
+    assert metered(inside) is None
+
+
+def metered(*pieces: bytes) -> int | None:
+    meter = UsageMeter()
+    for piece in pieces:
+        meter.feed(piece)
+    return meter.told
 
 
 def split_events(data: bytes) -> None:
