@@ -22,6 +22,9 @@ _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[^ \t\n\r,\]}]+")
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _BACKSLASH = ord("\\")
+_SCANNER = json.JSONDecoder(parse_int=float, strict=False)
+"""Finds the end of a container in C. It is given bytes as Latin-1, a character for each, and makes
+floats of integers, which may then be as long as they like."""
 
 
 class Member(NamedTuple):
@@ -89,11 +92,12 @@ def _walk(data: bytes, start: int, stop: int) -> list[Member]:
 
 def _scan(data: bytes, start: int) -> list[Member]:
     found: list[Member] = []
+    text = data.decode("latin-1")
     at = _skip_space(data, data.index(b"{", start) + 1)
     while data[at] != ord("}"):
         key_end = _string_end(data, at)
         value = _skip_space(data, _skip_space(data, key_end) + 1)
-        end = value_end(data, value)
+        end = _value_end(data, value, text)
         found.append(Member(_key(data, at, key_end), value, end))
         at = _skip_space(data, end)
         if data[at] == ord(","):
@@ -103,9 +107,10 @@ def _scan(data: bytes, start: int) -> list[Member]:
 
 def _scan_elements(data: bytes, start: int) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
+    text = data.decode("latin-1")
     at = _skip_space(data, data.index(b"[", start) + 1)
     while data[at] != ord("]"):
-        end = value_end(data, at)
+        end = _value_end(data, at, text)
         spans.append((at, end))
         at = _skip_space(data, end)
         if data[at] == ord(","):
@@ -138,6 +143,16 @@ def _string_end(data: bytes, quote: int) -> int:
             back -= 1
         if (at - back) % 2 == 1:  # an even number of backslashes escapes nothing
             return at + 1
+
+
+def _value_end(data: bytes, start: int, text: str) -> int:
+    """As `value_end`. text: the same as Latin-1."""
+    if data[start] not in b"{[":
+        return value_end(data, start)
+    try:
+        return _SCANNER.raw_decode(text, start)[1]
+    except UNREADABLE_JSON:  # nested too deep
+        return _container_end(data, start)
 
 
 def value_end(data: bytes, start: int) -> int:
