@@ -60,9 +60,41 @@ def token(text: str, top: bool = False) -> dict[str, Any]:
     return {**written, "top_logprobs": others}
 
 
+TWIN = "#2"
+"""Behind the name of a member that comes a second time; it is not written."""
+
+
 def written(value: Any, ascii_only: bool = False) -> bytes:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=ascii_only)
-    return text.encode()
+    return text.replace(f'{TWIN}":', '":').encode()
+
+
+OURS_AGAIN: list[dict[str, Any]] = [
+    {f"logprobs{TWIN}": {"content": [token("a")]}},
+    {f"logprobs{TWIN}": {"content": [token("a")], "refusal": None}},
+    {f"logprobs{TWIN}": {"content": []}},
+    {f"logprobs{TWIN}": [1]},
+    {f"logprobs{TWIN}": None},
+    {"prompt_token_ids": [4, 5]},
+    {"prompt_token_ids": None},
+    {f"token_ids{TWIN}": [6]},
+    {f"token_ids{TWIN}": "6"},
+    {"x": 1},
+    {"x": {"logprobs": {"content": [token("a")]}, "finish_reason": None, "token_ids": [5]}},
+]
+"""What may stand between a choice's text and its log-probabilities, or behind them."""
+INSIDE: list[dict[str, Any]] = [
+    {"refusal": None},
+    {"refusal": [token("a")]},
+    {"refusal": []},
+    {"x": {"content": [token("a")]}},
+]
+"""What may stand behind the list in the log-probabilities."""
+
+
+def one_of(members: list[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Mostly nothing."""
+    return st.one_of(st.just({}), st.just({}), st.sampled_from(members))
 
 
 def event(value: Any, ascii_only: bool = False) -> bytes:
@@ -75,16 +107,19 @@ def delta_event(
     tokens: tuple[str, ...] = ("a",),
     ids: tuple[int, ...] = (7,),
     finish: str | None = None,
+    before: dict[str, Any] | None = None,
+    inside: dict[str, Any] | None = None,
     between: dict[str, Any] | None = None,
     behind: dict[str, Any] | None = None,
     index: int = 0,
 ) -> dict[str, Any]:
-    """One event of a chat stream, as vLLM writes it. between: members behind the log-probabilities.
-    behind: members behind the choices."""
+    """One event of a chat stream, as vLLM writes it. before: members before the log-probabilities.
+    inside: in them. between: behind them. behind: members behind the choices."""
     choice: dict[str, Any] = {
         "index": index,
         "delta": {"content": "a"} if delta is None else delta,
-        "logprobs": {"content": [token(text) for text in tokens]},
+        **(before or {}),
+        "logprobs": {"content": [token(text) for text in tokens], **(inside or {})},
         **(between or {}),
         "finish_reason": finish,
         **({} if finish is None else {"stop_reason": None}),
@@ -149,6 +184,10 @@ ODD_EVENTS = {
     "another choice": delta_event(index=1),
     "another id": {**delta_event(), "id": "2"},
     "ids of no numbers": delta_event(ids=("1",)),  # type: ignore[arg-type]
+    **{f"again {number}": delta_event(before=said) for number, said in enumerate(OURS_AGAIN)},
+    **{f"inside {number}": delta_event(inside=said) for number, said in enumerate(INSIDE)},
+    "in the delta": delta_event({"content": "a", "logprobs": {"content": [token("a")]}}),
+    "prompt ids in the delta": delta_event({"content": "a", "prompt_token_ids": [1]}),
 }
 
 
@@ -212,7 +251,14 @@ def events(draw: st.DrawFn) -> bytes:
         ),
         tokens=tuple(draw(st.lists(TEXTS, min_size=1, max_size=2))),
         ids=tuple(draw(IDS)),
+        before=draw(one_of(OURS_AGAIN)),
+        inside=draw(one_of(INSIDE)),
+        between=draw(one_of(OURS_AGAIN)),
+        behind=draw(one_of([*OURS_AGAIN, {"usage": {"total_tokens": 1}}])),
     )
+    if not draw(st.integers(0, 4)):
+        another = delta_event({"content": text}, inside=draw(one_of(INSIDE)), index=1)
+        value["choices"].insert(draw(st.integers(0, 1)), another["choices"][0])
     return event(value, draw(st.booleans()))
 
 
@@ -327,6 +373,8 @@ def choice_of(
     ids: tuple[int, ...] = (7,),
     finish: str = "stop",
     stop: str | int | None = None,
+    before: dict[str, Any] | None = None,
+    inside: dict[str, Any] | None = None,
     between: dict[str, Any] | None = None,
     index: int = 0,
 ) -> dict[str, Any]:
@@ -334,7 +382,8 @@ def choice_of(
     return {
         "index": index,
         "message": {"role": "assistant", "content": content, "tool_calls": [call]},
-        "logprobs": {"content": [token(text) for text in tokens]},
+        **(before or {}),
+        "logprobs": {"content": [token(text) for text in tokens], **(inside or {})},
         **(between or {}),
         "finish_reason": finish,
         "stop_reason": stop,
@@ -400,6 +449,21 @@ ODD_REPLIES = {
     "ids behind": reply_of(choice_of(), last={"x": 1, "token_ids": [9]}),
     "ids before the prompt's": {**reply_of(choice_of()), "usage": {"x": 1, "token_ids": [9]}},
     "log-probabilities behind": reply_of(choice_of(), logprobs={"content": []}),
+    **{
+        f"again {number}": reply_of(choice_of(before=said))
+        for number, said in enumerate(OURS_AGAIN)
+    },
+    **{
+        f"inside {number} first": reply_of(choice_of("the first", inside=said), ANOTHER)
+        for number, said in enumerate(INSIDE)
+    },
+    **{
+        f"inside {number} last": reply_of(choice_of(), choice_of(inside=said, index=1))
+        for number, said in enumerate(INSIDE)
+    },
+    "tops in the last token of the first": reply_of(
+        {**choice_of(), "logprobs": {"content": [token("a"), token("b", top=True)]}}, ANOTHER
+    ),
     "no answer": reply_of(),
 }
 
@@ -418,7 +482,9 @@ CHOICES = st.builds(
     ids=IDS.map(tuple),
     finish=st.sampled_from(["stop", "length", "tool_calls"]),
     stop=st.one_of(st.none(), TEXTS, st.integers(0, 9)),
-    between=st.sampled_from([{}, {}, {}, {"x": 1}, {"x": [{"top_logprobs": []}]}]),
+    before=one_of(OURS_AGAIN),
+    inside=one_of(INSIDE),
+    between=one_of([*OURS_AGAIN, {"x": [{"top_logprobs": []}]}]),
     index=st.integers(0, 1),
 )
 
