@@ -367,7 +367,10 @@ def test_the_capture_that_makes_enough_right_after_the_look_wakes_the_thread(mak
 
 @pytest.mark.parametrize("flush_interval_s", [1e-6, 2e-4])
 def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, make: Any) -> None:
-    waiting = make(flush_interval_s=flush_interval_s)
+    """Intervals shorter than the settings allow: more chances to go wrong."""
+    waiting = make()
+    shorter = waiting.capture._settings.model_copy(update={"flush_interval_s": flush_interval_s})
+    waiting.capture._settings = shorter
     rng = random.Random(7)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
