@@ -107,17 +107,17 @@ async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_
 
     with capture_logs() as logs:
         for value, reason in REFUSED.values():
-            before = running.metric("sidecar_bodies_refused_total", reason=reason)
+            before = running.metric("sidecar_bodies_unreadable_total", reason=reason)
             sent = wire.post(body_with(value, size=size), path=path, close=False)
 
             head, body = await client.ask(sent)
 
             assert (head[:12], body) == (b"HTTP/1.1 400", PARSING)
             assert b"connection: close" not in head.lower()
-            now = running.metric("sidecar_bodies_refused_total", reason=reason)
+            now = running.metric("sidecar_bodies_unreadable_total", reason=reason)
             assert now == before + 1
 
-    told = [item for item in logs if item["event"] == "body_refused"]
+    told = [item for item in logs if item["event"] == "body_unreadable"]
     assert len(told) == 1
     assert told[0]["reason"] == "nested_too_deep"
     assert fake_vllm.requests == []
@@ -141,7 +141,7 @@ async def test_a_body_of_other_faults_is_counted_by_its_reason(
 
     assert (await running.send(wire.post(body))).startswith(b"HTTP/1.1 400")
 
-    assert running.metric("sidecar_bodies_refused_total", reason=reason) == 1
+    assert running.metric("sidecar_bodies_unreadable_total", reason=reason) == 1
 
 
 @pytest.mark.parametrize("path", PATHS[:4])
