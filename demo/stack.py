@@ -20,6 +20,9 @@ from typing import IO, Any
 
 import httpx
 
+from deploy.leash import leash
+from sidecar.children import own_python
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
 MODEL_FOLDER = ROOT / ".models" / MODEL
@@ -194,7 +197,7 @@ class Stack:
 
     def command(self, *arguments: str) -> list[str]:
         """`sidecar ...` against this stack's configuration."""
-        return [sys.executable, "-m", "deploy.cli", "--config", str(self.config), *arguments]
+        return [*own_python("deploy.cli", "--config", str(self.config)), *arguments]
 
     def environment(self) -> dict[str, str]:
         """The environment of the product: a key for the stand-in judge, which asks for none."""
@@ -207,6 +210,7 @@ class Stack:
         if self.addresses.judge is not None:
             self.judge = self._spawn(
                 "judge",
+                # Of this folder, which is not installed as the product is.
                 [sys.executable, "-m", "demo.stand_in_judge", "--port", str(self.addresses.judge)],
             )
         self.up = self._spawn("up", self.command("up"))
@@ -215,9 +219,8 @@ class Stack:
     def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         log_file = (self.folder / f"{name}.log").open("ab")
         self._logs.append(log_file)
-        leash = [sys.executable, "-m", "deploy.leash", str(os.getpid())]
         return subprocess.Popen(
-            [*leash, *command],  # it ends with us, also when we are killed
+            [*leash(), *command],  # it ends with us, also when we are killed
             cwd=ROOT,
             env=self.environment(),
             stdin=subprocess.DEVNULL,

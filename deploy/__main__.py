@@ -11,7 +11,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sidecar.errors import SettingsError
+from sidecar.errors import SettingsError, StateLockError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     from ingest.store.database import Database
     from sidecar.logs import configure_logging
     from sidecar.settings import load_settings
+    from sidecar.state_lock import only_one
     from sidecar.telemetry import configure_tracing
 
     try:
@@ -40,7 +41,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"sidecar control: {error}\n")
         return 1
     try:
-        return asyncio.run(serve(settings, database))
+        with only_one(settings.state_dir, "control"):
+            return asyncio.run(serve(settings, database))
+    except StateLockError as error:
+        sys.stderr.write(f"sidecar control: {error}\n")
+        return 1
     finally:
         database.close()
         tracing.shutdown()

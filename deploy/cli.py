@@ -26,7 +26,7 @@ from deploy.cli_output import Output, note, print_found, require_store, say, say
 from deploy.errors import DeployError, UnknownTrialError
 from deploy.processes import MODULES
 from ingest.errors import IngestError
-from sidecar.errors import InvalidKeyError, SettingsError
+from sidecar.errors import InvalidKeyError, SettingsError, StateLockError
 
 if TYPE_CHECKING:
     from deploy.admin_client import AdminClient
@@ -77,10 +77,11 @@ def _client(context: typer.Context) -> AdminClient:
 @app.command()
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them alive until Ctrl-C."""
+    from deploy.settings_check import checked_settings
     from deploy.supervisor import Supervisor
     from sidecar.logs import configure_logging
 
-    settings = _settings(context)
+    settings = checked_settings(context.obj)
     configure_logging(settings.telemetry, "up")
     config = context.obj.resolve() if context.obj is not None else None
     supervisor = Supervisor(settings, config, announce=lambda line: say(f"sidecar {line}"))
@@ -345,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingsError, InvalidKeyError) as error:
         note(str(error))
         return 2
-    except (DeployError, IngestError) as error:
+    except (DeployError, IngestError, StateLockError) as error:
         note(str(error))
         return 1
     return 0

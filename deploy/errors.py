@@ -6,6 +6,7 @@ DeployError
 ├── UnknownRecordError (LookupError)    no group, run or exchange has this id
 ├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
+├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
 ├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
     └── AlteredAdapterError             its files are not those that were registered: not loaded
@@ -36,6 +37,10 @@ class UnknownKeyError(DeployError, LookupError):
 
 class TransitionError(DeployError, ValueError):
     """The canary's state does not allow what was asked; the message says what is allowed."""
+
+
+class StartError(DeployError, RuntimeError):
+    """`sidecar up` cannot start, or gives up a process that dies before it ever works."""
 
 
 class EngineError(DeployError, ConnectionError):

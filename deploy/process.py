@@ -31,6 +31,7 @@ from ingest.judge import LiteLlmJudge
 from ingest.store.database import Database
 from ingest.throttle import PROBE_INTERVAL_S, Throttle
 from ingest.vllm_replicas import ReplicaSampler, open_replicas
+from sidecar.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
 
@@ -168,6 +169,7 @@ async def _run(
     ]
     host, port = listener.getsockname()[:2]
     log.info("control_ready", admin=base_url(host, port), model=model)
+    tell_ready(base_url(host, port))
     waiting = asyncio.create_task(stop.wait())
     # Only the admin server's task may end by itself; the process must not go on without it.
     await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)

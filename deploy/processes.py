@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidecar.backoff import Backoff
+from sidecar.backoff import STEADY_S, Backoff
+from sidecar.children import own_python
 
 if TYPE_CHECKING:  # the command reads the names here before it knows whether it needs settings
     from sidecar.settings import Settings
 
 RESTARTS = Backoff(first_s=0.5, last_s=30.0)
+GIVE_UP_DEATHS = 5
+GIVE_UP_WITHIN_S = STEADY_S
+"""A child that died so often before it ever worked, and lived for no longer than this in all those
+lives together, is given up, and with it the start: another try will not help. One that worked once
+is started again for ever."""
 
 ENGINE = "engine"
 """The name of a vLLM that is ours."""
@@ -35,6 +40,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the supervisor's own environment."""
+    tells_ready: bool = False
+    """It is a process of ours, which tells when it works."""
 
 
 def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
@@ -46,10 +53,16 @@ def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
         )
     arguments = ("--config", str(config)) if config is not None else ()
     specs += [
-        ProcessSpec(name=name, command=(sys.executable, "-m", module, *arguments))
+        ProcessSpec(name=name, command=own_python(module, *arguments), tells_ready=True)
         for name, module in MODULES.items()
     ]
     return specs
+
+
+def is_hopeless(lived_s: Sequence[float]) -> bool:
+    """Whether to give up a child that never worked. lived_s: seconds of each of its lives."""
+    last = lived_s[-GIVE_UP_DEATHS:]
+    return len(last) == GIVE_UP_DEATHS and sum(last) <= GIVE_UP_WITHIN_S
 
 
 def describe_exit(code: int) -> str:

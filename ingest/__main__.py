@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from sidecar.errors import SettingsError
+from sidecar.errors import SettingsError, StateLockError
 from sidecar.logs import configure_logging
+from sidecar.readiness import tell_ready
 from sidecar.settings import Settings, load_settings
+from sidecar.state_lock import only_one
 from sidecar.telemetry import configure_tracing
 
 if TYPE_CHECKING:
@@ -25,16 +27,23 @@ log = structlog.get_logger()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT. Returns: 0 when told to stop, 2 when the settings are wrong."""
+    """Run until SIGTERM or SIGINT.
+
+    Returns: 0 when told to stop, 1 when another one runs, 2 when the settings are wrong.
+    """
     parser = argparse.ArgumentParser(prog="python -m ingest", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
     arguments = parser.parse_args(argv)
     try:
         settings = load_settings(arguments.config)
-        return _start(settings)
+        with only_one(settings.state_dir, PROCESS):
+            return _start(settings)
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except StateLockError as error:
+        sys.stderr.write(f"sidecar ingest: {error}\n")
+        return 1
 
 
 def _start(settings: Settings) -> int:
@@ -61,6 +70,7 @@ async def _run(intake: Intake) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     log.info("ingest_started")
+    tell_ready()
     await intake.run(stop)
     log.info("ingest_stopped")
 

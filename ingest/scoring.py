@@ -18,6 +18,7 @@ import structlog
 from sidecar.best_of_wire import socket_path
 from sidecar.errors import SettingsError
 from sidecar.logs import configure_logging
+from sidecar.readiness import tell_ready
 from sidecar.settings import Settings, load_settings
 from sidecar.telemetry import configure_tracing
 
@@ -56,6 +57,7 @@ async def _run(settings: Settings) -> int:
             why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
             to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
         )
+        tell_ready()
         await stop.wait()
         return 0
     return await score_until(stop, settings)
@@ -100,6 +102,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     )
     judging = JudgingWorker(database, judge, settings.judge)
     best_of = BestOfServer(socket_path(settings.state_dir), BestOfJudge(database, judge, settings))
+    tell_ready()
     log.info("scoring_started", judge=settings.judge.model, passes=settings.judge.passes)
     try:
         async with asyncio.TaskGroup() as workers:

@@ -24,9 +24,10 @@ def main(argv: list[str] | None = None) -> int:
     from ingest.store.database import Database
     from learner.once import run_once
     from learner.schedule import run_schedule
-    from sidecar.errors import SettingsError
+    from sidecar.errors import SettingsError, StateLockError
     from sidecar.logs import configure_logging
     from sidecar.settings import load_settings
+    from sidecar.state_lock import only_one
     from sidecar.telemetry import configure_tracing
 
     os.nice(args.nice)
@@ -43,14 +44,17 @@ def main(argv: list[str] | None = None) -> int:
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
                 return run_once(settings, database, run_id=run_id, clock=time.time)
-            return run_schedule(settings, database, args.config, clock=time.time, stopping=stopping)
+            with only_one(settings.state_dir, "learn"):
+                return run_schedule(
+                    settings, database, args.config, clock=time.time, stopping=stopping
+                )
         finally:
             database.close()
             tracing.shutdown()
     except SettingsError as error:
         sys.stderr.write(f"learner: {error}\n")
         return 2
-    except StoreError as error:
+    except (StoreError, StateLockError) as error:
         sys.stderr.write(f"learner: {error}\n")
         return 1
 

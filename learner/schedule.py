@@ -7,8 +7,8 @@ are the admin API's words to it.
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -30,6 +30,8 @@ from learner.errors import ParentError
 from learner.runs import abandon, find_parent
 from learner.schedule_rule import Decision, Situation, decide, hold_s
 from learner.source import count_fresh
+from sidecar.children import own_environment, own_python
+from sidecar.readiness import tell_ready
 from sidecar.settings import Settings
 
 log = structlog.get_logger()
@@ -60,10 +62,11 @@ class ChildProcess:
     """`python -m learner --once`."""
 
     def __init__(self, run_id: str, config: Path | None) -> None:
-        command = [sys.executable, "-m", "learner", "--once", "--run-id", run_id]
-        command += ["--nice", str(NICENESS)]
+        command = [*own_python("learner", "--once", "--run-id", run_id, "--nice", str(NICENESS))]
         command += ["--config", str(config)] if config is not None else []
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=own_environment(os.environ)
+        )
 
     def exit_code(self) -> int | None:
         return self._process.poll()
@@ -212,6 +215,7 @@ def run_schedule(
     )
     ticking = start_clock(settings, schedule)
     log.info("learner_ready", schedule=settings.learner.schedule)
+    tell_ready()
     stopping.wait()
     ticking.shutdown(wait=True)
     schedule.stop()

@@ -76,17 +76,22 @@ def _run_proxy(settings: Settings, worker: str | None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(proxy))
+        runner.run(_serve(proxy, settings.proxy.host, is_worker=seat is not None))
     tracing.shutdown()
     return 0
 
 
-async def _serve(proxy: Proxy) -> None:
+async def _serve(proxy: Proxy, host: str, *, is_worker: bool) -> None:
+    from sidecar.readiness import tell_ready
+    from sidecar.settings.kinds import base_url
+
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
-    await proxy.start(parent_gone=stopping.set)
+    port = await proxy.start(parent_gone=stopping.set)
+    if not is_worker:  # several have a parent that tells it of them all
+        tell_ready(base_url(host, port))
     _calm_the_collector()
     await stopping.wait()
     await proxy.stop()

@@ -5,6 +5,7 @@ SidecarError
 ├── BadRequestError (ValueError)    the client's body cannot be read: answer 400 the way vLLM does
 ├── InvalidKeyError (ValueError)    no API key may be like this: the message says why
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
+├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
 └── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
 """
 
@@ -33,6 +34,10 @@ class InvalidKeyError(SidecarError, ValueError):
 
 class UpstreamError(SidecarError, ConnectionError):
     """vLLM refused, dropped or never answered before the first byte of a reply."""
+
+
+class StateLockError(SidecarError, OSError):
+    """Another process works with this `state_dir`, or it cannot be written or locked."""
 
 
 class OutboxError(SidecarError, OSError):

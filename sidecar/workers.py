@@ -14,9 +14,9 @@ it may wait for a disk, and takes no new connections.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -24,6 +24,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
+from sidecar.children import own_environment, own_python
 from sidecar.hot_metrics import MetricSet
 from sidecar.metric_table import (
     MetricTable,
@@ -33,7 +34,9 @@ from sidecar.metric_table import (
     signs_of_life,
 )
 from sidecar.metrics import worker_restarts
+from sidecar.readiness import tell_ready
 from sidecar.settings import Settings
+from sidecar.settings.kinds import base_url
 from sidecar.worker_child import (
     HUNG_AFTER_S,
     LOOK_S,
@@ -125,6 +128,7 @@ class Workers:
         for position in range(1, len(self._serving)):
             self._begin(self._keep(position, await self._surely(position)), self._lives)
         log.info("workers_started", host=self._host, port=self.port, count=len(self._serving))
+        tell_ready(base_url(self._host, self.port))
 
     async def _keep(self, position: int, child: Child) -> None:
         """Have a worker at this position for as long as the process runs."""
@@ -202,8 +206,9 @@ class Workers:
         )
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "sidecar", "--worker", seat.encode()),
+                *own_python("sidecar", "--worker", seat.encode()),
                 *(("--config", str(self._config)) if self._config is not None else ()),
+                env=own_environment(os.environ),
                 pass_fds=seat.descriptors(),
                 # Ctrl-C in a terminal is for the parent, who passes it on in order.
                 process_group=0,

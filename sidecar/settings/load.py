@@ -24,8 +24,9 @@ from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.visible import visible
 
 DEFAULT_FILE = Path("sidecar.toml")
-NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE"})
-"""Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py."""
+NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE", "SIDECAR_READY_FD"})
+"""Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py, and
+by the children of `sidecar up`."""
 
 
 def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deploy.processes import RESTARTS, describe_exit, plan
+from deploy.processes import RESTARTS, describe_exit, is_hopeless, plan
 from sidecar.settings import Settings
 
 
@@ -38,6 +38,7 @@ def test_plan_starts_our_own_engine_first_and_hands_the_file_to_ours_alone() -> 
     assert specs[0].env == {"A": "1"}
     assert specs[1].command == (
         sys.executable,
+        "-P",
         "-m",
         "sidecar",
         "--config",
@@ -48,3 +49,21 @@ def test_plan_starts_our_own_engine_first_and_hands_the_file_to_ours_alone() -> 
 def test_an_exit_is_told_in_words() -> None:
     assert describe_exit(-9) == "killed by signal 9"
     assert describe_exit(3) == "exited with 3"
+
+
+def test_five_immediate_deaths_are_enough_to_give_up() -> None:
+    answers = {
+        "four": is_hopeless([1.0] * 4),
+        "five": is_hopeless([1.0] * 5),
+        "five in a minute": is_hopeless([12.0] * 5),
+        "five in more": is_hopeless([12.0, 12.0, 12.0, 12.0, 12.1]),
+        "the last five": is_hopeless([500.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    }
+
+    assert answers == {
+        "four": False,
+        "five": True,
+        "five in a minute": True,
+        "five in more": False,
+        "the last five": True,
+    }

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.child import Child
 from deploy.processes import ProcessSpec
-from deploy.supervisor import Child, Supervisor, _waiting_line
+from deploy.supervisor import Supervisor, _waiting_line
 from sidecar.settings import Serving, Settings
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
@@ -78,6 +79,106 @@ def test_the_last_line_tells_why_it_died(tmp_path: Path) -> None:
     child.join(time.monotonic() + 1)
 
 
+def die_often(child: Child, deaths: int) -> list[bool]:
+    """Let it die so often, each after a second of its life. Returns: whether it is given up."""
+    given_up = []
+    now = 0.0
+    child.start(now)
+    for _ in range(deaths):
+        assert child.process is not None
+        child.process.wait()
+        now += 1.0
+        child.check(now)
+        given_up.append(child.is_hopeless)
+        now = child.restart_at
+        child.check(now)
+    assert child.process is not None
+    child.join(time.monotonic() + 10)
+    return given_up
+
+
+def test_a_child_that_never_worked_is_given_up_after_five_deaths(tmp_path: Path) -> None:
+    spec = ProcessSpec(name="x", command=python("raise SystemExit('no')"), tells_ready=True)
+    child = Child(spec, tmp_path / "x.log")
+
+    assert die_often(child, 5) == [False, False, False, False, True]
+    assert child.is_failing
+
+
+def test_a_child_that_worked_once_is_started_again_for_ever(tmp_path: Path) -> None:
+    code = "from sidecar.readiness import tell_ready; tell_ready('http://x'); raise SystemExit(1)"
+    child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
+
+    assert die_often(child, 7) == [False] * 7
+
+
+def test_the_last_line_is_of_this_life_and_one_that_a_terminal_can_show(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("of an earlier start\n")
+    silent = Child(ProcessSpec(name="x", command=python("raise SystemExit(3)")), path)
+    silent.start(now=0.0)
+    assert silent.process is not None
+    silent.process.wait()
+    first = silent.last_line()
+    silent.join(time.monotonic() + 1)
+    loud = Child(ProcessSpec(name="x", command=python("print('a\\x1b[31mb')")), path)
+    loud.start(now=0.0)
+    assert loud.process is not None
+    loud.process.wait()
+
+    assert first == ""
+    assert loud.last_line() == "a?[31mb"
+    loud.join(time.monotonic() + 1)
+
+
+def test_a_program_that_is_not_there_is_named_in_one_line(tmp_path: Path) -> None:
+    child = Child(ProcessSpec(name="engine", command=("/no/such/vllm",)), tmp_path / "x.log")
+    child.start(now=0.0)
+    assert child.process is not None
+
+    code = child.process.wait()
+
+    assert code == 127
+    assert child.last_line() == (
+        "/no/such/vllm cannot be started: No such file or directory; correct the command"
+    )
+    child.join(time.monotonic() + 1)
+
+
+def test_a_process_that_cannot_be_made_now_is_tried_again(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.child.subprocess.Popen", refuse)
+        child.check(now=0.0)
+    died = child.died
+    child.check(now=child.restart_at)
+
+    assert died == "could not be started: Resource temporarily unavailable"
+    assert child.process is not None
+    child.terminate()
+    child.join(time.monotonic() + 10)
+
+
+def test_an_engine_gets_the_environment_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":/theirs")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    code = "import os; print(os.environ['PYTHONPATH'], os.environ.get('PYTHONSAFEPATH'))"
+    child = Child(ProcessSpec(name="engine", command=python(code)), tmp_path / "x.log")
+    child.start(now=0.0)
+    assert child.process is not None
+
+    child.process.wait()
+
+    assert child.last_line() == ":/theirs None"
+    child.join(time.monotonic() + 1)
+
+
 def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
     stranger = subprocess.Popen(python(SLEEPER), stdout=subprocess.DEVNULL)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); " + SLEEPER
@@ -125,7 +226,7 @@ def test_our_own_engine_is_stopped_after_those_who_use_it(tmp_path: Path) -> Non
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = (
         "import time\nfrom pathlib import Path\n"
-        "from deploy.processes import ProcessSpec\nfrom deploy.supervisor import Child\n"
+        "from deploy.processes import ProcessSpec\nfrom deploy.child import Child\n"
         f"import sys\nspec = ProcessSpec(name='c', command=(sys.executable, '-c', {SLEEPER!r}))\n"
         f"child = Child(spec, Path({str(tmp_path / 'c.log')!r}))\nchild.start(0.0)\n"
         "print(child.process.pid, flush=True)\ntime.sleep(60)\n"

@@ -1,0 +1,400 @@
+"""`sidecar up` as a person types it: the console script, real processes, a folder of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from ingest.store.database import Database, set_flag
+from learner.schedule import REQUESTED_FLAG
+from sidecar.settings import Settings
+from sidecar.settings.kinds import Between
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDECAR = Path(sys.executable).with_name("sidecar")
+"""The console script."""
+USERS_OWN = ("ingest", "sidecar", "learner", "deploy", "json", "structlog", "httpx", "typing")
+"""Modules of ours, of the standard library and of our dependencies that a user's files hide."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Vllm(BaseHTTPRequestHandler):
+    """A vLLM as far as a start looks at it: it is healthy and lists its model."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture
+def vllm() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_settings(folder: Path, vllm: str, **sections: dict[str, Any]) -> None:
+    values: dict[str, dict[str, Any]] = {
+        "serving": {"upstreams": [vllm], "model": "m"},
+        "proxy": {"port": free_port()},
+        "admin": {"port": free_port()},
+    }
+    for name, section in sections.items():
+        values.setdefault(name, {}).update(section)
+    lines = [
+        line
+        for name, section in values.items()
+        for line in (f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in section.items()))
+    ]
+    (folder / "sidecar.toml").write_text("\n".join(lines) + "\n")
+
+
+class Up:
+    """A command that runs, and what it says."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+
+    def said(self, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
+        """Wait for a line in which the pattern is found."""
+
+        def find() -> re.Match[str] | None:
+            return next((m for line in self.lines if (m := re.search(pattern, line))), None)
+
+        with self._changed:
+            assert self._changed.wait_for(find, timeout_s), "\n".join(self.lines)
+            found = find()
+        assert found is not None
+        return found
+
+    def ended(self, timeout_s: float = 120.0) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def child_pid(self, name: str) -> int:
+        """The newest process of this name that it started."""
+        found = re.findall(rf"process_started\s+name={name} pid=(\d+)", self.text)
+        return int(found[-1])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """Run `sidecar ...` in the folder of the test."""
+    started: list[Up] = []
+
+    def start(*words: str, cwd: Path = tmp_path, **variables: str) -> Up:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **variables}
+        process = subprocess.Popen(
+            [str(SIDECAR), *words],
+            cwd=cwd,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(Up(process))
+        return started[-1]
+
+    yield start
+    for up in started:
+        if up.process.poll() is None:
+            up.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            up.process.wait(60)
+        up.process.kill()
+        up.process.wait()
+        assert up.process.stdout is not None
+        up._reader.join()
+        up.process.stdout.close()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition never came true"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """True for a process that runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def hide_modules(folder: Path) -> Path:
+    """Files and folders of a user that have the names of modules; each notes that it was run."""
+    note = folder / "was_run"
+    code = f"import os\nwith open({str(note)!r}, 'a') as f: f.write(__name__ + '\\n')\n"
+    for name in USERS_OWN:
+        if name in ("deploy", "structlog"):  # a folder hides as a file does
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text(code)
+        else:
+            (folder / f"{name}.py").write_text(code)
+    return note
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "sidecar.toml").read_text())
+
+
+def log_of(folder: Path, name: str) -> str:
+    path = folder / ".sidecar" / "logs" / f"{name}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm, proxy={"workers": 2}, learner={"poll_s": 0.1})
+    note = hide_modules(tmp_path)
+
+    up = run("up")
+    up.said(r"^sidecar ready: ")
+    database = Database(f"sqlite:///{tmp_path}/.sidecar/store.db")
+    with database.write() as session:
+        set_flag(session, REQUESTED_FLAG, "1", now=time.time())
+    database.close()
+    until(lambda: "run_ended" in log_of(tmp_path, "learner"))
+    up.process.send_signal(signal.SIGTERM)
+
+    assert up.ended() == 0
+    assert not note.exists(), note.read_text()
+    assert "process_died" not in up.text
+
+
+def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    # Only the proxy has it imported, as the process starts.
+    (broken / "uvloop.py").write_text("raise ImportError('broken on purpose')\n")
+
+    up = run("up", PYTHONPATH=f"{broken}:{ROOT}")
+    code = up.ended()
+
+    pids = re.findall(r"process_started .*pid=(\d+)", up.text)
+    assert code == 1
+    assert up.lines[-1] == (
+        "sidecar: gives up: proxy ended 5 times before it worked, last it exited with 1: "
+        "ImportError: broken on purpose; its log is .sidecar/logs/proxy.log"
+    )
+    assert len(pids) == 9
+    assert [pid for pid in pids if is_alive(int(pid))] == []
+    assert "firewall" not in up.text
+    assert "sidecar ready" not in up.text
+
+
+def test_a_second_up_on_the_same_folder_is_refused_and_starts_nothing(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm)
+    first = run("up")
+    first.said(r"^sidecar ready: ")
+
+    # Other ports, so that nothing but the folder stands in its way.
+    ports = {"SIDECAR_PROXY__PORT": str(free_port()), "SIDECAR_ADMIN__PORT": str(free_port())}
+    second = run("up", **ports)
+    code = second.ended()
+
+    assert code == 1
+    assert second.lines == [
+        f"sidecar: `sidecar up` runs already (pid {first.process.pid}) with state_dir "
+        f"{tmp_path}/.sidecar; stop it first, or give this one a state_dir, a bus.url and a "
+        "store.url of its own"
+    ]
+    assert first.process.poll() is None
+
+
+def test_a_process_that_must_be_alone_is_refused_beside_up(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm)
+    first = run("up")
+    first.said(r"^sidecar ready: ")
+    names = {"ingest": "ingest", "learn": "learner", "control": "control"}
+
+    seconds = {one: run(one, SIDECAR_ADMIN__PORT=str(free_port())) for one in names}
+    codes = {one: second.ended() for one, second in seconds.items()}
+
+    assert codes == dict.fromkeys(names, 1)
+    for one, name in names.items():
+        said = f"`sidecar {one}` runs already (pid {first.child_pid(name)})"
+        assert said in seconds[one].lines[-1]
+        assert "Traceback" not in seconds[one].text
+
+
+def test_after_a_kill_it_waits_for_what_is_left_and_starts(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm)
+    first = run("up")
+    first.said(r"^sidecar ready: ")
+    left = first.child_pid("ingest")
+    os.kill(left, signal.SIGSTOP)  # it cannot end by itself
+    first.process.kill()
+    first.ended()
+
+    second = run("up")
+    second.said(rf"^sidecar waiting for `sidecar ingest` \(pid {left}\) to end")
+    os.kill(left, signal.SIGCONT)
+    second.said(r"^sidecar ready: ")
+
+    assert not is_alive(left)
+    assert second.child_pid("ingest") != left
+
+
+@pytest.mark.parametrize("name", ["proxy", "admin"])
+def test_a_port_that_somebody_else_serves_is_named_and_never_called_ready(
+    tmp_path: Path, run: Callable[..., Up], vllm: str, name: str
+) -> None:
+    # What stands there answers 200 to everything, /readyz too.
+    taken = int(vllm.rpartition(":")[2])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        write_settings(
+            tmp_path,
+            f"http://127.0.0.1:{other.server_port}",
+            **{name: {"port": taken}},
+        )
+
+        up = run("up")
+        code = up.ended()
+        other.shutdown()
+        thread.join()
+
+    assert code == 1
+    assert up.lines == [
+        f"sidecar: {name}.host 127.0.0.1 and {name}.port {taken} cannot be listened on (Address "
+        f"already in use); stop what listens there, or set {name}.port"
+    ]
+
+
+def test_ready_names_the_ports_that_were_found_free_and_ipv6_addresses(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(
+        tmp_path, vllm, proxy={"port": 0, "host": "::1"}, admin={"port": free_port(), "host": "::1"}
+    )
+    port = settings_of(tmp_path)["admin"]["port"]
+
+    up = run("up")
+    ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 \(model m\); admin at (\S+)")
+    status = run("status", "-o", "json")
+
+    assert re.fullmatch(r"http://\[::1\]:\d{2,5}", ready[1])
+    assert httpx.get(f"{ready[1]}/readyz").status_code == 200
+    assert ready[2] == f"http://[::1]:{port}"
+    assert status.ended() == 0
+
+
+def betweens(kind: Any) -> list[Between]:
+    inner = get_args(kind)
+    return [one for one in inner if isinstance(one, Between)] + [
+        found for one in inner if not isinstance(one, Between) for found in betweens(one)
+    ]
+
+
+def extremes(end: str) -> dict[str, dict[str, Any]]:
+    """Every numeric setting at the lower or the upper end of its range."""
+    values: dict[str, dict[str, Any]] = {}
+    for section, field in Settings.model_fields.items():
+        kind = field.annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            continue
+        for key, annotated in get_type_hints(kind, include_extras=True).items():
+            if key == "port" or key not in kind.model_fields or not (f := betweens(annotated)):
+                continue
+            low = f[0].low + (1e-9 if f[0].above_low else 0)
+            high = f[0].high - (1e-9 if f[0].below_high else 0)
+            value = low if end == "low" else high
+            default = kind.model_fields[key].default
+            if isinstance(default, (int, float)):
+                values.setdefault(section, {})[key] = type(default)(value)
+            elif isinstance(default, tuple):
+                values.setdefault(section, {})[key] = [value]
+    return values
+
+
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_every_process_works_with_every_number_at_the_end_of_its_range(
+    tmp_path: Path, run: Callable[..., Up], vllm: str, end: str
+) -> None:
+    sections = extremes(end)
+    sections["proxy"]["workers"] = 2  # 128 processes are more than this machine has room for
+    sections["judge"] |= {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1"}
+    sections["learner"]["schedule"] = "interval"
+    write_settings(tmp_path, vllm, **sections)
+    works = {
+        "proxy": "workers_started",
+        "ingest": "ingest_started",
+        "scoring": "scoring_started",
+        "learner": "learner_ready",
+        "control": "control_ready",
+    }
+
+    up = run("up")
+    for name, event in works.items():
+        until(lambda name=name, event=event: event in log_of(tmp_path, name))
+    up.process.send_signal(signal.SIGTERM)
+
+    assert up.ended() == 0
+    assert "process_died" not in up.text
+    assert [name for name in works if "Traceback" in log_of(tmp_path, name)] == []
