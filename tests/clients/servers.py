@@ -18,7 +18,7 @@ from tests.clients.between import Between, between
 RUNNING_VLLM = "TEST_VLLM_URL"
 """Names a vLLM that runs already, started as `demo.stack` does: for those who run this folder
 again and again. It must be asked by nobody else meanwhile."""
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
 

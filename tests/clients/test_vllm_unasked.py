@@ -19,7 +19,7 @@ from ingest.engine_probe import ANSWER, LOW_IDS, PLAIN, TOOLS, probe
 from ingest.exchangeable import RAISED_BELOW
 from tests.clients.servers import process, wait_until_ready
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
 FILLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 FORBIDDEN = -9999.0

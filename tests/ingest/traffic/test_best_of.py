@@ -348,12 +348,18 @@ async def test_a_group_with_candidates_goes_its_own_way(rig: Any) -> None:
     assert one.waiting() == []
 
 
-@pytest.mark.parametrize("rules", [{"rate": 0.0}, {"max_pending_groups": 0}])
+@pytest.mark.parametrize(
+    ("groups", "rules"),
+    [
+        ({"rate": 0.0}, {"rate": 0.0}),
+        ({}, {"max_pending_groups": 0}),  # no room is left; no setting says so from the start
+    ],
+)
 @pytest.mark.parametrize("late", [False, True])
 async def test_what_only_its_cost_kept_out_enters_for_nothing(
-    rules: dict[str, Any], late: bool, rig: Any
+    groups: dict[str, Any], rules: dict[str, Any], late: bool, rig: Any
 ) -> None:
-    one = rig(groups=rules)
+    one = rig(groups=groups)
     for late_step in (late, not late):
         if late_step:
             one.arrive()
