@@ -47,7 +47,7 @@ def captures(text: str) -> float:
 
 def await_balance(running: Running) -> str:
     """The metrics once all that was captured is written, or as they are after ten seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         text = scrape(running)
         if exchanges(text) == captures(text) or time.monotonic() > deadline:

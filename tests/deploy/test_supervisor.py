@@ -64,7 +64,7 @@ def test_a_dead_child_is_started_again_after_its_backoff(child: Child) -> None:
     assert child.process is not None
     assert child.process.pid != first
     child.terminate()
-    child.join(time.monotonic() + 10)
+    child.join(time.monotonic() + 60)
 
 
 def test_the_last_line_tells_why_it_died(tmp_path: Path) -> None:

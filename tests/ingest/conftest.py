@@ -253,7 +253,7 @@ def worker(database: Database, judge: Any, clock: Any, **settings: Any) -> Judgi
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -62,7 +62,7 @@ async def start(database: Database, judge_kit: Any, state_dir: Path) -> AsyncIte
     yield begin
     for stop, task in running:
         stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await task
 
 
@@ -72,7 +72,7 @@ def picker(state_dir: Path) -> SocketPicker:
 
 async def ask(state_dir: Path) -> Any:
     """Ask until somebody listens: the socket's file is there a moment before."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (found := await picker(state_dir).pick(QUESTION, 5.0)) == NoPick(reason="away"):
             await asyncio.sleep(0.005)
     return found
@@ -171,7 +171,7 @@ async def test_of_two_one_listens_and_the_other_takes_over(
     assert (len(first.conversations), len(second.conversations)) == (2, 0)
 
     stop.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not second.conversations:
             await picker(state_dir).pick(QUESTION, 5.0)
             await asyncio.sleep(0.005)

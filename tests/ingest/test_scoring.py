@@ -80,7 +80,7 @@ def test_with_a_judge_it_starts_although_engine_and_judge_are_down(tmp_path: Pat
 
 def test_wrong_settings_are_one_line_and_exit_2(tmp_path: Path) -> None:
     with start(write_config(tmp_path, modell="x")) as process:
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
     assert process.returncode == 2
     assert told == "unknown setting judge.modell; did you mean judge.model?\n"
 

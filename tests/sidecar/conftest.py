@@ -237,7 +237,7 @@ class MemorySink:
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
         self.writing.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(90)
         if self.fail_with is not None:
             raise OutboxError(self.fail_with, "the memory sink was told to fail")
         kept = exchanges[: max(0, self.room - len(self.exchanges))]
@@ -249,7 +249,7 @@ class MemorySink:
     def close(self) -> None:
         self.closed = True
 
-    def wait_for(self, count: int, timeout_s: float = 5.0) -> list[Exchange]:
+    def wait_for(self, count: int, timeout_s: float = 60.0) -> list[Exchange]:
         with self._changed:
             came = self._changed.wait_for(lambda: len(self.exchanges) >= count, timeout_s)
         assert came, f"{len(self.exchanges)} exchanges came, {count} were expected"
@@ -305,7 +305,7 @@ class Running:
 
     async def metric_reaches(self, value: float, name: str, **labels: str) -> None:
         """Wait until a counter that another thread moves has this value."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.metric(name, **labels) != value:
                 await asyncio.sleep(0.005)
 
@@ -508,7 +508,7 @@ async def start_process(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[S
         started.append(process)
         child = Child(process, 0, [])
         assert process.stderr is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while child.port == 0:
                 line = (await process.stderr.readline()).decode()
                 assert line, f"the proxy ended early: {child.lines}"

@@ -108,7 +108,7 @@ class Rig:
         reader.batch_end(complete=True, received_at=0.0)
 
     async def ended(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self.flight.ended.wait()
 
     def counted(self) -> dict[str, float]:

@@ -361,7 +361,7 @@ def database(state_dir: Path) -> Any:
 
 
 async def trip_of(database: Database) -> BreakerTripRow:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             with database.read() as session:
                 if (row := session.scalar(select(BreakerTripRow))) is not None:
@@ -382,7 +382,7 @@ async def test_the_store_is_told_and_tells_other_proxies_and_later_ones(
 
     assert (row.model, row.canary, row.salt) == (MODEL, CANARY, "one")
     assert "bad (empty)" in row.reason
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not other.proxy.breaker.is_out(TABLE):
             await asyncio.sleep(0.01)
     assert await hurt_users(other, wire) == 0

@@ -62,7 +62,7 @@ async def connected() -> AsyncIterator[tuple[Server, socket.socket]]:
 async def read(client: socket.socket, length: int) -> bytes:
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < length:
-        more = await asyncio.wait_for(loop.sock_recv(client, length - len(got)), 10)
+        more = await asyncio.wait_for(loop.sock_recv(client, length - len(got)), 60)
         if not more:
             break
         got += more
@@ -147,7 +147,7 @@ def test_that_the_client_is_gone_is_told_by_the_transport(run: Run, leave: str) 
             for _ in range(10):
                 outlet.write_now(b"event")
 
-            await asyncio.wait_for(server.lost.wait(), 10)
+            await asyncio.wait_for(server.lost.wait(), 60)
 
     run(work())
 

@@ -157,7 +157,7 @@ async def test_a_revoked_key_is_refused_within_half_a_second_by_all_proxies(
             assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 200 OK"
         keys.revoke(key_id)
         began = time.monotonic()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for running in two:
                 while (await ask(running, wire, bearer(key)))[0] != "HTTP/1.1 401 Unauthorized":
                     await asyncio.sleep(0.01)
@@ -172,7 +172,7 @@ async def test_a_key_made_while_the_proxy_runs_gets_in(
     running = await guarded()
     _, key = keys.create()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await ask(running, wire, bearer(key)))[0] != "HTTP/1.1 200 OK":
             await asyncio.sleep(0.02)
 
@@ -186,7 +186,7 @@ async def test_before_the_store_was_seen_the_answer_is_503_and_with_it_the_proxy
 
     store = KeyStore(state_dir)
     _, key = store.create()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await ask(running, wire, bearer(key)))[0] != "HTTP/1.1 200 OK":
             await asyncio.sleep(0.02)
     store.database.close()

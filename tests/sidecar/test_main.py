@@ -46,7 +46,7 @@ def test_it_starts_without_vllm_says_what_to_check_and_stops_on_term(state_dir: 
     assert raised.value.code == 503
 
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=20)[1]
+    rest = process.communicate(timeout=60)[1]
     assert process.returncode == 0
     assert "proxy_stopped" in rest
     assert not list(state_dir.glob("*.sock"))
@@ -65,7 +65,7 @@ def test_it_refuses_unsafe_and_impossible_settings_in_one_line(
 ) -> None:
     process = _start(state_dir, line)
 
-    error = process.communicate(timeout=20)[1]
+    error = process.communicate(timeout=60)[1]
 
     assert process.returncode == 2
     assert message in error
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(state_dir: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = _start(state_dir, f"proxy = {{port = {taken.getsockname()[1]}}}")
-        error = process.communicate(timeout=20)[1]
+        error = process.communicate(timeout=60)[1]
 
     assert process.returncode == 1
     assert "sidecar proxy:" in error.splitlines()[-1]

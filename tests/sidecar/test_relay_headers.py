@@ -253,7 +253,7 @@ async def test_over_the_most_in_flight_a_request_is_refused_in_its_surfaces_shap
     fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
     running = await start_proxy(proxy={"max_in_flight": 1})
     first = asyncio.create_task(ask(running, wire))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not fake_vllm.requests:
             await asyncio.sleep(0.002)
 

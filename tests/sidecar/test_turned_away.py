@@ -115,7 +115,7 @@ class Client:
 
     async def gone(self) -> None:
         """The proxy has let go of it."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while self.running.proxy._relay._connections:
                 await asyncio.sleep(0.005)
 
@@ -124,7 +124,7 @@ class Client:
 async def dialled(running: Any) -> AsyncIterator[Client]:
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not running.proxy._relay._connections:
                 await asyncio.sleep(0.001)
             [connection] = running.proxy._relay._connections

@@ -121,7 +121,7 @@ def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit, tmp_path: Pa
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     database = Database(f"sqlite:///{folder}/store.db")
     other = type(kit)(database)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     try:
         database.upgrade()  # whoever comes first makes it
         while other.counts("selection") != {"chosen": 2}:
@@ -130,7 +130,7 @@ def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit, tmp_path: Pa
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
         database.close()
 
     assert process.returncode == 0

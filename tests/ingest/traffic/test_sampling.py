@@ -217,7 +217,7 @@ async def test_no_more_candidates_are_in_flight_than_allowed(kit, make_worker) -
     sampler.hold = asyncio.Event()
 
     step = asyncio.create_task(make_worker(sampler, concurrency=5).step())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sampler.in_flight < 5:
             await asyncio.sleep(0.001)
     sampler.hold.set()
@@ -327,7 +327,7 @@ async def test_a_running_worker_takes_one_group_after_the_other(kit, make_worker
     stop = asyncio.Event()
     running = asyncio.create_task(make_worker(kit.ScriptedSampler(), concurrency=3).run(stop))
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while kit.counts("sampling") != {"sampled": 5}:
             await asyncio.sleep(0.01)
     stop.set()

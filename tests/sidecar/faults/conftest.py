@@ -60,7 +60,7 @@ class Traffic:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
         try:
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(60):
                 reply = await reader.readuntil(b"\r\n\r\n")
                 length = int(reply.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 await reader.readexactly(length)
@@ -75,7 +75,7 @@ class Traffic:
     async def more(self, count: int) -> None:
         """Let `count` more requests be answered."""
         aim = sum(self.statuses.values()) + count
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while sum(self.statuses.values()) < aim:
                 await asyncio.sleep(0.005)
 
@@ -122,7 +122,7 @@ class Accounts:
 async def accounts(target: Any, sent: int) -> Accounts:
     """Wait until every request that was sent is kept, lost or skipped; none may be missing, and
     none may be there twice."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             values = await scrape(target)
             found = Accounts(

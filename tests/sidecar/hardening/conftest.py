@@ -318,7 +318,7 @@ class Dial:
                 await self.writer.drain()
                 await taken(sock)
 
-    async def hear(self, method: bytes = b"POST", within_s: float = 10.0) -> Reply | None:
+    async def hear(self, method: bytes = b"POST", within_s: float = 60.0) -> Reply | None:
         """The next reply; None when the relay closed without one. Raises: AssertionError, or
         h11.RemoteProtocolError, when what came is not one whole reply of the grammar."""
         async with asyncio.timeout(within_s):
@@ -365,7 +365,7 @@ class Dial:
         self._at_end = not data
         return data
 
-    async def closed(self, within_s: float = 10.0) -> bool:
+    async def closed(self, within_s: float = 60.0) -> bool:
         """Wait for the relay's end of the connection. False: it sent more bytes first."""
         async with asyncio.timeout(within_s):
             return not self._rest and (self._at_end or not await self._read())

@@ -155,7 +155,7 @@ async def test_an_event_goes_on_when_its_last_byte_comes(
     await client.reader.readuntil(b"\r\n\r\n")
 
     for gate in gates:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await client.reader.readuntil(b"\n\n\r\n") == (
                 b"%x\r\n%b\r\n" % (len(stripped), stripped)
             )

@@ -17,7 +17,7 @@ LAST = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 async def refused(port: int) -> None:
     """Wait until new connections are refused."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -46,7 +46,7 @@ async def test_streams_finish_while_new_connections_are_refused(
     go_on.set()
     for stream in streams:
         assert (await stream.reader.read()).endswith(LAST)
-    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert await asyncio.wait_for(child.process.wait(), 60) == 0
 
 
 async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_not_begun(
@@ -66,7 +66,7 @@ async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_no
     received = await client.reader.read()
     assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")  # whatever stands in that chunk
     assert len(fake_vllm.requests) == 1 + received.count(b"HTTP/1.1 200 OK")
-    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert await asyncio.wait_for(child.process.wait(), 60) == 0
 
 
 async def test_what_does_not_end_is_cut_at_the_deadline_and_recorded(
@@ -81,11 +81,11 @@ async def test_what_does_not_end_is_cut_at_the_deadline_and_recorded(
 
     child.process.send_signal(signal.SIGTERM)
 
-    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert await asyncio.wait_for(child.process.wait(), 60) == 0
     with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
         await client.reader.readexactly(1)
     assert any("requests_cut_at_drain_deadline" in line for line in child.lines)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await fake_vllm.client_left.wait()
 
 
@@ -106,4 +106,4 @@ async def test_a_second_signal_does_not_break_the_end(
     go_on.set()
 
     assert (await client.reader.read()).endswith(LAST)
-    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert await asyncio.wait_for(child.process.wait(), 60) == 0

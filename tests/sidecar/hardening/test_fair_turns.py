@@ -228,7 +228,7 @@ async def test_who_reads_no_refusals_gets_no_more_of_them_than_a_buffer_holds(
 ) -> None:
     running = await start_proxy(proxy={"write_timeout_s": 30.0})
     client = await dial(running, limit=1024)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not running.proxy._relay._connections:
             await asyncio.sleep(0.001)
     [connection] = running.proxy._relay._connections
@@ -275,7 +275,7 @@ async def test_small_pieces_that_come_early_are_kept_in_few_objects(
     running = await start_proxy(capture={"sample_rate": 0.0})
     client = await dial(running)
     client.say(post(MODEL))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not fake_vllm.requests:
             await asyncio.sleep(0.001)
     [connection] = running.proxy._relay._connections

@@ -148,7 +148,7 @@ async def test_requests_over_the_limit_are_told_to_come_again(
     busy = [await dial(running) for _ in range(2)]
     for client in busy:
         client.say(post())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(fake_vllm.requests) < 2:
             await asyncio.sleep(0.001)
     late = await dial(running)
@@ -180,7 +180,7 @@ async def test_places_of_clients_that_left_are_free_again(
         clients = [await dial(running) for _ in range(3)]
         for client in clients:
             client.say(post())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(fake_vllm.requests) < 3 * wave:
                 await asyncio.sleep(0.001)
         for client in clients:
@@ -207,7 +207,7 @@ async def test_connections_over_the_limit_are_closed_and_those_open_stay(
     held[0].say(post())
     assert (await held[0].hear()).status == 200
     held[1].hang_up()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             again = await dial(running)
             again.say(post())
@@ -230,7 +230,7 @@ async def test_a_client_that_never_reads_is_cut_and_counted(
 
     client.say(post())
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await fake_vllm.client_left.wait()  # vLLM need not write for nobody
     await running.metric_reaches(1, "sidecar_requests_total", status="499")
     assert (await _exchange_or_loss(running)) == 1
@@ -256,11 +256,11 @@ async def test_a_connection_that_is_to_close_does_not_wait_for_ever_for_its_clie
         while tools.in_kernel(here, there) >= answered * size:  # until some is left in the relay
             client.say(post())
             answered += 1
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while running.metric("sidecar_requests_total", status="200") < answered:
                     await asyncio.sleep(0.001)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 tools.other_end(client.writer).close()
@@ -292,7 +292,7 @@ async def test_a_client_that_reads_slowly_is_not_cut(
 
 
 async def _exchange_or_loss(running: Any) -> float:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             reasons = ("reply_too_long", "memory_full", "queue_full")
             lost = sum(

@@ -98,7 +98,7 @@ async def test_bytes_that_come_between_two_requests_are_nobodys(
     assert (await client.hear()).body == b"{}"
 
     late.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while fake_vllm.written_bytes == len(reply):
             await asyncio.sleep(0.001)
     fake_vllm.script = lambda _: [OK + b"Content-Length: 3\r\n\r\nnew"]
