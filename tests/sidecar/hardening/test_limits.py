@@ -98,16 +98,17 @@ async def test_a_body_that_stands_still_is_ended(
 async def test_a_body_that_comes_slowly_and_steadily_is_taken(
     start_proxy: Any, dial: Any, fake_vllm: Any
 ) -> None:
-    """A large prompt over a thin line takes longer than any pause in it: 3 kB/s for a second."""
-    running = await start_proxy(proxy={"body_timeout_s": 0.5, "head_timeout_s": 0.5})
+    """A large prompt over a thin line takes longer than any pause in it: in all, longer
+    than a pause may be, each pause a tenth of that."""
+    running = await start_proxy(proxy={"body_timeout_s": 2.0, "head_timeout_s": 2.0})
     client = await dial(running)
     body = b'{"model":"smollm2-135m","x":"' + b"a" * 4000 + b'"}'
     sent = post(body)
     client.say(sent[: -len(body)])
 
-    for at in range(0, len(body), 120):
-        client.say(body[at : at + 120])
-        await asyncio.sleep(0.03)
+    for at in range(0, len(body), 300):
+        client.say(body[at : at + 300])
+        await asyncio.sleep(0.2)
 
     assert (await client.hear()).status == 200
 
