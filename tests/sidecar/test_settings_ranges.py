@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def numbers(kind: Any) -> bool:
     return any(numbers(inner) for inner in typing.get_args(kind) if inner is not Ellipsis)
 
 
+def mapping_key(kind: Any) -> str | None:
+    """A key that the mapping takes; None when the kind is no mapping."""
+    if typing.get_origin(kind) in (dict, Mapping):
+        names = typing.get_args(typing.get_args(kind)[0])
+        return str(names[0]) if names else "chat"
+    found = (mapping_key(inner) for inner in typing.get_args(kind) if inner is not Ellipsis)
+    return next((name for name in found if name is not None), None)
+
+
 def numeric_keys() -> Iterator[tuple[str, str, str]]:
     """Section, key, and how TOML writes a value of it: `{}` is the number."""
     for section, field in Settings.model_fields.items():
@@ -55,8 +65,8 @@ def numeric_keys() -> Iterator[tuple[str, str, str]]:
             written = "{}"
             if isinstance(default, tuple):
                 written = "[{}]"
-            elif isinstance(default, dict):
-                written = "{{chat = {}}}"
+            elif (name := mapping_key(inner)) is not None:
+                written = f"{{{{{name} = {{}}}}}}"
             yield section, key, written
 
 
@@ -126,7 +136,11 @@ def test_a_number_is_refused_in_one_line_or_every_process_can_be_built(
         assert "\n" not in message
         assert len(message) < 400
 
-    assert {"-1", "nan", "inf", "-inf", "1e300", "1e400", "true"} <= set(refused)
+    kind = Settings.model_fields[section].annotation
+    assert isinstance(kind, type)
+    # A number below 0 means something to a few: -1 is every token, as vLLM's top_k.
+    below_0 = {"-1"} - ({"-1"} if limits(kind, key).holds(-1) else set())
+    assert below_0 | {"nan", "inf", "-inf", "1e300", "1e400", "true"} <= set(refused)
 
 
 def limits(kind: type[BaseModel], key: str) -> Between:
@@ -138,7 +152,9 @@ def limits(kind: type[BaseModel], key: str) -> Between:
 
 def takes(kind: type[BaseModel], key: str, written: str, value: float) -> bool:
     """Whether the section alone takes the value."""
-    one = {"[{}]": (value,), "{{chat = {}}}": {"chat": value}}.get(written, value)
+    one: object = (value,) if written == "[{}]" else value
+    if (match := re.fullmatch(r"\{\{(\w+) = \{\}\}\}", written)) is not None:
+        one = {match[1]: value}
     try:
         kind.model_validate({key: one})
     except ValidationError:
