@@ -3,16 +3,23 @@
 LearnerError
 ├── GroupTooSmallError (ValueError)     fewer than two answers: skip the group, count it
 ├── NothingToLearnError (LookupError)   no usable group: the run is skipped, with counts by reason
-├── DriftError (ValueError)             recorded and recomputed log-probabilities disagree: refuse
+├── FaultyGroupsError                   most groups of a run fail: the cause may lie outside them
+│   ├── DriftError (ValueError)         recorded and recomputed log-probabilities disagree
+│   └── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
 │   └── AlteredParentError              its folder is not the one that was registered: refuse
-├── NonFiniteError (ArithmeticError)    a weight or a loss is not finite: nothing is registered
+├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
+├── OutOfMemoryError (MemoryError)      the machine or the GPU has too little memory for the run
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from learner.records import Fault
 
 
 class LearnerError(Exception):
@@ -27,8 +34,24 @@ class NothingToLearnError(LearnerError, LookupError):
     """Every waiting group was dropped, or none waits; the message counts them by reason."""
 
 
-class DriftError(LearnerError, ValueError):
-    """The recorded log-probabilities are not those of the parent adapter on this base."""
+class FaultyGroupsError(LearnerError):
+    """More than half of a run's groups fail; a setting or the base may be wrong. None is dropped.
+
+    Every failure is counted against its group, so that the same groups do not fail for ever.
+    """
+
+    def __init__(self, message: str, faults: Mapping[str, Fault] | None = None) -> None:
+        super().__init__(message)
+        self.faults: Mapping[str, Fault] = faults or {}
+        """group id -> why it failed; empty when no single group can be named."""
+
+
+class DriftError(FaultyGroupsError, ValueError):
+    """The recorded log-probabilities are not those of the adapters that sampled the answers."""
+
+
+class NonFiniteError(FaultyGroupsError, ArithmeticError):
+    """A loss, gradient or weight became NaN or infinite; nothing is written or registered."""
 
 
 class ParentError(LearnerError, OSError):
@@ -39,8 +62,12 @@ class AlteredParentError(ParentError):
     """The files of the parent adapter changed after it was registered."""
 
 
-class NonFiniteError(LearnerError, ArithmeticError):
-    """A loss, gradient or weight became NaN or infinite; nothing is written or registered."""
+class DeviceError(LearnerError, ValueError):
+    """The device of the settings does not exist on this machine, or cannot compute."""
+
+
+class OutOfMemoryError(LearnerError, MemoryError):
+    """The base, or most groups, do not fit into memory; the groups are not at fault."""
 
 
 class IncompleteAdapterError(LearnerError, ValueError):

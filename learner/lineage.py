@@ -7,7 +7,7 @@ version, its trial, its end) is in the store's audit, because the folder never c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,7 +44,9 @@ def build_lineage(
         "model": model,
         "base_model": base_model_path,
         "parent": {"name": parent.name, "version": parent.version, "digest": parent.digest},
-        "groups": [_describe(group) for group in groups],
+        "groups": [
+            _describe(group, outcome.drifted.get(group.group.group_id, ())) for group in groups
+        ],
         "dropped": dict(dropped),
         "judges": sorted({(group.judge_model, group.rubric_hash) for group in groups}),
         "settings": settings.model_dump(mode="json"),
@@ -89,7 +91,7 @@ continuing from {lineage["parent"]["name"]}.
 """
 
 
-def _describe(scored: ScoredGroup) -> dict[str, Any]:
+def _describe(scored: ScoredGroup, drifted: Collection[int]) -> dict[str, Any]:
     return {
         "group_id": scored.group.group_id,
         "exchange_id": scored.group.exchange_id,
@@ -97,5 +99,8 @@ def _describe(scored: ScoredGroup) -> dict[str, Any]:
         "judge_model": scored.judge_model,
         "rubric_hash": scored.rubric_hash,
         "scores": list(scored.scores),
-        "masked": [mask_reason(answer) for answer in scored.group.answers],
+        "masked": [
+            "drift" if place in drifted else mask_reason(answer)
+            for place, answer in enumerate(scored.group.answers)
+        ],
     }

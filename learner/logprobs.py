@@ -29,6 +29,11 @@ class Policy:
     autocast: bool
     """True: matrix products in bf16; the residual stream, the head and the adapter stay fp32."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+        return int(self.model.get_base_model().get_input_embeddings().weight.shape[0])
+
     def logprobs(self, pack: Pack) -> tuple[Tensor, float]:
         """Log-probabilities of the targets, and the summed entropy of their distributions.
 

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from ingest.errors import StoreError
 from ingest.store.database import Database
-from learner.errors import LearnerError, NothingToLearnError, RunInProgressError
+from learner.errors import NothingToLearnError, RunInProgressError
+from learner.explain import explain
 from learner.records import Candidate
 from learner.train import Run, Trainer
 from sidecar.settings import Settings
@@ -41,8 +41,9 @@ def run_once(
     except NothingToLearnError as error:
         sys.stdout.write(f"nothing to learn: {error}\n")
         return NOTHING_TO_LEARN
-    except (LearnerError, StoreError, OSError) as error:
-        sys.stderr.write(f"learner: {error}\n")
+    except Exception as error:  # noqa: BLE001  the run's row and log have it; this is the last line
+        adapters_dir = settings.learner.adapters_dir
+        sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}\n")
         return FAILED
     sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}\n")
     return TRAINED

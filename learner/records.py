@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sidecar.settings import Learner
@@ -40,6 +40,16 @@ class TrainingGroup:
     """[G] unitless, 0..1."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why one group cannot be trained on."""
+
+    reason: str
+    """A drop reason of the data dictionary."""
+    text: str
+    """The details, for a person."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimiser step. Token figures are over its trainable tokens."""
@@ -73,7 +83,8 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the trainer, before any step, is from what vLLM recorded under the same adapter."""
+    """Distance, before any step, between what vLLM recorded and what the trainer computes under
+    the adapter that sampled the answers."""
 
     mean: float
     """nats per token, mean(recorded - recomputed): an estimate of KL(server || trainer)."""
@@ -108,17 +119,27 @@ class TrainingJob:
     """Existing empty folder that receives the PEFT files."""
     check_stop: Callable[[], None]
     """Called between packs. Raises RunStoppedError when the run must end."""
+    samplers: Mapping[str, Parent] = field(default_factory=dict)
+    """Registered adapters, other than the parent and the base, that sampled some of the groups."""
+    report: Callable[[str], None] = lambda place: None
+    """Called with the id of the group that is computed next, and with "" outside any group. A run
+    that is killed is blamed on the group that was reported last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """trainer -> run. The weights are in the job's folder."""
+    """trainer -> run. The weights are in the job's folder, if any group was trained on."""
 
     metrics: tuple[StepMetrics, ...]
+    """Empty: no group was usable, and nothing was written."""
     drift: Drift | None
-    """None when no group was sampled under the parent, so that nothing could be compared."""
+    """Over every token that was trained on; None when there is none."""
     algorithm: Mapping[str, object]
     """What the settings do not say: loss, optimiser, arithmetic. JSON values, for the lineage."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Group id -> why the trainer left the group out."""
+    drifted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Group id -> indices of answers that were left out of the loss because they drift."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import StoreError
 from ingest.store.database import Database
 from ingest.store.models import AdapterRow, AliasRow, RunRow
 from learner.adapter_folder import folder_digest
+from learner.blame import blame, blame_for_death
 from learner.errors import (
     AlteredParentError,
     ParentError,
     RunInProgressError,
     RunStoppedError,
 )
-from learner.records import Parent
-from learner.source import give_back
+from learner.records import Fault, Parent
+from learner.source import as_parent, give_back
 from sidecar.records import BASE
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ def find_parent(session: Session, model: str) -> Parent:
     row = session.get(AdapterRow, alias.adapter)
     if row is None:
         raise ParentError(f"champion {alias.adapter} is no registered adapter of {model}")
-    return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
+    return as_parent(row)
 
 
 def check_parent(parent: Parent) -> None:
@@ -79,6 +79,29 @@ def running_ids(session: Session) -> set[str]:
     return set(session.scalars(select(RunRow.run_id).where(RunRow.status == RUNNING)))
 
 
+def last_failed(session: Session, model: str) -> bool:
+    """Whether the newest run of this model that has ended failed."""
+    statement = (
+        select(RunRow.status)
+        .where(RunRow.model == model, RunRow.ended_at.is_not(None))
+        .order_by(RunRow.ended_at.desc(), RunRow.started_at.desc())
+        .limit(1)
+    )
+    return session.scalar(statement) == "failed"
+
+
+def report_place(database: Database, run_id: str, place: str) -> None:
+    """Note the group that a run computes now, in case that the run is killed while it does.
+
+    A store that is locked costs the note, not the run.
+    """
+    try:
+        with database.write() as session:
+            session.execute(update(RunRow).where(RunRow.run_id == run_id).values(place=place))
+    except StoreError as error:
+        log.warning("place_not_noted", run_id=run_id, place=place, error=str(error))
+
+
 def open_run(
     session: Session,
     *,
@@ -98,7 +121,9 @@ def open_run(
     for row in running:
         if row.heartbeat_at > now - LEASE_S:
             raise RunInProgressError(row.run_id, row.heartbeat_at)
-        abandon(session, row.run_id, "it died: its heartbeat stood still", now=now)
+        reason = "it died: its heartbeat stood still"
+        culprits = blame_for_death(session, row.run_id, reason)
+        abandon(session, row.run_id, reason, now=now, culprits=culprits)
     session.add(
         RunRow(
             run_id=run_id,
@@ -140,12 +165,24 @@ def end_run(
     row.adapter = adapter
 
 
-def abandon(session: Session, run_id: str, reason: str, *, now: float) -> bool:
-    """End a run that cannot end itself: failed, groups back. False when it has ended already."""
+def abandon(
+    session: Session,
+    run_id: str,
+    reason: str,
+    *,
+    now: float,
+    culprits: Mapping[str, Fault] | None = None,
+) -> bool:
+    """End a run that did not end well: failed, groups back. False when it has ended already.
+
+    culprits: group id -> fault, of the groups that may be the cause; the failure counts against
+        each, and one that failed too often is dropped.
+    """
     row = session.get(RunRow, run_id, with_for_update=True)
     if row is None or row.status != RUNNING:
         return False
     row.status, row.reason, row.ended_at = "failed", reason, now
+    blame(session, run_id, culprits or {})
     returned = give_back(session, run_id)
     log.warning("run_abandoned", run_id=run_id, reason=reason, groups_returned=returned)
     return True

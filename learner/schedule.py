@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session
 from ingest.errors import StoreError
 from ingest.store.database import Database, get_flag, set_flag
 from ingest.store.models import AdapterRow, CanaryRow
+from learner.blame import blame_for_death
 from learner.cron import read_cron
 from learner.errors import ParentError
 from learner.runs import abandon, find_parent
@@ -130,7 +131,7 @@ class Schedule:
         """End the child, if there is one, and record its end."""
         if self._child is not None:
             self._child.stop()
-            self._reap()
+            self._reap(stopped=True)
 
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
@@ -139,13 +140,16 @@ class Schedule:
         self._child, self._run_id = self._launch(run_id), run_id
         log.info("run_launched", run_id=run_id, why=decision.why)
 
-    def _reap(self) -> None:
+    def _reap(self, *, stopped: bool = False) -> None:
+        """Close the books of a child that ended. stopped: by us, so that no group is blamed."""
         code = self._child.exit_code() if self._child is not None else None
         if code is None:
             return
+        reason = f"its process ended with {code}"
         with self._database.write() as session:
             # A killed child cannot end its own run, and nobody should wait for its lease.
-            abandon(session, self._run_id, f"its process ended with {code}", now=self._clock())
+            culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
+            abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
         self._child = None
         self._failures = 0 if code in (TRAINED, NOTHING_TO_LEARN) else self._failures + 1
         self._hold_until = self._clock() + hold_s(self._failures)

@@ -1,8 +1,9 @@
 """Which scored groups are trained on, and why the others are not. Pure.
 
-A group is taken whole or dropped whole; a group that is too long is dropped and not cut, because
-leaving out its longest answers would teach that length costs nothing. Single answers that are not
-exact are masked: they keep their part in the group's mean and have none in the loss.
+One group never costs another: whatever a group holds, it is dropped for its reason and the others
+are taken. A group is taken whole or dropped whole; a group that is too long is dropped and not cut,
+because leaving out its longest answers would teach that length costs nothing. Single answers that
+are not exact are masked: they keep their part in the group's mean and have none in the loss.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from learner.records import TrainableRow, TrainingGroup
 DropReason = Literal[
     "too_few_answers",
     "non_finite_score",
+    "score_out_of_range",
     "no_spread",
     "no_prompt",
     "too_few_trainable",
     "too_long",
+    "unreadable",
 ]
 MIN_TRAINABLE = 2
 """One answer alone has no sibling in the gradient to be pushed against."""
@@ -53,11 +56,15 @@ def select_groups(
     dropped: dict[str, DropReason] = {}
     masked: Counter[str] = Counter()
     for scored in scored_groups:
-        reason = _drop_reason(scored, min_spread=min_spread, pack_tokens=pack_tokens)
-        if reason is not None:
-            dropped[scored.group.group_id] = reason
+        try:
+            reason = _drop_reason(scored, min_spread=min_spread, pack_tokens=pack_tokens)
+            group = _training_group(scored) if reason is None else None
+        except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
+            reason, group = "unreadable", None
+        if group is None:
+            dropped[scored.group.group_id] = reason or "unreadable"
             continue
-        groups.append(_training_group(scored))
+        groups.append(group)
         masked.update(why for answer in scored.group.answers if (why := mask_reason(answer)))
     return Selection(groups=tuple(groups), dropped=dropped, masked_answers=dict(masked))
 
@@ -76,6 +83,8 @@ def mask_reason(answer: Answer) -> str | None:
         return "greedy"
     if answer.temperature < RAISED_BELOW:
         return "temperature_raised"
+    if not math.isfinite(answer.temperature):
+        return "non_finite_temperature"
     return None
 
 
@@ -86,6 +95,8 @@ def _drop_reason(scored: ScoredGroup, *, min_spread: float, pack_tokens: int) ->
         return "too_few_answers"
     if not all(map(math.isfinite, scored.scores)):
         return "non_finite_score"
+    if not all(0.0 <= score <= 1.0 for score in scored.scores):
+        return "score_out_of_range"
     found = spread(scored.scores)
     if found == 0.0 or found < min_spread:
         return "no_spread"

@@ -1,8 +1,9 @@
 """One training run, from the champion to a registered candidate. No torch: the trainer has it.
 
 The run's row opens first and holds the lease; everything that a run changes for good (versions,
-groups, counts, its own end) is one transaction at its end. Whatever goes wrong before it, the
-groups go back and the row says why.
+groups, counts, its own end) is one transaction at its end. A group that cannot be read or trained
+on is left out with its reason, and the others train. Whatever else goes wrong, the groups go back,
+the row says why, and the failure counts against the groups that may be its cause (`learner.blame`).
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 from opentelemetry import trace
+from sqlalchemy.orm import Session
 
 from ingest.errors import StoreError
 from ingest.records import ScoredGroup
 from ingest.store.database import Database, count
 from ingest.store.groups import CLAIMED, SCORED
-from learner import source
+from learner import retry, source
 from learner.adapter_folder import CARD, LINEAGE, folder_digest
+from learner.blame import FAILED_RUNS, blame, blame_for_error
 from learner.errors import AlteredParentError, NothingToLearnError, RunStoppedError
+from learner.explain import explain
 from learner.lineage import build_lineage, render_card, render_lineage
 from learner.publish import find_published, register, remove_folder, seal
-from learner.records import Candidate, Parent, TrainingJob, TrainingOutcome
+from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.runs import (
     HEARTBEAT_S,
     Heartbeat,
@@ -35,7 +39,9 @@ from learner.runs import (
     check_parent,
     end_run,
     find_parent,
+    last_failed,
     open_run,
+    report_place,
     running_ids,
 )
 from learner.selection import Selection, select_groups
@@ -47,6 +53,8 @@ tracer = trace.get_tracer("learner")
 LIBRARIES = ("learning-sidecar", "torch", "transformers", "peft", "safetensors")
 WORK_PREFIX = ".run-"
 """Of the folder that a run writes into, beside the published ones."""
+TRIED_AGAIN = ("out_of_memory",)
+"""Faults of a group that may not come again: it is given back once."""
 
 
 class Trainer(Protocol):
@@ -66,10 +74,25 @@ class _Material:
     selection: Selection
     dropped: Mapping[str, str]
     """Every group that the run looked at and left out: group id -> reason."""
+    texts: Mapping[str, str]
+    """The reason in words, where there is more to say."""
+    samplers: Mapping[str, Parent]
+    """The registered adapters that sampled the groups."""
 
     @property
     def counts(self) -> dict[str, int]:
         return {"used": len(self.selection.groups), **Counter(self.dropped.values())}
+
+    def without(self, faults: Mapping[str, Fault]) -> _Material:
+        """The material less the groups that the trainer left out."""
+        groups = tuple(g for g in self.selection.groups if g.group_id not in faults)
+        return replace(
+            self,
+            scored=tuple(g for g in self.scored if g.group.group_id not in faults),
+            selection=replace(self.selection, groups=groups),
+            dropped={**self.dropped, **{g: fault.reason for g, fault in faults.items()}},
+            texts={**self.texts, **{g: fault.text for g, fault in faults.items()}},
+        )
 
 
 class Run:
@@ -146,10 +169,15 @@ class Run:
                 settings=self._settings.learner,
                 folder=folder,
                 check_stop=lambda: self._check_stop(heartbeat),
+                samplers=material.samplers,
+                report=lambda place: report_place(self._database, self.run_id, place),
             )
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)
             check_parent(parent)  # the trainer read it after the first look
+            material = material.without(outcome.faults)
+            if not outcome.metrics:
+                self._skip(material)
             return self._publish(material, outcome, folder)
         finally:
             if folder.exists():
@@ -164,20 +192,31 @@ class Run:
                 parent=parent.name,
                 max_age=settings.max_age_versions,
             )
-            source.drop(session, self.run_id, waiting.stale, before=SCORED)
-            enough = len(waiting.fresh) >= settings.min_groups
-            taken = waiting.fresh[: settings.max_groups] if enough else ()
+            taken, given_up = retry.choose(
+                waiting.fresh,
+                waiting.failures,
+                least=settings.min_groups,
+                most=settings.max_groups,
+                after_failure=last_failed(session, self._settings.serving.model),
+            )
+            left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
+            source.drop(session, self.run_id, left, before=SCORED)
             source.claim(session, self.run_id, taken)
-            scored, broken = source.load(session, taken)
+            scored, broken = source.load(session, taken, pack_tokens=settings.pack_tokens)
+            samplers = source.samplers(
+                session, self._settings.serving.model, (g.group.adapter for g in scored)
+            )
         selection = select_groups(
             scored, min_spread=settings.min_spread, pack_tokens=settings.pack_tokens
         )
-        useless = {**broken, **selection.dropped}
+        useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
         material = _Material(
             parent=parent,
             scored=tuple(g for g in scored if g.group.group_id not in useless),
             selection=selection,
-            dropped={**waiting.stale, **useless},
+            dropped={**left, **useless},
+            texts={g: fault.text for g, fault in broken.items()},
+            samplers=samplers,
         )
         log.info(
             "groups_claimed",
@@ -186,22 +225,25 @@ class Run:
             masked_answers=dict(selection.masked_answers),
         )
         if not selection.groups:
-            self._skip(material, useless, fresh=len(waiting.fresh))
+            self._skip(material, fresh=len(waiting.fresh))
         return material
 
-    def _skip(self, material: _Material, useless: Mapping[str, str], *, fresh: int) -> None:
-        """Close the run without a result. Raises: NothingToLearnError, always."""
+    def _skip(self, material: _Material, *, fresh: int | None = None) -> None:
+        """Close the run without a result. Raises: NothingToLearnError, always.
+
+        fresh: groups that waited, where it may be that too few did.
+        """
         needed = self._settings.learner.min_groups
         reason = (
             f"{fresh} fresh scored groups wait, learner.min_groups is {needed}"
-            if fresh < needed
+            if fresh is not None and fresh < needed
             else "no group was usable"
         )
         drops = Counter(material.dropped.values())
         if drops:
             reason += "; dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(drops.items()))
         with self._database.write() as session:
-            source.drop(session, self.run_id, useless, before=CLAIMED)
+            self._leave_out(session, material)
             end_run(
                 session,
                 self.run_id,
@@ -212,6 +254,22 @@ class Run:
             )
         log.info("run_skipped", run_id=self.run_id, reason=reason)
         raise NothingToLearnError(reason)
+
+    def _leave_out(self, session: Session, material: _Material) -> None:
+        """Drop the claimed groups that were not trained on; give those back that get another try.
+
+        Those that are dropped already are no longer claimed, and stay as they are.
+        """
+        again = {
+            group_id: Fault(why, material.texts[group_id])
+            for group_id, why in material.dropped.items()
+            if why in TRIED_AGAIN
+        }
+        for group_id, fault in again.items():
+            blame(session, self.run_id, {group_id: fault})
+        source.give_back(session, self.run_id, again)
+        final = {g: why for g, why in material.dropped.items() if g not in again}
+        source.drop(session, self.run_id, final, before=CLAIMED, texts=material.texts)
 
     def _publish(self, material: _Material, outcome: TrainingOutcome, folder: Path) -> Candidate:
         now = self._clock()
@@ -248,11 +306,11 @@ class Run:
                     path=path,
                     now=now,
                 )
-            trained = [group.group_id for group in material.selection.groups]
-            left_out = {g: why for g, why in material.dropped.items() if g not in trained}
-            source.mark_trained(session, trained)
-            source.drop(session, self.run_id, left_out, before=CLAIMED)
-            for why, answers in material.selection.masked_answers.items():
+            source.mark_trained(session, [g.group_id for g in material.selection.groups])
+            self._leave_out(session, material)
+            masked = Counter(material.selection.masked_answers)
+            masked["drift"] += sum(map(len, outcome.drifted.values()))
+            for why, answers in masked.items():
                 count(session, source.STAGE, f"answer_masked_{why}", answers)
             end_run(
                 session,
@@ -267,11 +325,13 @@ class Run:
         return candidate
 
     def _fail(self, error: BaseException) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        adapters_dir = self._settings.learner.adapters_dir
+        reason = f"{type(error).__name__}: {explain(error, adapters_dir=adapters_dir)}"
         log.error("run_failed", run_id=self.run_id, reason=reason)
         try:
             with self._database.write() as session:
-                abandon(session, self.run_id, reason, now=self._clock())
+                culprits = blame_for_error(session, self.run_id, error)
+                abandon(session, self.run_id, reason, now=self._clock(), culprits=culprits)
                 if isinstance(error, AlteredParentError):
                     count(session, source.STAGE, "parent_altered")
         except StoreError as store_error:

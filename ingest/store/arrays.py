@@ -10,6 +10,9 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+ID_BYTES = 4
+"""Of one packed id."""
+
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """[S] ids, each under 2**31 -> 4 S bytes."""

@@ -16,7 +16,7 @@ from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import Answer, Group, ScoredGroup
-from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from ingest.store.arrays import ID_BYTES, pack_floats, pack_ids, unpack_floats, unpack_ids
 from ingest.store.database import compress, count, decompress, insert_into
 from ingest.store.models import AnswerRow, ExchangeRow, GroupRow
 
@@ -79,6 +79,19 @@ def load_group(session: Session, group_id: str) -> Group | None:
         prompt_token_ids=unpack_ids(prompt_token_ids),
         answers=tuple(_answer(answer) for answer in _answer_rows(session, group_id)),
     )
+
+
+def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
+    """Tokens of a group's prompt, and of its answers together, without reading them."""
+    prompt = session.scalar(
+        select(func.length(ExchangeRow.prompt_token_ids))
+        .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
+        .where(GroupRow.group_id == group_id)
+    )
+    answers = session.scalar(
+        select(func.sum(func.length(AnswerRow.token_ids))).where(AnswerRow.group_id == group_id)
+    )
+    return (prompt or 0) // ID_BYTES, (answers or 0) // ID_BYTES
 
 
 def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
@@ -219,10 +232,11 @@ def count_pending(session: Session, live_adapters: Collection[str]) -> int:
     """Groups that wait for candidates or for the judge, that wait for the learner, or are in it.
 
     live_adapters: groups at the learner count only when one of these sampled them. Those of an
-        older adapter may be too stale to be ever trained on, and must not keep fresh ones out.
+        older adapter may be too stale to be ever trained on, and must not keep fresh ones out. For
+        the same reason those that a training run failed on do not count.
     """
     waits = GroupRow.status.in_(PENDING)
-    at_learner = GroupRow.status.in_((SCORED, CLAIMED))
+    at_learner = GroupRow.status.in_((SCORED, CLAIMED)) & (GroupRow.learn_attempts == 0)
     for_learner = at_learner & GroupRow.adapter.in_(live_adapters)
     statement = select(func.count()).select_from(GroupRow).where(waits | for_learner)
     return session.scalar(statement) or 0

@@ -143,6 +143,8 @@ class GroupRow(Base):
     judge_model: Mapped[str | None] = mapped_column(String(255))
     rubric_hash: Mapped[str | None] = mapped_column(String(64))
     run_id: Mapped[str | None] = mapped_column(String(64), index=True)
+    learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Runs that failed because of it, or that may have."""
 
 
 class AnswerRow(Base):
@@ -217,6 +219,8 @@ class RunRow(Base):
     metrics: Mapped[list[Any]]
     """One object per optimiser step."""
     adapter: Mapped[str | None] = mapped_column(String(255))
+    place: Mapped[str | None] = mapped_column(String(64))
+    """The group that it computes now; "": none; null: its trainer does not say."""
 
 
 class AdapterRow(Base):

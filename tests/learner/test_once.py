@@ -73,10 +73,13 @@ def test_nothing_to_learn_exits_3_and_says_why(
 def test_a_failed_run_exits_1_with_one_line(
     run: Callable[[], int], fake_trainer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_trainer.error = OSError(28, "No space left on device")
+    fake_trainer.error = OSError(28, "No space left on device", "/adapters/x")
 
     assert run() == 1
-    assert capsys.readouterr().err == "learner: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == (
+        "learner: /adapters/x cannot be read or written: no space left on device; free space "
+        "there; the groups are given back, and the next run takes them again\n"
+    )
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -162,7 +165,7 @@ def test_a_killed_learner_process_stops_cleanly(tmp_path: Path, database: Databa
 def test_only_the_trainer_loads_torch() -> None:
     """Deploy reads the learner's records and folders, and the schedule idles for days."""
     modules = [path.stem for path in Path(once.__file__).parent.glob("*.py")]
-    with_torch = {"adapter_io", "grpo", "logprobs", "losses"}
+    with_torch = {"adapter_io", "checks", "grpo", "logprobs", "losses"}
     without = sorted(set(modules) - with_torch - {"__init__"})
     assert with_torch < set(modules)
     program = "\n".join(

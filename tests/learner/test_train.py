@@ -286,7 +286,12 @@ def test_a_group_without_all_its_scores_is_dropped(
 
 @pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize(
-    "error", [DriftError("0.3 nats"), NonFiniteError("nan"), MemoryError("none left")]
+    ("error", "reason"),
+    [
+        (DriftError("0.3 nats"), "DriftError: 0.3 nats"),
+        (NonFiniteError("nan"), "NonFiniteError: nan"),
+        (MemoryError("none left"), "MemoryError: out of memory (none left); lower learner.pack"),
+    ],
 )
 def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
     new_run: Make,
@@ -294,6 +299,7 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
     settings: Settings,
     fake_trainer: Any,
     error: Exception,
+    reason: str,
 ) -> None:
     fake_trainer.error = error
 
@@ -301,7 +307,8 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
         new_run().start()
 
     row = run_row(database)
-    assert (row.status, row.reason) == ("failed", f"{type(error).__name__}: {error}")
+    assert row.status == "failed"
+    assert (row.reason or "").startswith(reason)
     assert statuses(database) == {"a": ("scored", None), "b": ("scored", None)}
     assert versions(database) == []
     assert adapter_folders(settings) == []

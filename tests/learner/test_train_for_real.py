@@ -83,6 +83,14 @@ def test_a_run_makes_the_better_answers_likelier_and_the_worse_ones_rarer(
 def test_the_same_groups_and_seed_give_the_same_adapter(
     tiny_base: Path, settings: Settings, tmp_path: Path, group: Make, row: Make
 ) -> None:
+    base = load_policy(str(tiny_base), Parent(name="base"), settings.learner)
+    (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
+    with torch.no_grad():
+        first, second = base.logprobs(pack)[0].split([2, 1])
+    rows = [
+        row((3, 4), 0.5, logprobs=first.tolist()),
+        row((5,), -0.5, logprobs=second.tolist()),
+    ]
     digests = set()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -90,7 +98,7 @@ def test_the_same_groups_and_seed_give_the_same_adapter(
             TrainingJob(
                 base_model_path=str(tiny_base),
                 parent=Parent(name="base"),
-                groups=(group((1, 2), [row((3, 4), 0.5), row((5,), -0.5)], adapter="older"),),
+                groups=(group((1, 2), rows),),
                 settings=settings.learner,
                 folder=tmp_path / name,
                 check_stop=lambda: None,

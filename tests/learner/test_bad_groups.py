@@ -1,0 +1,425 @@
+"""One bad group among sixteen: it is dropped for its reason, and the other fifteen are trained on.
+
+The weights are compared bit by bit with those of a run that never had the bad group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import select, text, update
+from sqlalchemy.orm import Session
+
+from ingest.records import Answer
+from ingest.store.arrays import pack_ids
+from ingest.store.database import Database
+from ingest.store.groups import count_pending
+from ingest.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow
+from learner.adapter_io import load_policy
+from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
+from learner.grpo import GrpoTrainer
+from learner.logprobs import Policy
+from learner.packing import Pack, pack_group
+from learner.records import Parent
+from learner.train import Run
+from sidecar.settings import Learner, Settings
+
+Make = Callable[..., Any]
+Answers = list[Answer]
+PROMPT = (1, 2, 3)
+GROUPS = 16
+BAD = str(GROUPS - 1)
+MARK = 47
+"""A token id that only the bad group has, for tests that break the computation itself."""
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    learner = settings.learner.model_copy(update={"min_groups": GROUPS - 1, "steps": 3})
+    return settings.model_copy(update={"learner": learner})
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base: Path) -> Policy:
+    learner = Learner(rank=4, precision="float32", threads=1)
+    return load_policy(str(tiny_base), Parent(name="base"), learner)
+
+
+@pytest.fixture
+def exact(base: Policy, answer: Make, group: Make, row: Make) -> Callable[..., Answers]:
+    """exact(number): two answers with the log-probabilities of the base."""
+
+    def make(number: int) -> Answers:
+        last = MARK if number == GROUPS - 1 else 12
+        answers = ((10 + number % 3, 11, last), (20, 21))
+        (pack,) = pack_group(group(PROMPT, [row(ids) for ids in answers]), max_tokens=100)
+        with torch.no_grad():
+            logprobs = base.logprobs(pack)[0].split([len(ids) for ids in answers])
+        return [
+            answer(place, token_ids=ids, logprobs=tuple(values.tolist()))
+            for place, (ids, values) in enumerate(zip(answers, logprobs, strict=True))
+        ]
+
+    return make
+
+
+@pytest.fixture
+def put(put_group: Make, scored_group: Make, exact: Make) -> Callable[..., None]:
+    """put(numbers, change=, prefix=, **fields): groups that the base sampled."""
+
+    def put_all(
+        numbers: Any,
+        change: Callable[[Answers], Answers] = lambda answers: answers,
+        *,
+        prefix: str = "",
+        **fields: Any,
+    ) -> None:
+        for number in numbers:
+            put_group(
+                scored_group(
+                    [1.0, 0.0],
+                    answers=change(exact(number)),
+                    group_id=f"{prefix}{number}",
+                    **{"prompt_token_ids": PROMPT, **fields},
+                )
+            )
+
+    return put_all
+
+
+@pytest.fixture
+def train(settings: Settings, database: Database, clock: Any) -> Callable[..., Any]:
+    """train(run_id, **learner settings): one real run."""
+
+    def start(run_id: str = "r1", **changes: Any) -> Any:
+        clock.now += 100
+        learner = settings.learner.model_copy(update=changes)
+        changed = settings.model_copy(update={"learner": learner})
+        return Run(changed, database, GrpoTrainer, run_id=run_id, clock=clock).start()
+
+    return start
+
+
+def fates(database: Database) -> dict[str, tuple[str, str | None]]:
+    with database.read() as session:
+        rows = session.scalars(select(GroupRow)).all()
+        return {row.group_id: (row.status, row.reason) for row in rows}
+
+
+def counted(database: Database) -> dict[str, int]:
+    with database.read() as session:
+        rows = session.scalars(select(CounterRow).where(CounterRow.stage == "learn"))
+        return {row.reason: row.count for row in rows}
+
+
+def row_of(database: Database, group_id: str) -> GroupRow:
+    with database.read() as session:
+        return session.scalars(select(GroupRow).where(GroupRow.group_id == group_id)).one()
+
+
+def shifted(by: float) -> Callable[[Answers], Answers]:
+    return lambda answers: [
+        replace(a, logprobs=tuple(value + by for value in a.logprobs)) for a in answers
+    ]
+
+
+def second(**changes: Any) -> Callable[[Answers], Answers]:
+    return lambda answers: [answers[0], replace(answers[1], **changes)]
+
+
+WRONG_ANSWERS: dict[str, tuple[Callable[[Answers], Answers], str]] = {
+    "a token id past the vocabulary": (second(token_ids=(20, 48)), "token_out_of_vocabulary"),
+    "a token id below zero": (second(token_ids=(-3, 21)), "token_out_of_vocabulary"),
+    "lengths that disagree": (second(logprobs=(-1.0,)), "too_few_trainable"),
+    "a log-probability that is NaN": (second(logprobs=(math.nan, -1.0)), "too_few_trainable"),
+    "an infinite log-probability": (second(logprobs=(-math.inf, -1.0)), "too_few_trainable"),
+    "log-probabilities of -9999": (second(logprobs=(-9999.0, -9999.0)), "drift"),
+    "an empty answer": (second(token_ids=(), logprobs=()), "too_few_trainable"),
+    "a temperature of infinity": (second(temperature=math.inf), "too_few_trainable"),
+    "a tiny temperature": (second(temperature=1e-40), "drift"),
+    "sampled at another temperature": (shifted(0.437), "drift"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ANSWERS)
+def test_one_bad_group_costs_itself_and_the_others_train_as_if_it_had_never_been(
+    kind: str, train: Make, put: Make, database: Database
+) -> None:
+    change, reason = WRONG_ANSWERS[kind]
+    put(range(GROUPS - 1))
+    put([GROUPS - 1], change)
+
+    candidate = train()
+
+    fate = fates(database)
+    assert fate.pop(BAD) == ("dropped", reason)
+    assert set(fate.values()) == {("trained", None)}
+    assert counted(database)["trained"] == GROUPS - 1
+    assert counted(database)[reason] == 1
+    put(range(GROUPS - 1), prefix="again")
+    assert train("r2") == candidate  # the digest names the weights: the same to the bit
+
+
+def stored(table: Any, **values: Any) -> Callable[[Session], Any]:
+    keys = {
+        AnswerRow: lambda: AnswerRow.group_id == BAD,
+        ExchangeRow: lambda: ExchangeRow.exchange_id == f"x-{BAD}",
+    }
+    return lambda session: session.execute(update(table).where(keys[table]()).values(**values))
+
+
+WRONG_ROWS: dict[str, tuple[Callable[[Session], Any], str]] = {
+    "ids cut in the middle": (stored(AnswerRow, token_ids=b"\x01\x02\x03"), "unreadable"),
+    "log-probabilities cut": (stored(AnswerRow, logprobs=b"\x00" * 7), "unreadable"),
+    "a body that is not compressed": (stored(AnswerRow, message_body=b"{}"), "unreadable"),
+    "a request of zeros": (stored(ExchangeRow, request_body=b"\x00" * 9), "unreadable"),
+    "an unknown origin": (stored(AnswerRow, origin="heaven"), "unreadable"),
+    "text where bytes belong": (
+        lambda session: session.execute(
+            text(f"UPDATE exchange SET prompt_token_ids = '[1, 2' WHERE exchange_id = 'x-{BAD}'")
+        ),
+        "unreadable",
+    ),
+    "a score in words": (
+        lambda session: session.execute(
+            text(f"UPDATE answer SET score = 'good' WHERE group_id = '{BAD}'")
+        ),
+        "unreadable",
+    ),
+    "no prompt": (stored(ExchangeRow, prompt_token_ids=b""), "no_prompt"),
+    "no score": (stored(AnswerRow, score=None), "no_scores"),
+    "infinite scores": (stored(AnswerRow, score=math.inf), "non_finite_score"),
+    "scores of 1e300": (stored(AnswerRow, score=1e300), "score_out_of_range"),
+    "an absurd prompt": (
+        stored(ExchangeRow, prompt_token_ids=pack_ids([1] * 300_000)),
+        "too_long",
+    ),
+    "absurd answers": (stored(AnswerRow, token_ids=bytes(4 * 600_000)), "too_long"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ROWS)
+def test_a_damaged_row_costs_its_own_group(
+    kind: str, train: Make, put: Make, database: Database
+) -> None:
+    damage, reason = WRONG_ROWS[kind]
+    put(range(GROUPS))
+    with database.write() as session:
+        damage(session)
+
+    train()
+
+    fate = fates(database)
+    assert fate.pop(BAD) == ("dropped", reason)
+    assert set(fate.values()) == {("trained", None)}
+    assert counted(database) == {"trained": GROUPS - 1, reason: 1}
+
+
+def test_a_dropped_group_says_in_words_why(train: Make, put: Make, database: Database) -> None:
+    put(range(GROUPS - 1))
+    put([GROUPS - 1], second(token_ids=(20, 4800)))
+
+    train()
+
+    found = row_of(database, BAD).detail
+    assert found == "token id 4800 is outside the base's vocabulary of 48"
+
+
+def breaking(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, with_gradient: bool
+) -> None:
+    """Break the computation of the group that holds MARK."""
+    real = Policy.logprobs
+
+    def logprobs(self: Policy, pack: Pack) -> Any:
+        values, entropy = real(self, pack)
+        if MARK in pack.targets and torch.is_grad_enabled() == with_gradient:
+            if error is not None:
+                raise error
+            values.register_hook(lambda gradient: gradient * math.nan)
+        return values, entropy
+
+    monkeypatch.setattr(Policy, "logprobs", logprobs)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("shapes (3) and (4) do not match"), "computation_failed"),
+        (IndexError("index out of range in self"), "computation_failed"),
+    ],
+)
+def test_a_group_that_cannot_be_computed_costs_only_itself(
+    train: Make,
+    put: Make,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    reason: str,
+    with_gradient: bool,
+) -> None:
+    put(range(GROUPS))
+    with monkeypatch.context() as patch:
+        breaking(patch, error, with_gradient=with_gradient)
+        candidate = train()
+
+    assert fates(database).pop(BAD) == ("dropped", reason)
+    assert str(error) in (row_of(database, BAD).detail or "")
+    put(range(GROUPS - 1), prefix="again")
+    assert train("r2") == candidate
+
+
+def test_a_gradient_that_is_not_finite_costs_only_its_group(
+    train: Make, put: Make, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(range(GROUPS))
+    with monkeypatch.context() as patch:
+        breaking(patch, None, with_gradient=True)
+        candidate = train()
+
+    assert fates(database).pop(BAD) == ("dropped", "non_finite_gradient")
+    put(range(GROUPS - 1), prefix="again")
+    assert train("r2") == candidate
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"
+    ),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_a_group_that_does_not_fit_into_memory_is_left_out_once_and_dropped_the_second_time(
+    train: Make,
+    put: Make,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    put(range(GROUPS))
+    breaking(monkeypatch, error, with_gradient=True)
+
+    train()
+
+    assert fates(database)[BAD] == ("scored", None)
+    assert row_of(database, BAD).learn_attempts == 1
+    put(range(GROUPS - 1), prefix="more")
+    train("r2")
+    assert fates(database)[BAD] == ("dropped", "out_of_memory")
+    assert counted(database) == {"trained": 2 * (GROUPS - 1), "out_of_memory": 1}
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_too_little_memory_for_most_groups_is_no_groups_fault(
+    train: Make,
+    put: Make,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    put(range(GROUPS))
+
+    def logprobs(_policy: Policy, _pack: Pack) -> Any:
+        raise error
+
+    monkeypatch.setattr(Policy, "logprobs", logprobs)
+    with pytest.raises(OutOfMemoryError, match=r"16 of 16 groups fail.*lower learner\.pack_tokens"):
+        train()
+
+    assert set(fates(database).values()) == {("scored", None)}
+    assert {row_of(database, str(n)).learn_attempts for n in range(GROUPS)} == {0}
+
+
+def test_most_groups_that_drift_end_the_run_and_none_is_dropped(
+    train: Make, put: Make, database: Database
+) -> None:
+    put(range(7))
+    put(range(7, GROUPS), shifted(0.437))
+
+    with pytest.raises(DriftError, match=r"9 of 16 groups fail.*differ by 0\.43.*base_model_path"):
+        train()
+
+    assert set(fates(database).values()) == {("scored", None)}
+    attempts = [row_of(database, str(n)).learn_attempts for n in range(GROUPS)]
+    assert attempts == [0] * 7 + [1] * 9
+    # The others do not wait for them: the next run takes those that never failed.
+    train("r2", min_groups=8)
+    assert counted(database)["trained"] == 7
+
+
+def test_groups_that_drift_are_given_up_after_some_runs_and_learning_goes_on(
+    train: Make, put: Make, database: Database
+) -> None:
+    put(range(2))
+    put(range(2, 8), shifted(0.437))
+    settings = {"min_groups": 2, "max_groups": 8}
+    for number in range(30):
+        try:
+            train(f"r{number}", **settings)
+        except (DriftError, LookupError):
+            continue
+
+    fate = fates(database)
+    assert [fate[str(n)] for n in range(2)] == [("trained", None)] * 2
+    given_up = [fate[str(n)] for n in range(2, 8)]
+    # The last one alone is fewer than min_groups, and waits for others.
+    assert given_up.count(("dropped", "drift")) >= 5
+    with database.read() as session:
+        assert count_pending(session, {"base"}) == 0
+
+
+def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
+    train: Make, put: Make, database: Database
+) -> None:
+    put(range(GROUPS))
+
+    with pytest.raises(NonFiniteError):
+        train(learning_rate=1e30)
+
+    assert set(fates(database).values()) == {("scored", None)}
+
+
+def test_when_no_group_is_usable_the_run_is_skipped_and_they_are_dropped(
+    train: Make, put: Make, database: Database
+) -> None:
+    put(range(GROUPS), adapter="m--v9-gone")
+
+    with pytest.raises(LookupError):
+        train()
+
+    assert {reason for _, reason in fates(database).values()} == {"unknown_adapter"}
+
+
+def test_a_gpu_that_fails_names_the_group_that_it_computed(
+    train: Make, put: Make, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a CUDA error every later call fails: the run ends, and the groups after are spared."""
+    put(range(GROUPS))
+    breaking(
+        monkeypatch,
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        with_gradient=False,
+    )
+
+    named = f"the GPU failed while it computed group {BAD}"
+    with pytest.raises(FaultyGroupsError, match=named):
+        train("r1")
+    assert [row_of(database, name).learn_attempts for name in (BAD, "0")] == [1, 0]
+
+    train("r2")
+    put(range(GROUPS - 1), prefix="more")
+    with pytest.raises(FaultyGroupsError, match=named):
+        train("r3")
+
+    assert fates(database)[BAD] == ("dropped", "computation_failed")
+    assert counted(database) == {"trained": GROUPS - 1, "computation_failed": 1}

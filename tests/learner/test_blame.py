@@ -1,0 +1,319 @@
+"""Failed and killed runs count against the groups that may be the cause, and against no others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from ingest.errors import StoreError
+from ingest.store.database import Database
+from ingest.store.groups import count_pending
+from ingest.store.models import CounterRow, GroupRow, RunRow
+from learner.blame import FAILED_RUNS
+from learner.errors import (
+    DeviceError,
+    FaultyGroupsError,
+    NothingToLearnError,
+    OutOfMemoryError,
+    ParentError,
+)
+from learner.records import Fault, TrainingJob
+from learner.runs import LEASE_S, report_place
+from learner.schedule import Schedule
+from learner.train import Run
+from sidecar.settings import Settings
+
+Make = Callable[..., Any]
+BAD = "15"
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from learner.train import Run
+from ingest.store.database import Database
+from sidecar.settings import Learner, Serving, Settings, Store
+
+class Trainer:
+    def train(self, job):
+        if sys.argv[3] != "silent":
+            job.report("")
+        if sys.argv[3] == "loading":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for group in job.groups:
+            if sys.argv[3] != "silent":
+                job.report(group.group_id)
+            if group.group_id == "15":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+url, run_id, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
+settings = Settings(
+    serving=Serving(model="m"), store=Store(url=url),
+    learner=Learner(min_groups=16, adapters_dir=folder),
+)
+Run(settings, Database(url), Trainer, run_id=run_id, clock=lambda: float(sys.argv[5])).start()
+"""
+
+
+@pytest.fixture
+def sixteen(put_group: Make, scored_group: Make) -> None:
+    for number in range(16):
+        put_group(scored_group([0.0, 1.0], group_id=str(number)))
+
+
+@pytest.fixture
+def new_run(settings: Settings, database: Database, clock: Any) -> Callable[..., Run]:
+    """new_run(run_id, trainer, **learner settings)."""
+
+    def make(run_id: str, trainer: Any, **changes: Any) -> Run:
+        clock.now += LEASE_S + 1
+        learner = settings.learner.model_copy(update={"min_groups": 16, **changes})
+        return Run(
+            settings.model_copy(update={"learner": learner}),
+            database,
+            lambda: trainer,
+            run_id=run_id,
+            clock=clock,
+        )
+
+    return make
+
+
+@pytest.fixture
+def killed_run(database: Database, tmp_path: Path, clock: Any) -> Callable[[str, str], None]:
+    """killed_run(run_id, kind): a real process that SIGKILL ends in the middle of its run."""
+
+    def start(run_id: str, kind: str) -> None:
+        clock.now += LEASE_S + 1
+        command = [sys.executable, "-c", KILLED, database.url, run_id, kind]
+        command += [str(tmp_path / "adapters"), str(clock.now)]
+        ended = subprocess.run(command, check=False, timeout=60, capture_output=True)
+        assert ended.returncode == -9, ended.stderr.decode()
+
+    return start
+
+
+def rows(database: Database) -> dict[str, GroupRow]:
+    with database.read() as session:
+        return {row.group_id: row for row in session.scalars(select(GroupRow))}
+
+
+def attempts(database: Database) -> dict[str, int]:
+    return {name: row.learn_attempts for name, row in rows(database).items() if row.learn_attempts}
+
+
+def statuses(database: Database) -> dict[str, str]:
+    return {name: row.status for name, row in rows(database).items()}
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_a_group_that_kills_its_run_is_found_and_the_others_train(
+    killed_run: Make,
+    new_run: Make,
+    database: Database,
+    fake_trainer: Any,
+    put_group: Make,
+    scored_group: Make,
+) -> None:
+    killed_run("r1", "group")
+
+    new_run("r2", fake_trainer).start()  # it finds the dead run, and leaves the suspect out
+
+    assert attempts(database) == {BAD: 1}
+    assert "was computing it when" in (rows(database)[BAD].detail or "")
+    after = statuses(database)
+    assert after.pop(BAD) == "scored"
+    assert set(after.values()) == {"trained"}
+
+    for number in range(16, 31):
+        put_group(scored_group([0.0, 1.0], group_id=str(number)))
+    killed_run("r3", "group")
+    fake_trainer.weights = b"others"
+    with pytest.raises(NothingToLearnError):  # 15 wait now: the one that killed twice is out
+        new_run("r4", fake_trainer).start()
+
+    assert (rows(database)[BAD].status, rows(database)[BAD].reason) == ("dropped", FAILED_RUNS)
+    with database.read() as session:
+        assert session.get_one(CounterRow, ("learn", FAILED_RUNS)).count == 1
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_a_run_that_dies_while_it_loads_the_base_counts_against_no_group(
+    killed_run: Make, new_run: Make, database: Database, fake_trainer: Any
+) -> None:
+    killed_run("r1", "loading")
+
+    new_run("r2", fake_trainer).start()
+
+    assert set(statuses(database).values()) == {"trained"}
+    assert attempts(database) == {}
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_a_killed_run_of_a_trainer_that_names_no_group_counts_against_all_of_them(
+    killed_run: Make, new_run: Make, database: Database, fake_trainer: Any
+) -> None:
+    killed_run("r1", "silent")
+
+    new_run("r2", fake_trainer).start()
+
+    assert len(fake_trainer.jobs[0].groups) == 8
+    assert sorted(statuses(database).values()) == ["scored"] * 8 + ["trained"] * 8
+    assert set(attempts(database).values()) == {1}
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
+    new_run: Make, database: Database, fake_trainer: Any, put_group: Make, scored_group: Make
+) -> None:
+    """New groups come in, as long as learning goes on; the bad one is found by halves."""
+
+    def fail_with_the_bad_one(job: TrainingJob) -> None:
+        fake_trainer.weights = repr(sorted(g.group_id for g in job.groups)).encode()
+        if BAD in {group.group_id for group in job.groups}:
+            raise ZeroDivisionError("somewhere")
+
+    fake_trainer.on_train = fail_with_the_bad_one
+    failures, coming = 0, 16
+    for number in range(40):
+        if rows(database)[BAD].status == "dropped":
+            break
+        with database.read() as session:
+            pending = count_pending(session, {"base"})
+        for _ in range(16 - pending):  # new exchanges are chosen while fewer wait than may
+            put_group(scored_group([0.0, 1.0], group_id=str(coming)))
+            coming += 1
+        try:
+            new_run(f"r{number}", fake_trainer).start()
+        except ZeroDivisionError:
+            failures += 1
+
+    assert (rows(database)[BAD].status, rows(database)[BAD].reason) == ("dropped", FAILED_RUNS)
+    assert "somewhere" in (rows(database)[BAD].detail or "")
+    assert failures <= 7
+    dropped = [name for name, row in rows(database).items() if row.status == "dropped"]
+    assert dropped == [BAD]
+    assert sum(status == "trained" for status in statuses(database).values()) >= 16
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_groups_of_failed_runs_do_not_keep_new_exchanges_from_being_chosen(
+    new_run: Make, database: Database, fake_trainer: Any
+) -> None:
+    with database.read() as session:
+        assert count_pending(session, {"base"}) == 16
+    fake_trainer.error = ZeroDivisionError("somewhere")
+
+    with pytest.raises(ZeroDivisionError):
+        new_run("r1", fake_trainer).start()
+
+    with database.read() as session:
+        assert count_pending(session, {"base"}) == 0
+
+
+ENVIRONMENT = [
+    OutOfMemoryError("16 of 16"),
+    MemoryError(),
+    ParentError("base cannot be loaded"),
+    DeviceError("no cuda"),
+    StoreError("database is locked"),
+    OSError(28, "No space left on device"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.usefixtures("sixteen")
+@pytest.mark.parametrize("error", ENVIRONMENT)
+def test_what_the_environment_does_counts_against_no_group(
+    new_run: Make, database: Database, fake_trainer: Any, error: BaseException
+) -> None:
+    fake_trainer.error = error
+
+    for run_id in ("r1", "r2", "r3"):
+        with pytest.raises(type(error)):
+            new_run(run_id, fake_trainer).start()
+
+    assert attempts(database) == {}
+    assert set(statuses(database).values()) == {"scored"}
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_a_named_group_is_blamed_alone_and_dropped_the_second_time(
+    new_run: Make, database: Database, fake_trainer: Any
+) -> None:
+    fake_trainer.error = FaultyGroupsError("it", {"3": Fault("computation_failed", "what it said")})
+
+    for run_id in ("r1", "r2", "r3"):
+        with pytest.raises(FaultyGroupsError):
+            new_run(run_id, fake_trainer, min_groups=1, max_groups=64).start()
+        fake_trainer.error = FaultyGroupsError(
+            "it", {"3": Fault("computation_failed", "what it said")}
+        )
+        with database.write() as session:
+            session.get_one(RunRow, run_id).status = "finished"  # the next one takes it again
+
+    row = rows(database)["3"]
+    assert (row.status, row.reason, row.detail) == (
+        "dropped",
+        "computation_failed",
+        "what it said",
+    )
+    assert attempts(database) == {"3": 2}
+
+
+class Child:
+    """A run of its own process, as the schedule sees it."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def stop(self) -> None:
+        self.code = -9
+
+
+@pytest.mark.usefixtures("sixteen")
+@pytest.mark.parametrize(("stopped", "blamed"), [(False, {"7": 1}), (True, {})])
+def test_a_child_that_we_kill_counts_against_no_group(
+    settings: Settings,
+    database: Database,
+    clock: Any,
+    new_run: Make,
+    fake_trainer: Any,
+    stopped: bool,
+    blamed: dict[str, int],
+) -> None:
+    child = Child(None)
+    schedule = Schedule(settings, database, lambda _: child, clock=clock)
+    schedule.look()
+    run_id = schedule._run_id
+
+    class Died(BaseException):
+        """As if the process were gone: nothing after it runs."""
+
+    def die(job: TrainingJob) -> None:
+        report_place(database, run_id, "7")
+        raise Died
+
+    fake_trainer.on_train = die
+    run = new_run(run_id, fake_trainer)
+    run._fail = lambda error: None  # type: ignore[method-assign]  # a dead process records nothing
+    with pytest.raises(Died):
+        run.start()
+
+    if stopped:
+        schedule.stop()
+    else:
+        child.code = -9
+        schedule.look()
+
+    assert attempts(database) == blamed
+    with database.read() as session:
+        assert session.get_one(RunRow, run_id).status == "failed"

@@ -1,0 +1,230 @@
+"""Faults of the machine, the base, the parent and the settings: one line, exit code 1, groups back.
+
+Each runs the real trainer as `python -m learner --once` does, on a real folder or device.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from ingest.store.database import Database
+from ingest.store.models import AdapterRow, AliasRow, GroupRow, RunRow
+from learner.adapter_folder import CONFIG, WEIGHTS
+from learner.explain import explain
+from learner.once import run_once
+from sidecar.settings import Settings
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def two_groups(put_group: Make, scored_group: Make) -> None:
+    put_group(scored_group([0.0, 1.0], group_id="a"))
+    put_group(scored_group([0.2, 0.6], group_id="b"))
+
+
+@pytest.fixture
+def line(
+    database: Database, clock: Any, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Settings], str]:
+    """line(settings): the one line on stderr of a run that fails and gives its groups back."""
+
+    def start(settings: Settings) -> str:
+        capsys.readouterr()
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            assert run_once(settings, database, run_id="r1", clock=clock) == 1
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        (said,) = [
+            one for one in capsys.readouterr().err.splitlines() if one.startswith("learner: ")
+        ]
+        with database.read() as session:
+            assert session.get_one(RunRow, "r1").status == "failed"
+            groups = session.scalars(select(GroupRow)).all()
+        assert [(row.status, row.learn_attempts) for row in groups] == [("scored", 0)] * 2
+        return said
+
+    return start
+
+
+def with_learner(settings: Settings, **changes: Any) -> Settings:
+    learner = settings.learner.model_copy(update=changes)
+    return settings.model_copy(update={"learner": learner})
+
+
+def with_base(settings: Settings, path: Path) -> Settings:
+    serving = settings.serving.model_copy(update={"base_model_path": str(path)})
+    return settings.model_copy(update={"serving": serving})
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("device", ["cudaa", "cuda:99", "meta", "cpu:x", ""])
+def test_a_device_that_cannot_compute_is_one_line(
+    settings: Settings, line: Callable[[Settings], str], device: str
+) -> None:
+    said = line(with_learner(settings, device=device))
+
+    assert f"learner.device = {device!r} cannot be used" in said
+    assert "set it to cpu" in said
+
+
+@pytest.fixture
+def copy_of_base(tiny_base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_base, tmp_path / "base"))
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("method", ["awq", "fp8", ""])
+def test_a_quantised_base_is_refused_by_its_name(
+    settings: Settings, line: Callable[[Settings], str], copy_of_base: Path, method: str
+) -> None:
+    config = json.loads((copy_of_base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (copy_of_base / "config.json").write_text(json.dumps(config))
+
+    said = line(with_base(settings, copy_of_base))
+
+    assert f"is quantised ({method or 'no method named'}); the learner needs plain weights" in said
+    assert "serving.base_model_path" in said
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize(
+    "config",
+    ["[]", "null", "{", "", '{"model_type": 7}', '{"model_type": "mystery"}'],
+)
+def test_a_base_whose_config_is_nonsense_is_one_line(
+    settings: Settings, line: Callable[[Settings], str], copy_of_base: Path, config: str
+) -> None:
+    (copy_of_base / "config.json").write_text(config)
+
+    assert f"base {copy_of_base} cannot be loaded: " in line(with_base(settings, copy_of_base))
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        ("[]", b""),
+        ("null", b""),
+        ("{", b""),
+        ("[" * 5_000, b""),
+        ('{"peft_type": []}', b""),
+        ('{"peft_type": "LORA", "target_modules": {"a": 1}, "r": "x"}', b""),
+        ('{"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4}', b"\xff" * 64),
+    ],
+)
+def test_a_parent_whose_folder_is_nonsense_is_one_line(
+    settings: Settings,
+    line: Callable[[Settings], str],
+    database: Database,
+    tmp_path: Path,
+    config: str,
+    weights: bytes,
+) -> None:
+    folder = tmp_path / "parent"
+    folder.mkdir()
+    (folder / CONFIG).write_text(config)
+    (folder / WEIGHTS).write_bytes(weights)
+    with database.write() as session:
+        session.add(
+            AdapterRow(
+                name="m--v1-x",
+                model="m",
+                version=1,
+                digest="0" * 64,
+                path=str(folder),
+                parent="base",
+                state="champion",
+                created_at=1.0,
+            )
+        )
+        session.add(AliasRow(model="m", alias="champion", adapter="m--v1-x", generation=1))
+
+    assert "m--v1-x" in line(settings)
+
+
+LIMITED = """
+import resource, signal, sys, time
+from pathlib import Path
+from ingest.store.database import Database
+from learner.once import run_once
+from sidecar.settings import Learner, Serving, Settings, Store
+url, base, adapters, kind = sys.argv[1:]
+settings = Settings(
+    serving=Serving(model="m", base_model_path=base), store=Store(url=url),
+    learner=Learner(min_groups=2, rank=256, max_drift=10.0, adapters_dir=Path(adapters), threads=1),
+)
+database = Database(url)
+if kind == "disk":  # the adapter's file is larger than any file may become
+    import torch, peft, transformers
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, 800_000))
+sys.exit(run_once(settings, database, run_id="r1", clock=time.time))
+"""
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_disk_without_room_for_the_adapter_is_one_line(
+    database: Database, tiny_base: Path, tmp_path: Path
+) -> None:
+    """A real write that the system refuses: the limit of a file's size stands for the disk's."""
+    adapters = tmp_path / "adapters"
+    command = [sys.executable, "-c", LIMITED, database.url, str(tiny_base), str(adapters), "disk"]
+
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
+
+    (said,) = [one for one in ended.stderr.splitlines() if one.startswith("learner: ")]
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == 1
+    assert "cannot be read or written: file too large; free space there" in said
+    assert list(adapters.iterdir()) == []
+    with database.read() as session:
+        groups = session.scalars(select(GroupRow)).all()
+        assert [(row.status, row.learn_attempts) for row in groups] == [("scored", 0)] * 2
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_an_adapters_folder_that_is_a_file_is_one_line(
+    settings: Settings, line: Callable[[Settings], str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    said = line(with_learner(settings, adapters_dir=tmp_path / "file"))
+
+    assert str(tmp_path / "file") in said
+    assert "see that learner.adapters_dir is a folder" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ("/a cannot", "free space")),
+        (OSError(errno.EACCES, "Permission denied", "/b"), ("/b cannot", "right to write")),
+        (MemoryError(), ("out of memory", "learner.pack_tokens")),
+        (ZeroDivisionError("x\ny"), ("unexpected ZeroDivisionError: x y", "report it")),
+    ],
+)
+def test_every_error_says_what_why_and_what_to_do(error: Exception, parts: tuple[str, ...]) -> None:
+    said = explain(error, adapters_dir=Path("/a"))
+
+    assert "\n" not in said
+    for part in parts:
+        assert part in said
+
+
+def test_a_long_error_is_cut() -> None:
+    assert len(explain(ValueError("x" * 10_000), adapters_dir=Path("/a"))) < 800
