@@ -144,6 +144,7 @@ class GroupOut(BaseModel):
     reason: str | None
     detail: str | None
     judge_attempts: int
+    learn_attempts: int
     created_at: float
     scored_at: float | None
     judge_model: str | None

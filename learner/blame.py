@@ -25,7 +25,7 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import Fault
-from learner.source import drop
+from learner.source import DETAIL_LENGTH, drop
 
 FAILED_RUNS = "failed_runs"
 ATTEMPTS = 2
@@ -63,15 +63,17 @@ def blame(session: Session, run_id: str, culprits: Mapping[str, Fault]) -> None:
     """
     most = ATTEMPTS if len(culprits) == 1 else ATTEMPTS_TOGETHER
     for group_id, fault in culprits.items():
+        text = fault.text[:DETAIL_LENGTH]
         attempts = session.scalar(
             update(GroupRow)
             .where(GroupRow.group_id == group_id, GroupRow.run_id == run_id)
             .where(GroupRow.status == CLAIMED)
-            .values(learn_attempts=GroupRow.learn_attempts + 1, detail=fault.text)
+            .values(learn_attempts=GroupRow.learn_attempts + 1, detail=text)
             .returning(GroupRow.learn_attempts)
         )
         if attempts is not None and attempts >= most:
-            drop(session, run_id, {group_id: fault.reason}, before=CLAIMED)
+            reasons, texts = {group_id: fault.reason}, {group_id: text}
+            drop(session, run_id, reasons, before=CLAIMED, texts=texts)
 
 
 def _suspects(session: Session, run_id: str, text: str) -> dict[str, Fault]:

@@ -42,6 +42,8 @@ UNCHECKED = "drift_unchecked"
 NON_FINITE = "non_finite_gradient"
 OUT_OF_VOCABULARY = "token_out_of_vocabulary"
 FAILED = "computation_failed"
+REASONS = (OUT_OF_MEMORY, DRIFT, UNCHECKED, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
+"""Why the trainer leaves a group out."""
 _COMPUTATION = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AssertionError)
 """What torch and a model's code raise for input that they cannot compute."""
 

@@ -31,6 +31,8 @@ MOST_TOKENS = 1_000_000
 MOST_PACKS = 16
 """All answers of a group together may have so many tokens, or so many times `learner.pack_tokens`.
 A group with more is not read: its arrays would fill the memory before they could be judged."""
+DETAIL_LENGTH = 500
+"""Characters of a reason in words."""
 _UNREADABLE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 """What reading a damaged body or array comes to."""
 
@@ -146,14 +148,14 @@ def drop(
     reasons: group id -> reason. before: the status that the groups have now. texts: group id -> the
         reason in words, where there is more to say.
     """
-    for group_id, text in (texts or {}).items():
-        session.execute(
-            update(GroupRow).where(GroupRow.group_id == group_id).values(detail=text)
-        )
-    for reason in Counter(reasons.values()):
-        group_ids = [group_id for group_id, why in reasons.items() if why == reason]
-        moved = _move(session, group_ids, before, status=DROPPED, run_id=run_id, reason=reason)
-        count(session, STAGE, reason, moved)
+    moved: Counter[str] = Counter()
+    for group_id, reason in reasons.items():
+        text = (texts or {}).get(group_id)
+        detail = text[:DETAIL_LENGTH] if text is not None else None
+        values = {"status": DROPPED, "run_id": run_id, "reason": reason, "detail": detail}
+        moved[reason] += _move(session, [group_id], before, **values)
+    for reason, groups in moved.items():
+        count(session, STAGE, reason, groups)
 
 
 def give_back(session: Session, run_id: str, group_ids: Iterable[str] | None = None) -> int:

@@ -200,7 +200,8 @@ class Run:
                 after_failure=last_failed(session, self._settings.serving.model),
             )
             left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
-            source.drop(session, self.run_id, left, before=SCORED)
+            texts = dict.fromkeys(given_up, "too many newer groups of failed runs wait")
+            source.drop(session, self.run_id, left, before=SCORED, texts=texts)
             source.claim(session, self.run_id, taken)
             scored, broken = source.load(session, taken, pack_tokens=settings.pack_tokens)
             samplers = source.samplers(

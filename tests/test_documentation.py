@@ -23,6 +23,8 @@ from deploy.records import AdapterState, Phase
 from ingest.candidates import Miss
 from ingest.store.database import Database
 from ingest.store.models import Base
+from learner.blame import FAILED_RUNS
+from learner.checks import REASONS
 from learner.runs import EndStatus
 from learner.selection import DropReason
 from sidecar.metrics import Metrics
@@ -119,6 +121,7 @@ def test_the_dictionary_has_every_metric_of_control_and_no_other(tmp_path: Path)
         ("`canary.state`", get_args(Phase)),
         ("`training_run.status`", ("running", *get_args(EndStatus))),
         ("`answer_group.reason`", get_args(DropReason)),
+        ("`answer_group.reason`", (*REASONS, FAILED_RUNS)),
         ("`counter`: stage and reason", get_args(Miss)),
         ("Small lists", get_args(Outcome)),
     ],

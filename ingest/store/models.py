@@ -135,7 +135,8 @@ class GroupRow(Base):
     judging_since: Mapped[float | None]
     """A worker is asking the judge; left behind by a worker that died."""
     detail: Mapped[str | None] = mapped_column(Text)
-    """The judge's last error, or the reason in words; 500 characters, without keys."""
+    """The judge's last error, what a training run met, or the reason in words; 500 characters,
+    without keys."""
     lease_until: Mapped[float] = mapped_column(default=0.0)
     """Until then one worker has it; a dead worker's lease runs out."""
     created_at: Mapped[float]

@@ -131,9 +131,9 @@ class Learner(Section):
     max_drift: Annotated[
         float, Between(0, 10, "at 0 rounding alone refuses every run", above_low=True)
     ] = 0.1
-    """Mean |recorded - recomputed| log-probability in nats over which a run refuses to train.
-    Measured on a bf16 server: 0.03 to 0.05 with the right adapter, which is rounding, and 0.13
-    with its parent in its place."""
+    """Mean |recorded - recomputed| log-probability in nats over which an answer or a group is left
+    out, and over which a run refuses to train. Measured on a bf16 server: 0.03 to 0.05 with the
+    right adapter, which is rounding, and 0.13 with its parent in its place."""
     adapters_dir: Path = Path(".sidecar/adapters")
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
     """Torch threads; 0 takes what the machine has."""

@@ -142,7 +142,7 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[Answers], Answers], str]] = {
     "log-probabilities of -9999": (second(logprobs=(-9999.0, -9999.0)), "drift"),
     "an empty answer": (second(token_ids=(), logprobs=()), "too_few_trainable"),
     "a temperature of infinity": (second(temperature=math.inf), "too_few_trainable"),
-    "a tiny temperature": (second(temperature=1e-40), "drift"),
+    "a tiny temperature": (second(temperature=1e-40), "too_few_trainable"),
     "sampled at another temperature": (shifted(0.437), "drift"),
 }
 

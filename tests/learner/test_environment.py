@@ -20,7 +20,7 @@ from sqlalchemy import select
 
 from ingest.store.database import Database
 from ingest.store.models import AdapterRow, AliasRow, GroupRow, RunRow
-from learner.adapter_folder import CONFIG, WEIGHTS
+from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.explain import explain
 from learner.once import run_once
 from sidecar.settings import Settings
@@ -145,7 +145,7 @@ def test_a_parent_whose_folder_is_nonsense_is_one_line(
                 name="m--v1-x",
                 model="m",
                 version=1,
-                digest="0" * 64,
+                digest=folder_digest(folder),
                 path=str(folder),
                 parent="base",
                 state="champion",
@@ -154,7 +154,7 @@ def test_a_parent_whose_folder_is_nonsense_is_one_line(
         )
         session.add(AliasRow(model="m", alias="champion", adapter="m--v1-x", generation=1))
 
-    assert "m--v1-x" in line(settings)
+    assert "parent m--v1-x" in line(settings)
 
 
 LIMITED = """
