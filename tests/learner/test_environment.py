@@ -177,6 +177,7 @@ sys.exit(run_once(settings, database, run_id="r1", clock=time.time))
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("two_groups")
 def test_a_disk_without_room_for_the_adapter_is_one_line(
     database: Database, tiny_base: Path, tmp_path: Path
@@ -185,7 +186,7 @@ def test_a_disk_without_room_for_the_adapter_is_one_line(
     adapters = tmp_path / "adapters"
     command = [sys.executable, "-c", LIMITED, database.url, str(tiny_base), str(adapters), "disk"]
 
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=500)
 
     (said,) = [one for one in ended.stderr.splitlines() if one.startswith("learner: ")]
     assert "Traceback" not in ended.stderr
