@@ -2,18 +2,30 @@
 
 SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE):
 one that read first and then tried to write would fail at once when another process wrote between.
+Text whose bytes are not UTF-8 is read with U+FFFD in their place: a damaged value is a wrong value
+of its own row, and not an error of every query that meets the row.
 """
 
 from __future__ import annotations
 
+import sqlite3
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Engine, create_engine, event, make_url, text
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DatabaseError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    OperationalError,
+    ProgrammingError,
+    SQLAlchemyError,
+)
 from sqlalchemy.orm import Session
 
 from ingest.errors import StoreError
@@ -26,6 +38,10 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT_S = 15.0
 """How long a writer waits for another's lock before it gives up."""
 MIGRATIONS = Path(__file__).with_name("migrations")
+_OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
+"""Database errors that the statement or its values cause, and not the store."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_read_text = partial(str, encoding="utf-8", errors="replace")
 
 
 class Database:
@@ -57,7 +73,10 @@ class Database:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
-            raise StoreError(f"store {self._shown_url}: cannot be upgraded: {error}") from error
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            raise StoreError(
+                f"store {self._shown_url}: cannot be upgraded: {_say(cause)}"
+            ) from error
 
     def upgrade_if_behind(self) -> None:
         """As `upgrade`, without the libraries of it when the schema is this version's or newer."""
@@ -80,7 +99,8 @@ class Database:
     def write(self) -> Iterator[Session]:
         """A session in one write transaction: committed at the end, rolled back on any error.
 
-        Raises: StoreError when the store is locked, full, read-only or away: try again later.
+        Raises: StoreError when the store is locked, full, read-only or away: try again later;
+            and when its file is damaged or no database, which the message says.
         """
         with (
             self._translated(),
@@ -93,8 +113,10 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except OperationalError as error:
-            raise StoreError(f"store {self._shown_url}: {error.orig}") from error
+        except DatabaseError as error:
+            if isinstance(error, _OF_THE_STATEMENT):
+                raise
+            raise StoreError(f"store {self._shown_url}: {_say(error.orig)}") from error
 
     def close(self) -> None:
         self._engine.dispose()
@@ -114,6 +136,7 @@ def _open(url: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
+        connection.text_factory = _read_text
         connection.isolation_level = None  # the driver must not begin transactions by itself
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
@@ -125,6 +148,17 @@ def _open(url: str) -> Engine:
         connection.exec_driver_sql(f"BEGIN {mode}")
 
     return engine
+
+
+def _say(cause: BaseException | None) -> str:
+    """What the database says, on one line, with the cure when its file is damaged."""
+    said = " ".join(str(cause).split())
+    if getattr(cause, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # the low byte: its class
+        return said
+    return (
+        f"{said}; the file is damaged or is no SQLite database: stop all processes, then restore "
+        "it from a backup or salvage it with `sqlite3 FILE .recover`"
+    )
 
 
 def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:

@@ -108,8 +108,8 @@ def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
         group=group,
         scores=tuple(scores),
         explanations=tuple(answer.explanation or "" for answer in answers),
-        judge_model=row.judge_model,
-        rubric_hash=row.rubric_hash,
+        judge_model=msgspec.convert(row.judge_model, str),
+        rubric_hash=msgspec.convert(row.rubric_hash, str),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from sqlalchemy import select, text, update
-from sqlalchemy.orm import Session
 
 from ingest.records import Answer
 from ingest.store.arrays import pack_ids
@@ -166,32 +166,50 @@ def test_one_bad_group_costs_itself_and_the_others_train_as_if_it_had_never_been
     assert train("r2") == candidate  # the digest names the weights: the same to the bit
 
 
-def stored(table: Any, **values: Any) -> Callable[[Session], Any]:
-    keys = {
-        AnswerRow: lambda: AnswerRow.group_id == BAD,
-        ExchangeRow: lambda: ExchangeRow.exchange_id == f"x-{BAD}",
-    }
-    return lambda session: session.execute(update(table).where(keys[table]()).values(**values))
+NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
+WHERE = {
+    AnswerRow: f"group_id = '{BAD}'",
+    ExchangeRow: f"exchange_id = 'x-{BAD}'",
+    GroupRow: f"group_id = '{BAD}'",
+}
 
 
-WRONG_ROWS: dict[str, tuple[Callable[[Session], Any], str]] = {
+def stored(table: Any, **values: Any) -> Callable[[Database], None]:
+    """Store these values in the bad group's rows."""
+
+    def damage(database: Database) -> None:
+        with database.write() as session:
+            session.execute(update(table).where(text(WHERE[table])).values(**values))
+
+    return damage
+
+
+def raw(table: Any, column: str, value: str) -> Callable[[Database], None]:
+    """Store an SQL expression there, as a faulty disk would: foreign keys are not asked."""
+
+    def damage(database: Database) -> None:
+        with closing(database.engine.raw_connection()) as connection:
+            connection.execute("PRAGMA foreign_keys=OFF")
+            connection.execute(
+                f"UPDATE {table.__tablename__} SET {column} = {value} WHERE {WHERE[table]}"
+            )
+            connection.execute("PRAGMA foreign_keys=ON")
+
+    return damage
+
+
+WRONG_ROWS: dict[str, tuple[Callable[[Database], None], str]] = {
     "ids cut in the middle": (stored(AnswerRow, token_ids=b"\x01\x02\x03"), "unreadable"),
     "log-probabilities cut": (stored(AnswerRow, logprobs=b"\x00" * 7), "unreadable"),
     "a body that is not compressed": (stored(AnswerRow, message_body=b"{}"), "unreadable"),
     "a request of zeros": (stored(ExchangeRow, request_body=b"\x00" * 9), "unreadable"),
     "an unknown origin": (stored(AnswerRow, origin="heaven"), "unreadable"),
-    "text where bytes belong": (
-        lambda session: session.execute(
-            text(f"UPDATE exchange SET prompt_token_ids = '[1, 2' WHERE exchange_id = 'x-{BAD}'")
-        ),
-        "unreadable",
-    ),
-    "a score in words": (
-        lambda session: session.execute(
-            text(f"UPDATE answer SET score = 'good' WHERE group_id = '{BAD}'")
-        ),
-        "unreadable",
-    ),
+    "text where bytes belong": (raw(ExchangeRow, "prompt_token_ids", "'[1, 2'"), "unreadable"),
+    "a score in words": (raw(AnswerRow, "score", "'good'"), "unreadable"),
+    "a judge's name in bytes": (raw(GroupRow, "judge_model", "x'ff80'"), "unreadable"),
+    "a rubric's hash in bytes": (raw(GroupRow, "rubric_hash", "x'ff80'"), "unreadable"),
+    "an adapter that is no UTF-8": (raw(GroupRow, "adapter", NO_UTF8), "unknown_adapter"),
+    "an exchange's id that is no UTF-8": (raw(GroupRow, "exchange_id", NO_UTF8), "no_scores"),
     "no prompt": (stored(ExchangeRow, prompt_token_ids=b""), "no_prompt"),
     "no score": (stored(AnswerRow, score=None), "no_scores"),
     "infinite scores": (stored(AnswerRow, score=math.inf), "non_finite_score"),
@@ -210,8 +228,7 @@ def test_a_damaged_row_costs_its_own_group(
 ) -> None:
     damage, reason = WRONG_ROWS[kind]
     put(range(GROUPS))
-    with database.write() as session:
-        damage(session)
+    damage(database)
 
     train()
 
@@ -219,6 +236,18 @@ def test_a_damaged_row_costs_its_own_group(
     assert fate.pop(BAD) == ("dropped", reason)
     assert set(fate.values()) == {("trained", None)}
     assert counted(database) == {"trained": GROUPS - 1, reason: 1}
+
+
+@pytest.mark.parametrize("column", ["session_key", "reason", "sampling_attempts", "detail"])
+def test_text_that_is_no_utf8_and_no_part_of_the_training_costs_nothing(
+    column: str, train: Make, put: Make, database: Database
+) -> None:
+    put(range(GROUPS))
+    raw(GroupRow, column, NO_UTF8)(database)
+
+    train()
+
+    assert counted(database) == {"trained": GROUPS}
 
 
 def test_a_dropped_group_says_in_words_why(train: Make, put: Make, database: Database) -> None:
