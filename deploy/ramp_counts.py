@@ -2,9 +2,10 @@
 
 Both arms are counted over the same span of time, from the start of the present step at the
 earliest, so that an outage of both counts in both. The span is as long as the arm with more traffic
-has rows in its window. When the champion has fewer replies in it than a step needs (at a high
-weight it answers hardly anyone), its newest earlier ones are counted beside them, so that the
-candidate is never measured against nothing.
+has rows in its window, and ends of replies (the order of `seq`) say what is in it. Texts are read
+in a shorter span, again the same for both. When the champion has fewer replies in the span than a
+step needs (at a high weight it answers hardly anyone), its newest earlier ones are counted beside
+them, so that the candidate is never measured against nothing.
 
 What is counted is users' turns. A request and the client's retries of it are one turn, which
 failed when any of them did: an SDK that asks again must not hide that vLLM failed, nor make one
@@ -36,8 +37,11 @@ from ingest.store.database import decompress
 from ingest.store.models import ChoiceRow, ExchangeRow
 
 WINDOW = 500
-"""Newest exchanges of the candidate that are looked at; a step that needs more looks at as many.
-Also the newest turns of an arm whose text is read."""
+"""Newest exchanges of the candidate that are looked at. Also the newest turns of an arm whose text
+is read."""
+MOST_TRIES = 3
+"""Exchanges of one turn, at most: the openai SDK sends two retries. A step that needs more turns
+than fit into `WINDOW` looks at so many times as many exchanges."""
 CHAMPION_WINDOW = 4 * WINDOW
 """The champion answers more: at a weight of 5% this covers 100 of the candidate's exchanges."""
 NOT_FOUND = 404
@@ -87,26 +91,33 @@ _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> RampEvidence:
     """Both arms' counts in the present step of a ramping trial."""
-    window = max(WINDOW, step_min_exchanges)
-    champion_window = max(CHAMPION_WINDOW, step_min_exchanges)
-    start = trial.step_started_at
-    since = ExchangeRow.started_at >= start
+    window = max(WINDOW, MOST_TRIES * step_min_exchanges)
+    champion_window = max(CHAMPION_WINDOW, window)
+    since = ExchangeRow.started_at >= trial.step_started_at
     candidate = _newest(session, trial, trial.candidate, "canary", window, since)
     champion = _newest(session, trial, trial.champion, "champion", champion_window, since)
-    for rows, limit in ((candidate, window), (champion, champion_window)):
-        if len(rows) == limit:  # there are older ones, which are not seen
-            start = max(start, min(one.started_at for one in rows))
-    champion = [one for one in champion if one.started_at >= start]
+    # Where a window is full there are older rows, which are not seen, of that arm only.
+    edge = max(
+        (
+            min(one.seq for one in rows)
+            for rows, limit in ((candidate, window), (champion, champion_window))
+            if len(rows) == limit
+        ),
+        default=0,
+    )
+    compared = [one for one in candidate if one.seq >= edge]
+    champion = [one for one in champion if one.seq >= edge]
     earlier: list[Seen] = []
     lacking = step_min_exchanges - len(_turns(champion))
     if lacking > 0:
-        before = ExchangeRow.started_at < start
+        before = or_(ExchangeRow.started_at < trial.step_started_at, ExchangeRow.seq < edge)
         earlier = _newest(session, trial, trial.champion, "champion", window, before)
         earlier = _newest_turns(earlier, lacking)
+    text_edge = max(_text_edge(compared), _text_edge(champion))
     return RampEvidence(
-        candidate=_counts(session, [one for one in candidate if one.started_at >= start]),
-        champion=_counts(session, champion),
-        champion_before=_counts(session, earlier),
+        candidate=_counts(session, compared, text_edge),
+        champion=_counts(session, champion, text_edge),
+        champion_before=_counts(session, earlier, _text_edge(earlier)),
         seen=len(_turns(candidate)),
         missing_in_a_row=sum(1 for _ in takewhile(lambda one: one.missing, candidate)),
     )
@@ -152,12 +163,18 @@ def _newest_turns(seen: Sequence[Seen], limit: int) -> list[Seen]:
     return [one for turn in kept for one in turn]
 
 
-def _counts(session: Session, seen: Sequence[Seen]) -> ArmCounts:
+def _text_edge(seen: Sequence[Seen]) -> int:
+    """The `seq` from which on the texts of an arm are read: of its newest `WINDOW` turns."""
+    turns = list(_turns(seen).values())
+    return turns[WINDOW - 1][0].seq if len(turns) > WINDOW else 0
+
+
+def _counts(session: Session, seen: Sequence[Seen], text_edge: int) -> ArmCounts:
     turns = _turns(seen).values()
     failed = sum(any(one.failed for one in turn) for turn in turns)
     whole = [turn for turn in turns if not any(one.failed for one in turn)]
     cut = sum(any(one.cut for one in turn) for turn in whole)
-    looked_at = list(turns)[:WINDOW]
+    looked_at = [turn for turn in turns if turn[0].seq >= text_edge]
     # Of a turn that was answered twice the user has the newer answer.
     complete = [
         turn[0].exchange_id for turn in looked_at if not any(one.failed or one.cut for one in turn)

@@ -65,6 +65,8 @@ def apply(
     row = trials.find_row(session, trial.canary_id)
     if (row.state, row.generation, row.paused) != (trial.phase, trial.generation, trial.paused):
         return False
+    if trials.breaker_trip(session, trial) is not None and trial.phase == "ramping":
+        return False  # it came while this was decided; the next tick obeys it
     row.evidence = {**row.evidence, **evidence}
     if isinstance(decision, Hold):
         _hold(row, decision, now)
@@ -115,10 +117,11 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     before = trials.to_trial(row)
     if not before.active or not before.paused:
         raise TransitionError(f"canary {row.canary_id} is not paused, it is {before.phase}")
+    tripped = before.taken_out or trials.breaker_trip(session, before)
     row.paused = False
     row.reason = None
     row.generation += 1
-    if before.taken_out is not None:
+    if tripped is not None:
         # A new salt: the breaker keeps the canary of the old one out for good.
         row.salt = uuid.uuid4().hex
         row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
@@ -145,7 +148,8 @@ def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor:
 
     Raises: TransitionError unless it is ramping: nothing skips the gate.
     """
-    if trials.to_trial(row).taken_out is not None:
+    trial = trials.to_trial(row)
+    if trial.taken_out is not None or trials.breaker_trip(session, trial) is not None:
         raise TransitionError(
             f"the proxy's breaker took {row.candidate} out; resume the canary before promoting it"
         )

@@ -8,8 +8,9 @@ before it assigns a request, so the next request of each goes to the champion.
 The canary stays out as long as the routing table names it with the same salt. Control ends it, or
 a person resumes it, which gives it a new salt (`deploy.transitions`).
 
-A session adds at most `STRIKES` bad replies: one client that cuts every reply, or whose prompts
-never get an answer, does not condemn an adapter for everybody else.
+After its first bad reply only each `FADE`th reply of a session counts, good or bad, in either arm.
+So one client that cuts every reply, or whose prompts never get an answer, does not condemn an
+adapter that serves everybody else; and where all users share one session, they still count.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hashlib import sha256
 from typing import Final
 
 import structlog
+from xxhash import xxh3_64_intdigest
 
 from sidecar.breaker_rule import KINDS, REPLIES, TALLY, Excess, ExcessTest
 from sidecar.metrics import Metrics
@@ -30,10 +32,13 @@ ERROR, CUT, EMPTY, SHORT, SLOW = (1 << kind for kind in range(len(KINDS)))
 """Bits of what was wrong with a reply, in the order of `KINDS`."""
 NO_CANARY: Final = 0.0
 """Tag while the routing table has no canary."""
-STRIKES = 3
-"""Bad replies of one session that count. Half of what the shortest verdict needs (eight)."""
-MAX_SESSIONS = 10_000
-"""Sessions whose bad replies are remembered, 1 MB at most; then all are forgotten."""
+FADE = 4
+"""A session that had a bad reply needs three fifths of the canary's replies to end it alone: each
+bad reply that counts adds 1.7 nats, each good one of others takes 0.7. Users who all share one
+session end it with 1 + 7 * 4 = 29 bad replies; with 53 if the champion answered nobody yet."""
+SESSIONS = 16_384
+"""Places for sessions that had a bad reply, by hash: 128 kB that all workers share. Two sessions in
+one place count as one, which costs some replies, and nothing else."""
 ROW = 1 + 2 * TALLY
 """Floats of one row: the tag that the counts belong to, the canary's tally, the champion's."""
 
@@ -45,6 +50,12 @@ def canary_tag(table: RoutingTable) -> float:
         return NO_CANARY
     named = f"{table.canary}\x00{table.salt}".encode()
     return float(int.from_bytes(sha256(named).digest()[:6]) + 1)
+
+
+def memory_bytes(rows: int) -> int:
+    """What the breaker of so many workers takes: the tag of the canary that is out, the workers'
+    rows, the sessions."""
+    return 8 * (1 + rows * ROW + SESSIONS)
 
 
 class Breaker:
@@ -62,16 +73,16 @@ class Breaker:
         row, rows: which of how many rows this worker writes, from 0.
         on_trip: told of the table and the reason when this worker takes a canary out."""
         if memory is None:
-            memory = memoryview(bytearray(8 * (1 + rows * ROW)))
-        self._cells: memoryview[float] = memory[: 8 * (1 + rows * ROW)].cast("d")
+            memory = memoryview(bytearray(memory_bytes(rows)))
+        self._cells: memoryview[float] = memory[: memory_bytes(rows)].cast("d")
         self._row = 1 + row * ROW
-        self._rows = range(1, len(self._cells), ROW)
+        self._sessions = 1 + rows * ROW
+        self._rows = range(1, self._sessions, ROW)
         self._on_trip = on_trip
         self._metrics = metrics
         self._table: RoutingTable | None = None
         self._tag = NO_CANARY
         self._test = ExcessTest()
-        self._bad_by_session: dict[str, int] = {}
 
     def follow(self, table: RoutingTable) -> None:
         """Obey a new routing table: a canary that was not there before starts with no counts."""
@@ -81,7 +92,6 @@ class Breaker:
             return
         self._tag = tag
         self._test = ExcessTest()
-        self._bad_by_session.clear()
         cells, row = self._cells, self._row
         if cells[row] != tag:  # else a worker that died before has counted here: go on
             cells[row] = NO_CANARY
@@ -103,19 +113,19 @@ class Breaker:
         """Take out the canary of this table. From any thread."""
         self._cells[0] = canary_tag(table)
 
+    def recall(self, table: RoutingTable) -> None:
+        """Take out the canary of this table, unless a canary is out already. Before `follow`."""
+        if self._cells[0] == NO_CANARY:
+            self.open(table)
+
     def reply(self, tag: float, arm: Arm, session: str, bad: int, *, counted: bool = False) -> None:
         """Count a reply. tag: the canary's when the request was assigned; the replies of another
         trial are left out. bad: bits of what was wrong; 0 when nothing was. counted: the reply
         itself was counted before, and only `bad` is new."""
         if tag != self._tag or tag == NO_CANARY:
             return
-        if bad:
-            strikes = self._bad_by_session.get(session, 0)
-            if strikes >= STRIKES:
-                return
-            if len(self._bad_by_session) >= MAX_SESSIONS:
-                self._bad_by_session.clear()
-            self._bad_by_session[session] = strikes + 1
+        if not self._counts(session, bad=bool(bad)):
+            return
         cells = self._cells
         at = self._row + 1 + (0 if arm == "canary" else TALLY)
         if not counted:
@@ -129,6 +139,20 @@ class Breaker:
             excess = self._test.look(*self._totals())
             if excess is not None:
                 self._trip(excess)
+
+    def _counts(self, session: str, *, bad: bool) -> bool:
+        """Whether this reply of a session counts; see `FADE`. Workers may write one place at once:
+        then a reply more or less counts."""
+        place = self._sessions + xxh3_64_intdigest(session.encode("utf-8", "replace")) % SESSIONS
+        # The trial's tag and the replies since the first bad one, modulo FADE, in one number.
+        trial, since = divmod(self._cells[place], FADE)
+        if trial != self._tag:
+            if bad:
+                self._cells[place] = self._tag * FADE
+            return True
+        since = (since + 1.0) % FADE
+        self._cells[place] = self._tag * FADE + since
+        return since == 0.0
 
     def _totals(self) -> tuple[list[float], list[float]]:
         """Both arms' tallies, the canary's first, summed over the workers that follow the same

@@ -1,20 +1,24 @@
 """Tell the store which canary the breaker took out, and learn it from there.
 
 The breaker itself needs no store. The row tells control, the proxies of other machines, and a proxy
-that starts again. A thread of its own writes it, and tries again until the store takes it.
+that starts again. A thread of its own writes it, and tries again until the store takes it. A file
+in `state_dir` holds the last trip, for a proxy that starts again before the store took the row.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import structlog
 from sqlalchemy import Connection, column, insert, select, table
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from sidecar.breaker import Breaker
+from sidecar.breaker import Breaker, canary_tag
 from sidecar.routing import RoutingTable
 from sidecar.store_watch import open_store
 
@@ -27,6 +31,7 @@ _TRIPS = table(
     column("at"),
     column("reason"),
 )
+FILE_NAME = "breaker-trip.json"
 RETRY_S = 1.0
 """Between attempts to write while the store is away."""
 
@@ -34,8 +39,11 @@ RETRY_S = 1.0
 class TripReporter:
     """Writes trips. `report` returns at once; `stop` waits for an attempt that is under way."""
 
-    def __init__(self, store_url: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store_url: str, state_dir: Path, clock: Callable[[], float] = time.time
+    ) -> None:
         self._store_url = store_url
+        self._file = state_dir / FILE_NAME
         self._clock = clock
         self._stopped = threading.Event()
         self._threads: dict[tuple[str | None, str], threading.Thread] = {}
@@ -51,6 +59,16 @@ class TripReporter:
         self._threads[key] = thread
         thread.start()
 
+    def recall(self) -> tuple[RoutingTable, str] | None:
+        """The last trip on this machine and its reason, as its file has it."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=tuple[RoutingTable, str])
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            log.warning("breaker_file_unreadable", path=str(self._file), why=str(error))
+            return None
+
     def stop(self) -> None:
         self._stopped.set()
         for thread in list(self._threads.values()):
@@ -65,6 +83,7 @@ class TripReporter:
             "at": at,
             "reason": reason,
         }
+        self._remember(tripped, reason)
         told = False
         while True:
             try:
@@ -83,6 +102,14 @@ class TripReporter:
                 log.error("breaker_trip_lost", canary=tripped.canary, reason=reason)
                 break
         engine.dispose()
+
+    def _remember(self, tripped: RoutingTable, reason: str) -> None:
+        written = self._file.with_suffix(f".{os.getpid()}.part")
+        try:
+            written.write_bytes(msgspec.json.encode((tripped, reason)))
+            written.replace(self._file)
+        except OSError as error:
+            log.warning("breaker_file_not_written", path=str(self._file), why=str(error))
 
 
 class TripReader:
@@ -115,7 +142,9 @@ class TripReader:
         self._away = False
         if found is None:
             if self._breaker.is_out(now):
-                self._reporter.report(now, "a worker took it out and did not say why")
+                last = self._reporter.recall()
+                known = last is not None and canary_tag(last[0]) == canary_tag(now)
+                self._reporter.report(now, last[1] if last and known else "not known any more")
         elif not self._breaker.is_out(now):
             self._breaker.open(now)
             log.warning("canary_taken_out_elsewhere", canary=now.canary, reason=found)

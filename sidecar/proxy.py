@@ -67,7 +67,7 @@ class Proxy:
             self._table, others, shared = seat.table()
             row = seat.slot - 1
         self.metrics = Metrics(self._table, others)
-        self._reporter = TripReporter(settings.store.url)
+        self._reporter = TripReporter(settings.store.url, settings.state_dir)
         self.breaker = Breaker(
             self.metrics, shared, row, max(1, len(others)), self._reporter.report
         )
@@ -89,6 +89,9 @@ class Proxy:
         propagation = Propagation(settings.telemetry.trace_sample_rate)
         self.capture = Capture(settings.capture, sink, self.metrics, spans, rest)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
+        last_trip = self._reporter.recall()
+        if last_trip is not None:
+            self.breaker.recall(last_trip[0])
         trips = TripReader(self.breaker, lambda: self.routing.table, self._reporter)
         self.routing = RoutingSource(
             settings.store.url,

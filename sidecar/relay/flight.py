@@ -187,6 +187,12 @@ class Flight(Outbound):
         head, out_pieces = self.head, self._out
         if head is None:  # part of a head, or an interim reply
             return
+        if head.status >= 500 and self._may_fall_back:
+            if not complete and self._connection is not None:
+                self._connection.abort()  # nobody needs the rest, which may never come
+            self._connection = None
+            self._fall_back(received_at, f"vLLM answered {head.status}")
+            return
         self._touched = received_at
         if not self.first_byte and self.pieces:
             self.first_byte = received_at
@@ -198,9 +204,6 @@ class Flight(Outbound):
         out_pieces.clear()
         if complete and head.status == 404 and self._answers_for_unknown_model(out):
             self._answer_without(received_at)
-            return
-        if complete and head.status >= 500 and self._may_fall_back:
-            self._fall_back(received_at, f"vLLM answered {head.status}")
             return
         if complete or not self._body.holds:
             own = () if self._reply.begun else self._own_lines()
@@ -352,7 +355,7 @@ class Flight(Outbound):
     def tick(self, now: float) -> None:
         """Called now and then. now: `time.perf_counter()`."""
         signs = self.signs
-        if signs is not None and not (signs.slow or self.first_byte or self.fell_back):
+        if signs is not None and not (signs.slow or self.fell_back):
             self._count_slow(signs, now)
         limit_s = self._context.proxy.upstream_timeout_s
         if self._connection is None or now - max(self._touched, self.sent) <= limit_s:
@@ -362,9 +365,10 @@ class Flight(Outbound):
         self._give_up(f"it was silent for {limit_s:g} s", status=504)
 
     def _count_slow(self, signs: ReplySigns, now: float) -> None:
-        """Tell the breaker of a late first byte while it is awaited: a client may wait for ever."""
+        """Tell the breaker of a long silence while it lasts: a client may wait for ever."""
         plan, context = self.plan, self._context
-        if plan is not None and self.sent and now - self.sent > context.slow_first_byte_s:
+        silent_s = now - max(self._touched, self.sent)
+        if plan is not None and self.sent and silent_s > context.slow_first_byte_s:
             signs.slow = True
             context.guard.reply(plan.trial, self.routes[0].arm, plan.session_key, SLOW)
 

@@ -10,12 +10,18 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_SAYS: Final = re.compile(
-    rb'"(?:content|text|delta|arguments|partial_json|refusal)"\s*:\s*"(?:\s|\\[nrtbf])*+[^"]'
-    rb'|"type"\s*:\s*"tool_use"'
+_FIELD: Final = (
+    rb'("(?:content|text|delta|arguments|partial_json|refusal)"\s*:\s*")(?:\s|\\[nrtbf])*+'
 )
-"""A field with what a model says or calls that holds more than white space. Reasoning alone is no
-answer, and its fields are called otherwise in chat (`reasoning_content`) and messages."""
+"""A field with what a model says, up to its first character that is not white space. Reasoning
+alone is no answer; its fields have other names in chat (`reasoning_content`) and messages."""
+_SAYS: Final = re.compile(
+    _FIELD + rb'[^"\\]|' + _FIELD + rb"\\[^nrtbf]"
+    rb'|"type"\s*:\s*"(?:tool_use|function_call)"|"tool_calls"\s*:\s*\[\s*\{'
+)
+"""A text of more than white space, or the call of a tool."""
+_BEGINS: Final = re.compile(_FIELD + rb"(\\?)\Z")
+"""The piece ends inside a field that holds nothing but white space so far."""
 _FAILS: Final = re.compile(rb'(?:^|\n)(?:data: \{"error"|event: error|event: response\.failed)')
 """vLLM's events for a failure after a stream's head went out. JSON strings hold no line feed."""
 _LIMIT: Final = re.compile(
@@ -38,13 +44,16 @@ class ReplySigns:
         self.failed = False
         """A stream ended with an error event."""
         self.slow = False
-        """Its first byte is late; that is counted."""
+        """It was silent for too long; that is counted."""
 
     def feed(self, data: bytes) -> None:
         seen = self._rest + data
         self._rest = seen[-_OVERLAP:]
         if not self.says_something:
             self.says_something = _SAYS.search(seen) is not None
+            begun = _BEGINS.search(seen)
+            if begun is not None:  # however long the white space is
+                self._rest = begun[1] + begun[2]
         if not self.cut_short:
             self.cut_short = _LIMIT.search(seen) is not None
         if not self.failed:

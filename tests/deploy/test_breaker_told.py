@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deploy import transitions, trials
+from deploy.canary import Move
 from deploy.errors import TransitionError
 from ingest.store.models import BreakerTripRow
 
@@ -106,6 +107,44 @@ async def test_what_the_breaker_took_out_is_not_promoted_by_hand(world: World, n
 
     with pytest.raises(TransitionError, match="resume the canary before promoting it"):
         act(world, name, "promote")
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_trip_that_control_has_not_seen_yet_keeps_a_person_from_promoting(
+    world: World, name: str, paused: bool
+) -> None:
+    if paused:
+        act(world, name, "pause")
+    trip(world, name)
+
+    with pytest.raises(TransitionError, match="resume the canary before promoting it"):
+        act(world, name, "promote")
+
+
+async def test_a_resume_before_control_has_seen_the_trip_gives_a_new_salt(
+    world: World, name: str
+) -> None:
+    act(world, name, "pause")
+    before = world.table().salt
+    trip(world, name)
+
+    act(world, name, "resume")
+    await tick(world, 2)
+
+    assert world.trial(name).weight_bp == 2_000
+    assert world.table().salt != before
+
+
+async def test_a_trip_that_comes_while_the_ramp_decides_wins(world: World, name: str) -> None:
+    trial = world.trial(name)
+    move = Move(to="promoted", candidate_state="champion", reason="passed")
+    trip(world, name)
+
+    with world.database.write() as session:
+        applied = transitions.apply(session, trial, move, evidence={}, now=1.0)
+
+    assert not applied
+    assert world.aliases()["champion"] == "base"
 
 
 async def test_a_canary_that_hangs_is_rolled_back_although_no_reply_came(

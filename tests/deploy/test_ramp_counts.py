@@ -249,7 +249,7 @@ def test_both_arms_are_counted_over_the_same_span_of_time(
 ) -> None:
     """The champion answers four times as much, so its window reaches back less far: what the
     canary did before that (an outage of both) is not held against it."""
-    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 10)
+    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 8)
     monkeypatch.setattr("deploy.ramp_counts.CHAMPION_WINDOW", 8)
     for second in range(4):
         world.clock.now = 1_000.0 + second
@@ -260,11 +260,60 @@ def test_both_arms_are_counted_over_the_same_span_of_time(
         canary(world, **outage)
         canary(world, **outage)
 
-    evidence = counted(world)
+    evidence = counted(world, step_min_exchanges=2)
 
     assert evidence.champion == ArmCounts(replies=8, errors=0, short=0)
     assert evidence.candidate == ArmCounts(replies=4, errors=0, short=0)
     assert evidence.seen == 8
+
+
+def test_a_long_request_that_ends_last_stretches_no_span(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage of both arms is older than what both windows hold. One request of the champion
+    began before it."""
+    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 4)
+    monkeypatch.setattr("deploy.ramp_counts.CHAMPION_WINDOW", 4)
+    failed = {"outcome": "upstream_error", "status": 502, "content": None}
+    for _ in range(3):
+        canary(world, **failed)
+        world.serve("s", **failed)
+    world.clock.now = 1_100.0
+    for _ in range(3):
+        world.serve("s")
+    canary(world)
+    world.clock.now = 1_001.0
+    world.serve("s")
+
+    evidence = counted(world, step_min_exchanges=1)
+
+    assert evidence.champion == ArmCounts(replies=4, errors=0, short=0)
+    assert evidence.candidate == ArmCounts(replies=1, errors=0, short=0)
+
+
+def test_texts_of_both_arms_are_read_in_the_same_span(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The champion answers four times as much. Both were cut short at first, and are not now."""
+    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 8)
+    for number in range(8):
+        finish = "length" if number < 5 else "stop"
+        canary(world, finish_reason=finish)
+        for _ in range(4):
+            world.serve("s", finish_reason=finish)
+
+    evidence = counted(world, step_min_exchanges=1)
+
+    assert evidence.champion.short_share == 0.0
+    assert evidence.candidate.short_share == 0.0
+
+
+def test_a_step_that_needs_many_turns_ends_although_some_were_sent_again(world: World) -> None:
+    for number in range(30):
+        for _ in range(1 + number % 3):
+            canary(world, turn_id=f"t{number}")
+
+    assert counted(world, step_min_exchanges=30).seen == 30
 
 
 def _as_dict(one: Trial) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from sqlalchemy import select
 
 from ingest.store.database import Database
 from ingest.store.models import BreakerTripRow, RoutingRow
-from sidecar.breaker import EMPTY, ERROR, ROW, STRIKES, Breaker
+from sidecar.breaker import EMPTY, ERROR, FADE, Breaker, memory_bytes
 from sidecar.metrics import Metrics
+from sidecar.records import Arm
 from sidecar.relay.reply_signs import ReplySigns
 from sidecar.routing import RoutingTable, encode_table
 
@@ -136,6 +138,54 @@ async def test_who_meets_a_5xx_of_the_canary_gets_the_champions_answer(
     assert len(fallen) == 8
 
 
+@pytest.mark.parametrize("rest", ["hangs", "is long"])
+async def test_a_5xx_needs_no_end_for_the_champion_to_answer(
+    rest: str, fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    head = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 100000000\r\n\r\n"
+    steps = [head + b"x", asyncio.Event()] if rest == "hangs" else [head, *[b"x" * 10**6] * 100]
+    fake_vllm.script = script(wire, lambda _: steps)
+    running = await start_proxy()
+    running.proxy.routing.table = TABLE
+
+    assert await hurt_users(running, wire) == 0
+    assert running.metric("sidecar_breaker_open") == 1
+
+
+async def test_a_canary_that_stalls_in_its_stream_is_taken_out_while_its_clients_wait(
+    fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    fake_vllm.script = script(wire, lambda _: [*events(wire)[:2], asyncio.Event()])
+    running = await start_proxy(proxy={"slow_first_byte_s": 0.05, "idle_timeout_s": 0.2})
+    running.proxy.routing.table = TABLE
+    writers = []
+    for user in range(60):
+        _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        headers = f"x-sidecar-session: u{user}\r\n"
+        writer.write(wire.post(asked(user, streams=True), headers=headers))
+        writers.append(writer)
+
+    await running.metric_reaches(1, "sidecar_breaker_trips_total", kind="slow")
+
+    for writer in writers:
+        writer.transport.abort()
+    await running.metric_reaches(0, "sidecar_requests_in_flight")
+
+
+async def test_a_proxy_that_starts_again_keeps_the_canary_out_without_a_store(
+    fake_vllm: Any, start_proxy: Any, wire: Any, free_port: Any
+) -> None:
+    fake_vllm.script = script(wire, BAD["says nothing"](wire))
+    running = await start_proxy()
+    running.proxy.routing.table = TABLE
+    assert 0 < await hurt_users(running, wire) <= 20
+
+    again = await start_proxy(proxy={"port": free_port()})
+    again.proxy.routing.table = TABLE
+
+    assert await hurt_users(again, wire) == 0
+
+
 async def test_a_5xx_of_the_champion_is_passed_on(
     fake_vllm: Any, start_proxy: Any, wire: Any
 ) -> None:
@@ -206,14 +256,84 @@ async def test_a_canary_that_hangs_is_taken_out_while_its_clients_still_wait(
 async def test_one_session_whose_requests_all_fail_does_not_condemn_the_canary(
     fake_vllm: Any, start_proxy: Any, wire: Any
 ) -> None:
-    fake_vllm.script = script(wire, BAD["says nothing"](wire))
+    """It sends a third of what the canary gets, and everybody else is well served."""
+    hopeless = b"Hi from 7"
+
+    def answer(request: Any) -> Sequence[Any]:
+        return [wire.whole_reply(chat("" if hopeless in request.body else "Hello."))]
+
+    fake_vllm.script = answer
     running = await start_proxy()
-    running.proxy.routing.table = replace(TABLE, canary_weight_bp=10_000)
-    for _ in range(30):
-        assert not await good(running, wire, 1)
+    running.proxy.routing.table = replace(TABLE, canary_weight_bp=9_999)
+    for user in range(100, 220):
+        assert await good(running, wire, user)
+        if user % 2:
+            assert not await good(running, wire, 7)
 
     assert running.metric("sidecar_breaker_open") == 0
-    assert running.metric("sidecar_bad_replies_total", arm="canary", kind="empty") == STRIKES
+    counted = 1 + 59 // FADE
+    assert running.metric("sidecar_bad_replies_total", arm="canary", kind="empty") == counted
+
+
+async def test_users_who_all_share_one_session_take_a_bad_canary_out_too(
+    fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    """An agent that sends the same first user message, or one session header, for everybody."""
+    fake_vllm.script = script(wire, BAD["says nothing"](wire))
+    running = await start_proxy()
+    running.proxy.routing.table = replace(TABLE, canary_weight_bp=9_999)
+    hurt = 0
+    for _ in range(200):
+        hurt += not await good(running, wire, 1)
+
+    # Nobody is left for the champion, whose rate is not known: 14 counted replies, not 8.
+    assert hurt == 1 + 13 * FADE
+
+
+def test_one_session_counts_alike_however_many_workers_answer_it() -> None:
+    memory = memoryview(bytearray(memory_bytes(8)))
+    workers = [Breaker(Metrics(), memory, row, 8) for row in range(8)]
+    for worker in workers:
+        worker.follow(TABLE)
+    tag = float(memory[8:16].cast("d")[0])
+    for user in range(500):
+        workers[user % 8].reply(tag, "champion", f"c{user}", 0)
+    for number in range(1_000):
+        workers[number % 8].reply(tag, "canary", f"a{number}", 0)
+        workers[number % 8].reply(tag, "canary", "hopeless", EMPTY)
+
+    assert not workers[0].is_open
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("turns", [3, 20])
+def test_users_who_are_bad_on_either_arm_do_not_condemn_an_equal_canary(
+    turns: int, workers: int
+) -> None:
+    """A tenth of all sessions is cut short in every turn, whichever arm answers."""
+    rng = random.Random(7)
+    out = 0
+    for ramp in range(100):
+        memory = memoryview(bytearray(memory_bytes(workers)))
+        breakers = [Breaker(Metrics(), memory, row, workers) for row in range(workers)]
+        for one in breakers:
+            one.follow(TABLE)
+        tag = float(memory[8:16].cast("d")[0])
+        open_sessions: list[tuple[str, Arm, int, list[int]]] = []
+        for number in range(800):
+            if len(open_sessions) < 20:
+                arm: Arm = "canary" if rng.random() < 0.5 else "champion"
+                bad = EMPTY if rng.random() < 0.1 else 0
+                open_sessions.append((f"{ramp}-{number}", arm, bad, [turns]))
+            session = rng.choice(open_sessions)
+            key, arm, bad, left = session
+            breakers[number % workers].reply(tag, arm, key, bad)
+            left[0] -= 1
+            if not left[0]:
+                open_sessions.remove(session)
+        out += breakers[0].is_open
+
+    assert out <= 1
 
 
 async def test_the_next_canary_starts_anew(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
@@ -230,7 +350,7 @@ async def test_the_next_canary_starts_anew(fake_vllm: Any, start_proxy: Any, wir
 
 
 def test_the_workers_of_one_memory_count_together_and_obey_each_other() -> None:
-    memory = memoryview(bytearray(8 * (1 + 2 * ROW)))
+    memory = memoryview(bytearray(memory_bytes(2)))
     told: list[str] = []
     first, second = (
         Breaker(Metrics(), memory, row, 2, lambda table, reason: told.append(reason))
@@ -253,7 +373,7 @@ def test_the_workers_of_one_memory_count_together_and_obey_each_other() -> None:
 
 
 def test_a_worker_that_takes_the_place_of_a_dead_one_goes_on_with_its_counts() -> None:
-    memory = memoryview(bytearray(8 * (1 + ROW)))
+    memory = memoryview(bytearray(memory_bytes(1)))
     dead = Breaker(Metrics(), memory)
     dead.follow(TABLE)
     tag = float(memory[8:16].cast("d")[0])
@@ -294,6 +414,10 @@ def test_replies_of_an_earlier_canary_are_left_out() -> None:
         b'data: {"choices":[{"delta":{"content":"\\u00e4"}}]}\n\n',
         b'event: response.output_text.delta\ndata: {"delta":"H"}\n\n',
         b'{"choices":[{"message":{"content":"\\n \\n said"}}]}',
+        b'{"choices":[{"message":{"content":"' + b" \\n" * 200 + b'said"}}]}',
+        b'{"choices":[{"message":{"content":null,"tool_calls":[{"function":'
+        b'{"name":"f","arguments":""}}]}}]}',
+        b'{"output":[{"type":"function_call","name":"f","arguments":""}]}',
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 10_000])
