@@ -40,8 +40,11 @@ from sidecar.settings import Canary as CanarySettings
 
 BREAKER_FAILURES = 5
 """Bad replies that are enough to look at the guards before a step has its exchanges."""
-MAX_LOAD_FAILURES = 5
+MAX_LOAD_FAILURES = 8
 """Loads that vLLM, though up, failed with a server error before the adapter is rejected."""
+FIRST_LOAD_WAIT_S = 2.0
+"""After a failed load, doubling with each: eight of them span four minutes, which is longer than a
+vLLM lacks memory under a peak of traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,11 @@ class RampEvidence:
 
 
 Evidence = LoadEvidence | GateEvidence | RampEvidence
+
+
+def load_wait_s(failures: int) -> float:
+    """Seconds from a failed load to the next try. failures: loads that failed so far, 1 or more."""
+    return FIRST_LOAD_WAIT_S * 2.0 ** (failures - 1)
 
 
 def elapsed_s(trial: Trial, now: float) -> float:

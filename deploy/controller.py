@@ -17,7 +17,16 @@ from pathlib import Path
 import structlog
 
 from deploy import candidates, ramp_counts, registry, tick_errors, transitions, trials
-from deploy.canary import Decision, Evidence, GateEvidence, Hold, LoadEvidence, Move, decide
+from deploy.canary import (
+    Decision,
+    Evidence,
+    GateEvidence,
+    Hold,
+    LoadEvidence,
+    Move,
+    decide,
+    load_wait_s,
+)
 from deploy.errors import error_line
 from deploy.gate import Gate
 from deploy.records import AdapterVersion, Trial
@@ -150,23 +159,33 @@ class Controller:
             )
 
     async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
-        version, registered, failures = await asyncio.to_thread(self._candidate, trial)
+        version, registered, loading = await asyncio.to_thread(self._candidate, trial)
+        failures, now = loading.get("failures", 0), self._clock()
+        if failures and 0.0 <= now - loading["at"] < load_wait_s(failures):
+            return LoadEvidence(away=loading["reason"], load_failures=failures), {}
 
         async def validate() -> None:
             await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)
 
-        return await load_everywhere(
+        evidence, facts = await load_everywhere(
             self._replicas, version, model=trial.model, failures=failures, validate=validate
         )
+        if evidence.load_failures > failures:
+            facts["loading"] = {
+                "failures": evidence.load_failures,
+                "at": now,
+                "reason": evidence.away,
+            }
+        return evidence, facts
 
-    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, Registered, int]:
-        """The candidate, what its files were, and how often vLLM failed to load it so far."""
+    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, Registered, Facts]:
+        """The candidate, what its files were, and the loads that vLLM failed so far."""
         with self._database.read() as session:
             row = trials.find_row(session, trial.canary_id)
-            failures = row.evidence.get("loading", {}).get("failures", 0)
+            loading = row.evidence.get("loading", {})
             version = registry.find(session, trial.candidate)
             documents = registry.document_digests(session, trial.candidate)
-            return version, Registered(digest=version.digest, documents=documents), failures
+            return version, Registered(digest=version.digest, documents=documents), loading
 
     def _apply(self, trial: Trial, decision: Decision, facts: Facts) -> bool:
         """Write a decision. Returns: True when the trial moved."""

@@ -125,6 +125,8 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
         # A new salt: the breaker keeps the canary of the old one out for good.
         row.salt = uuid.uuid4().hex
         row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
+        row.step_started_at = now  # what tripped the breaker is not judged again
+        row.evidence = {**row.evidence, "clock": {}}
     _start_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 

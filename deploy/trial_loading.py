@@ -72,9 +72,7 @@ async def load_everywhere(
             return LoadEvidence(invalid=_said(outcome, replicas)), facts
     for outcome in outcomes:
         if outcome.failed is not None:
-            failures += 1
-            facts["loading"] = {"failures": failures}
-            return LoadEvidence(away=_said(outcome, replicas), load_failures=failures), facts
+            return LoadEvidence(away=_said(outcome, replicas), load_failures=failures + 1), facts
     return LoadEvidence(live=True), facts
 
 

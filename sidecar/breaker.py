@@ -98,7 +98,6 @@ class Breaker:
             for cell in range(row + 1, row + ROW):
                 cells[cell] = 0.0
             cells[row] = tag
-        self._metrics.breaker_open.set(float(self.is_open))
 
     @property
     def is_open(self) -> bool:

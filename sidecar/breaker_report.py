@@ -116,9 +116,14 @@ class TripReader:
     """Obeys trips that the store tells of. A `StoreReader`, read after the routing table."""
 
     def __init__(
-        self, breaker: Breaker, current: Callable[[], RoutingTable], reporter: TripReporter
+        self,
+        breaker: Breaker,
+        current: Callable[[], RoutingTable],
+        reporter: TripReporter,
+        show: Callable[[float], None],
     ) -> None:
-        """current: the routing table that was read last."""
+        """current: the routing table that was read last. show: told 1 while its canary is out."""
+        self._show = show
         self._breaker = breaker
         self._current = current
         self._reporter = reporter
@@ -131,6 +136,7 @@ class TripReader:
         Raises: SQLAlchemyError."""
         now = self._current()
         if now.canary is None:
+            self._show(0.0)
             return
         found = connection.execute(
             select(_TRIPS.c.reason).where(
@@ -148,6 +154,7 @@ class TripReader:
         elif not self._breaker.is_out(now):
             self._breaker.open(now)
             log.warning("canary_taken_out_elsewhere", canary=now.canary, reason=found)
+        self._show(float(self._breaker.is_out(now)))
 
     def store_away(self, why: str) -> None:
         """The last trips stay."""

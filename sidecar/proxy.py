@@ -92,7 +92,12 @@ class Proxy:
         last_trip = self._reporter.recall()
         if last_trip is not None:
             self.breaker.recall(last_trip[0])
-        trips = TripReader(self.breaker, lambda: self.routing.table, self._reporter)
+        trips = TripReader(
+            self.breaker,
+            lambda: self.routing.table,
+            self._reporter,
+            self.metrics.breaker_open.set,
+        )
         self.routing = RoutingSource(
             settings.store.url,
             settings.serving.model,

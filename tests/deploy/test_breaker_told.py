@@ -44,7 +44,9 @@ def trip(world: World, name: str) -> None:
 def act(world: World, name: str, action: str) -> None:
     with world.database.write() as session:
         row = trials.trial_of(session, name)
-        getattr(transitions, action)(session, row, reason="by hand", now=1.0, actor="test")
+        getattr(transitions, action)(
+            session, row, reason="by hand", now=world.clock.now, actor="test"
+        )
 
 
 async def test_a_canary_that_the_breaker_took_out_is_rolled_back(world: World, name: str) -> None:
@@ -88,6 +90,26 @@ async def test_a_resume_gives_the_canary_its_traffic_under_a_new_salt(
     assert world.trial(name).weight_bp == 2_000
     assert world.table().canary == name
     assert world.table().salt not in ("", before)
+
+
+async def test_the_replies_that_tripped_the_breaker_are_not_judged_again_after_a_resume(
+    world: World, name: str
+) -> None:
+    act(world, name, "pause")
+    for number in range(8):
+        world.serve(f"c{number}", adapter="base", fallback_from=name)
+        world.serve(f"b{number}")
+    trip(world, name)
+    await tick(world)
+    world.clock.now += 60.0
+
+    with world.database.write() as session:
+        row = trials.trial_of(session, name)
+        transitions.resume(session, row, reason="mended", now=world.clock.now, actor="test")
+    await tick(world, 3)
+
+    assert world.trial(name).phase == "ramping"
+    assert world.trial(name).weight_bp == 2_000
 
 
 async def test_a_pause_and_resume_without_a_trip_keep_the_sessions_where_they_are(

@@ -86,8 +86,8 @@ def test_loading_waits_for_vllm_with_the_clock_stopped(rules: CanarySettings) ->
     assert decision == Hold(reason="waiting for vLLM: no reply", stops_clock=True)
 
 
-@pytest.mark.parametrize(("failures", "rejected"), [(4, False), (5, True)])
-def test_the_fifth_failed_load_rejects(
+@pytest.mark.parametrize(("failures", "rejected"), [(7, False), (8, True)])
+def test_the_eighth_failed_load_rejects(
     rules: CanarySettings, failures: int, rejected: bool
 ) -> None:
     evidence = LoadEvidence(away="500", load_failures=failures)

@@ -181,16 +181,33 @@ async def test_an_absent_vllm_is_waited_for(world: World) -> None:
     assert world.trial(name).phase == "gating"
 
 
-async def test_five_failed_loads_reject_also_over_restarts(world: World) -> None:
+async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> None:
     name = world.register(1)
-    world.control.fails_to_load = 5
+    world.control.fails_to_load = 8
 
-    await tick(world, 4)
-    assert world.trial(name).phase == "loading"
+    for failures in range(1, 8):
+        await tick(world, 3)  # the next try is not due: the waits double from 2 s
+        assert world.control.fails_to_load == 8 - failures
+        assert world.trial(name).phase == "loading"
+        world.clock.now += 2.0**failures
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert "5 times" in world.trial(name).reason
+    assert "8 times" in world.trial(name).reason
+
+
+async def test_a_vllm_that_fails_to_load_for_a_minute_costs_no_candidate(world: World) -> None:
+    name = world.register(1)
+    began = world.clock.now
+    world.control.fails_to_load = 1_000
+    await tick(world)
+    while world.trial(name).phase == "loading":
+        if world.clock.now - began >= 60.0:
+            world.control.fails_to_load = 0
+        await tick(world)
+        world.clock.now += 0.5
+
+    assert world.trial(name).phase == "gating"
 
 
 async def test_a_worse_candidate_is_rejected_by_the_gate(world: World) -> None:
