@@ -29,6 +29,7 @@ from demo.stack import MODEL, ROOT, Stack
 from demo.traffic import Traffic
 from ingest.judge import LiteLlmJudge
 from ingest.vllm import VllmSampler
+from sidecar.no_proxy import ask_loopback_directly
 from sidecar.records import BASE
 from sidecar.routing import upstream_model
 from sidecar.settings import load_settings
@@ -192,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
+    ask_loopback_directly(os.environ)  # all of the demo is on this machine
     # TERM must unwind like Ctrl-C does, so that everything that was started is stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = DEMO / "run"

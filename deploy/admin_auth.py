@@ -19,7 +19,7 @@ from fastapi import Depends, Request
 
 from deploy.admin_json import UnreadableError
 from deploy.errors import DeployError
-from sidecar.settings.safety import is_loopback
+from sidecar.settings.addresses import is_loopback
 
 LOCAL = "local"
 """The audit's name of a caller that showed no token because none is configured."""

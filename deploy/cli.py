@@ -7,6 +7,9 @@ rollback must not wait for libraries that it does not use.
 
 from __future__ import annotations
 
+import deploy.own_path  # noqa: F401 - before all others: it decides where they come from
+
+# isort: split
 import gc
 import sys
 import time

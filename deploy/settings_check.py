@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sqlalchemy import make_url
-
+from ingest.store.database import refuse_bad_arguments
 from learner.cron import read_cron
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
@@ -20,10 +19,7 @@ def checked_settings(config: Path | None) -> Settings:
     settings = load_settings(config)
     read_cron(settings.learner.cron)
     try:
-        make_url(settings.store.url).get_dialect().import_dbapi()
-    except ImportError as error:
-        raise SettingsError(
-            f"setting store.url: needs {error.name}, which is not installed; install it, or give "
-            "sqlite:///path/to/store.db"
-        ) from error
+        refuse_bad_arguments(settings.store.url)
+    except ValueError as error:
+        raise SettingsError(f"setting store.url: {error}") from None
     return settings

@@ -225,6 +225,7 @@ def _waiting_line(url: str, status: int | None, *, owned: bool) -> str:
 
 def _answer(url: str) -> int | None:
     try:
-        return httpx.get(url, timeout=2.0).status_code
+        # No proxy of the environment: it is meant for the web, not for this machine or its vLLM.
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code
     except httpx.HTTPError:
         return None

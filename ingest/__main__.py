@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from ingest.errors import StoreError
 from sidecar.errors import SettingsError, StateLockError
 from sidecar.logs import configure_logging
 from sidecar.readiness import tell_ready
@@ -29,7 +30,8 @@ log = structlog.get_logger()
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT.
 
-    Returns: 0 when told to stop, 1 when another one runs, 2 when the settings are wrong.
+    Returns: 0 when told to stop, 1 when another one runs or the store cannot be opened, 2 when the
+    settings are wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m ingest", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
@@ -41,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except StateLockError as error:
+    except (StateLockError, StoreError) as error:
         sys.stderr.write(f"sidecar ingest: {error}\n")
         return 1
 

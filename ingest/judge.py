@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ingest.errors import JudgeGarbledError, JudgeRefusalError, JudgeUnavailableError
-from ingest.judge_errors import explain, secrets_in, sort_error, storable
+from ingest.judge_errors import explain, sort_error, storable
 from ingest.ruler_reply import MAX_REPLY_CHARACTERS
+from sidecar.hiding import MIN_FREE_FORM, hidden_values, hide_values
+from sidecar.no_proxy import ask_loopback_directly
 from sidecar.settings import Judge as JudgeSettings
 
 MAX_COUNT = 2**31 - 1
@@ -58,6 +60,12 @@ class LiteLlmJudge:
 
     def __init__(self, settings: JudgeSettings) -> None:
         self._settings = settings
+        key = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
+        keys = [*key, *hidden_values(settings.params, free_form=False)]
+        self._keys = [one for one in keys if len(one) >= MIN_FREE_FORM]
+        """What a reply must not quote. A shorter one (`EMPTY`) may be a word of the reply."""
+        self._secrets = [*key, *hidden_values(settings.params)]
+        """What an error's text must not quote."""
         self._litellm: Any = None  # Any: LiteLLM's package ships no types that hold under strict
         self._loading = asyncio.Lock()
         self._takes_schema = False
@@ -90,7 +98,7 @@ class LiteLlmJudge:
         except Exception as error:  # noqa: BLE001 - whatever LiteLLM stumbles over
             raise sort_error(error, self._explain(error), now=time.time()) from None
         try:
-            return _reply(response, time.monotonic() - started)
+            return self._reply(response, time.monotonic() - started)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise JudgeGarbledError(self._explain(error)) from None
 
@@ -103,10 +111,16 @@ class LiteLlmJudge:
     async def _load(self) -> Any:
         async with self._loading:
             if self._litellm is None:
+                ask_loopback_directly(os.environ, *self._urls())
                 litellm = await asyncio.to_thread(_import_litellm)
                 self._takes_schema = bool(litellm.supports_response_schema(self.model))
                 self._litellm = litellm
         return self._litellm
+
+    def _urls(self) -> list[str]:
+        """Where LiteLLM is told to ask."""
+        named = (self._settings.params.get(name) for name in ("api_base", "base_url"))
+        return [url for url in (self._settings.api_base, *named) if isinstance(url, str)]
 
     def _request(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
@@ -131,11 +145,23 @@ class LiteLlmJudge:
             }
         return request
 
+    def _reply(self, response: Any, seconds: float) -> JudgeReply:  # Any: a LiteLLM ModelResponse
+        choices = response.choices
+        usage = getattr(response, "usage", None)
+        cost = response._hidden_params.get("response_cost")
+        text = (choices[0].message.content or "") if choices else ""
+        return JudgeReply(
+            # No text at all is a reply too: it is refused, retried and recorded like other rubbish.
+            # One character more than may be parsed, so that a longer one is still refused.
+            text=storable(hide_values(text[: MAX_REPLY_CHARACTERS + 1], self._keys)),
+            prompt_tokens=_count(getattr(usage, "prompt_tokens", None)),
+            completion_tokens=_count(getattr(usage, "completion_tokens", None)),
+            cost_usd=float(cost) if cost is not None and math.isfinite(cost) else None,
+            seconds=seconds,
+        )
+
     def _explain(self, error: Exception) -> str:
-        key = self._settings.api_key
-        secrets = [key.get_secret_value()] if key is not None else []
-        secrets += secrets_in(self._settings.params)
-        return explain(error, model=self.model, secrets=[secret for secret in secrets if secret])
+        return explain(error, model=self.model, secrets=self._secrets)
 
 
 def _import_litellm() -> Any:
@@ -146,22 +172,6 @@ def _import_litellm() -> Any:
     litellm.telemetry = False
     litellm.suppress_debug_info = True
     return litellm
-
-
-def _reply(response: Any, seconds: float) -> JudgeReply:  # Any: a LiteLLM ModelResponse
-    choices = response.choices
-    usage = getattr(response, "usage", None)
-    cost = response._hidden_params.get("response_cost")
-    text = (choices[0].message.content or "") if choices else ""
-    return JudgeReply(
-        # No text at all is a reply too: it is refused, retried and recorded like other rubbish.
-        # One character more than may be parsed, so that a longer one is still refused.
-        text=storable(text[: MAX_REPLY_CHARACTERS + 1]),
-        prompt_tokens=_count(getattr(usage, "prompt_tokens", None)),
-        completion_tokens=_count(getattr(usage, "completion_tokens", None)),
-        cost_usd=float(cost) if cost is not None and math.isfinite(cost) else None,
-        seconds=seconds,
-    )
 
 
 def _count(value: Any) -> int | None:  # Any: what the provider wrote

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any
 
 import httpx
 
@@ -21,6 +20,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from sidecar.hiding import HIDDEN, hide_in_text, hide_values
 
 ERROR_CHARACTERS = 300
 CHAIN_LENGTH = 16
@@ -28,10 +28,8 @@ CHAIN_LENGTH = 16
 LIMITED = frozenset({429, 529})
 TRY_AGAIN = frozenset({408, 409, 425})
 _KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
-_URL_PASSWORD = re.compile(r"(?<=://)[^\s/@]+@")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """A provider's error is shown on terminals, and must not drive them."""
-_SECRET_NAME = re.compile(r"(?i)key|token|secret|password|authorization|credential")
 
 
 def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailableError:
@@ -75,30 +73,21 @@ def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def explain(error: BaseException, *, model: str, secrets: list[str]) -> str:
-    """One line: which judge, and what LiteLLM and the provider say; no key in it, storable."""
-    said = str(error).split("Traceback (most recent call last)")[0]
+def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
+    """One line: which judge, and what LiteLLM and the provider say; no key in it, storable.
+
+    secrets: values that the text may quote; those that look like keys are hidden without it.
+    """
+    # Before and after the lines are joined: a key may have several.
+    said = hide_values(str(error).split("Traceback (most recent call last)")[0], secrets)
     said = _CONTROL.sub("?", storable(" ".join(said.split()))) or type(error).__name__
-    for secret in secrets:
-        said = said.replace(secret, "***")
-    said = _URL_PASSWORD.sub("***@", _KEY_LIKE.sub("***", said))
+    said = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(said, secrets)))
     return f"judge {model}: {said[:ERROR_CHARACTERS]}"
 
 
 def storable(text: str) -> str:
     """The text without what a store or a request cannot hold: lone surrogates and NUL."""
     return text.encode("utf-8", "replace").decode().replace("\x00", "")
-
-
-def secrets_in(params: Mapping[str, Any]) -> list[str]:
-    """The texts under names like `api_key` or `Authorization`, at any depth of `judge.params`."""
-    found: list[str] = []
-    for name, value in params.items():
-        if isinstance(value, Mapping):
-            found += secrets_in(value)
-        elif isinstance(value, str) and value and _SECRET_NAME.search(name):
-            found.append(value)
-    return sorted(found, key=len, reverse=True)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -82,8 +82,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.vllm_replicas import open_replicas
 
     serving = settings.serving
-    database = Database(settings.store.url)
     try:
+        database = Database(settings.store.url)
         await asyncio.to_thread(database.upgrade)
     except StoreError as error:
         log.error("store_not_ready", error=str(error))

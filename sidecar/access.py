@@ -44,7 +44,7 @@ from sidecar.metrics import Metrics
 from sidecar.relay.heads import AUTHORIZATION, X_API_KEY
 from sidecar.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
-from sidecar.settings.safety import is_loopback
+from sidecar.settings.addresses import is_loopback
 
 log = structlog.get_logger()
 ADAPTER = b"x-sidecar-adapter"

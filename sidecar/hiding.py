@@ -7,13 +7,18 @@ a free-form text parameter, is hidden as well: to show too little costs less tha
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "**********"
 """As pydantic shows a `SecretStr`."""
+MIN_KEY = 4
+MIN_FREE_FORM = 8
+MIN_PART = 16
+"""Characters of a value that is looked for: a key, another text, a part of either."""
 
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|authori[sz]ation|bearer|cookie|signature"
@@ -105,6 +110,49 @@ def hide_in_params(value: Any, name: str = "") -> Any:  # Any: JSON
     if isinstance(value, str):
         return hide_in_text(value) if name in _PLAIN_PARAMS else HIDDEN
     return value
+
+
+def hidden_values(
+    value: Any,  # Any: JSON
+    name: str = "",
+    *,
+    free_form: bool = True,
+) -> Iterator[str]:
+    """The texts that `hide_in_params` hides, to look for where somebody else quotes them.
+
+    name: of the parameter that holds the value. free_form: also those under names that say nothing.
+    Shorter ones than MIN_KEY, or MIN_FREE_FORM, are left out: they occur in every text.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            below = name if is_secret_name(name) else str(key)
+            yield from hidden_values(inner, below, free_form=free_form)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from hidden_values(inner, name, free_form=free_form)
+    elif is_secret_name(name):
+        if isinstance(value, str | int | float) and len(str(value)) >= MIN_KEY:
+            yield str(value)
+    elif not isinstance(value, str) or name in _PLAIN_PARAMS or not free_form:
+        return
+    elif len(value) >= MIN_FREE_FORM:
+        yield value
+
+
+def hide_values(text: str, values: Iterable[str]) -> str:
+    """Hide these values, also as JSON, Python or a URL writes them, and as parts of lines."""
+    forms = {form for value in values for form in _forms(value) if form.strip()}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return text
+
+
+def _forms(value: str) -> Iterator[str]:
+    yield from (value, value.strip(), " ".join(value.split()), json.dumps(value)[1:-1])
+    yield from (json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
+    yield from (quote(value, safe="", errors="replace"), quote_plus(value, errors="replace"))
+    # A key of several lines may be quoted in part.
+    yield from (part for part in value.split() if len(part) >= MIN_PART)
 
 
 def _hide_parameter(found: re.Match[str]) -> str:

@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
+from sidecar.no_proxy import ask_loopback_directly
 from sidecar.settings import Telemetry
 
 CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
@@ -79,6 +80,8 @@ def configure_tracing(
     telemetry: Telemetry, process: str, id_generator: IdGenerator | None = None
 ) -> Tracing:
     """Set up spans and OpenTelemetry metrics for this process, as far as they go anywhere."""
+    if telemetry.otlp_endpoint or telemetry.otlp_metrics_endpoint:
+        ask_loopback_directly(os.environ, telemetry.otlp_endpoint, telemetry.otlp_metrics_endpoint)
     resource = Resource.create({"service.name": "learning-sidecar", "service.instance.id": process})
     return Tracing(
         spans=_spans(telemetry, resource, id_generator),

@@ -9,6 +9,7 @@ of its own row, and not an error of every query that meets the row.
 from __future__ import annotations
 
 import sqlite3
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, Dialect, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import (
+    ArgumentError,
     DatabaseError,
     DataError,
     DBAPIError,
     IntegrityError,
     OperationalError,
     ProgrammingError,
+    SAWarning,
     SQLAlchemyError,
 )
 from sqlalchemy.orm import Session
@@ -48,12 +51,22 @@ class Database:
     """A store. Thread-safe; one per process."""
 
     def __init__(self, url: str) -> None:
+        """Raises: StoreError when the URL or its file cannot be opened."""
         self.url = url
-        parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite" and parsed.database:
-            _make_private(Path(parsed.database))
         self._shown_url = hide_in_url(url)
-        self._engine = _open(url)
+        try:
+            refuse_bad_arguments(url)
+            parsed = make_url(url)
+            if parsed.get_backend_name() == "sqlite" and parsed.database:
+                _make_private(Path(parsed.database))
+            self._engine = _open(url)
+        except OSError as error:
+            raise StoreError(
+                f"store {self._shown_url}: cannot be made or opened ({error.strerror}: "
+                f"{error.filename}); make its folder writable, or set store.url"
+            ) from error
+        except ValueError as error:
+            raise StoreError(f"store {self._shown_url}: {error}") from None
         self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
 
     @property
@@ -120,6 +133,49 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def refuse_bad_arguments(url: str) -> None:
+    """Read the URL's parameters as the engine does. Opens no file, asks no network.
+
+    Raises: ValueError, one line without a value of theirs, when the driver is missing or does not
+    take them.
+    """
+    # `from None`: SQLAlchemy's errors quote the URL, and with it a password.
+    try:
+        parsed = make_url(url)
+        kind = parsed.get_dialect()
+        driver = kind.import_dbapi()
+        dialect: Dialect = kind(dbapi=driver)  # type: ignore[call-arg]  # every dialect takes it
+    except ImportError as error:
+        raise ValueError(
+            f"needs {error.name}, which is not installed; install it, or give "
+            "sqlite:///path/to/store.db"
+        ) from None
+    except (ArgumentError, ValueError):
+        raise ValueError("is no database URL; give sqlite:///path/to/store.db") from None
+    if _are_taken(dialect, parsed):
+        return
+    alone = (name for name in parsed.query if not _are_taken(dialect, _with_only(parsed, name)))
+    culprit = next(alone, "")
+    what = f"parameter {culprit}" if culprit else "user, host, port or parameters"
+    raise ValueError(f"its {what} is not what {dialect.driver} takes; correct it or leave it out")
+
+
+def _with_only(url: URL, name: str) -> URL:
+    return url.set(query={name: url.query[name]})
+
+
+def _are_taken(dialect: Dialect, url: URL) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a parameter that would be left out without a word
+            arguments, named = dialect.create_connect_args(url)
+        if dialect.name == "sqlite" and dialect.driver == "pysqlite":
+            dialect.connect(*[":memory:" for _ in arguments], **{**named, "uri": False}).close()
+    except (ArgumentError, SAWarning, ValueError, TypeError, OverflowError):
+        return False
+    return True
 
 
 def _make_private(path: Path) -> None:
@@ -214,5 +270,6 @@ __all__ = [
     "decompress",
     "get_flag",
     "insert_into",
+    "refuse_bad_arguments",
     "set_flag",
 ]

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from sidecar.settings.kinds import MAX_PORT, base_url, bus_path
+from sidecar.settings.addresses import (
+    addresses,
+    is_every_address,
+    is_loopback,
+    share_an_address,
+)
+from sidecar.settings.kinds import MAX_PORT, bus_path
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Proxy, Settings
@@ -26,6 +32,8 @@ MAX_UNIX_PATH = 100
 """Bytes of a unix socket's path: Linux takes 107, macOS 103."""
 JUDGE_OWN = frozenset({"model", "messages", "timeout", "num_retries", "caching", "response_format"})
 """Parameters of a judge call that the sidecar sets itself."""
+MAX_PARAMS_DEPTH = 32
+"""Tables and lists in each other. Python cannot walk through a thousand."""
 
 
 def problems(settings: Settings) -> Iterator[Problem]:
@@ -58,10 +66,12 @@ def _upstreams(settings: Settings) -> Iterator[Problem]:
 
 
 def _same_place(url: str, host: str, port: int) -> bool:
-    theirs, ours = urlsplit(url), urlsplit(base_url(host, port))
-    local = {"127.0.0.1", "::1", "localhost", "0.0.0.0"}
-    same_host = theirs.hostname == ours.hostname or {theirs.hostname, ours.hostname} <= local
-    return bool(port) and same_host and theirs.port == port
+    parts = urlsplit(url)
+    theirs = parts.hostname or ""
+    same_host = theirs == host.lower() or not addresses(theirs).isdisjoint(addresses(host))
+    both_here = all(is_loopback(one) or is_every_address(one) for one in (theirs, host))
+    their_port = parts.port or (443 if parts.scheme == "https" else 80)
+    return their_port == port and (same_host or both_here)
 
 
 def _engine(settings: Settings) -> Iterator[Problem]:
@@ -74,9 +84,7 @@ def _engine(settings: Settings) -> Iterator[Problem]:
 
 def _listeners(settings: Settings) -> Iterator[Problem]:
     proxy, admin = settings.proxy, settings.admin
-    wildcard = {"0.0.0.0", "::"}
-    overlap = proxy.host == admin.host or wildcard & {proxy.host, admin.host}
-    if proxy.port and proxy.port == admin.port and overlap:
+    if proxy.port and proxy.port == admin.port and share_an_address(proxy.host, admin.host):
         yield (
             ("admin", "port"),
             f"is {admin.port}, as proxy.port; the two listen apart, so give each its own",
@@ -85,6 +93,9 @@ def _listeners(settings: Settings) -> Iterator[Problem]:
 
 def _judge(settings: Settings) -> Iterator[Problem]:
     key, params = ("judge", "params"), settings.judge.params
+    if _deeper_than(MAX_PARAMS_DEPTH, params):
+        yield key, f"nests deeper than {MAX_PARAMS_DEPTH} levels; give a flatter table"
+        return
     try:
         json.dumps(params, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
@@ -96,6 +107,13 @@ def _judge(settings: Settings) -> Iterator[Problem]:
         yield key, f"holds {own[0]}, which the sidecar sets itself; leave it out"
     if _asks_for_stream(params):
         yield key, "holds stream; the judge's reply is read whole, so leave it out"
+
+
+def _deeper_than(levels: int, value: Any) -> bool:  # Any: JSON
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper_than(levels - 1, one) for one in inner)
 
 
 def _asks_for_stream(params: dict[str, Any]) -> bool:
@@ -156,6 +174,11 @@ def _store(url: str) -> Iterator[Problem]:
         path = rest.partition("?")[0].removeprefix("/")
         if not rest.startswith("/") or not path or path == ":memory:":
             yield key, "names no file; processes share it, so give sqlite:///path/to/store.db"
+        elif path.startswith("file:"):
+            yield (
+                key,
+                "names a URI, not a path; leave out file: and give sqlite:///path/to/store.db",
+            )
         return
     if not colon:
         yield key, "is no database URL; give sqlite:///path/to/store.db"
@@ -221,5 +244,5 @@ def _file_in_the_way(folder: Path) -> Path | None:
 def _store_file(url: str) -> Path | None:
     scheme, _, rest = url.partition("://")
     path = rest.partition("?")[0].removeprefix("/")
-    is_file = scheme.partition("+")[0] == "sqlite" and path and not path.startswith((":", "file:"))
+    is_file = scheme.partition("+")[0] == "sqlite" and path and not path.startswith(":")
     return Path(path) if is_file else None

@@ -9,10 +9,11 @@ import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, GetCoreSchemaHandler, SecretStr
+from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
 BUS_SCHEME = "sqlite:///"
@@ -212,6 +213,13 @@ def _word(text: str) -> str:
     return text
 
 
+def _no_empty_path(value: object) -> object:
+    """`Path("")` would be the working folder, which nobody asked for."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("is empty; give a folder (. is the working folder)")
+    return value
+
+
 def _device(text: str) -> str:
     if not _DEVICE.fullmatch(text):
         raise ValueError("is no torch device; give one such as cpu, cuda or cuda:0")
@@ -247,6 +255,7 @@ Line = Annotated[str, AfterValidator(_line)]
 Name = Annotated[str, AfterValidator(_name)]
 Text = Annotated[str, AfterValidator(_text)]
 Word = Annotated[str, AfterValidator(_word)]
+Folder = Annotated[Path, BeforeValidator(_no_empty_path)]
 Device = Annotated[str, AfterValidator(_device)]
 Digest = Annotated[str, AfterValidator(_digest)]
 Key = Annotated[SecretStr, AfterValidator(_key)]

@@ -11,6 +11,7 @@ from sidecar.settings.kinds import (
     Between,
     Count,
     Device,
+    Folder,
     Interval,
     Key,
     Line,
@@ -134,7 +135,7 @@ class Learner(Section):
     """Mean |recorded - recomputed| log-probability in nats over which an answer or a group is left
     out, and over which a run refuses to train. Measured on a bf16 server: 0.03 to 0.05 with the
     right adapter, which is rounding, and 0.13 with its parent in its place."""
-    adapters_dir: Path = Path(".sidecar/adapters")
+    adapters_dir: Folder = Path(".sidecar/adapters")
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
     """Torch threads; 0 takes what the machine has."""
     seed: Annotated[int, Between(0, 2**63 - 1, "torch takes no other")] = 0

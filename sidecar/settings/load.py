@@ -1,18 +1,20 @@
 """Read the settings: one TOML file, each value overridable from the environment.
 
-`SIDECAR_<SECTION>__<KEY>` wins over the file, the file over the defaults. Unknown keys are refused
-with the nearest known name, in the file and in the environment. A message is one line that names
-the key as it was written, and quotes no value that may be a secret.
+`SIDECAR_<SECTION>__<KEY>` wins over the file, the file over the defaults; a table is JSON there.
+The names of variables are read in any case. Unknown keys are refused with the nearest known name,
+in the file and in the environment. A message is one line that names the key as it was written, and
+quotes no value that may be a secret.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError as UnreadableSettingError
@@ -45,6 +47,11 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     except UnreadableSettingError as error:  # a list or a mapping that is not JSON
         # `from None`, here and below: pydantic's own errors quote values, and with them secrets.
         raise SettingsError(f"environment: {error}; lists and mappings are JSON there") from None
+    except RecursionError:
+        raise SettingsError(
+            f"environment variable {_shown(_too_deep(os.environ))}: lists in lists, too deep to "
+            "be read; give a flat value"
+        ) from None
     for key, what in problems(settings):
         raise SettingsError(f"setting {_written(key)} {what}")
     refuse_unsafe(settings)
@@ -117,21 +124,65 @@ def _nearest(where: list[str]) -> str:
 
 
 def _refuse_unknown_env(env: Mapping[str, str]) -> None:
+    seen: dict[str, str] = {}
     for name in env:
-        if not name.startswith(ENV_PREFIX) or name.startswith(f"{ENV_PREFIX}TEST_"):
+        upper = name.upper()
+        if not upper.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
             continue
-        if name in NOT_SETTINGS:
+        if upper.startswith(f"{ENV_PREFIX}TEST_"):
             continue
-        where = name.removeprefix(ENV_PREFIX).lower().split("__")
-        if where[0] not in _known(None):
+        shown = _shown(name)
+        if upper in NOT_SETTINGS:
+            raise SettingsError(f"unknown environment variable {shown}; did you mean {upper}?")
+        if upper in seen:
             raise SettingsError(
-                f"unknown environment variable {_shown(name)}; {_nearest(where[:1])}"
+                f"environment variables {_shown(seen[upper])} and {shown} are one setting; "
+                "unset one of them"
             )
-        # Deeper than two levels is a free-form mapping (engine.env, judge.params).
-        if len(where) >= 2 and where[1] not in _known(where[0]):
-            raise SettingsError(
-                f"unknown environment variable {_shown(name)}; {_nearest(where[:2])}"
-            )
+        seen[upper] = name
+        _refuse_unknown_name(shown, name[len(ENV_PREFIX) :].split("__"))
+
+
+def _refuse_unknown_name(shown: str, written: Sequence[str]) -> None:
+    """written: the parts of the variable's name, without the prefix."""
+    where = [part.lower() for part in written]
+    for length in (1, 2):
+        section = where[0] if length == 2 else None
+        if len(where) >= length and where[length - 1] not in _known(section):
+            raise SettingsError(f"unknown environment variable {shown}; {_nearest(where[:length])}")
+    if len(where) <= 2:
+        return
+    table = f"{ENV_PREFIX}{where[0]}__{where[1]}".upper()
+    if not _is_table(where[0], where[1]):
+        raise SettingsError(f"unknown environment variable {shown}; did you mean {table}?")
+    # Letter case and type of such a value would be guesses: TEMPERATURE=0.2 became the text "0.2",
+    # CUDA_VISIBLE_DEVICES became cuda_visible_devices.
+    inner = _shown(json.dumps("__".join(written[2:])))
+    raise SettingsError(
+        f"environment variable {shown} goes into the table {where[0]}.{where[1]}, which is one "
+        f"JSON value in the environment; give {table}='{{{inner}: ...}}'"
+    )
+
+
+def _is_table(section: str, key: str) -> bool:
+    model = Settings.model_fields[section].annotation
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return False
+    kind = model.model_fields[key].annotation
+    return any(get_origin(one) in (dict, Mapping) for one in (kind, *get_args(kind)))
+
+
+def _too_deep(env: Mapping[str, str]) -> str:
+    """The variable whose JSON nests too deep for Python."""
+    for name, value in env.items():
+        if name.upper().startswith(ENV_PREFIX):
+            try:
+                json.loads(value)
+            except RecursionError:
+                return name
+            except ValueError:  # a text, no JSON
+                continue
+    return f"{ENV_PREFIX}..."
 
 
 def with_workers(settings: Settings, count: int) -> Settings:

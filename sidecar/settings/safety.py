@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING
 
 from sidecar.errors import SettingsError
+from sidecar.settings.addresses import is_loopback
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Settings
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def refuse_unsafe(settings: Settings) -> None:

@@ -19,6 +19,7 @@ from sidecar.settings.kinds import (
     Bytes,
     Count,
     Digest,
+    Folder,
     Host,
     Interval,
     Key,
@@ -208,7 +209,7 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    state_dir: Path = Path(".sidecar")
+    state_dir: Folder = Path(".sidecar")
     """The proxy's socket, the limits' file and the logs of `sidecar up`."""
     serving: Serving = Serving()
     engine: Engine = Engine()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +17,13 @@ import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import httpx
 import pytest
 from pydantic import BaseModel
 
+from deploy.own_path import without_working_folder
 from ingest.store.database import Database, set_flag
 from learner.schedule import REQUESTED_FLAG
 from sidecar.settings import Settings
@@ -46,6 +48,21 @@ class Vllm(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """A proxy of the environment, which is asked for nothing."""
+
+    asked: ClassVar[list[str]] = []
+
+    def _record(self) -> None:
+        self.asked.append(self.requestline)
+        self.send_error(502)
+
+    do_GET = do_POST = do_CONNECT = _record
 
     def log_message(self, *_: object) -> None:
         return None
@@ -215,6 +232,64 @@ def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
     assert up.ended() == 0
     assert not note.exists(), note.read_text()
     assert "process_died" not in up.text
+
+
+def test_an_empty_entry_of_the_python_path_runs_nothing_of_a_users_in_the_command(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm)
+    note = hide_modules(tmp_path)
+    shutil.rmtree(tmp_path / "deploy")  # Python takes this one before any code of ours runs
+
+    up = run("config", "check", PYTHONPATH=f":{ROOT}:")
+
+    assert up.ended() == 0
+    assert up.lines == ["settings are sound"]
+    assert not note.exists(), note.read_text()
+
+
+@pytest.mark.parametrize(
+    ("python_path", "own", "left"),
+    [
+        (":/x", "/our", ["/bin", "/x", "/lib"]),
+        ("/x:", "/our", ["/bin", "/x", "/lib"]),
+        ("/x", "/our", ["/bin", "/here", "/x", "", "/lib"]),
+        ("", "/our", ["/bin", "/here", "/x", "", "/lib"]),
+        (":/x:/here", "/our", ["/bin", "/here", "/x", "", "/lib"]),
+        (":.", "/our", ["/bin", "/here", "/x", "", "/lib"]),
+        (":/x", "/here", ["/bin", "/here", "/x", "", "/lib"]),
+    ],
+)
+def test_the_working_folder_stays_on_the_path_only_where_it_was_named(
+    python_path: str, own: str, left: list[str]
+) -> None:
+    path = ["/bin", "/here", "/x", "", "/lib"]
+
+    assert without_working_folder(path, python_path, "/here", own) == left
+
+
+def test_no_request_to_this_machine_goes_through_the_environments_proxy(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm, telemetry={"otlp_endpoint": f"{vllm}/v1/traces"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as recorder:
+        thread = threading.Thread(target=recorder.serve_forever)
+        thread.start()
+        try:
+            proxy = f"http://127.0.0.1:{recorder.server_port}"
+            named = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+            nobody = {"NO_PROXY": "", "no_proxy": ""}
+            up = run("up", **dict.fromkeys(named, proxy), **nobody)
+            ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 ")
+            httpx.get(f"{ready[1]}/v1/models", trust_env=False)
+            up.process.send_signal(signal.SIGTERM)
+            code = up.ended()
+        finally:
+            recorder.shutdown()
+            thread.join()
+
+    assert code == 0
+    assert Recorder.asked == []
 
 
 def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ingest.errors import JudgeUnavailableError
+from sidecar.hiding import HIDDEN
 
 MESSAGES = [{"role": "user", "content": "what?"}]
 SCHEMA = {"type": "object", "properties": {"scores": {"type": "array"}}}
@@ -61,6 +62,23 @@ async def test_no_error_is_retried_or_lets_the_key_out(judge_kit: Any, status: i
     assert "sk-other-9" not in told
     assert "judge openai/local-judge: " in str(raised.value)
     assert "is no good" in str(raised.value)
+
+
+@pytest.mark.parametrize("reply", ["error", "text"])
+async def test_a_key_given_in_the_parameters_is_in_no_text(judge_kit: Any, reply: str) -> None:
+    key = "hush-gateway-1"
+    error, text = (400, failure(f"wrong {key}")), (200, judge_kit.completion(f"it is {key}"))
+    server = judge_kit.serve(error if reply == "error" else text)
+    judge = judge_kit.litellm_judge(server.url, params={"extra_headers": {"X-Api-Key": key}})
+    if reply == "error":
+        with pytest.raises(JudgeUnavailableError) as raised:
+            await judge.complete(MESSAGES, SCHEMA)
+        told = "".join(traceback.format_exception(raised.value))
+    else:
+        told = (await judge.complete(MESSAGES, SCHEMA)).text
+    assert server.headers[0]["x-api-key"] == key
+    assert key not in told
+    assert HIDDEN in told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.judge_errors import explain, retry_after_s, secrets_in
+from ingest.judge_errors import explain, retry_after_s
+from sidecar.hiding import HIDDEN, hidden_values
 
 MESSAGES = [{"role": "user", "content": "what?"}]
 MODELS = [
@@ -119,8 +120,43 @@ def test_the_text_is_one_line_without_secrets_and_can_be_stored() -> None:
         "hush-1 hush-2 sk-abc at https://me:pw@host/v1\n\x1b[31mred\ud800\x00"
         "\nTraceback (most recent call last): more"
     )
-    text = explain(error, model="m", secrets=secrets_in(params))
-    assert text == "judge m: *** *** *** at https://***@host/v1 ?[31mred?"
+    text = explain(error, model="m", secrets=list(hidden_values(params)))
+    shown = f"{HIDDEN} {HIDDEN} {HIDDEN} at https://{HIDDEN}@host/v1 ?[31mred?"
+    assert text == f"judge m: {shown}"
+
+
+PEM = (
+    "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQEF\nAASCBKcwggSjAgEAAoIBAQ\n-----END KEY-----\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "quoted"),
+    [
+        ({"fallbacks": [{"api_key": "hush-in-a-list"}]}, "no key hush-in-a-list here"),
+        ({"vertex_credentials": PEM}, f"cannot read {PEM} as JSON"),
+        ({"vertex_credentials": PEM}, f"cannot read {PEM!r} as JSON"),
+        ({"vertex_credentials": PEM}, "line 2: MIIEvQIBADANBgkqhkiG9w0BAQEF is odd"),
+        ({"credentials": {"inner": "hush-below"}}, "hush-below"),
+        ({"user": "hush-free-form"}, "user hush-free-form is unknown"),
+        ({"extra_query": {"code": "hush/with space"}}, "GET /v1?code=hush%2Fwith+space failed"),
+        ({"extra_body": {"pin_token": 12345678}}, "bad pin 12345678"),
+        ({}, "request had x-goog-api-key: hush-unknown-1"),
+        ({}, "{'password': 'hush-unknown-2'}"),
+    ],
+)
+def test_an_error_quotes_nothing_that_judge_params_hide(params: Any, quoted: str) -> None:
+    text = explain(ValueError(quoted), model="m", secrets=list(hidden_values(params)))
+
+    assert HIDDEN in text
+    for piece in ("hush", "MIIEvQ", "AASCBK", "12345678"):
+        assert piece not in text
+
+
+def test_what_a_text_must_not_quote_is_no_word_of_every_day() -> None:
+    params = {"temperature": 0.2, "reasoning_effort": "a-long-effort", "user": "me", "api_key": "x"}
+
+    assert list(hidden_values(params)) == []
 
 
 def test_a_long_text_is_cut() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.errors import SettingsError
 from sidecar.settings import load_settings
-from sidecar.settings.safety import is_loopback
+from sidecar.settings.addresses import is_loopback
 
 
 def write(folder: Path, text: str) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import socket
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -225,6 +226,45 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ('[admin]\nhost = ""', "setting admin.host: is empty; 127.0.0.1 is this machine"),
         ("[admin]\nport = 99999", "setting admin.port: 99999 is out of range; give 0 to 65535"),
         ("[admin]\nport = 8080", "setting admin.port is 8080, as proxy.port"),
+        (
+            '[proxy]\nhost = "localhost"\n[admin]\nport = 8080',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[proxy]\nhost = "::1"\n[admin]\nport = 8080\nhost = "0:0:0:0:0:0:0:1"',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[admin]\nport = 8080\nhost = "::ffff:127.0.0.1"',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[proxy]\nhost = "0:0:0:0:0:0:0:0"\nallow_remote_without_keys = true\n'
+            '[admin]\nport = 8080\nhost = "127.0.0.2"',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[serving]\nupstreams = ["http://[0:0::1]:8081"]',
+            "names the sidecar's own admin.host",
+        ),
+        ('[learner]\nadapters_dir = " "', "setting learner.adapters_dir: is empty; give a folder"),
+        (
+            "[judge]\nparams = " + "{a = " * 33 + "1" + "}" * 33,
+            "setting judge.params nests deeper than 32 levels",
+        ),
+        *(
+            (
+                f'[store]\nurl = "sqlite:////tmp/s.db?{name}={SECRET}"',
+                f"setting store.url: its parameter {name} is not what pysqlite takes",
+            )
+            for name in ("timeout", "check_same_thread", "cached_statements", "detect_types")
+        ),
+        (
+            '[store]\nurl = "sqlite:////tmp/s.db?timeout=9&cached_statements=1' + "0" * 30 + '"',
+            "setting store.url: its parameter cached_statements is not what pysqlite takes",
+        ),
+        ('[store]\nurl = "sqlite:////tmp/s.db?mode=ro"', "its parameter mode is not what"),
+        ('[store]\nurl = "sqlite:///file:/tmp/s.db?uri=true"', "names a URI, not a path"),
         ('[admin]\nport = "x"', "setting admin.port: Input should be a valid integer"),
         (f'[admin]\ntokens = ["{SECRET}"]', "setting admin.tokens: is no SHA-256 digest"),
         ("[serving]\nupstreams = []", "setting serving.upstreams is empty; name at least one"),
@@ -346,6 +386,29 @@ def test_a_state_dir_that_is_a_file_or_too_long_for_its_sockets_is_refused(tmp_p
         ("SIDECAR_SERVING__API_KEY", f"{SECRET}\n", "setting SIDECAR_SERVING__API_KEY: holds a sp"),
         ("SIDECAR_PROXY__PORT", "eighty", "setting SIDECAR_PROXY__PORT: Input should be a valid"),
         ("SIDECAR_STATE_DIR", "/etc/passwd", "setting SIDECAR_STATE_DIR must be a folder"),
+        ("SIDECAR_STATE_DIR", "", "setting SIDECAR_STATE_DIR: is empty; give a folder"),
+        (
+            "SIDECAR_JUDGE__PARAMS__TEMPERATURE",
+            SECRET,
+            "environment variable SIDECAR_JUDGE__PARAMS__TEMPERATURE goes into the table "
+            "judge.params, which is one JSON value in the environment; give "
+            "SIDECAR_JUDGE__PARAMS='{\"TEMPERATURE\": ...}'",
+        ),
+        (
+            "sidecar_engine__env__CUDA__x",
+            SECRET,
+            "goes into the table engine.env, which is one JSON value in the environment; give "
+            "SIDECAR_ENGINE__ENV='{\"CUDA__x\": ...}'",
+        ),
+        ("SIDECAR_SERVING__SAMPLING_DEFAULTS__TOP_P", "1", "give SIDECAR_SERVING__SAMPLING_DEFA"),
+        ("SIDECAR_CAPTURE__PROJECTS__A", "1", "give SIDECAR_CAPTURE__PROJECTS='{\"A\": ...}'"),
+        ("SIDECAR_LEARNER__STEPS__X", "3", "did you mean SIDECAR_LEARNER__STEPS?"),
+        ("SIDECAR_STATE_DIR__X", "3", "unknown environment variable SIDECAR_STATE_DIR__X; "),
+        ("sidecar_lerner__steps", SECRET, "variable sidecar_lerner__steps; did you mean learner?"),
+        ("Sidecar_learner__Step", SECRET, "Sidecar_learner__Step; did you mean learner.steps?"),
+        ("sidecar_admin_token", SECRET, "sidecar_admin_token; did you mean SIDECAR_ADMIN_TOKEN?"),
+        ("SIDECAR_JUDGE__PARAMS", "[" * 100_000, "environment variable SIDECAR_JUDGE__PARAMS: lis"),
+        ("SIDECAR_JUDGE__PARAMS", '{"a":' * 900 + "1" + "}" * 900, "SIDECAR_JUDGE__PARAMS"),
     ],
 )
 def test_the_environment_goes_through_the_same_checks_and_is_named_as_it_was_written(
@@ -358,6 +421,47 @@ def test_the_environment_goes_through_the_same_checks_and_is_named_as_it_was_wri
 
     assert message in str(caught.value)
     assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_in_the_environment_keeps_its_names_and_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_JUDGE__PARAMS", '{"temperature": 0.2, "seed": 7}')
+    monkeypatch.setenv("sidecar_engine__env", '{"CUDA_VISIBLE_DEVICES": "0"}')
+
+    settings = load_settings(write(tmp_path, "[judge.params]\nmax_tokens = 9\n"))
+
+    assert settings.judge.params == {"temperature": 0.2, "seed": 7, "max_tokens": 9}
+    assert settings.engine.env == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_one_setting_in_two_variables_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_LEARNER__STEPS", "3")
+    monkeypatch.setenv("sidecar_learner__steps", "4")
+
+    with pytest.raises(SettingsError, match="are one setting; unset one of them"):
+        load_settings(write(tmp_path, ""))
+
+
+def test_two_listeners_with_addresses_of_their_own_may_have_one_port(tmp_path: Path) -> None:
+    for one, other in (("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "::1")):
+        path = write(tmp_path, f'[proxy]\nhost = "{one}"\n[admin]\nhost = "{other}"\nport = 8080\n')
+        assert load_settings(path).admin.port == 8080
+
+
+def test_names_that_resolve_to_one_address_may_not(tmp_path: Path) -> None:
+    name = socket.gethostname()
+    address = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    hosts = f'[proxy]\nhost = "{name}"\nallow_remote_without_keys = true\n[admin]\nport = 8080\n'
+    digest = "0" * 64
+
+    why = why_refused(write(tmp_path, f'{hosts}host = "{address}"\ntokens = ["{digest}"]\n'))
+
+    assert why is not None
+    assert why.startswith("setting admin.port is 8080, as proxy.port")
 
 
 def test_an_empty_key_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +488,7 @@ def test_what_is_asked_for_often_is_taken(tmp_path: Path) -> None:
             '[serving]\nupstreams = ["http://[::1]:8000", "https://gpu_1.lan/vllm/"]\n'
             '[admin]\nhost = "::1"\n[canary]\nsteps = [100, 500, 10000]\nstep_min_s = 0\n'
             "gate_margin = -0.05\n[proxy]\nport = 0\ndrain_timeout_s = 0\n"
-            f'[judge.params]\ntemperature = 0\n[store]\nurl = "sqlite:///{tmp_path}/a b.db?x=1"\n',
+            f'[judge.params]\ntemperature = 0\n[store]\nurl = "sqlite:///{tmp_path}/a b.db"\n',
         )
     )
 
