@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import httpx
 
-from deploy.leash import leash
 from sidecar.children import own_python
+from sidecar.leash import leash
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"

@@ -1,7 +1,7 @@
 """One process under `sidecar up`: start it, hear that it works, see it die, start it again.
 
 It has a log of its own, and a process group, so that Ctrl-C on the terminal does not reach it.
-Should the supervisor be killed, the kernel ends it (`deploy.leash`).
+Should the supervisor be killed, the kernel ends it (`sidecar.leash`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import IO
 
 import structlog
 
-from deploy.leash import leash
 from deploy.processes import RESTARTS, ProcessSpec, describe_exit, is_hopeless
 from sidecar.backoff import STEADY_S
 from sidecar.children import own_environment
+from sidecar.leash import leash
 from sidecar.readiness import VARIABLE as READY_VARIABLE
 from sidecar.readiness import read_ready
 

@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
             database.upgrade()
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
-                return run_once(settings, database, run_id=run_id, clock=time.time)
+                return run_once(
+                    settings, database, run_id=run_id, clock=time.time, stopping=stopping
+                )
             with only_one(settings.state_dir, "learn"):
                 return run_schedule(
                     settings, database, args.config, clock=time.time, stopping=stopping

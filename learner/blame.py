@@ -3,8 +3,9 @@
 A trainer names the group that fails, or was computing one when it was killed: that one is blamed,
 and dropped at the second time. When nothing is named, every group of the run is suspected; if some
 were suspected before, those alone. Later runs take the suspects in halves (`learner.retry`), until
-one is blamed by itself. Faults of the environment (memory, disk, device, store, base, parent) count
-against no group.
+one is blamed by itself. Groups that do not fit into memory are blamed together when they are most
+of a run, because somebody else may use the memory. Faults of the environment (disk, device, store,
+base, parent, memory for the base) count against no group.
 
 Functions work in the caller's write transaction.
 """
@@ -33,15 +34,15 @@ ATTEMPTS = 2
 ATTEMPTS_TOGETHER = 10
 """... that was blamed with others. Halving 64 suspects down to one takes seven."""
 ENVIRONMENT = (OSError, MemoryError, DeviceError, IncompleteAdapterError, RunStoppedError)
-"""Errors that no group causes; StoreError, ParentError and OutOfMemoryError are among them."""
+"""Errors that no group causes, unless they name some; StoreError and ParentError are among them."""
 
 
 def blame_for_error(session: Session, run_id: str, error: BaseException) -> Mapping[str, Fault]:
     """The groups of a run that may be the cause of its error."""
-    if isinstance(error, ENVIRONMENT) or not isinstance(error, Exception):
-        return {}
     if isinstance(error, FaultyGroupsError) and error.faults:
         return error.faults
+    if isinstance(error, ENVIRONMENT) or not isinstance(error, Exception):
+        return {}
     return _suspects(session, run_id, f"{type(error).__name__}: {error}")
 
 

@@ -77,7 +77,7 @@ def check_groups(policy: Policy, job: TrainingJob) -> Checked:
     """Compare every group with what the adapter that sampled it gives.
 
     Raises: DriftError, FaultyGroupsError or OutOfMemoryError when more than half of the groups
-        fail, or all groups together drift; RunStoppedError between packs.
+        fail, none fits into memory, or all together drift; RunStoppedError between packs.
     """
     found: dict[str, _Sound | Fault] = {}
     for name in dict.fromkeys(group.adapter for group in job.groups):
@@ -133,20 +133,26 @@ def log_faults(faults: Mapping[str, Fault]) -> None:
 def refuse_most(faults: Mapping[str, Fault], groups: int) -> None:
     """Refuse the run when more than half of its groups fail: the cause may lie outside them.
 
-    faults: of all `groups`. Groups whose sampler is gone do not count: that is known of each.
-    Raises: OutOfMemoryError, DriftError, NonFiniteError, FaultyGroupsError, by the usual reason.
+    faults: of all `groups`. Counted are groups that were computed. Those whose sampler is gone, or
+        that do not fit into memory, say nothing about the others, which are trained on.
+    Raises: DriftError, NonFiniteError, FaultyGroupsError, by the usual reason; OutOfMemoryError
+        when no group fits.
     """
-    counted = {group_id: f for group_id, f in faults.items() if f.reason != UNCHECKED}
+    counted = {g: f for g, f in faults.items() if f.reason not in (UNCHECKED, OUT_OF_MEMORY)}
     total = groups - (len(faults) - len(counted))
+    too_large = {g: f for g, f in faults.items() if f.reason == OUT_OF_MEMORY}
+    if too_large and not total:
+        raise OutOfMemoryError(
+            f"{len(too_large)} of {len(too_large)} groups do not fit into memory: "
+            f"{next(iter(too_large.values())).text}; lower learner.pack_tokens, or free memory on "
+            "learner.device",
+            too_large,
+        )
     if 2 * len(counted) <= total:
         return
     reason, _ = Counter(fault.reason for fault in counted.values()).most_common(1)[0]
     text = next(fault.text for fault in counted.values() if fault.reason == reason)
     message = f"{len(counted)} of {total} groups fail, most with {reason}: {text}; "
-    if reason == OUT_OF_MEMORY:
-        raise OutOfMemoryError(
-            f"{message}lower learner.pack_tokens, or free memory on learner.device"
-        )
     if reason == DRIFT:
         raise DriftError(f"{message}{_DRIFT_ADVICE}", counted)
     if reason == NON_FINITE:

@@ -5,11 +5,11 @@ LearnerError
 ├── NothingToLearnError (LookupError)   no usable group: the run is skipped, with counts by reason
 ├── FaultyGroupsError                   most groups of a run fail: the cause may lie outside them
 │   ├── DriftError (ValueError)         recorded and recomputed log-probabilities disagree
-│   └── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
+│   ├── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
+│   └── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
 │   └── AlteredParentError              its folder is not the one that was registered: refuse
 ├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
-├── OutOfMemoryError (MemoryError)      the machine or the GPU has too little memory for the run
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
@@ -54,6 +54,10 @@ class NonFiniteError(FaultyGroupsError, ArithmeticError):
     """A loss, gradient or weight became NaN or infinite; nothing is written or registered."""
 
 
+class OutOfMemoryError(FaultyGroupsError, MemoryError):
+    """No group of the run fits into memory, or not even the base; then no group is named."""
+
+
 class ParentError(LearnerError, OSError):
     """The base model or the parent adapter is missing, unreadable or of another shape."""
 
@@ -64,10 +68,6 @@ class AlteredParentError(ParentError):
 
 class DeviceError(LearnerError, ValueError):
     """The device of the settings does not exist on this machine, or cannot compute."""
-
-
-class OutOfMemoryError(LearnerError, MemoryError):
-    """The base, or most groups, do not fit into memory; the groups are not at fault."""
 
 
 class IncompleteAdapterError(LearnerError, ValueError):

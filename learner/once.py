@@ -21,14 +21,19 @@ LOOK_AGAIN_S = 1.0
 
 
 def run_once(
-    settings: Settings, database: Database, *, run_id: str, clock: Callable[[], float]
+    settings: Settings,
+    database: Database,
+    *,
+    run_id: str,
+    clock: Callable[[], float],
+    stopping: threading.Event,
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn.
 
     TERM and INT end the run at the next pack; its groups go back.
+    stopping: set when such a signal came before this call.
     """
     run = Run(settings, database, _torch_trainer, run_id=run_id, clock=clock)
-    stopping = threading.Event()
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         stopping.set()
@@ -36,6 +41,8 @@ def run_once(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    if stopping.is_set():
+        run.stop()
     try:
         candidate = start_when_free(run.start, wait=stopping.wait)
     except NothingToLearnError as error:

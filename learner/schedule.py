@@ -32,6 +32,7 @@ from learner.runs import abandon, find_parent
 from learner.schedule_rule import Decision, Situation, decide, hold_s
 from learner.source import count_fresh
 from sidecar.children import own_environment, own_python
+from sidecar.leash import leash
 from sidecar.readiness import tell_ready
 from sidecar.settings import Settings
 
@@ -60,10 +61,12 @@ class Child(Protocol):
 
 
 class ChildProcess:
-    """`python -m learner --once`."""
+    """`python -m learner --once`. The kernel asks it to stop when the process that started it dies,
+    or the thread, which here is APScheduler's and lives as long as the process."""
 
     def __init__(self, run_id: str, config: Path | None) -> None:
-        command = [*own_python("learner", "--once", "--run-id", run_id, "--nice", str(NICENESS))]
+        command = [*leash(), *own_python("learner", "--once", "--run-id", run_id)]
+        command += ["--nice", str(NICENESS)]
         command += ["--config", str(config)] if config is not None else []
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=own_environment(os.environ)

@@ -54,7 +54,7 @@ LIBRARIES = ("learning-sidecar", "torch", "transformers", "peft", "safetensors")
 WORK_PREFIX = ".run-"
 """Of the folder that a run writes into, beside the published ones."""
 TRIED_AGAIN = ("out_of_memory",)
-"""Faults of a group that may not come again: it is given back once."""
+"""Faults of a group that may not come again: it is given back, and its attempts are counted."""
 
 
 class Trainer(Protocol):
@@ -266,8 +266,9 @@ class Run:
             for group_id, why in material.dropped.items()
             if why in TRIED_AGAIN
         }
-        for group_id, fault in again.items():
-            blame(session, self.run_id, {group_id: fault})
+        most = len(again) > len(material.selection.groups)  # then others may use the memory
+        for culprits in [again] if most else [{g: fault} for g, fault in again.items()]:
+            blame(session, self.run_id, culprits)
         source.give_back(session, self.run_id, again)
         final = {g: why for g, why in material.dropped.items() if g not in again}
         source.drop(session, self.run_id, final, before=CLAIMED, texts=material.texts)

@@ -348,8 +348,38 @@ def test_a_group_that_does_not_fit_into_memory_is_left_out_once_and_dropped_the_
     assert counted(database) == {"trained": 2 * (GROUPS - 1), "out_of_memory": 1}
 
 
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_groups_that_fit_train_though_most_do_not_and_those_are_dropped_in_a_few_runs(
+    train: Make,
+    put: Make,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    with_gradient: bool,
+) -> None:
+    put(range(7))
+    for number in range(9):
+        put([GROUPS - 1], prefix=f"large-{number}-")
+    breaking(monkeypatch, OUT_OF_MEMORY[1], with_gradient=with_gradient)
+
+    train()
+
+    fate = fates(database)
+    assert {fate.pop(str(number)) for number in range(7)} == {("trained", None)}
+    assert set(fate.values()) == {("scored", None)}
+    assert {row_of(database, name).learn_attempts for name in fate} == {1}
+    with database.read() as session:
+        assert count_pending(session, {"base"}) == 0
+    runs = 1
+    while ("scored", None) in fates(database).values():
+        runs += 1
+        put(range(7), prefix=f"new-{runs}-")
+        train(f"r{runs}", min_groups=1)
+    assert counted(database) == {"trained": 7 * runs, "out_of_memory": 9}
+    assert runs <= 8
+
+
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
-def test_too_little_memory_for_most_groups_is_no_groups_fault(
+def test_memory_that_somebody_else_uses_for_a_while_costs_no_group(
     train: Make,
     put: Make,
     database: Database,
@@ -361,12 +391,22 @@ def test_too_little_memory_for_most_groups_is_no_groups_fault(
     def logprobs(_policy: Policy, _pack: Pack) -> Any:
         raise error
 
-    monkeypatch.setattr(Policy, "logprobs", logprobs)
-    with pytest.raises(OutOfMemoryError, match=r"16 of 16 groups fail.*lower learner\.pack_tokens"):
-        train()
+    named = r"16 of 16 groups do not fit into memory.*lower learner\.pack_tokens"
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "logprobs", logprobs)
+        with pytest.raises(OutOfMemoryError, match=named):
+            train()
+        assert set(fates(database).values()) == {("scored", None)}
+        assert {row_of(database, str(n)).learn_attempts for n in range(GROUPS)} == {1}
+        with pytest.raises(OutOfMemoryError):
+            train("r2", min_groups=1)
+        assert set(fates(database).values()) == {("scored", None)}
+    runs = 2
+    while ("scored", None) in fates(database).values() and runs < 12:
+        runs += 1
+        train(f"r{runs}", min_groups=1)
 
-    assert set(fates(database).values()) == {("scored", None)}
-    assert {row_of(database, str(n)).learn_attempts for n in range(GROUPS)} == {0}
+    assert counted(database) == {"trained": GROUPS}
 
 
 def test_most_groups_that_drift_end_the_run_and_none_is_dropped(

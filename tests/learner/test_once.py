@@ -35,15 +35,21 @@ def _signals() -> Iterator[None]:
 
 
 @pytest.fixture
+def stopping() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
 def run(
     settings: Settings,
     database: Database,
     clock: Any,
     fake_trainer: Any,
     monkeypatch: pytest.MonkeyPatch,
+    stopping: threading.Event,
 ) -> Callable[[], int]:
     monkeypatch.setattr(once, "_torch_trainer", lambda: fake_trainer)
-    return lambda: run_once(settings, database, run_id="r1", clock=clock)
+    return lambda: run_once(settings, database, run_id="r1", clock=clock, stopping=stopping)
 
 
 @pytest.fixture
@@ -95,6 +101,18 @@ def test_term_ends_the_run_and_gives_the_groups_back(
     assert run() == 1
     with database.read() as session:
         assert {row.status for row in session.query(GroupRow)} == {"scored"}
+        assert session.get_one(RunRow, "r1").reason == "RunStoppedError: asked to stop"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_signal_that_came_before_the_run_ends_it(
+    run: Callable[[], int], stopping: threading.Event, fake_trainer: Any, database: Database
+) -> None:
+    stopping.set()
+    fake_trainer.on_train = lambda job: job.check_stop()
+
+    assert run() == 1
+    with database.read() as session:
         assert session.get_one(RunRow, "r1").reason == "RunStoppedError: asked to stop"
 
 

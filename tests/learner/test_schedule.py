@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -285,3 +289,29 @@ def test_a_child_is_asked_before_it_is_killed(
     child.stop()
 
     assert child.exit_code() == -9
+
+
+PARENT = """
+import sys, threading, time
+from learner import schedule
+schedule.own_python = lambda *_: (sys.executable, "-c", {program!r})
+thread = threading.Thread(target=lambda: (schedule.ChildProcess("r", None), time.sleep(600)))
+thread.start()
+"""
+RUN = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+def test_a_run_ends_with_a_schedule_that_is_killed() -> None:
+    """The program stands where the learner would train for minutes."""
+    command = [sys.executable, "-c", PARENT.format(program=RUN)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            # Only the run holds the pipe now: its end is the end of the run.
+            ended, _, _ = select.select([parent.stdout], [], [], 30)
+            assert ended, "the run lives on without its schedule"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Run a command that ends when its starter ends: `python deploy/leash.py PARENT_PID COMMAND...`.
+"""Run a command that ends when its starter ends: `python sidecar/leash.py PARENT_PID COMMAND...`.
 
 The kernel is asked to send TERM when the parent dies, however it dies, and then the command takes
 this process's place. A step of its own, and not `preexec_fn`, because code between fork and exec
