@@ -452,13 +452,18 @@ def test_two_listeners_with_addresses_of_their_own_may_have_one_port(tmp_path: P
         assert load_settings(path).admin.port == 8080
 
 
-def test_names_that_resolve_to_one_address_may_not(tmp_path: Path) -> None:
-    name = socket.gethostname()
-    address = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-    hosts = f'[proxy]\nhost = "{name}"\nallow_remote_without_keys = true\n[admin]\nport = 8080\n'
-    digest = "0" * 64
+def test_a_name_and_the_address_that_it_stands_for_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    path = write(
+        tmp_path,
+        '[proxy]\nhost = "my.host"\nallow_remote_without_keys = true\n'
+        f'[admin]\nport = 8080\nhost = "10.0.0.7"\ntokens = ["{"0" * 64}"]\n',
+    )
 
-    why = why_refused(write(tmp_path, f'{hosts}host = "{address}"\ntokens = ["{digest}"]\n'))
+    why = why_refused(path)
 
     assert why is not None
     assert why.startswith("setting admin.port is 8080, as proxy.port")
