@@ -1,7 +1,9 @@
-"""Ask the judge about two answers to a sum: does it work at all?
+"""Ask the judge about a group of our own choice: does it work at all?
 
 A failed call does not tell whose fault it was. The probe goes the same way as every group (rubric,
-settings, LiteLLM, reading the reply) with material that no judge has a reason to refuse.
+settings, LiteLLM, reading the reply). Best is a group that was scored before. Without one it is two
+answers to a sum, which no judge has a reason to refuse; but a judge may answer that and fail over
+every real group.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ SUBJECT = "probe"
 
 
 async def ask_probe(
-    judge: Judge, settings: JudgeSettings, *, seed: int, on_call: Callable[[JudgeCall], None]
+    judge: Judge,
+    settings: JudgeSettings,
+    *,
+    seed: int,
+    on_call: Callable[[JudgeCall], None],
+    group: Group | None = None,
 ) -> Fate:
-    """Have the probe judged, in one pass. `Scored`: the judge works."""
+    """Have the probe judged, in one pass.
+
+    group: one that was scored before; None: the sum.
+    """
     one_pass = settings.model_copy(update={"passes": 1})
-    return await judge_group(_group(), judge, one_pass, seed=seed, on_call=on_call)
+    return await judge_group(group or _sum(), judge, one_pass, seed=seed, on_call=on_call)
 
 
-def _group() -> Group:
+def _sum() -> Group:
     request = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
     answers = ("2 + 3 = 5", "2 + 3 = 6")
     return Group(

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from ingest.judge_blame import ATTEMPTS, INTERRUPTED, Failed, wait_s
+from ingest.judge_blame import ATTEMPTS, INTERRUPTED, UNPROVEN, Failed, wait_s
+from ingest.outage import LONGEST_RETRY_AFTER_S
 from ingest.store.groups import SAMPLED, set_aside
 from ingest.store.models import GroupRow
 
@@ -83,19 +85,63 @@ def charge(session: Session, failed: Failed, *, now: float) -> bool:
 
     Returns: whether it was set aside now.
     """
-    row = session.scalar(
-        select(GroupRow).where(GroupRow.group_id == failed.group_id, GroupRow.status == SAMPLED)
-    )
+    row = _waiting(session, failed.group_id)
     if row is None:
         return False
     row.judge_attempts += 1
+    ended = _count_failure(row, failed.reason)
+    return _put_back(session, row, failed, now=now, ended=ended or failed.final)
+
+
+def doubt(session: Session, failed: Failed, *, now: float) -> bool:
+    """Count a failed attempt of which nobody knows whose fault it is; as `charge`."""
+    row = _waiting(session, failed.group_id)
+    if row is None:
+        return False
+    ended = _count_failure(row, UNPROVEN)
+    return _put_back(session, row, failed, now=now, ended=ended)
+
+
+def newest_scored(session: Session) -> str | None:
+    """The newest group that a judge has scored, to ask about again; None when there is none."""
+    return session.scalar(
+        select(GroupRow.group_id)
+        .where(GroupRow.scored_at.is_not(None))
+        .order_by(GroupRow.seq.desc())
+        .limit(1)
+    )
+
+
+def failures(row: GroupRow) -> dict[str, int]:
+    """The group's failed attempts by reason. What cannot be read counts for nothing."""
+    try:
+        return msgspec.json.decode(row.judge_failures or "{}", type=dict[str, int])
+    except (msgspec.MsgspecError, UnicodeError):
+        return {}
+
+
+def _waiting(session: Session, group_id: str) -> GroupRow | None:
+    return session.scalar(
+        select(GroupRow).where(GroupRow.group_id == group_id, GroupRow.status == SAMPLED)
+    )
+
+
+def _count_failure(row: GroupRow, reason: str) -> bool:
+    """Returns: whether the group has failed too often for this reason."""
+    counts = failures(row)
+    counts[reason] = counts.get(reason, 0) + 1
+    row.judge_failures = msgspec.json.encode(counts).decode()
+    return counts[reason] >= ATTEMPTS[reason]
+
+
+def _put_back(session: Session, row: GroupRow, failed: Failed, *, now: float, ended: bool) -> bool:
+    """Let the group wait for its next attempt, or set it aside. Returns: whether it was."""
+    wait = wait_s(max(row.judge_attempts, failures(row).get(UNPROVEN, 0)))
     row.detail = failed.detail
     row.judging_since = None
-    row.lease_until = now + wait_s(row.judge_attempts)
+    row.lease_until = now + max(wait, min(failed.retry_after_s, LONGEST_RETRY_AFTER_S))
     session.flush()
-    if not failed.final and row.judge_attempts < ATTEMPTS[failed.reason]:
-        return False
-    return set_aside(session, failed.group_id, failed.reason, detail=failed.detail)
+    return ended and set_aside(session, row.group_id, failed.reason, detail=failed.detail)
 
 
 def _first_to_try_again(session: Session, left: Sequence[GroupRow]) -> GroupRow | None:
@@ -103,7 +149,7 @@ def _first_to_try_again(session: Session, left: Sequence[GroupRow]) -> GroupRow 
     more; those before it have failed too often and are set aside."""
     for row in left:
         row.judge_attempts += 1
-        if row.judge_attempts < ATTEMPTS[INTERRUPTED]:
+        if not _count_failure(row, INTERRUPTED):
             return row
         session.flush()
         set_aside(session, row.group_id, INTERRUPTED, detail=INTERRUPTED_DETAIL)

@@ -132,6 +132,8 @@ class GroupRow(Base):
     """Judge attempts that answered rubbish."""
     judge_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
     """Attempts without a usable answer that were the group's own fault."""
+    judge_failures: Mapped[str | None] = mapped_column(Text)
+    """Failed attempts by reason, as JSON; those of which nobody knows whose fault it was too."""
     judging_since: Mapped[float | None]
     """A worker is asking the judge; left behind by a worker that died."""
     detail: Mapped[str | None] = mapped_column(Text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingest.judge_blame import UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
+from ingest.judge_blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
 
 
 def failed(name: str, reason: str = "judge_rejected", **rest: Any) -> Failed:
@@ -49,15 +49,51 @@ def test_a_limit_is_left_alone_and_the_probe_is_sent_only_after_five_waits() -> 
         now = blame.outage.retry_at
         probed.append(blame.wants_probe(now))
     assert probed == [False] * 5 + [True]
-    cleared = blame.works(now, by_probe=True)
-    assert [one.group_id for one in cleared.own_faults] == ["a"]
-    assert cleared.outage_s is None, "the probe may be small enough to pass below the limit"
+    doubted = blame.answers(now, longest_s=60.0)
+    assert [one.group_id for one in doubted.unproven] == ["a"]
+    assert doubted.outage_s is None, "the sum may be small enough to pass below the limit"
     assert blame.room(8, now) == 1
+
+
+def test_a_limit_counts_against_a_group_only_when_the_probe_is_scored_right_after_it() -> None:
+    blame = Blame()
+    blame.failed(failed("a", "judge_busy"), 0.0)
+    assert blame.works(1.0).own_faults == ()
+    assert not blame.failed(failed("a", "judge_busy", retry_after_s=60.0), 2.0), "no second pause"
+    assert blame.wants_probe(2.0)
+    assert [one.group_id for one in blame.works(2.0).own_faults] == ["a"]
+    assert blame.room(8, 2.0) == 8
+
+
+def test_failures_in_a_row_are_an_outage_though_the_judge_answers_a_sum() -> None:
+    blame = Blame()
+    for number in range(FAILED_IN_A_ROW - 1):
+        blame.failed(failed(f"g{number}"), 0.0)
+    assert not blame.answers(0.0, longest_s=60.0).all_fail
+    assert blame.room(8, 0.0) == 8
+    blame.failed(failed("last"), 0.0)
+    assert blame.answers(0.0, longest_s=60.0).all_fail
+    assert [blame.room(8, now) for now in (0.5, 1.0)] == [0, 1]
+    cleared = blame.works(1.0)
+    assert (cleared.own_faults, cleared.outage_s) == ((), 1.0)
+
+
+def test_a_group_that_fails_twice_shows_that_no_other_is_left_to_try() -> None:
+    blame = Blame()
+    for name, all_fail in (("a", False), ("b", False), ("b", False), ("c", False), ("a", True)):
+        blame.failed(failed(name), 0.0)
+        assert blame.answers(0.0, longest_s=60.0).all_fail is all_fail
+
+
+def test_a_judge_that_fails_over_what_it_scored_before_is_at_fault() -> None:
+    blame = Blame()
+    blame.failed(failed("a"), 0.0)
+    assert blame.answers(0.0, longest_s=60.0, again_failed=True).all_fail
 
 
 def test_a_time_that_the_judge_asks_for_is_kept_though_others_are_scored() -> None:
     blame = Blame()
-    blame.failed(failed("a", "judge_busy"), 0.0, retry_after_s=20.0)
+    blame.failed(failed("a", "judge_busy", retry_after_s=20.0), 0.0)
     blame.works(1.0)
     assert [blame.room(8, now) for now in (19.0, 20.0)] == [0, 8]
 

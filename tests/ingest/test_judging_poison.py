@@ -111,8 +111,10 @@ def stage(judge_kit: Any, database: Database, clock: Any) -> Callable[..., Stage
 async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
     stage: Callable[..., Stage], kind: str, reason: str, words: str
 ) -> None:
-    """Nothing else waits, so only the probe can tell that the judge works."""
+    """Nothing else waits: a group that was scored before tells that the judge works."""
     play = stage()
+    play.put("good")
+    await play.play(1)
     play.put("bad", kind)
 
     await play.play(4000 if kind == "500" else 60)
@@ -122,10 +124,10 @@ async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
     assert row.judge_attempts == ATTEMPTS[reason]
     assert words in row.detail
     assert len(row.detail) <= 500
-    assert play.kit.counts(play.database, "judging") == {reason: 1}
+    assert play.kit.counts(play.database, "judging") == {reason: 1, "scored": 1}
     assert play.kit.counts(play.database, "judge_failures") == {reason: ATTEMPTS[reason]}
     asked = len(play.server.requests)
-    assert asked == 2 * ATTEMPTS[reason], "each attempt, and a probe for each"
+    assert asked == 1 + 2 * ATTEMPTS[reason], "each attempt, and a probe for each"
     await play.play(60)
     assert len(play.server.requests) == asked, "no further call is paid for"
 
@@ -268,6 +270,8 @@ async def test_groups_that_failed_come_after_those_that_never_did(
 
 async def test_attempts_survive_a_restart(stage: Callable[..., Stage]) -> None:
     play = stage()
+    play.put("good")
+    await play.play(1)
     play.put("bad", "400")
     await play.play(1)
     play.judging = play.kit.worker(play.database, play.judge, play.clock)
