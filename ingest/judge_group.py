@@ -96,3 +96,10 @@ async def judge_group(
     except JudgeReplyError as error:
         return SetAside(reason=RUBBISH, detail=str(error), asked=True)
     return Scored(judgement=judgement)
+
+
+def failure_of(fate: Fate | None) -> str | None:
+    """Why a group that the judge was asked about has no scores."""
+    if isinstance(fate, Unanswered) or (isinstance(fate, SetAside) and fate.asked):
+        return fate.reason
+    return None

@@ -21,7 +21,7 @@ from ingest.errors import JudgeBusyError, JudgeUnavailableError, StoreError
 from ingest.judge import Judge
 from ingest.judge_blame import DEFECT, Blame, Cleared, Failed
 from ingest.judge_errors import ERROR_CHARACTERS, storable
-from ingest.judge_group import Fate, Scored, SetAside, Unanswered, judge_group
+from ingest.judge_group import Fate, Scored, SetAside, Unanswered, failure_of, judge_group
 from ingest.judge_probe import SUBJECT, ask_probe
 from ingest.outage import LAST_DELAY_S, LONGEST_RETRY_AFTER_S, Outage
 from ingest.records import Group
@@ -212,7 +212,7 @@ class JudgingWorker:
             again = None if before is None else await self._ask_probe(before, calls)
             if isinstance(again, SetAside) and not again.asked:
                 again = None  # damaged: the judge was not asked
-            tells = isinstance(again, Scored) or _reason(again) == JudgeBusyError.reason
+            tells = isinstance(again, Scored) or failure_of(again) == JudgeBusyError.reason
             last = again if again is not None and tells else await self._ask_probe(None, calls)
             # Settled before it is recorded: a full disk must not send the probe again and again.
             if not isinstance(last, Scored):
@@ -251,7 +251,7 @@ class JudgingWorker:
         doubted = self._blame.answers(
             self._clock(),
             longest_s=LONGEST_SETUP_WAIT_S,
-            again_failed=_reason(again) not in (None, DEFECT),
+            again_failed=failure_of(again) not in (None, DEFECT),
         )
         self._say_up(doubted.outage_s)
         if doubted.all_fail and self._said != ALL_FAIL:
@@ -260,7 +260,7 @@ class JudgingWorker:
             log.error(
                 "judge_down",
                 model=self._judge.model,
-                reason=last.reason if last is not None else _reason(again),
+                reason=last.reason if last is not None else failure_of(again),
                 error=last.detail if last is not None else "",
                 to_do=f"{ALL_FAIL}: see its limits of length and tokens, and judge.params",
             )
@@ -350,7 +350,7 @@ class JudgingWorker:
             )
             again, last = fates
             for fate in (last,) if again is last or again is None else (again, last):
-                count(session, "judge_probes", _reason(fate) or "scored")
+                count(session, "judge_probes", failure_of(fate) or "scored")
 
     def _charge(self, failures: Sequence[Failed], write: Callable[..., bool]) -> None:
         now = self._clock()
@@ -378,13 +378,6 @@ _DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
 """What reading a damaged group may raise."""
 _PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
 """Reasons of an outage that ends by itself."""
-
-
-def _reason(fate: Fate | None) -> str | None:
-    """Why a group that the judge was asked about has no scores."""
-    if isinstance(fate, Unanswered) or (isinstance(fate, SetAside) and fate.asked):
-        return fate.reason
-    return None
 
 
 def _defect(group_id: str, error: Exception) -> Failed:
