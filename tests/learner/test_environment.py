@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def line(
         capsys.readouterr()
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            assert run_once(settings, database, run_id="r1", clock=clock) == 1
+            stopping = threading.Event()
+            code = run_once(settings, database, run_id="r1", clock=clock, stopping=stopping)
+            assert code == 1
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -158,7 +161,7 @@ def test_a_parent_whose_folder_is_nonsense_is_one_line(
 
 
 LIMITED = """
-import resource, signal, sys, time
+import resource, signal, sys, threading, time
 from pathlib import Path
 from ingest.store.database import Database
 from learner.once import run_once
@@ -173,7 +176,8 @@ if kind == "disk":  # the adapter's file is larger than any file may become
     import torch, peft, transformers
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, 800_000))
-sys.exit(run_once(settings, database, run_id="r1", clock=time.time))
+stopping = threading.Event()
+sys.exit(run_once(settings, database, run_id="r1", clock=time.time, stopping=stopping))
 """
 
 
