@@ -3,14 +3,18 @@
 The fast way is one scan in C: msgspec gives the keys in order and each value's length, and the walk
 below steps from one to the next. Every step is checked (key, value, delimiter), and where one
 does not hold (a key that comes twice, a document msgspec refuses, if only for its depth) the
-object is scanned byte by byte instead. Both give the same spans; a test compares them.
+object is scanned member by member instead. Both give the same spans; a test compares them.
+
+No step is taken in Python for each bracket or each string: what stands between two brackets that
+match is counted in C, piece by piece, so an odd document costs little more than a plain one.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -21,10 +25,14 @@ _ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[^ \t\n\r,\]}]+")
 _BRACKETS = re.compile(rb"[\[\]{}]")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BACKSLASH = ord("\\")
-_SCANNER = json.JSONDecoder(parse_int=float, strict=False)
-"""Finds the end of a container in C. It is given bytes as Latin-1, a character for each, and makes
-floats of integers, which may then be as long as they like."""
+_SIGNS: Final = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""A bracket becomes a byte that says, with its sign, which way the depth goes."""
+_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_LEAST_PIECE: Final = 64
+"""Bytes in which the end of a container is looked for bracket by bracket."""
+_LONGEST_PIECE: Final = 16 * 1024
 
 
 class Member(NamedTuple):
@@ -92,12 +100,11 @@ def _walk(data: bytes, start: int, stop: int) -> list[Member]:
 
 def _scan(data: bytes, start: int) -> list[Member]:
     found: list[Member] = []
-    text = data.decode("latin-1")
     at = _skip_space(data, data.index(b"{", start) + 1)
     while data[at] != ord("}"):
         key_end = _string_end(data, at)
         value = _skip_space(data, _skip_space(data, key_end) + 1)
-        end = _value_end(data, value, text)
+        end = value_end(data, value)
         found.append(Member(_key(data, at, key_end), value, end))
         at = _skip_space(data, end)
         if data[at] == ord(","):
@@ -107,10 +114,9 @@ def _scan(data: bytes, start: int) -> list[Member]:
 
 def _scan_elements(data: bytes, start: int) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
-    text = data.decode("latin-1")
     at = _skip_space(data, data.index(b"[", start) + 1)
     while data[at] != ord("]"):
-        end = _value_end(data, at, text)
+        end = value_end(data, at)
         spans.append((at, end))
         at = _skip_space(data, end)
         if data[at] == ord(","):
@@ -135,24 +141,13 @@ def _skip_space(data: bytes, at: int) -> int:
 
 def _string_end(data: bytes, quote: int) -> int:
     """One past the closing quote of the string that opens at `quote`."""
-    at = quote
-    while True:
-        at = data.index(b'"', at + 1)
-        back = at - 1
-        while data[back] == _BACKSLASH:
-            back -= 1
-        if (at - back) % 2 == 1:  # an even number of backslashes escapes nothing
-            return at + 1
-
-
-def _value_end(data: bytes, start: int, text: str) -> int:
-    """As `value_end`. text: the same as Latin-1."""
-    if data[start] not in b"{[":
-        return value_end(data, start)
-    try:
-        return _SCANNER.raw_decode(text, start)[1]
-    except UNREADABLE_JSON:  # nested too deep
-        return _container_end(data, start)
+    at = data.index(b'"', quote + 1)
+    if data[at - 1] != _BACKSLASH:
+        return at + 1
+    match = _STRING.match(data, quote)
+    if match is None:
+        raise ValueError(f"the JSON string at byte {quote} does not end")
+    return match.end()
 
 
 def value_end(data: bytes, start: int) -> int:
@@ -169,7 +164,49 @@ def value_end(data: bytes, start: int) -> int:
 
 
 def _container_end(data: bytes, start: int) -> int:
-    depth, at = 0, start
+    """One past the bracket that closes the one at `start`.
+
+    Pieces are taken, each twice as long as the one before, until one holds the end; it is taken
+    again in smaller ones. Every piece begins outside of strings.
+    """
+    depth, at, size, grows = 1, start + 1, _LEAST_PIECE, True
+    while at < len(data):
+        stop = at + size
+        signs, open_quote = _signs(data[at:stop])
+        closing = signs.count(b"\xff")
+        if closing >= depth and depth + _lowest(signs) <= 0:
+            if size <= _LEAST_PIECE:
+                return _near_end(data, at, depth)
+            size //= 2
+            grows = False
+            continue
+        depth += len(signs) - 2 * closing
+        at = stop if open_quote < 0 else _string_end(data, at + open_quote)
+        if grows and size < _LONGEST_PIECE:
+            size *= 2
+    raise ValueError(f"the JSON container at byte {start} does not end")
+
+
+def _signs(piece: bytes) -> tuple[bytes, int]:
+    """The brackets outside of strings as `_SIGNS`, and where the string opens that goes on behind
+    the piece; -1: none does."""
+    if piece.find(b"\\") >= 0:  # escaped quotes delimit nothing; all places stay as they are
+        piece = piece.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    parts = piece.split(b'"')
+    outside = b"".join(parts[::2]) if len(parts) > 1 else piece
+    open_quote = piece.rfind(b'"') if len(parts) % 2 == 0 else -1
+    return outside.translate(_SIGNS, _NO_BRACKETS), open_quote
+
+
+def _lowest(signs: bytes) -> int:
+    """The lowest depth on the way, where the way begins at 0."""
+    lowest: int = min(accumulate(memoryview(signs).cast("b")))
+    return lowest
+
+
+def _near_end(data: bytes, start: int, depth: int) -> int:
+    """As `_container_end`, bracket by bracket. It ends within `_LEAST_PIECE` bytes."""
+    at = start
     while True:
         quote = data.find(b'"', at)
         stop = len(data) if quote < 0 else quote
@@ -177,6 +214,4 @@ def _container_end(data: bytes, start: int) -> int:
             depth += 1 if bracket[0] in b"{[" else -1
             if depth == 0:
                 return bracket.end()
-        if quote < 0:
-            raise ValueError(f"the JSON container at byte {start} does not end")
         at = _string_end(data, quote)

@@ -3,7 +3,8 @@
 The body is never re-encoded: values are replaced at their place and new members put in front, so
 that whatever a client sends (unknown fields, big numbers, odd spacing) reaches vLLM as it came.
 The usual request needs one new `model` and members that do not stand in it; that is done without
-a second scan. Everything else goes member by member.
+a second scan. Another short one goes member by member. Another long one is not scanned, because a
+client decides how many members there are: the new members go to its end, where they count.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ then the base answers and the exchange is marked: `model_mismatch`."""
 JOINED_BYTES: Final = 64 * 1024
 """A body up to this size is copied around what is new in it, and behind its head, which is cheaper
 than to send it in pieces."""
+SCANNED_BYTES: Final = 64 * 1024
+"""A body up to this size is edited member by member, at some microseconds for each."""
 MAX_LOOKS: Final = 3
 """Places from the end that may be some other object's `model`."""
 MAX_FRONT_BYTES: Final = 512
@@ -51,12 +54,18 @@ class PiecedBody:
 
 
 def edit_request(body: bytes, wanted: Mapping[str, bytes]) -> bytes:
-    """Set the members in `wanted` (name to JSON) at their place, or in front when they are missing.
+    """Set the members in `wanted` (name to JSON): at their place, in front when they are missing.
 
     body: a JSON object, as `RequestPeek.body`. A member that comes twice is set in both places.
+    In a body longer than `SCANNED_BYTES` they go to the end: of members of one name, vLLM's reader
+    (Python's json) takes the last.
     """
-    missing = dict(wanted)
     head = body.index(b"{") + 1
+    if len(body) > SCANNED_BYTES:
+        end = body.rindex(b"}")
+        comma = b"," if body[head:end].strip(_SPACES) else b""
+        return b"".join((body[:end], comma, _json_members(wanted), body[end:]))
+    missing = dict(wanted)
     pieces: list[bytes] = []
     at = head
     found = members(body)
@@ -67,9 +76,13 @@ def edit_request(body: bytes, wanted: Mapping[str, bytes]) -> bytes:
             pieces += (body[at : member.start], value)
             at = member.end
     pieces.append(body[at:])
-    new = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in missing.items())
+    new = _json_members(missing)
     comma = b"," if new and found else b""
     return b"".join((body[:head], new, comma, *pieces))
+
+
+def _json_members(values: Mapping[str, bytes]) -> bytes:
+    return b",".join([b'"%b":%b' % (key.encode(), value) for key, value in values.items()])
 
 
 def splice_request(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.request_edit import edit_request, splice_request
+from sidecar.relay.request_edit import SCANNED_BYTES, edit_request, splice_request
 from sidecar.relay.request_peek import UnreadableBodyError, peek_request
 
 ASKS = {"model": b'"a"', "return_token_ids": b"true", "logprobs": b"true"}
@@ -75,6 +75,40 @@ def test_every_other_byte_stays(body: bytes, expected: bytes) -> None:
     edited = edit_request(body, ASKS)
 
     assert edited == expected
+
+
+MANY = ",".join(f'"k{number}":0' for number in range(10_000)).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","x":[NaN%b]}' % (b",[]" * 30_000),
+        b'{"model":"m","logprobs":false,%b} \n' % MANY,
+        b'{"model":"m","model":"m","x":"%b"}' % (rb"\u0022" * 20_000),
+        b" {%b}" % (b" " * 2 * SCANNED_BYTES),
+    ],
+)
+def test_a_long_body_is_not_scanned_and_what_is_wanted_comes_last(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sidecar.relay.request_edit.members", None)
+
+    edited = edit_request(body, ASKS)
+
+    expected = {**json.loads(body), "model": "a", "return_token_ids": True, "logprobs": True}
+    assert repr(json.loads(edited)) == repr(expected)  # NaN is NaN here
+    assert edited.startswith(body.rstrip(b"} \n"))
+
+
+@given(BODY, st.booleans())
+def test_a_long_body_says_what_a_short_one_says(value: dict, spaced: bool) -> None:
+    separators = (", ", " : ") if spaced else (",", ":")
+    body = json.dumps(value, separators=separators).encode()
+
+    edited = edit_request(body + b" " * SCANNED_BYTES, ASKS)
+
+    assert json.loads(edited) == json.loads(edit_request(body, ASKS))
 
 
 @pytest.mark.parametrize(
