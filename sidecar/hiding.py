@@ -1,8 +1,11 @@
 """Hide secrets in what is shown to people: URLs, commands, free-form parameters. Pure.
 
 A secret is known by the name beside it (`api_key=...`, `--hf-token ...`, `?sig=...`), by its place
-(before the `@` of a URL, after `Bearer`), or by a well-known prefix. What cannot be known, such as
-a free-form text parameter, is hidden as well: to show too little costs less than to show a key.
+(before the `@` of a URL, after `Bearer` or `Authorization:`, behind the colon of `-u user:...`), or
+by a well-known prefix. A free-form text parameter is hidden as well unless it has the form that its
+name promises: to show too little costs less than to show a key.
+Not known, and so shown: a secret in the path of a URL, behind an option of one letter (`-p ...`,
+which is a port elsewhere), or as a plain argument (`echo ...`).
 """
 
 from __future__ import annotations
@@ -23,30 +26,52 @@ MIN_PART = 16
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|authori[sz]ation|bearer|cookie|signature"
     r"|(?:api|access|private|signing|encryption)[-_.]?key|(?:key|token)$"
-    r"|(?:^|[-_.])(?:key|token|auth|pat|sig|pwd|pass|sas)(?:$|[-_.])",
+    r"|(?:^|[-_.])(?:key|token|auth|pat|sig|pwd|pw|pass|sas)(?:$|[-_.])",
     re.IGNORECASE,
 )
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _USERINFO = re.compile(r"(://)[^\s'\"<>]*@")
 _QUERY = re.compile(r"([?&;#])([^?&;#=\s'\"]+)=([^&;#\s'\"]+)")
+_SHORT_PARAMETERS = frozenset({"code", "k"})
+"""In the query of a URL these are keys (Azure's functions, for one); elsewhere they are words."""
+_AUTHORIZATION = re.compile(
+    r"""(?i)(authori[sz]ation["']?\s*[:=]\s*["']?)((?:[a-z][\w-]*\s+)?)[^\s"'][^"'\r\n]*"""
+)
+_USER = re.compile(
+    r"""(?P<before>(?<!\S)(?:-[uU]|--(?:proxy-)?user)(?:\s+|=)["']?[^\s:"']+:)(?!\d+\b)[^\s"']+"""
+)
 _SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[^\s'\",]+")
 _PREFIXED = re.compile(
     r"\b(?:sk-|sk_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.-]{12,}"
 )
 _NAMED = re.compile(
     r"""(?P<name>[A-Za-z_][\w.-]*)
-        (?P<between>["']\s*[:=]\s*|\s*=\s*|:\s+)
-        (?P<value>"[^"]*"|'[^']*'|[^\s,;&}\]]+)""",
+        (?P<between>["']\s*[:=]\s*|\s*=\s*|:\s+)(?=[^\s,;&}\]])""",
     re.VERBOSE,
 )
-_FLAG = re.compile(r"(?P<flag>(?<!\S)--?[A-Za-z][\w.-]*)\s+(?P<value>\"[^\"]*\"|'[^']*'|\S+)")
-_PLAIN_PARAMS = frozenset(
-    {
-        "api_base", "api_type", "api_version", "base_url", "effort", "reasoning_effort",
-        "service_tier", "stop", "summary", "truncation", "type", "verbosity",
-    }
-)  # fmt: skip
-"""Text parameters of a model call that hold no secret."""
+_VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s,;&}\]]+)""")
+_GAP = r"(?:\s|\\\r?\n)+"
+"""Between the words of a command: white space, and a line break that is escaped."""
+_WORD = r"""(?:"[^"]*"|'[^']*'|\S)++"""
+_FLAG = re.compile(
+    rf"(?P<flag>(?<!\S)--?[A-Za-z][\w.-]*){_GAP}(?P<value>{_WORD})(?P<more>(?:{_GAP}(?![-|&;<>()\\]){_WORD})*)"
+)
+_A_WORD = re.compile(r"(?=.{1,32}\Z)[a-z]+(?:[-_][a-z0-9]+)*")
+_ANY = re.compile(r".*", re.DOTALL)
+_PLAIN_PARAMS = {
+    **dict.fromkeys(
+        (
+            "api_type", "effort", "reasoning_effort", "service_tier", "summary", "truncation",
+            "type", "verbosity",
+        ),
+        _A_WORD,
+    ),
+    "api_version": re.compile(r"v?\d{1,4}(?:[.-]\d{1,4}){0,3}(?:-[a-z]{1,10})?"),
+    "stop": re.compile(r".{0,15}", re.DOTALL),
+    "api_base": _ANY,
+    "base_url": _ANY,
+}  # fmt: skip
+"""Text parameters of a model call that hold no secret, and the form of their values."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -61,27 +86,34 @@ def hide_in_url(text: str) -> str:
     """
     text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
     text = _QUERY.sub(_hide_parameter, text)
+    text = _AUTHORIZATION.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1 {HIDDEN}", text)
     return _PREFIXED.sub(HIDDEN, text)
 
 
 def hide_in_text(text: str) -> str:
     """As `hide_in_url`, and hide what is assigned to a key-like name or follows a key-like flag."""
-    text = _FLAG.sub(_hide_flag, hide_in_url(text))
-    return _NAMED.sub(_hide_named, text)
+    text = _USER.sub(rf"\g<before>{HIDDEN}", hide_in_url(text))
+    return _hide_named(_FLAG.sub(_hide_flag, text))
 
 
 def hide_in_command(arguments: Iterable[str]) -> list[str]:
     """Hide the values of key-like options: `--api-key=X`, `--api-key X Y`, `HF_TOKEN=X`."""
     shown = []
     follows_flag = in_values = False
+    before = ""
     for argument in arguments:
+        user = _USER.fullmatch(f"{before} {argument}")
+        before = argument
         is_flag = argument.startswith("-")
         if follows_flag or (in_values and not is_flag):
             shown.append(HIDDEN)
             follows_flag, in_values = False, True
             continue
         in_values = False
+        if user is not None:
+            shown.append(user["before"].partition(" ")[2] + HIDDEN)
+            continue
         name, equals, _ = argument.partition("=")
         if is_flag and is_secret_name(name):
             shown.append(f"{name}={HIDDEN}" if equals else name)
@@ -108,7 +140,8 @@ def hide_in_params(value: Any, name: str = "") -> Any:  # Any: JSON
     if isinstance(value, list | tuple):
         return [hide_in_params(inner, name) for inner in value]
     if isinstance(value, str):
-        return hide_in_text(value) if name in _PLAIN_PARAMS else HIDDEN
+        form = _PLAIN_PARAMS.get(name)
+        return hide_in_text(value) if form is not None and form.fullmatch(value) else HIDDEN
     return value
 
 
@@ -157,19 +190,27 @@ def _forms(value: str) -> Iterator[str]:
 
 def _hide_parameter(found: re.Match[str]) -> str:
     mark, name, _ = found.groups()
-    return f"{mark}{name}={HIDDEN}" if is_secret_name(unquote(name)) else found[0]
+    known = is_secret_name(unquote(name)) or unquote(name).lower() in _SHORT_PARAMETERS
+    return f"{mark}{name}={HIDDEN}" if known else found[0]
 
 
-def _hide_named(found: re.Match[str]) -> str:
-    if not is_secret_name(found["name"]):
-        return found[0]
-    return f"{found['name']}{found['between']}{_masked(found['value'])}"
+def _hide_named(text: str) -> str:
+    """Hide the values of key-like names. What another name has may hold names itself."""
+    pieces: list[str] = []
+    at = shown = 0
+    while (found := _NAMED.search(text, at)) is not None:
+        at = found.end()
+        if is_secret_name(found["name"]) and (value := _VALUE.match(text, at)) is not None:
+            pieces += (text[shown:at], _masked(value[0]))
+            at = shown = value.end()
+    return "".join((*pieces, text[shown:]))
 
 
 def _hide_flag(found: re.Match[str]) -> str:
-    return (
-        f"{found['flag']} {_masked(found['value'])}" if is_secret_name(found["flag"]) else found[0]
-    )
+    if not is_secret_name(found["flag"]):
+        return found[0]
+    more = f" {HIDDEN}" if found["more"] else ""
+    return f"{found['flag']} {_masked(found['value'])}{more}"
 
 
 def _masked(value: str) -> str:

@@ -1,7 +1,8 @@
 """Write text so that a terminal shows it and obeys none of it. Pure.
 
-What a person or a model wrote may hold escape codes, line breaks, or marks that reorder a line.
-Each becomes the escape that Python's `repr` would write: `\\x1b`, `\\n`, `\\u202e`.
+What a person or a model wrote may hold escape codes, line breaks, letters that look like nothing,
+or marks that reorder a line. Each becomes the escape that Python's `repr` would write: `\\x1b`,
+`\\n`, `\\u202e`, `\\u3164`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,32 @@ _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 paragraph separators."""
 _JOINERS = frozenset("\u200c\u200d")
 """Format characters that Persian, Hindi and emoji need inside words; they move nothing."""
+_EMPTY_LETTERS = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
+)
+"""Letters, marks and a symbol that are drawn as nothing: Unicode's default ignorable ones of other
+categories, and the empty Braille pattern."""
+_SELECTORS = frozenset(map(chr, (*range(0xFE00, 0xFE0E), *range(0xE0100, 0xE01F0))))
+"""Variation selectors but the two that emoji need: marks that are drawn as nothing, enough of them
+to write a hidden text with."""
 
 
 def visible(text: str) -> str:
-    """The text on one line, without any character that a terminal acts upon."""
+    """The text on one line, without any character that a terminal acts upon or draws as nothing."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escape(character) for character in text)
 
 
 def _escape(character: str) -> str:
-    if unicodedata.category(character) not in _HIDDEN_CATEGORIES or character in _JOINERS:
+    if character in _JOINERS or not _is_hidden(character):
         return character
     return character.encode("unicode_escape").decode()
+
+
+def _is_hidden(character: str) -> bool:
+    return (
+        unicodedata.category(character) in _HIDDEN_CATEGORIES
+        or character in _EMPTY_LETTERS
+        or character in _SELECTORS
+    )

@@ -205,3 +205,35 @@ def anchors(page: Path) -> set[str]:
     """Headings as GitHub names them: lower case, no punctuation, hyphens for spaces."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_has_two_rows_of_one_name(page: Path) -> None:
+    assert repeated_first_cells(page.read_text(encoding="utf-8")) == []
+
+
+def test_two_rows_of_one_name_are_found_within_a_table_and_within_one_folder_of_it() -> None:
+    table = "| a | 1 |\n|---|---|\n| b | 2 |\n"
+    continued = "| **x** | |\n| b | 1 |\n| | 2 |\n| | 3 |\n| b | 4 |\n"
+
+    assert repeated_first_cells(f"{table}\n{table}") == []
+    assert repeated_first_cells(table + continued) == ["b"]
+
+
+def repeated_first_cells(text: str) -> list[str]:
+    """The first cells that a table has twice. A row in bold begins a folder, and so a new table;
+    an empty cell continues the row above."""
+    repeated: list[str] = []
+    seen: set[str] = set()
+    for line in text.splitlines():
+        cell = line.split("|")[1].strip() if line.startswith("|") else "**"
+        if cell.startswith("**"):
+            seen.clear()
+        elif cell in seen:
+            repeated.append(cell)
+        elif cell:
+            seen.add(cell)
+    return repeated

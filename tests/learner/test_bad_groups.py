@@ -20,7 +20,7 @@ from ingest.records import Answer
 from ingest.store.arrays import pack_ids
 from ingest.store.database import Database
 from ingest.store.groups import count_pending
-from ingest.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow
+from ingest.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow, RunRow
 from learner.adapter_io import load_policy
 from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
 from learner.grpo import GrpoTrainer
@@ -41,7 +41,10 @@ MARK = 47
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    learner = settings.learner.model_copy(update={"min_groups": GROUPS - 1, "steps": 3})
+    # At a rate of 0.02 the first step moves every ratio past the clip, and the others do nothing.
+    learner = settings.learner.model_copy(
+        update={"min_groups": GROUPS - 1, "steps": 3, "learning_rate": 0.001}
+    )
     return settings.model_copy(update={"learner": learner})
 
 
@@ -95,13 +98,19 @@ def put(put_group: Make, scored_group: Make, exact: Make) -> Callable[..., None]
 
 @pytest.fixture
 def train(settings: Settings, database: Database, clock: Any) -> Callable[..., Any]:
-    """train(run_id, **learner settings): one real run."""
+    """train(run_id, **learner settings): one real run, each step of which has a gradient."""
 
     def start(run_id: str = "r1", **changes: Any) -> Any:
         clock.now += 100
         learner = settings.learner.model_copy(update=changes)
         changed = settings.model_copy(update={"learner": learner})
-        return Run(changed, database, GrpoTrainer, run_id=run_id, clock=clock).start()
+        candidate = Run(changed, database, GrpoTrainer, run_id=run_id, clock=clock).start()
+        with database.read() as session:
+            metrics = session.scalars(select(RunRow).where(RunRow.run_id == run_id)).one().metrics
+        norms = [step["grad_norm"] for step in metrics]
+        assert norms
+        assert all(norms), f"a step compares nothing: gradient norms {norms}"
+        return candidate
 
     return start
 

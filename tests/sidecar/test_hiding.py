@@ -73,6 +73,9 @@ def test_urls_and_well_known_keys(text: str, shown: str) -> None:
         (["vllm", "--api-key", S, S, "--port", "1"], "vllm --api-key * * --port 1"),
         (["vllm", "--api-key", f"-{S}", "--port", "1"], "vllm --api-key * --port 1"),
         (["env", f"HF_TOKEN={S}", "vllm"], "env HF_TOKEN=* vllm"),
+        (["curl", "-u", f"joe:{S}", "http://h"], "curl -u joe:* http://h"),
+        (["docker", "run", "-u", "1000:1000", "x"], None),
+        (["sh", "-c", "vllm serve m --port 1 --dtype auto; echo token id 5"], None),
         (["vllm", "--tokenizer", "x", "--ssl-keyfile", "k.pem"], None),
         (["vllm", "--max-num-batched-tokens", "2048"], None),
     ],
@@ -90,6 +93,17 @@ def test_key_like_options_of_a_command(command: list[str], shown: str | None) ->
         f"export HF_TOKEN='{S} {S}'; vllm --api-key='{S}'",
         f'vllm --hf-overrides \'{{"token":"{S}"}}\'',
         f'vllm --config \'{{"api_key": "{S}", "x": 1}}\'',
+        f'vllm serve --api-key "a" {S} --port 1',
+        f"vllm serve --api-key \\\n  {S} \\\n {S} --port 1",
+        f"vllm serve --api-key a \\\n  {S}",
+        f"vllm serve --api-key $'{S} {S}' --port 1",
+        f"curl -H 'Authorization: Token {S}' http://h",
+        f"curl -H 'Proxy-Authorization: Digest a {S}' http://h",
+        f"curl -u user:{S} http://h",
+        f"curl --user='user:{S}' http://h",
+        f"PW={S} DB_PW={S} x --pw {S}",
+        f"curl 'https://h/v1?k={S}&x=1' 'https://h/f?code={S}'",
+        f'vllm --x \'{{"headers":{{"X-Auth":"{S}"}}}}\'',
         f"curl -H 'x-api-key: {S}' -H 'Authorization: Bearer {S}' http://u:{S}@h/?sig={S}",
     ],
 )
@@ -120,6 +134,26 @@ def test_parameters_show_numbers_and_the_texts_that_are_known_to_be_harmless() -
     assert (shown["temperature"], shown["reasoning_effort"], shown["seed"]) == (0.0, "low", None)
     assert shown["extra_body"] == params["extra_body"]
     assert shown["thinking"] == params["thinking"]
+
+
+@pytest.mark.parametrize(
+    ("params", "is_shown"),
+    [
+        ({"type": "json_object"}, True),
+        ({"type": S}, False),
+        ({"type": "AbCdEfGh"}, False),
+        ({"type": "a" * 33}, False),
+        ({"api_version": "2024-10-21"}, True),
+        ({"api_version": "2025-01-01-preview"}, True),
+        ({"api_version": S}, False),
+        ({"stop": ["\n\n", "</s>"]}, True),
+        ({"stop": ["4f9d2c81aa0b7e66"]}, False),
+    ],
+)
+def test_a_harmless_parameter_is_shown_only_in_the_form_that_its_name_promises(
+    params: dict[str, Any], is_shown: bool
+) -> None:
+    assert (hide_in_params(params) == params) == is_shown
 
 
 def test_settings_are_shown_without_any_secret() -> None:
