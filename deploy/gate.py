@@ -211,6 +211,10 @@ class Gate:
         """
         calls: list[JudgeCall] = []
         answered: list[Answered] = []
+        if not prompt.request:
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, status="unreadable")
+            await self._keep(trial, prompt, "unreadable", answered, (), (), calls)
+            return None
         status = "scored"
         scores: tuple[float, ...] = ()
         explanations: tuple[str, ...] = ()

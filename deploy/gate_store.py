@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from deploy.gate_rule import Comparison
 from deploy.records import Trial
 from ingest.selection import CHOSEN_SURFACES
-from ingest.store.database import count, decompress, insert_into
+from ingest.store.database import DAMAGE, count, decompress, insert_into
 from ingest.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 
 
@@ -25,6 +25,7 @@ class HeldOutPrompt:
     exchange_id: str
     session_key: str
     request: dict[str, Any]
+    """Empty when the store's is damaged."""
 
 
 def comparison_id(trial: Trial, prompt: HeldOutPrompt) -> str:
@@ -54,11 +55,19 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
         .limit(limit)
     )
     return [
-        HeldOutPrompt(
-            exchange_id=exchange_id, session_key=key, request=json.loads(decompress(body))
-        )
+        HeldOutPrompt(exchange_id=exchange_id, session_key=key, request=_request(body))
         for exchange_id, key, body in session.execute(statement)
+        if "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
     ]
+
+
+def _request(body: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(decompress(body))
+    except (*DAMAGE, RecursionError):
+        return {}
+    usable = isinstance(request, dict) and isinstance(request.get("messages"), list)
+    return request if usable else {}
 
 
 def compared_sessions(session: Session, trial: Trial) -> set[str]:

@@ -15,10 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from sqlalchemy.orm import Session
 
 from ingest.best_of_groups import STAGE, answers_digest, settle
 from ingest.choose import live_adapters, rules_now, rules_of
-from ingest.errors import JudgeGarbledError, JudgeRejectedError, StoreError
+from ingest.errors import (
+    JudgeGarbledError,
+    JudgeRejectedError,
+    StoreError,
+    UnreadableExchangesError,
+)
 from ingest.judge import Judge
 from ingest.judge_group import REFUSED, Fate, Scored, SetAside, Unanswered, judge_group
 from ingest.outage import Outage
@@ -29,7 +35,7 @@ from ingest.ruler_prompt import rubric_hash
 from ingest.selection import group_id_of
 from ingest.store.best_of import BestOfScores, oldest_scores, remove_scores, save_scores
 from ingest.store.database import Database, count
-from ingest.store.exchanges import NEW, load_exchange
+from ingest.store.exchanges import NEW, StoredExchange, load_exchange
 from ingest.store.judge_calls import save_judge_calls
 from sidecar.best_of_wire import Material, NoPick, Pick, Verdict
 from sidecar.settings import Settings
@@ -168,7 +174,7 @@ class BestOfJudge:
             else:
                 scores = self._scores(judged.group, fate, now)
                 save_scores(session, scores)
-                stored = load_exchange(session, scores.exchange_id)
+                stored = self._exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:  # selection has been here
                     live = live_adapters(session, self._model)
                     settle(
@@ -186,6 +192,14 @@ class BestOfJudge:
             rubric_hash=self._rubric_hash,
         )
 
+    def _exchange(self, session: Session, exchange_id: str) -> StoredExchange | None:
+        """None also when it is damaged: then its scores make no group, as if it never came."""
+        try:
+            return load_exchange(session, exchange_id)
+        except UnreadableExchangesError as error:
+            log.error("exchange_unreadable", exchange_id=exchange_id, why=str(error))
+            return None
+
     def _sweep(self) -> None:
         now = self._clock()
         with self._database.read() as session:
@@ -194,7 +208,7 @@ class BestOfJudge:
         with self._database.write() as session:
             live = live_adapters(session, self._model)
             for scores in oldest_scores(session, limit=SWEEP_LIMIT):
-                stored = load_exchange(session, scores.exchange_id)
+                stored = self._exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:
                     settle(
                         session, stored, scores, rules_now(session, self._rules), live=live, now=now

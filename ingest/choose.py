@@ -7,7 +7,7 @@ up to the number of exchanges looked at: one that leaves the backlog is taken ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -15,13 +15,16 @@ from sqlalchemy.orm import Session
 
 from ingest.best_of_groups import settle_new
 from ingest.engine_facts import FLAG, UNKNOWN, load_facts, state
+from ingest.errors import UnreadableExchangesError
 from ingest.selection import BACKLOG, TURN_DECIDED, Rules, Standing, select, turn_of
 from ingest.store.database import Database, count, get_flag
 from ingest.store.exchanges import (
     NEW,
     StoredExchange,
+    any_with,
     load_by_selection,
     load_of_turns,
+    put_aside,
     set_selection,
     turns_with,
 )
@@ -32,6 +35,7 @@ from sidecar.routing import decode_table
 from sidecar.settings import Settings
 
 STAGE = "selection"
+UNREADABLE = "unreadable"
 
 log = structlog.get_logger()
 
@@ -61,10 +65,10 @@ def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now:
     Returns: how many were looked at.
     """
     with database.read() as session:
-        if not load_by_selection(session, NEW, limit=1):
+        if not any_with(session, NEW):
             return 0  # the usual case between two requests: leave the write lock to others
     with database.write() as session:
-        batch = load_by_selection(session, NEW, limit=limit)
+        batch = _readable(session, NEW, lambda: load_by_selection(session, NEW, limit=limit))
         _decide(session, batch, rules, model=model, now=now)
     return len(batch)
 
@@ -78,7 +82,11 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
         room = rules.max_pending_groups - count_pending(session, live_adapters(session, model))
         if room <= 0:
             return 0
-        batch = load_by_selection(session, BACKLOG, limit=room, newest_first=True)
+        batch = _readable(
+            session,
+            BACKLOG,
+            lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True),
+        )
         _decide(session, batch, rules, model=model, now=now)
     return len(batch)
 
@@ -92,6 +100,22 @@ def live_adapters(session: Session, model: str) -> frozenset[str]:
     return frozenset({table.champion, table.canary or table.champion})
 
 
+def _readable(
+    session: Session, left: str, load: Callable[[], list[StoredExchange]]
+) -> list[StoredExchange]:
+    """Load exchanges out of one place; damaged ones leave it, counted, and the others come."""
+    while True:
+        try:
+            return load()
+        except UnreadableExchangesError as error:
+            for seq, why in error.damage.items():
+                log.error("exchange_unreadable", seq=seq, why=why)
+            put_aside(session, error.damage, UNREADABLE)
+            count(session, STAGE, UNREADABLE, len(error.damage))
+            if left != NEW:
+                count(session, STAGE, left, -len(error.damage))
+
+
 def _decide(
     session: Session, batch: Sequence[StoredExchange], rules: Rules, *, model: str, now: float
 ) -> None:
@@ -100,7 +124,7 @@ def _decide(
     turns = {turn for stored in batch if (turn := turn_of(stored.exchange)) is not None}
     # A retry that comes while its original waits in the backlog takes its place.
     held = {stored.exchange.exchange_id for stored in batch}
-    waiting = load_of_turns(session, turns, selection=BACKLOG)
+    waiting = _readable(session, BACKLOG, lambda: load_of_turns(session, turns, selection=BACKLOG))
     batch = [*batch, *(one for one in waiting if one.exchange.exchange_id not in held)]
     rules = rules_now(session, rules)
     live = live_adapters(session, model)

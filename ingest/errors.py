@@ -3,6 +3,7 @@
 IngestError
 ├── BusError (OSError)              the bus cannot be read or written: try again later
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
+├── UnreadableExchangesError (ValueError)  stored exchanges hold no exchange: put them aside
 ├── NoTokenizerError (LookupError)  the base model's tokenizer is not on this machine
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
 │   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
@@ -18,6 +19,7 @@ IngestError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -31,6 +33,15 @@ class BusError(IngestError, OSError):
 
 class StoreError(IngestError, OSError):
     """The store cannot be reached, or its schema is not the one this version expects."""
+
+
+class UnreadableExchangesError(IngestError, ValueError):
+    """Rows of stored exchanges are damaged; the others of the same query can be read."""
+
+    def __init__(self, damage: Mapping[int, str]) -> None:
+        super().__init__("; ".join(f"exchange {seq}: {why}" for seq, why in damage.items()))
+        self.damage = damage
+        """seq -> what is wrong."""
 
 
 class NoTokenizerError(IngestError, LookupError):

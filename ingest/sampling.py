@@ -20,9 +20,11 @@ from ingest.budget import day_of, next_midnight, tokens_spent
 from ingest.candidates import Attempt, Conclusion
 from ingest.errors import SamplingError, StoreError
 from ingest.exchangeable import LogprobsMode
+from ingest.judge_errors import storable
+from ingest.judge_group import UNREADABLE
 from ingest.sampling_round import Job, ask, load_job, store_round
-from ingest.store.database import Database
-from ingest.store.groups import SAMPLING, claim_groups, release_group
+from ingest.store.database import DAMAGE, Database
+from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
 from ingest.throttle import PROBE_INTERVAL_S, Throttle
 from ingest.vllm import LoadProbe, Sampler
 from sidecar.settings import Groups, SamplingField
@@ -129,7 +131,13 @@ class SamplingWorker:
     async def _complete(self, group_id: str) -> bool:
         """One round of one group. Returns: whether it went on to the judge."""
         try:
-            job = await self._patiently(lambda: self._load(group_id))
+            try:
+                job = await self._patiently(lambda: self._load(group_id))
+            except DAMAGE as error:
+                why = f"{type(error).__name__}: {error}"
+                log.error("group_unreadable", group_id=group_id, why=why)
+                await self._patiently(lambda: self._set_aside(group_id, why))
+                return False
             if job is None:
                 log.error("group_without_exchange", group_id=group_id)
                 return False
@@ -169,6 +177,10 @@ class SamplingWorker:
                 size=self._settings.size,
                 sampling_defaults=self._defaults,
             )
+
+    def _set_aside(self, group_id: str, why: str) -> bool:
+        with self._database.write() as session:
+            return set_aside(session, group_id, UNREADABLE, detail=storable(why))
 
     def _store(self, job: Job, attempts: Sequence[Attempt]) -> Conclusion:
         with self._database.write() as session:

@@ -6,18 +6,16 @@ gives its groups back (`give_back`), and none is ever used by two runs.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import ScoredGroup
-from ingest.store.database import count
+from ingest.store.database import DAMAGE, count
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group, stored_tokens
 from ingest.store.models import AdapterRow, GroupRow
 from learner.records import Fault, Parent
@@ -33,8 +31,6 @@ MOST_PACKS = 16
 A group with more is not read: its arrays would fill the memory before they could be judged."""
 DETAIL_LENGTH = 500
 """Characters of a reason in words."""
-_UNREADABLE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""What reading a damaged body or array comes to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +103,7 @@ def load(
             continue
         try:
             scored = load_scored_group(session, group_id)
-        except _UNREADABLE as error:
+        except DAMAGE as error:
             broken[group_id] = Fault("unreadable", f"{type(error).__name__}: {error}")
             continue
         if scored is None:

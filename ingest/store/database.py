@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sqlalchemy import URL, Dialect, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import (
     ArgumentError,
@@ -43,6 +44,8 @@ BUSY_TIMEOUT_S = 15.0
 MIGRATIONS = Path(__file__).with_name("migrations")
 _OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
 """Database errors that the statement or its values cause, and not the store."""
+DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+"""What reading a row comes to whose body, array, number or word is damaged."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _read_text = partial(str, encoding="utf-8", errors="replace")
 
@@ -250,6 +253,13 @@ def get_flag(session: Session, name: str) -> str | None:
 def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
     """Set an operator's switch, in the caller's transaction."""
     session.merge(FlagRow(name=name, value=value, updated_at=now))
+
+
+def check_id(stored: str) -> str:
+    """An id as it is. Raises: ValueError when it is damaged: no query would find it again."""
+    if "\ufffd" in stored:
+        raise ValueError(f"the id {stored!r} holds bytes that are not UTF-8")
+    return stored
 
 
 def compress(body: bytes) -> bytes:

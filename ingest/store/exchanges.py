@@ -6,11 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sqlalchemy import ColumnElement, and_, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, and_, select, tuple_, update
 from sqlalchemy.orm import Session
 
+from ingest.errors import UnreadableExchangesError
 from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from ingest.store.database import compress, decompress, insert_into
+from ingest.store.database import DAMAGE, check_id, compress, decompress, insert_into
 from ingest.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from sidecar.records import Choice, Exchange, Sampling, Timings
 
@@ -53,34 +54,46 @@ def save_exchange(
 
 
 def load_exchange(session: Session, exchange_id: str) -> StoredExchange | None:
-    """Read one exchange; None when there is none of this id."""
-    row = session.scalar(select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
-    return _stored(session, [row])[0] if row is not None else None
+    """Read one exchange; None when there is none of this id. Raises: UnreadableExchangesError."""
+    found = _load(session, select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
+    return found[0] if found else None
+
+
+def any_with(session: Session, selection: str) -> bool:
+    """Whether selection left an exchange in this place."""
+    statement = select(ExchangeRow.seq).where(ExchangeRow.selection == selection).limit(1)
+    return session.scalar(statement) is not None
 
 
 def load_by_selection(
     session: Session, selection: str, *, limit: int, newest_first: bool = False
 ) -> list[StoredExchange]:
-    """Read the exchanges that selection left in one place, oldest first unless told otherwise."""
+    """Read the exchanges that selection left in one place, oldest first unless told otherwise.
+
+    Raises: UnreadableExchangesError.
+    """
     order = ExchangeRow.seq.desc() if newest_first else ExchangeRow.seq
-    rows = session.scalars(
-        select(ExchangeRow).where(ExchangeRow.selection == selection).order_by(order).limit(limit)
-    ).all()
-    return _stored(session, rows)
+    return _load(
+        session,
+        select(ExchangeRow).where(ExchangeRow.selection == selection).order_by(order).limit(limit),
+    )
 
 
 def load_of_turns(
     session: Session, turns: Collection[tuple[str, str]], *, selection: str
 ) -> list[StoredExchange]:
-    """Read the exchanges of these turns (project, turn id) that selection left in one place."""
+    """Read the exchanges of these turns (project, turn id) that selection left in one place.
+
+    Raises: UnreadableExchangesError.
+    """
     if not turns:
         return []
-    rows = session.scalars(
+    return _load(
+        session,
         select(ExchangeRow)
         .where(_of_turns(turns), ExchangeRow.selection == selection)
-        .order_by(ExchangeRow.seq)
-    ).all()
-    return _stored(session, rows)
+        .order_by(ExchangeRow.seq),
+    )
 
 
 def turns_with(
@@ -104,6 +117,16 @@ def set_selection(session: Session, exchange_ids: Sequence[str], selection: str)
         .where(ExchangeRow.exchange_id.in_(exchange_ids))
         .values(selection=selection)
         # Nothing in the session is read again: looking for what to refresh would cost more.
+        .execution_options(synchronize_session=False)
+    )
+
+
+def put_aside(session: Session, seqs: Collection[int], selection: str) -> None:
+    """Store why damaged exchanges are not looked at; by number, for an id may be damaged too."""
+    session.execute(
+        update(ExchangeRow)
+        .where(ExchangeRow.seq.in_(seqs))
+        .values(selection=selection)
         .execution_options(synchronize_session=False)
     )
 
@@ -173,6 +196,26 @@ def _choice_values(exchange_id: str, choice: Choice) -> dict[str, object]:
     }
 
 
+def _load(session: Session, statement: Select[ExchangeRow]) -> list[StoredExchange]:
+    """Read exchanges, together, and only when that fails one by one to tell which is damaged."""
+    try:
+        return _stored(session, session.scalars(statement).all())
+    except DAMAGE as error:
+        seqs = session.scalars(statement.with_only_columns(ExchangeRow.seq)).all()
+        damage = {seq: why for seq in seqs if (why := _damage(session, seq)) is not None}
+        if not damage:
+            raise
+        raise UnreadableExchangesError(damage) from error
+
+
+def _damage(session: Session, seq: int) -> str | None:
+    try:
+        _stored(session, session.scalars(select(ExchangeRow).where(ExchangeRow.seq == seq)).all())
+    except DAMAGE as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchange]:
     choices: dict[str, list[ChoiceRow]] = {row.exchange_id: [] for row in rows}
     found = session.scalars(
@@ -192,7 +235,7 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
 
 def _exchange(row: ExchangeRow, choices: Sequence[ChoiceRow]) -> Exchange:
     values = {
-        "exchange_id": row.exchange_id,
+        "exchange_id": check_id(row.exchange_id),
         "surface": row.surface,
         "public_model": row.public_model,
         "adapter": row.adapter,
