@@ -55,6 +55,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "steps": [4000, 8000],
         "step_min_s": 4.0,
         "step_min_exchanges": 4,
+        # Of four replies two are cut short by chance alone: a third of the base's are.
+        "max_truncated_excess": 0.75,
         "step_max_s": 120.0,
         "gate_prompts": 8,
         "gate_answers": 2,
