@@ -169,5 +169,7 @@ def test_the_thread_finds_a_change_by_itself(
 
 
 def test_a_url_that_is_none_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"store.url 'nonsense' is not a database URL"):
+    with pytest.raises(
+        SettingsError, match=r"store\.url: is not a database URL; see docs/settings\.md"
+    ):
         RoutingSource("nonsense", "m", poll_s=1.0, metrics=Metrics())
