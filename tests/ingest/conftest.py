@@ -288,7 +288,7 @@ class JudgeKit:
         values: dict[str, Any] = {
             "model": "openai/local-judge",
             "api_key": "sk-test-key-1",
-            "timeout_s": 10.0,
+            "timeout_s": 60.0,  # the first call imports LiteLLM, which takes long on a busy machine
         }
         self.judges.append(
             LiteLlmJudge(JudgeSettings(**{**values, "api_base": server_url, **settings}))
