@@ -1,7 +1,7 @@
 """Take a failing canary out at once, in every worker, without capture, ingest, store or control.
 
 Each worker counts the replies of both arms in its own row of memory that all workers share, and
-tests the sum of all rows after every bad canary reply (`breaker_rule.py`). The worker that finds
+tests the sum of all rows after every canary reply (`breaker_rule.py`). The worker that finds
 the canary too bad writes the canary's tag into the shared first cell; every worker reads that cell
 before it assigns a request, so the next request of each goes to the champion.
 
