@@ -27,12 +27,12 @@ from demo.rollback import live_rollback
 from demo.rounds import Round, RoundWatcher
 from demo.stack import MODEL, ROOT, Stack
 from demo.traffic import Traffic
-from ingest.judge import LiteLlmJudge
-from ingest.vllm import VllmSampler
-from sidecar.no_proxy import ask_loopback_directly
+from ingest.ruler.judge import LiteLlmJudge
+from ingest.vllm.sampler import VllmSampler
 from sidecar.records import BASE
-from sidecar.routing import upstream_model
+from sidecar.routing.table import upstream_model
 from sidecar.settings import load_settings
+from sidecar.settings.no_proxy import ask_loopback_directly
 
 DEMO = ROOT / ".demo"
 ROUNDS = 6

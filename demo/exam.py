@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from demo.agent import MAX_TOKENS
 from demo.questions import Conversation, Questions
-from ingest.judge import Judge
-from ingest.ruler import score_answers
-from ingest.vllm import Sampler
+from ingest.ruler.judge import Judge
+from ingest.ruler.ruler import score_answers
+from ingest.vllm.sampler import Sampler
 
 BOOTSTRAP_DRAWS = 10_000
 

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import httpx
 
-from sidecar.children import own_python
-from sidecar.leash import leash
+from sidecar.processes.children import own_python
+from sidecar.processes.parent_death import leash
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
@@ -197,7 +197,7 @@ class Stack:
 
     def command(self, *arguments: str) -> list[str]:
         """`sidecar ...` against this stack's configuration."""
-        return [*own_python("deploy.cli", "--config", str(self.config)), *arguments]
+        return [*own_python("deploy.cli.main", "--config", str(self.config)), *arguments]
 
     def environment(self) -> dict[str, str]:
         """The environment of the product: a key for the stand-in judge, which asks for none."""

@@ -21,12 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     from deploy.process import serve
-    from ingest.errors import StoreError
-    from ingest.store.database import Database
+    from sidecar.errors import StoreError
     from sidecar.logs import configure_logging
+    from sidecar.processes.state_lock import only_one
     from sidecar.settings import load_settings
-    from sidecar.state_lock import only_one
-    from sidecar.telemetry import configure_tracing
+    from sidecar.store.database import Database
+    from sidecar.tracing.telemetry import configure_tracing
 
     try:
         settings = load_settings(arguments.config)

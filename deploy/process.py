@@ -17,23 +17,23 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from deploy import audit, routing_writer
-from deploy.admin import create_app
-from deploy.admin_context import AdminContext
-from deploy.controller import Controller
-from deploy.fleet import Fleet
-from deploy.gate import Gate
-from deploy.loops import Loop
-from deploy.reconcile import Reconciler
-from deploy.validation import ServingLimits
-from deploy.vllm_control import AdapterControl, VllmControl
-from ingest.judge import LiteLlmJudge
-from ingest.store.database import Database
-from ingest.throttle import PROBE_INTERVAL_S, Throttle
-from ingest.vllm_replicas import ReplicaSampler, open_replicas
-from sidecar.readiness import tell_ready
+from deploy.admin.app import create_app
+from deploy.admin.context import AdminContext
+from deploy.canary.controller import Controller
+from deploy.canary.gate import Gate
+from deploy.engine.fleet import Fleet
+from deploy.engine.reconcile import Reconciler
+from deploy.engine.validation import ServingLimits
+from deploy.engine.vllm_control import AdapterControl, VllmControl
+from deploy.registry import audit, routing_writer
+from deploy.supervise.loops import Loop
+from ingest.ruler.judge import LiteLlmJudge
+from ingest.vllm.replicas import ReplicaSampler, open_replicas
+from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
+from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
+from sidecar.store.database import Database
 
 log = structlog.get_logger()
 

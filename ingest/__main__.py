@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from ingest.errors import StoreError
-from sidecar.errors import SettingsError, StateLockError
+from sidecar.errors import SettingsError, StateLockError, StoreError
 from sidecar.logs import configure_logging
-from sidecar.readiness import tell_ready
+from sidecar.processes.readiness import tell_ready
+from sidecar.processes.state_lock import only_one
 from sidecar.settings import Settings, load_settings
-from sidecar.state_lock import only_one
-from sidecar.telemetry import configure_tracing
+from sidecar.tracing.telemetry import configure_tracing
 
 if TYPE_CHECKING:
-    from ingest.intake import Intake
+    from ingest.intake.loop import Intake
 
 PROCESS = "ingest"
 
@@ -49,9 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _start(settings: Settings) -> int:
-    from ingest.bus import open_bus
-    from ingest.intake import Intake
-    from ingest.store.database import Database
+    from ingest.intake.bus import open_bus
+    from ingest.intake.loop import Intake
+    from sidecar.store.database import Database
 
     bus = open_bus(settings.bus.url)
     configure_logging(settings.telemetry, PROCESS)

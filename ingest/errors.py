@@ -2,7 +2,6 @@
 
 IngestError
 ├── BusError (OSError)              the bus cannot be read or written: try again later
-├── StoreError (OSError)            the store cannot be reached or is of another revision
 ├── UnreadableExchangesError (ValueError)  stored exchanges hold no exchange: put them aside
 ├── NoTokenizerError (LookupError)  the base model's tokenizer is not on this machine
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
@@ -29,10 +28,6 @@ class IngestError(Exception):
 
 class BusError(IngestError, OSError):
     """The bus cannot be read or written; nothing is lost, try again later."""
-
-
-class StoreError(IngestError, OSError):
-    """The store cannot be reached, or its schema is not the one this version expects."""
 
 
 class UnreadableExchangesError(IngestError, ValueError):

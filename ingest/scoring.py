@@ -15,12 +15,12 @@ from pathlib import Path
 
 import structlog
 
-from sidecar.best_of_wire import socket_path
 from sidecar.errors import SettingsError
 from sidecar.logs import configure_logging
-from sidecar.readiness import tell_ready
+from sidecar.processes.readiness import tell_ready
+from sidecar.scoring.wire import socket_path
 from sidecar.settings import Settings, load_settings
-from sidecar.telemetry import configure_tracing
+from sidecar.tracing.telemetry import configure_tracing
 
 PROCESS = "scoring"
 
@@ -70,16 +70,16 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
 
     An error that a worker did not expect ends all: a supervisor starts the process again.
     """
-    from ingest.base_tokenizer import TokenCheck
-    from ingest.best_of import BestOfJudge
-    from ingest.best_of_server import BestOfServer
-    from ingest.checked_sampler import CheckedSampler
-    from ingest.errors import StoreError
-    from ingest.judge import LiteLlmJudge
-    from ingest.judging import JudgingWorker
-    from ingest.sampling import SamplingWorker
-    from ingest.store.database import Database
-    from ingest.vllm_replicas import open_replicas
+    from ingest.best_of.questions import BestOfJudge
+    from ingest.best_of.server import BestOfServer
+    from ingest.ruler.judge import LiteLlmJudge
+    from ingest.ruler.judging import JudgingWorker
+    from ingest.sampling.worker import SamplingWorker
+    from ingest.tokens.base_tokenizer import TokenCheck
+    from ingest.vllm.checked_sampler import CheckedSampler
+    from ingest.vllm.replicas import open_replicas
+    from sidecar.errors import StoreError
+    from sidecar.store.database import Database
 
     serving = settings.serving
     try:

@@ -20,15 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")
     args = parser.parse_args(argv)
 
-    from ingest.errors import StoreError
-    from ingest.store.database import Database
     from learner.once import run_once
-    from learner.schedule import run_schedule
-    from sidecar.errors import SettingsError, StateLockError
+    from learner.runs.schedule import run_schedule
+    from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
+    from sidecar.processes.state_lock import only_one
     from sidecar.settings import load_settings
-    from sidecar.state_lock import only_one
-    from sidecar.telemetry import configure_tracing
+    from sidecar.store.database import Database
+    from sidecar.tracing.telemetry import configure_tracing
 
     os.nice(args.nice)
     stopping = threading.Event()

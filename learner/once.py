@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from ingest.store.database import Database
 from learner.errors import NothingToLearnError, RunInProgressError
 from learner.explain import explain
 from learner.records import Candidate
-from learner.train import Run, Trainer
+from learner.runs.train import Run, Trainer
 from sidecar.settings import Settings
+from sidecar.store.database import Database
 
 TRAINED, FAILED, NOTHING_TO_LEARN = 0, 1, 3
 LOOK_AGAIN_S = 1.0
@@ -82,6 +82,6 @@ def _torch_trainer() -> Trainer:
     # time, and stall when they are preempted: on two cores with other work a step ran 5 times
     # faster with this, on idle ones 1.2 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from learner.grpo import GrpoTrainer  # here, because torch takes seconds to load
+    from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run_workers(settings: Settings, config: Path | None) -> int:
     # Light: the parent relays nothing and needs none of what does.
-    from sidecar.workers import Workers
+    from sidecar.workers.parent import Workers
 
     return asyncio.run(Workers(settings, config).run())
 
@@ -64,9 +64,9 @@ def _run_proxy(settings: Settings, worker: str | None) -> int:
     import uvloop
 
     from sidecar.proxy import Proxy
-    from sidecar.spans import GivenIds
-    from sidecar.telemetry import configure_tracing
-    from sidecar.worker_seat import decode_seat
+    from sidecar.tracing.spans import GivenIds
+    from sidecar.tracing.telemetry import configure_tracing
+    from sidecar.workers.handover import decode_seat
 
     seat = decode_seat(worker) if worker is not None else None
     if seat is not None:
@@ -82,7 +82,7 @@ def _run_proxy(settings: Settings, worker: str | None) -> int:
 
 
 async def _serve(proxy: Proxy, host: str, *, is_worker: bool) -> None:
-    from sidecar.readiness import tell_ready
+    from sidecar.processes.readiness import tell_ready
     from sidecar.settings.kinds import base_url
 
     stopping = asyncio.Event()

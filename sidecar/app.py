@@ -12,11 +12,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from sidecar.access import Keys
-from sidecar.metrics import Metrics
-from sidecar.relay.context import Routing
-from sidecar.relay.refusals import upstream_failed
-from sidecar.replica_watch import ReplicaWatch
+from sidecar.access.admission import Keys
+from sidecar.metrics.proxy import Metrics
+from sidecar.relay.flight.context import Routing
+from sidecar.relay.surface.refusals import upstream_failed
+from sidecar.relay.upstream.watch import ReplicaWatch
 
 
 def make_app(

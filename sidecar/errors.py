@@ -6,6 +6,7 @@ SidecarError
 ├── InvalidKeyError (ValueError)    no API key may be like this: the message says why
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
 ├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
+├── StoreError (OSError)            the store cannot be reached or is of another revision
 └── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
 """
 
@@ -38,6 +39,10 @@ class UpstreamError(SidecarError, ConnectionError):
 
 class StateLockError(SidecarError, OSError):
     """Another process works with this `state_dir`, or it cannot be written or locked."""
+
+
+class StoreError(SidecarError, OSError):
+    """The store cannot be reached, or its schema is not the one this version expects."""
 
 
 class OutboxError(SidecarError, OSError):

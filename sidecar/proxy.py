@@ -11,36 +11,36 @@ from pathlib import Path
 import structlog
 import uvicorn
 
-from sidecar.access import open_access
+from sidecar.access.admission import open_access
+from sidecar.access.key_source import KeySource
 from sidecar.app import make_app
-from sidecar.best_of_client import Picker, SocketPicker
-from sidecar.best_of_wire import socket_path
-from sidecar.breaker import Breaker
-from sidecar.breaker_report import TripReader, TripReporter
-from sidecar.capture import Capture, ExchangeSink
+from sidecar.capture.outbox import Outbox, outbox_path
+from sidecar.capture.recorder import Capture, ExchangeSink
+from sidecar.capture.sampling_rule import SamplingRule
+from sidecar.capture.yielding import Rests
 from sidecar.errors import SettingsError
-from sidecar.key_source import KeySource
-from sidecar.loop_lag import LoopLag
-from sidecar.metric_table import MetricTable
-from sidecar.metrics import Metrics
-from sidecar.outbox import Outbox, outbox_path
-from sidecar.relay import flight
-from sidecar.relay.context import RelayContext
-from sidecar.relay.rare_log import RareLog
-from sidecar.relay.replicas import Replica, Replicas
-from sidecar.relay.server import RelayServer
-from sidecar.relay.upstream import Endpoint, endpoint
-from sidecar.replica_watch import ReplicaWatch
-from sidecar.rests import Rests
-from sidecar.routing_source import RoutingSource
-from sidecar.sampling_rule import SamplingRule
+from sidecar.metrics.loop_lag import LoopLag
+from sidecar.metrics.proxy import Metrics
+from sidecar.metrics.table import MetricTable
+from sidecar.relay.client.server import RelayServer
+from sidecar.relay.flight import flight
+from sidecar.relay.flight.context import RelayContext
+from sidecar.relay.flight.rate_limited_log import RareLog
+from sidecar.relay.upstream.connection import Endpoint, endpoint
+from sidecar.relay.upstream.replicas import Replica, Replicas
+from sidecar.relay.upstream.watch import ReplicaWatch
+from sidecar.routing.breaker import Breaker
+from sidecar.routing.breaker_report import TripReader, TripReporter
+from sidecar.routing.source import RoutingSource
+from sidecar.scoring.client import Picker, SocketPicker
+from sidecar.scoring.wire import socket_path
 from sidecar.settings import Settings
 from sidecar.settings.checks import MAX_UNIX_PATH
-from sidecar.spans import request_spans
-from sidecar.telemetry import Tracing
-from sidecar.trace_context import Propagation
-from sidecar.worker import ORPHAN_DRAIN_S, ParentLine
-from sidecar.worker_seat import READY, WorkerSeat
+from sidecar.tracing.spans import request_spans
+from sidecar.tracing.telemetry import Tracing
+from sidecar.tracing.trace_context import Propagation
+from sidecar.workers.handover import READY, WorkerSeat
+from sidecar.workers.worker import ORPHAN_DRAIN_S, ParentLine
 
 log = structlog.get_logger()
 CAPTURE_STOP_S = 10.0

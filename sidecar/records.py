@@ -12,6 +12,8 @@ dataclass of four fields takes 1.1 us to build, a Struct 0.1. `msgspec.structs.r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -73,6 +75,66 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Time spent in the relay and not in waiting for vLLM."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What one request got."""
+
+    adapter: str
+    arm: Arm
+    propensity: float
+    upstream_model: str
+    """What to write into the request's `model`: the adapter's name, or the base model's."""
+
+
+class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """relay -> capture. One finished request, nothing of it parsed."""
+
+    exchange_id: str
+    public_model: str
+    route: Assignment
+    """The route that answered."""
+    replica: str
+    session_key: str
+    user: str
+    request: bytes
+    reply: Sequence[bytes] | None
+    """The reply's body as vLLM sent it, cut anywhere; None: only the span is wanted."""
+    streamed: bool
+    """The reply is a stream of events; a request for one may still be refused in one piece."""
+    status: int
+    """0 when the client left before vLLM's reply began."""
+    outcome: Outcome
+    timings: Timings
+    traceparent: str = ""
+    """As the client sent it."""
+    own_traceparent: str = ""
+    """As it was sent on to vLLM."""
+    surface: Surface = "chat"
+    project: str = "default"
+    key_id: str = ""
+    retry_count: int = 0
+    """`x-stainless-retry-count`; 0 when it was not sent."""
+    idempotency_key: str = ""
+    """`Idempotency-Key`; empty when it was not sent."""
+    fallback_from: str = ""
+    """The adapter that was to answer and that vLLM did not know."""
+    reply_bytes: int = -1
+    """Length of the reply's body, if the relay has counted it (`Tee.size`); -1: it has not."""
+    returned_index: int = 0
+    """As `Exchange.returned_index`."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds in memory."""
+        return len(self.request) + self.reply_size
+
+    @property
+    def reply_size(self) -> int:
+        if self.reply_bytes >= 0:
+            return self.reply_bytes
+        return sum(map(len, self.reply or ()))
+
+
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """capture -> group. One request, its reply, and what is known of how it was sampled."""
 
@@ -111,7 +173,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """Which access key was used; never the key itself. Empty when none was needed."""
     user: str = ""
     turn_id: str = ""
-    """The same for a request and its retries (`sidecar/turns.py`); empty: a turn of its own."""
+    """The same for a request and its retries (`sidecar/capture/turns.py`); empty: a turn of its
+    own."""
     retry_count: int = 0
     """How many times the client had sent this request before, as it says itself."""
     fallback_from: str = ""

@@ -16,21 +16,21 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from deploy.cli import app
-from deploy.metrics import StoreCollector
-from deploy.reconcile import EngineView
+from deploy.admin.metrics import StoreCollector
+from deploy.cli.main import app
+from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, Phase
-from ingest.candidates import Miss
-from ingest.store.database import Database
-from ingest.store.models import Base
-from learner.blame import FAILED_RUNS
-from learner.checks import REASONS
-from learner.runs import EndStatus
-from learner.selection import DropReason
-from sidecar.metrics import Metrics
+from ingest.sampling.candidates import Miss
+from learner.grpo.checks import REASONS
+from learner.runs.blame import FAILED_RUNS
+from learner.runs.runs import EndStatus
+from learner.runs.selection import DropReason
+from sidecar.metrics.proxy import Metrics
 from sidecar.records import Outcome
 from sidecar.settings import DEFAULT_RUBRIC, Settings
 from sidecar.settings.kinds import Between
+from sidecar.store.database import Database
+from sidecar.store.models import Base
 
 ROOT = Path(__file__).resolve().parent.parent
 DICTIONARY = ROOT / "docs" / "data-dictionary.md"

@@ -10,7 +10,7 @@ import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from ingest.store.database import MIGRATIONS, Database
+from sidecar.store.database import MIGRATIONS, Database
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("sidecar", "ingest", "learner", "deploy")
@@ -19,12 +19,18 @@ ROOMS = ("sidecar", "ingest", "learner", "deploy")
 @pytest.mark.parametrize(
     ("imported", "forbidden"),
     [
-        ("deploy.cli, deploy.admin, deploy.controller, deploy.supervisor", "torch"),
-        ("learner.train, learner.schedule, learner.publish", "torch"),
-        ("ingest.scoring, ingest.sampling, ingest.judging", "torch"),
-        ("ingest.intake, ingest.base_tokenizer, tokenizers, huggingface_hub", "torch"),
-        ("ingest.intake, ingest.base_tokenizer, tokenizers, huggingface_hub", "transformers"),
-        ("ingest.judge, ingest.scoring", "litellm"),
+        (
+            "deploy.cli.main, deploy.admin.app, deploy.canary.controller",
+            "torch",
+        ),
+        ("learner.runs.train, learner.runs.schedule, learner.runs.publish", "torch"),
+        ("ingest.scoring, ingest.sampling.worker, ingest.ruler.judging", "torch"),
+        ("ingest.intake.loop, ingest.tokens.base_tokenizer, tokenizers, huggingface_hub", "torch"),
+        (
+            "ingest.intake.loop, ingest.tokens.base_tokenizer, tokenizers, huggingface_hub",
+            "transformers",
+        ),
+        ("ingest.ruler.judge, ingest.scoring", "litellm"),
         ("ingest.records", "fastapi"),
         ("sidecar.proxy", "alembic"),
     ],
@@ -39,7 +45,7 @@ def test_an_import_stays_light(imported: str, forbidden: str) -> None:
 
 OFFLINE_ROLLBACK = """
 import sys
-from deploy.cli import main
+from deploy.cli.main import main
 code = main(["--config", sys.argv[1], *sys.argv[2:]])
 heavy = {"httpx", "alembic", "litellm", "fastapi", "starlette", "uvicorn", "opentelemetry",
          "structlog", "prometheus_client", "torch", "sqlalchemy.dialects.postgresql"}

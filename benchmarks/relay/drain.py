@@ -10,8 +10,8 @@ import sys
 import time
 from types import FrameType
 
-from ingest.bus import open_bus
 from ingest.errors import BusError
+from ingest.intake.bus import open_bus
 
 PAUSE_S = 0.1
 BATCH = 1_000

@@ -20,9 +20,9 @@ from benchmarks.relay.contenders import Launch, Place
 from benchmarks.relay.interpreter import chosen, packages_of
 from benchmarks.relay.scenarios import MODEL
 from benchmarks.relay.unavailable import UnavailableError
-from ingest.store.database import Database
-from ingest.store.models import RoutingRow
-from sidecar.routing import RoutingTable, encode_table
+from sidecar.routing.table import RoutingTable, encode_table
+from sidecar.store.database import Database
+from sidecar.store.models import RoutingRow
 
 ACCESS_MODE = "keys"
 """`open`, or `keys`: then a key without limits is made by the command and sent by every client."""
@@ -111,7 +111,7 @@ def _write_routing(store: str) -> None:
 
 def _make_key(config: Path) -> str:
     """An unlimited key, made as an operator makes one."""
-    command = [sys.executable, "-c", "from deploy.cli import main; raise SystemExit(main())"]
+    command = [sys.executable, "-c", "from deploy.cli.main import main; raise SystemExit(main())"]
     command += ["--config", str(config), "keys", "create", "--project", "bench"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = re.search(r"sk-sidecar-[\w-]+", done.stdout)

@@ -113,7 +113,7 @@ def free_port() -> int:
 
 
 def _pinned(core: int, command: Sequence[str]) -> tuple[str, ...]:
-    leash = (sys.executable, "-m", "sidecar.leash", str(os.getpid()))
+    leash = (sys.executable, "-m", "sidecar.processes.parent_death", str(os.getpid()))
     return (*leash, "taskset", "-c", str(core), *command)
 
 

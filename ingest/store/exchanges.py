@@ -10,10 +10,10 @@ from sqlalchemy import ColumnElement, Select, and_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
-from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from ingest.store.database import DAMAGE, check_id, compress, decompress, insert_into
-from ingest.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from sidecar.records import Choice, Exchange, Sampling, Timings
+from sidecar.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from sidecar.store.database import DAMAGE, check_id, compress, decompress, insert_into
+from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 
 NEW = "new"
 """`exchange.selection` of an exchange that selection has not looked at."""

@@ -16,9 +16,9 @@ from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import Answer, Group, ScoredGroup
-from ingest.store.arrays import ID_BYTES, pack_floats, pack_ids, unpack_floats, unpack_ids
-from ingest.store.database import compress, count, decompress, insert_into
-from ingest.store.models import AnswerRow, ExchangeRow, GroupRow
+from sidecar.store.arrays import ID_BYTES, pack_floats, pack_ids, unpack_floats, unpack_ids
+from sidecar.store.database import compress, count, decompress, insert_into
+from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
 
 SERVED = "served"
 """Counter rows: ("served", "trainable" or why it is masked) -> served answers of new groups."""

@@ -78,7 +78,7 @@ def process(
     folder: Path, name: str, command: list[str], env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command with its output in `<folder>/<name>.log`; it ends with the caller."""
-    leash = [sys.executable, "-m", "sidecar.leash", str(os.getpid())]
+    leash = [sys.executable, "-m", "sidecar.processes.parent_death", str(os.getpid())]
     with (folder / f"{name}.log").open("wb") as log:
         running = subprocess.Popen(
             [*leash, *command],  # it ends with us, also when we are killed

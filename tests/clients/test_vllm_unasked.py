@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, engine_section, free_port
-from ingest.chat_request import STRICT_TOOLS, candidate_body, masking_field
-from ingest.engine_facts import EngineFacts
-from ingest.engine_probe import ANSWER, LOW_IDS, PLAIN, TOOLS, probe
-from ingest.exchangeable import RAISED_BELOW
+from ingest.grouping.chat_request import STRICT_TOOLS, candidate_body, masking_field
+from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.exchangeable import RAISED_BELOW
+from ingest.vllm.probe import ANSWER, LOW_IDS, PLAIN, TOOLS, probe
 from tests.clients.servers import process, wait_until_ready
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]

@@ -11,12 +11,12 @@ import pytest
 from demo.agent import SupportAgent
 from demo.questions import load_questions
 from demo.stack import MODEL, MODEL_FOLDER
-from ingest.engine_facts import EngineFacts
-from ingest.generation_config import read_defaults
-from ingest.selection import Rules, Standing, select
-from sidecar.assemble import RawCapture, assemble
-from sidecar.assignment import Assignment
-from sidecar.records import BASE, Exchange, Timings
+from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.generation_config import read_defaults
+from ingest.grouping.selection import Rules, Standing, select
+from sidecar.capture.assemble import assemble
+from sidecar.records import BASE, Exchange, RawCapture, Timings
+from sidecar.routing.assignment import Assignment
 
 REPLY: dict[str, Any] = {
     "id": "c",

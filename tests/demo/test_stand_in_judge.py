@@ -17,9 +17,9 @@ import pytest
 from demo.stand_in_judge import MODEL, UnreadablePromptError, judge_text, read_prompt
 from demo.stand_in_rule import is_complete, score_answer, score_parts, stems
 from ingest.errors import JudgeUnavailableError
-from ingest.judge import LiteLlmJudge
-from ingest.ruler import score_answers
-from ingest.ruler_prompt import build_prompt
+from ingest.ruler.judge import LiteLlmJudge
+from ingest.ruler.prompt import build_prompt
+from ingest.ruler.ruler import score_answers
 from sidecar.settings import Judge as JudgeSettings
 
 ROOT = Path(__file__).parents[2]

@@ -15,29 +15,29 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy import audit, registry, routing_writer, transitions, trials
-from deploy.admin import create_app
-from deploy.admin_context import AdminContext
-from deploy.admin_reception import Refusals
-from deploy.canary import Move
-from deploy.controller import Controller
+from deploy.admin.app import create_app
+from deploy.admin.context import AdminContext
+from deploy.admin.reception import Refusals
+from deploy.canary.controller import Controller
+from deploy.canary.gate import Gate
+from deploy.engine.fleet import Fleet
+from deploy.engine.probe import Probe
+from deploy.engine.reconcile import Reconciler
+from deploy.engine.validation import ServingLimits
 from deploy.errors import EngineError, InvalidAdapterError
-from deploy.fleet import Fleet
-from deploy.gate import Gate
-from deploy.loops import LoopView
-from deploy.probe import Probe
-from deploy.reconcile import Reconciler
 from deploy.records import AdapterVersion, Trial
-from deploy.validation import ServingLimits
+from deploy.registry import audit, routing_writer, transitions, trials, versions
+from deploy.registry.canary_rule import Move
+from deploy.supervise.loops import LoopView
 from ingest.errors import JudgeUnavailableError
-from ingest.judge import JudgeReply
-from ingest.store.database import Database, compress
-from ingest.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
-from ingest.vllm import SampledAnswer
+from ingest.ruler.judge import JudgeReply
+from ingest.vllm.sampler import SampledAnswer
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
+from sidecar.store.database import Database, compress
+from sidecar.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
 
 MODEL = "m"
 ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
@@ -407,11 +407,11 @@ class World:
 
     def adapter(self, name: str) -> AdapterVersion:
         with self.database.read() as session:
-            return registry.find(session, name)
+            return versions.find(session, name)
 
     def aliases(self) -> dict[str, str]:
         with self.database.read() as session:
-            return registry.aliases_of(session, MODEL)
+            return versions.aliases_of(session, MODEL)
 
     def table(self) -> Any:
         with self.database.read() as session:

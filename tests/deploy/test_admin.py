@@ -13,14 +13,14 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from deploy import transitions, trials
-from deploy.admin_actions import until_loaded
-from deploy.canary import Move
-from deploy.loops import LoopView
-from deploy.reconcile import EngineView
-from deploy.rollback import rollback
-from ingest.store.database import compress, set_flag
-from ingest.store.models import AnswerRow, AuditRow, GroupRow, RunRow
+from deploy.admin.actions import until_loaded
+from deploy.engine.reconcile import EngineView
+from deploy.registry import transitions, trials
+from deploy.registry.canary_rule import Move
+from deploy.registry.rollback import rollback
+from deploy.supervise.loops import LoopView
+from sidecar.store.database import compress, set_flag
+from sidecar.store.models import AnswerRow, AuditRow, GroupRow, RunRow
 
 Api = Any
 World = Any
@@ -559,9 +559,9 @@ async def test_the_learner_is_paused_resumed_and_run(world: World, api: Api) -> 
 async def test_the_learner_s_flags_are_those_that_the_schedule_reads(
     world: World, api: Api
 ) -> None:
-    from deploy import learner_switches
-    from ingest.store.database import get_flag
-    from learner import schedule
+    from deploy.registry import learner_switches
+    from learner.runs import schedule
+    from sidecar.store.database import get_flag
 
     await api.post("/learner/pause")
 

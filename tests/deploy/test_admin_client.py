@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.admin_client import AdminApiError, AdminClient
+from deploy.admin.client import AdminApiError, AdminClient
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 

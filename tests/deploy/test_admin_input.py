@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from deploy.admin_json import read_stored
-from ingest.store.database import compress
-from ingest.store.models import ChoiceRow, ExchangeRow
+from deploy.admin.json import read_stored
+from sidecar.store.database import compress
+from sidecar.store.models import ChoiceRow, ExchangeRow
 
 Api = Any
 World = Any

@@ -15,8 +15,8 @@ import pytest
 import structlog
 import uvicorn
 
-from deploy.admin_auth import RefusalReason, UnauthorizedError, actor_of
-from deploy.admin_reception import LOG_INTERVAL_S, MAX_BODY_BYTES, Reception, Refusals
+from deploy.admin.auth import RefusalReason, UnauthorizedError, actor_of
+from deploy.admin.reception import LOG_INTERVAL_S, MAX_BODY_BYTES, Reception, Refusals
 
 MakeApi = Callable[..., Any]
 TOKEN = "let-me-in"
@@ -332,7 +332,7 @@ def test_a_source_that_a_header_claims_is_not_believed(make_api: MakeApi, world:
         connection.sendall(head % (len(body), body))
         assert read_all(connection).startswith(b"HTTP/1.1 200 ")
 
-    from ingest.store.models import AuditRow
+    from sidecar.store.models import AuditRow
 
     assert world.rows(AuditRow)[-1].source == "127.0.0.1"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from deploy import controller as controller_module
-from deploy import ramp_counts
+from deploy.canary import controller as controller_module
+from deploy.canary import ramp_counts
+from deploy.canary.tick_errors import MAX_TICK_ERRORS
 from deploy.errors import EngineError
-from deploy.tick_errors import MAX_TICK_ERRORS
-from ingest.errors import StoreError
-from ingest.store.models import AdapterRow, CounterRow
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
+from sidecar.errors import StoreError
+from sidecar.store.models import AdapterRow, CounterRow
 
 World = Any
 DEEP = b"[" * 100_000 + b"]" * 100_000

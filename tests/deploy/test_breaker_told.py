@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deploy import transitions, trials
-from deploy.canary import Move
 from deploy.errors import TransitionError
-from ingest.store.models import BreakerTripRow
+from deploy.registry import transitions, trials
+from deploy.registry.canary_rule import Move
+from sidecar.store.models import BreakerTripRow
 
 World = Any
 

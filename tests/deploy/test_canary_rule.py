@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.canary import (
+from deploy.records import Trial
+from deploy.registry.canary_rule import (
     ArmCounts,
     GateEvidence,
     Hold,
@@ -16,8 +17,7 @@ from deploy.canary import (
     decide,
     elapsed_s,
 )
-from deploy.gate_rule import GateVerdict
-from deploy.records import Trial
+from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
 
 TRIAL = Trial(

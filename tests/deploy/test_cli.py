@@ -17,10 +17,10 @@ import alembic.command
 import pytest
 from alembic.config import Config
 
-from deploy import transitions
-from deploy.cli import main
-from ingest.store.database import MIGRATIONS, Database
-from ingest.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
+from deploy.cli.main import main
+from deploy.registry import transitions
+from sidecar.store.database import MIGRATIONS, Database
+from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_a_terminal_of_another_encoding_loses_no_key(config: Path) -> None:
     command = ["keys", "create", "--project", "p", "--name", "\u6f22"]
 
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "--config", config, *command],
+        [sys.executable, "-m", "deploy.cli.main", "--config", config, *command],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,

@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import select
 from structlog.testing import capture_logs
 
-from deploy.cli import main
-from ingest.store.database import Database
-from ingest.store.models import ApiKeyRow, AuditRow
-from sidecar.key_source import KeySource
-from sidecar.keys import secret_hash
-from sidecar.metrics import Metrics
-from sidecar.store_watch import StoreWatch
+from deploy.cli.main import main
+from sidecar.access.key_source import KeySource
+from sidecar.access.keys import secret_hash
+from sidecar.metrics.proxy import Metrics
+from sidecar.routing.store_watch import StoreWatch
+from sidecar.store.database import Database
+from sidecar.store.models import ApiKeyRow, AuditRow
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deploy import transitions, trials
-from deploy.rollback import rollback
+from deploy.registry import transitions, trials
+from deploy.registry.rollback import rollback
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
-from ingest.store.models import CounterRow, JudgeCallRow
+from sidecar.store.models import CounterRow, JudgeCallRow
 
 World = Any
 FULL_STORY = [

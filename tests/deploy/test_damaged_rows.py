@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import String
 
-from ingest.store.models import AnswerRow, ChoiceRow, CounterRow, ExchangeRow, GroupRow
+from sidecar.store.models import AnswerRow, ChoiceRow, CounterRow, ExchangeRow, GroupRow
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 World = Any

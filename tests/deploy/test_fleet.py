@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deploy.fleet import Fleet
-from deploy.reconcile import Reconciler
+from deploy.engine.fleet import Fleet
+from deploy.engine.reconcile import Reconciler
 
 World = Any
 A, B = "http://a", "http://b"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller import Controller
+from deploy.canary.controller import Controller
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
@@ -15,8 +15,8 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.judge import JudgeReply
-from ingest.store.models import CounterRow
+from ingest.ruler.judge import JudgeReply
+from sidecar.store.models import CounterRow
 
 OWN_FAULTS = [
     (JudgeRejectedError("403: content filter"), "judge_rejected"),

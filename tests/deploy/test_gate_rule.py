@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.answer_shape import is_short
-from deploy.gate_rule import Comparison, bootstrap_interval, judge_gate, mean_difference
+from deploy.canary.answer_shape import is_short
+from deploy.registry.gate_rule import Comparison, bootstrap_interval, judge_gate, mean_difference
 from sidecar.settings import Canary as CanarySettings
 
 RULES = CanarySettings(gate_margin=0.05, max_truncated_excess=0.25)

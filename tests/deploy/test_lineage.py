@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from deploy.errors import UnknownAdapterError
-from deploy.lineage import Lineage, render_lineage, trace_lineage
-from ingest.store.database import compress
-from ingest.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
+from deploy.registry.lineage import Lineage, render_lineage, trace_lineage
+from sidecar.store.database import compress
+from sidecar.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
 
 World = Any
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from deploy.errors import EngineError
-from deploy.loops import STORE_RETRY_S, Loop, LoopView
-from ingest.errors import StoreError
+from deploy.supervise.loops import STORE_RETRY_S, Loop, LoopView
+from sidecar.errors import StoreError
 
 
 class Work:

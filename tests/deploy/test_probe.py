@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.probe import Probe, compare
+from deploy.engine.probe import Probe, compare
 
 
 def probe(name: str, *logprobs: float) -> Probe:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from ingest.store.models import AdapterRow, CanaryRow
 from learner.adapter_folder import folder_digest
+from sidecar.store.models import AdapterRow, CanaryRow
 
 
 def free_port() -> int:
@@ -227,7 +227,8 @@ def test_wrong_settings_are_one_line_and_exit_2(
 
 def test_deploy_imports_no_torch_and_no_litellm() -> None:
     code = (
-        "import deploy.admin, deploy.controller, deploy.process, deploy.lineage, sys;"
+        "import deploy.admin.app, deploy.canary.controller, deploy.process, sys;"
+        "import deploy.registry.lineage;"
         "assert not {'torch', 'litellm', 'transformers'} & set(sys.modules)"
     )
 

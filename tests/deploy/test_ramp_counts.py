@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from deploy.canary import BREAKER_FAILURES, ArmCounts, RampEvidence
-from deploy.gate_store import held_out_prompts
-from deploy.ramp_counts import asks_for_one, count_ramp
+from deploy.canary.gate_store import held_out_prompts
+from deploy.canary.ramp_counts import asks_for_one, count_ramp
 from deploy.records import Trial
-from ingest.store.database import compress
-from ingest.store.models import ChoiceRow, ExchangeRow
-from sidecar.relay.best_of import BestOfPlan, plan_best_of
-from sidecar.relay.request_peek import peek_request
+from deploy.registry.canary_rule import BREAKER_FAILURES, ArmCounts, RampEvidence
+from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of
+from sidecar.relay.payload.peek import peek_request
+from sidecar.store.database import compress
+from sidecar.store.models import ChoiceRow, ExchangeRow
 
 World = Any
 CANARY = "m--v1-aaaa"
@@ -249,8 +249,8 @@ def test_both_arms_are_counted_over_the_same_span_of_time(
 ) -> None:
     """The champion answers four times as much, so its window reaches back less far: what the
     canary did before that (an outage of both) is not held against it."""
-    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 8)
-    monkeypatch.setattr("deploy.ramp_counts.CHAMPION_WINDOW", 8)
+    monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 8)
+    monkeypatch.setattr("deploy.canary.ramp_counts.CHAMPION_WINDOW", 8)
     for second in range(4):
         world.clock.now = 1_000.0 + second
         failed = {"outcome": "upstream_error", "status": 502, "content": None}
@@ -272,8 +272,8 @@ def test_a_long_request_that_ends_last_stretches_no_span(
 ) -> None:
     """An outage of both arms is older than what both windows hold. One request of the champion
     began before it."""
-    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 4)
-    monkeypatch.setattr("deploy.ramp_counts.CHAMPION_WINDOW", 4)
+    monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 4)
+    monkeypatch.setattr("deploy.canary.ramp_counts.CHAMPION_WINDOW", 4)
     failed = {"outcome": "upstream_error", "status": 502, "content": None}
     for _ in range(3):
         canary(world, **failed)
@@ -295,7 +295,7 @@ def test_texts_of_both_arms_are_read_in_the_same_span(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The champion answers four times as much. Both were cut short at first, and are not now."""
-    monkeypatch.setattr("deploy.ramp_counts.WINDOW", 8)
+    monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 8)
     for number in range(8):
         finish = "length" if number < 5 else "stop"
         canary(world, finish_reason=finish)

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy import transitions, trials
-from deploy.canary import Move
-from deploy.reconcile import (
+from deploy.engine.reconcile import (
     ALTERED_RETRY_S,
     Desired,
     Plan,
@@ -18,8 +16,10 @@ from deploy.reconcile import (
     make_plan,
     read_desired,
 )
-from ingest.store.models import AliasRow, AuditRow, CounterRow
+from deploy.registry import transitions, trials
+from deploy.registry.canary_rule import Move
 from learner.adapter_folder import CONFIG, WEIGHTS
+from sidecar.store.models import AliasRow, AuditRow, CounterRow
 
 World = Any
 PATHS = {f"v{number}": f"/{number}" for number in range(1, 7)}

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from deploy import registry
 from deploy.errors import UnknownAdapterError
+from deploy.registry import versions
 
 World = Any
 
 
 def move(world: World, alias: str, to: str) -> bool:
     with world.database.write() as session:
-        return registry.move_alias(
+        return versions.move_alias(
             session, model="m", alias=alias, to=to, now=5.0, actor="me", reason="because"
         )
 
@@ -26,7 +26,7 @@ def test_every_way_to_name_a_version(world: World) -> None:
 
     with world.database.read() as session:
         found = {
-            reference: registry.resolve(session, "m", reference)
+            reference: versions.resolve(session, "m", reference)
             for reference in ("base", "champion", "previous", "1", "v2", first)
         }
 
@@ -45,14 +45,14 @@ def test_an_unknown_reference_is_refused(world: World, reference: str) -> None:
     world.register(1)
 
     with world.database.read() as session, pytest.raises(UnknownAdapterError):
-        registry.resolve(session, "m", reference)
+        versions.resolve(session, "m", reference)
 
 
 def test_a_version_of_another_model_is_not_found(world: World) -> None:
     name = world.register(1)
 
     with world.database.read() as session, pytest.raises(UnknownAdapterError):
-        registry.resolve(session, "other", name)
+        versions.resolve(session, "other", name)
 
 
 def test_a_moved_alias_has_a_generation_and_an_audit_row(world: World) -> None:
@@ -63,7 +63,7 @@ def test_a_moved_alias_has_a_generation_and_an_audit_row(world: World) -> None:
 
     assert world.aliases()["champion"] == name
     assert world.actions()[2:] == ["alias.champion"]  # the first two are of the first start
-    from ingest.store.models import AuditRow
+    from sidecar.store.models import AuditRow
 
     row = world.rows(AuditRow)[-1]
     assert (row.actor, row.reason, row.subject) == ("me", "because", "m")
@@ -75,7 +75,7 @@ def test_versions_are_listed_the_newest_first(world: World) -> None:
     names = [world.register(version) for version in (1, 2, 10)]
 
     with world.database.read() as session:
-        assert [one.name for one in registry.versions(session, "m")] == names[::-1]
+        assert [one.name for one in versions.versions(session, "m")] == names[::-1]
 
 
 def test_ancestors_lead_to_the_base(world: World) -> None:
@@ -84,7 +84,7 @@ def test_ancestors_lead_to_the_base(world: World) -> None:
     world.register(3)
 
     with world.database.read() as session:
-        chain = registry.ancestors(session, second)
+        chain = versions.ancestors(session, second)
 
     assert [one.name for one in chain] == [second, first]
     assert chain[-1].parent == "base"
@@ -94,8 +94,8 @@ def test_ancestors_end_at_a_parent_that_is_not_known(world: World) -> None:
     name = world.register(2, parent="m--v1-from-elsewhere")
 
     with world.database.read() as session:
-        assert [one.name for one in registry.ancestors(session, name)] == [name]
-        assert registry.ancestors(session, "base") == []
+        assert [one.name for one in versions.ancestors(session, name)] == [name]
+        assert versions.ancestors(session, "base") == []
 
 
 def test_only_promoted_versions_have_been_champion(world: World) -> None:
@@ -103,6 +103,6 @@ def test_only_promoted_versions_have_been_champion(world: World) -> None:
     world.promote(promoted)
 
     with world.database.read() as session:
-        assert registry.has_been_champion(session, "base")
-        assert registry.has_been_champion(session, promoted)
-        assert not registry.has_been_champion(session, other)
+        assert versions.has_been_champion(session, "base")
+        assert versions.has_been_champion(session, promoted)
+        assert not versions.has_been_champion(session, other)

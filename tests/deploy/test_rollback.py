@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deploy import audit, routing_writer
 from deploy.errors import TransitionError, UnknownAdapterError
-from deploy.rollback import RollbackResult, rollback
-from ingest.store.database import Database
+from deploy.registry import audit, routing_writer
+from deploy.registry.rollback import RollbackResult, rollback
+from sidecar.store.database import Database
 
 World = Any
 
@@ -100,8 +100,8 @@ def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, .
 def test_it_ends_a_running_canary_in_the_same_transaction(
     world: World, served: tuple[str, ...]
 ) -> None:
-    from deploy import transitions
-    from deploy.canary import Move
+    from deploy.registry import transitions
+    from deploy.registry.canary_rule import Move
 
     fourth = world.register(4)
     with world.database.write() as session:
@@ -140,7 +140,7 @@ def test_an_unknown_version_is_refused(world: World) -> None:
 def test_the_audit_says_who_why_and_from_where_to_where(
     world: World, served: tuple[str, ...]
 ) -> None:
-    from ingest.store.models import AuditRow
+    from sidecar.store.models import AuditRow
 
     roll_back(world)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child import Child
-from deploy.processes import ProcessSpec
-from deploy.supervisor import Supervisor, _waiting_line
+from deploy.supervise.child import Child
+from deploy.supervise.processes import ProcessSpec
+from deploy.supervise.supervisor import Supervisor, _waiting_line
 from sidecar.settings import Serving, Settings
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
@@ -106,7 +106,10 @@ def test_a_child_that_never_worked_is_given_up_after_five_deaths(tmp_path: Path)
 
 
 def test_a_child_that_worked_once_is_started_again_for_ever(tmp_path: Path) -> None:
-    code = "from sidecar.readiness import tell_ready; tell_ready('http://x'); raise SystemExit(1)"
+    code = (
+        "from sidecar.processes.readiness import tell_ready; tell_ready('http://x');"
+        "raise SystemExit(1)"
+    )
     child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
 
     assert die_often(child, 7) == [False] * 7
@@ -152,7 +155,7 @@ def test_a_process_that_cannot_be_made_now_is_tried_again(
         raise OSError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.child.subprocess.Popen", refuse)
+        patch.setattr("deploy.supervise.child.subprocess.Popen", refuse)
         child.check(now=0.0)
     died = child.died
     child.check(now=child.restart_at)
@@ -226,7 +229,8 @@ def test_our_own_engine_is_stopped_after_those_who_use_it(tmp_path: Path) -> Non
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = (
         "import time\nfrom pathlib import Path\n"
-        "from deploy.processes import ProcessSpec\nfrom deploy.child import Child\n"
+        "from deploy.supervise.processes import ProcessSpec\n"
+        "from deploy.supervise.child import Child\n"
         f"import sys\nspec = ProcessSpec(name='c', command=(sys.executable, '-c', {SLEEPER!r}))\n"
         f"child = Child(spec, Path({str(tmp_path / 'c.log')!r}))\nchild.start(0.0)\n"
         "print(child.process.pid, flush=True)\ntime.sleep(60)\n"
@@ -260,7 +264,7 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
         "http://a/v1/models": [None, None],
         "http://b/v1/models": [None, 200],
     }
-    monkeypatch.setattr("deploy.supervisor._answer", lambda url: answers[url].pop(0))
+    monkeypatch.setattr("deploy.supervise.supervisor._answer", lambda url: answers[url].pop(0))
     said: list[str] = []
     supervisor = Supervisor(
         Settings(state_dir=tmp_path, serving=serving), None, announce=said.append, specs=[]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from deploy import routing_writer, transitions, trials
-from deploy.canary import Hold, Move
 from deploy.errors import TransitionError
 from deploy.records import Trial
-from ingest.store.models import AuditRow, CounterRow
+from deploy.registry import routing_writer, transitions, trials
+from deploy.registry.canary_rule import Hold, Move
+from sidecar.store.models import AuditRow, CounterRow
 
 World = Any
 

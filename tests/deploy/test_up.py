@@ -23,11 +23,11 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from deploy.own_path import without_working_folder
-from ingest.store.database import Database, set_flag
-from learner.schedule import REQUESTED_FLAG
+from deploy.cli.own_path import without_working_folder
+from learner.runs.schedule import REQUESTED_FLAG
 from sidecar.settings import Settings
 from sidecar.settings.kinds import Between
+from sidecar.store.database import Database, set_flag
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDECAR = Path(sys.executable).with_name("sidecar")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.engine.safetensors_file import first_non_finite, read_tensors
+from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.errors import AlteredAdapterError, InvalidAdapterError
-from deploy.safetensors_file import first_non_finite, read_tensors
-from deploy.validation import Registered, ServingLimits, validate_folder
 from learner.adapter_folder import file_digest, folder_digest
 
 LIMITS = ServingLimits(max_rank=8, bases=frozenset({"/models/m", "m"}))

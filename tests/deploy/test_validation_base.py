@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from deploy.engine.lora_weights import tail
+from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.errors import InvalidAdapterError
-from deploy.lora_weights import tail
-from deploy.validation import Registered, ServingLimits, validate_folder
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 
 

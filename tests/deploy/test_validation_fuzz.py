@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.errors import InvalidAdapterError, error_line
-from deploy.validation import Registered, ServingLimits, validate_folder
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 
 LIMITS = ServingLimits(max_rank=8, bases=frozenset({"/models/m"}))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.errors import InvalidAdapterError
-from deploy.validation import Registered, ServingLimits, validate_folder
 from learner.adapter_folder import WEIGHTS, folder_digest
 
 LIMITS = ServingLimits(max_rank=8, bases=frozenset())

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.engine.vllm_control import PROBE_PROMPTS, AdapterControl, VllmControl
 from deploy.errors import EngineError, InvalidAdapterError
-from deploy.vllm_control import PROBE_PROMPTS, AdapterControl, VllmControl
 
 MODEL = "m"
 

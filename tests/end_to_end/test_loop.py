@@ -244,7 +244,7 @@ def test_rollback_is_obeyed_and_fails_no_request(story: Story) -> None:
     assert story.rollback["from"] == story.rounds[1].champion
     assert story.rollback["to"] == story.rounds[0].champion
     assert story.rollback["failed_requests"] == 0
-    # How fast it is obeyed is tests/sidecar/test_routing_live.py's; vLLM's speed is in this one.
+    # tests/sidecar/routing/test_routing_live.py says how fast it is obeyed; vLLM is slower here.
     assert story.rollback["ms_to_first_old_reply"] < 60_000
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from ingest.judge import JudgeReply, LiteLlmJudge
-from ingest.judging import JudgingWorker
 from ingest.records import Answer, Group
-from ingest.store.database import Database
+from ingest.ruler.judge import JudgeReply, LiteLlmJudge
+from ingest.ruler.judging import JudgingWorker
 from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, save_group
-from ingest.store.models import CounterRow, GroupRow, JudgeCallRow
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.settings import Judge as JudgeSettings
+from sidecar.store.database import Database
+from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
 
 ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
 

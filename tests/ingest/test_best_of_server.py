@@ -17,13 +17,13 @@ import pytest
 import structlog
 from sqlalchemy import select
 
-from ingest.best_of import BestOfJudge
-from ingest.best_of_server import BestOfServer
-from ingest.store.database import Database
-from ingest.store.models import BestOfScoreRow
-from sidecar.best_of_client import SocketPicker
-from sidecar.best_of_wire import Material, NoPick, Pick, socket_path
+from ingest.best_of.questions import BestOfJudge
+from ingest.best_of.server import BestOfServer
+from sidecar.scoring.client import SocketPicker
+from sidecar.scoring.wire import Material, NoPick, Pick, socket_path
 from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import BestOfScoreRow
 
 WORTH = {"good": 0.9, "bad": 0.1}
 QUESTION = Material(
@@ -159,7 +159,7 @@ async def test_at_its_end_the_socket_is_gone(start: Start, state_dir: Path, judg
 async def test_of_two_one_listens_and_the_other_takes_over(
     start: Start, state_dir: Path, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingest.best_of_server.TAKE_OVER_S", 0.01)
+    monkeypatch.setattr("ingest.best_of.server.TAKE_OVER_S", 0.01)
     first = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
     second = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
     _, stop = await start(first)

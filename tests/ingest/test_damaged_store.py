@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from sqlalchemy import String, select, text
 
-from ingest.errors import StoreError
-from ingest.store.database import Database
-from ingest.store.models import AnswerRow, Base, ChoiceRow, ExchangeRow, GroupRow
+from sidecar.errors import StoreError
+from sidecar.store.database import Database
+from sidecar.store.models import AnswerRow, Base, ChoiceRow, ExchangeRow, GroupRow
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 MOST_STEPS = 40

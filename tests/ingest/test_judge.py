@@ -132,8 +132,8 @@ async def test_no_choice_at_all_is_an_empty_reply(judge_kit: Any) -> None:
 
 def test_litellm_is_not_loaded_before_it_is_needed() -> None:
     code = (
-        "import sys, ingest.judging; from sidecar.settings import Judge; "
-        "from ingest.judge import LiteLlmJudge; LiteLlmJudge(Judge(model='openai/x')); "
+        "import sys, ingest.ruler.judging; from sidecar.settings import Judge; "
+        "from ingest.ruler.judge import LiteLlmJudge; LiteLlmJudge(Judge(model='openai/x')); "
         "sys.exit('litellm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

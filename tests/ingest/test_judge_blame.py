@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingest.judge_blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
+from ingest.ruler.blame import FAILED_IN_A_ROW, UNUSABLE_IN_A_ROW, Blame, Failed, wait_s
 
 
 def failed(name: str, reason: str = "judge_rejected", **rest: Any) -> Failed:

@@ -13,7 +13,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.judge_errors import explain, retry_after_s
+from ingest.ruler.judge_errors import explain, retry_after_s
 from sidecar.hiding import HIDDEN, hidden_values
 
 MESSAGES = [{"role": "user", "content": "what?"}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.outage import Outage
+from ingest.ruler.outage import Outage
 
 
 def test_the_first_unanswered_call_begins_an_outage_and_an_answer_ends_it() -> None:

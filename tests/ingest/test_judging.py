@@ -9,9 +9,9 @@ import pytest
 import structlog
 
 from ingest.errors import JudgeRefusalError
-from ingest.ruler_prompt import rubric_hash
-from ingest.store.database import Database
+from ingest.ruler.prompt import rubric_hash
 from ingest.store.groups import load_scored_group
+from sidecar.store.database import Database
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 

@@ -1,6 +1,6 @@
 """A judge that answers short questions only, limits, and a store that refuses, on injected clocks.
 
-The judge is in the process and raises what `ingest.judge_errors` makes of a provider's reply.
+The judge is in the process and raises what `ingest.ruler.judge_errors` makes of a provider's reply.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.judge_blame import ATTEMPTS, UNPROVEN, Failed
-from ingest.store.database import Database
-from ingest.store.judging import charge, claim_for_judge
+from ingest.ruler.attempts import charge, claim_for_judge
+from ingest.ruler.blame import ATTEMPTS, UNPROVEN, Failed
+from sidecar.store.database import Database
 
 LEASE_S = 180.0
 BROWN_OUTS = [

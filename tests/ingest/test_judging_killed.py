@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
-from ingest.judge_blame import ATTEMPTS, INTERRUPTED
-from ingest.store.database import Database
+from ingest.ruler.attempts import claim_for_judge
+from ingest.ruler.blame import ATTEMPTS, INTERRUPTED
 from ingest.store.groups import SAMPLED
-from ingest.store.judging import claim_for_judge
+from sidecar.store.database import Database
 
 WORTH = {"good": 0.9, "bad": 0.1}
 LEASE_S = 180.0

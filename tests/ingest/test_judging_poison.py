@@ -13,9 +13,9 @@ import pytest
 import structlog
 from sqlalchemy import select, update
 
-from ingest.judge_blame import ATTEMPTS, UNUSABLE_IN_A_ROW
-from ingest.store.database import Database
-from ingest.store.models import AnswerRow, GroupRow
+from ingest.ruler.blame import ATTEMPTS, UNUSABLE_IN_A_ROW
+from sidecar.store.database import Database
+from sidecar.store.models import AnswerRow, GroupRow
 
 TICK_S = 0.5
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import structlog
 
-from ingest.errors import JudgeUnavailableError, StoreError
-from ingest.store.database import Database
+from ingest.errors import JudgeUnavailableError
 from ingest.store.groups import claim_groups, load_scored_group
+from sidecar.errors import StoreError
+from sidecar.store.database import Database
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 DOWN = JudgeUnavailableError("judge scripted: connection refused")
@@ -162,7 +163,7 @@ async def test_run_keeps_to_the_concurrency_and_judges_everything(
         return await claim(limit)
 
     monkeypatch.setattr(judging, "_claim", counted)
-    monkeypatch.setattr("ingest.judging.POLL_S", 0.01)
+    monkeypatch.setattr("ingest.ruler.judging.POLL_S", 0.01)
     stop = asyncio.Event()
     running = asyncio.create_task(judging.run(stop))
 
@@ -210,7 +211,7 @@ async def test_run_outlives_an_outage_of_judge_and_store(
         return whole(limit)
 
     monkeypatch.setattr(judging, "_claim_now", flaky)
-    monkeypatch.setattr("ingest.judging.POLL_S", 0.01)
+    monkeypatch.setattr("ingest.ruler.judging.POLL_S", 0.01)
     stop = asyncio.Event()
     with structlog.testing.capture_logs() as events:
         running = asyncio.create_task(judging.run(stop))

@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ingest import ruler
 from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableError
-from ingest.ruler import JudgeCall, merge_identical, score_answers
-from ingest.ruler_prompt import build_prompt
+from ingest.ruler import ruler
+from ingest.ruler.prompt import build_prompt
+from ingest.ruler.ruler import JudgeCall, merge_identical, score_answers
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 

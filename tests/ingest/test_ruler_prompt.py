@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ingest.ruler_prompt import build_prompt, escape, rubric_hash
-from ingest.ruler_reply import parse_reply
+from ingest.ruler.prompt import build_prompt, escape, rubric_hash
+from ingest.ruler.reply import parse_reply
 
 CONTEXT = [
     {"role": "system", "content": "You are a shop's agent."},

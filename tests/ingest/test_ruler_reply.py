@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ingest.errors import JudgeReplyError
-from ingest.ruler_reply import MAX_REPLY_CHARACTERS, parse_reply
+from ingest.ruler.reply import MAX_REPLY_CHARACTERS, parse_reply
 
 IDS = ("ab", "cd", "ef")
 ORDER = (2, 0, 1)

@@ -11,8 +11,8 @@ from typing import Any
 
 from sqlalchemy import select
 
-from ingest.store.database import Database
-from ingest.store.models import GroupRow
+from sidecar.store.database import Database
+from sidecar.store.models import GroupRow
 
 
 def start(config: Path) -> subprocess.Popen[str]:

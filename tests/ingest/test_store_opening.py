@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ingest.errors import StoreError
-from ingest.store.database import Database
+from sidecar.errors import StoreError
+from sidecar.store.database import Database
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = {
@@ -18,7 +18,7 @@ PROCESSES = {
     "scoring": ("ingest.scoring",),
     "learner": ("learner", "--once"),
     "control": ("deploy",),
-    "command": ("deploy.cli", "keys", "create", "--project", "p"),
+    "command": ("deploy.cli.main", "keys", "create", "--project", "p"),
 }
 
 

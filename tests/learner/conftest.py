@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from ingest.records import Answer, Group, ScoredGroup
-from ingest.store.arrays import pack_floats, pack_ids
-from ingest.store.database import Database, compress
-from ingest.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.records import (
     Drift,
@@ -26,6 +23,9 @@ from learner.records import (
     TrainingOutcome,
 )
 from sidecar.settings import Learner, Serving, Settings, Store
+from sidecar.store.arrays import pack_floats, pack_ids
+from sidecar.store.database import Database, compress
+from sidecar.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
 
 VOCABULARY = 48
 NOW = 1_000_000.0

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
-from learner.adapter_io import load_policy, save_adapter
 from learner.errors import IncompleteAdapterError, NonFiniteError, ParentError
-from learner.logprobs import Policy
-from learner.packing import pack_group
+from learner.grpo.adapter_io import load_policy, save_adapter
+from learner.grpo.logprobs import Policy
+from learner.grpo.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
 

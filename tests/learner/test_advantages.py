@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.advantages import center_rewards, spread
 from learner.errors import GroupTooSmallError
+from learner.grpo.advantages import center_rewards, spread
 
 
 def test_an_advantage_is_the_reward_minus_the_group_mean() -> None:

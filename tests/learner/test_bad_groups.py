@@ -17,18 +17,18 @@ import torch
 from sqlalchemy import select, text, update
 
 from ingest.records import Answer
-from ingest.store.arrays import pack_ids
-from ingest.store.database import Database
 from ingest.store.groups import count_pending
-from ingest.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow, RunRow
-from learner.adapter_io import load_policy
 from learner.errors import DriftError, FaultyGroupsError, NonFiniteError, OutOfMemoryError
-from learner.grpo import GrpoTrainer
-from learner.logprobs import Policy
-from learner.packing import Pack, pack_group
+from learner.grpo.adapter_io import load_policy
+from learner.grpo.logprobs import Policy
+from learner.grpo.packing import Pack, pack_group
+from learner.grpo.trainer import GrpoTrainer
 from learner.records import Parent
-from learner.train import Run
+from learner.runs.train import Run
 from sidecar.settings import Learner, Settings
+from sidecar.store.arrays import pack_ids
+from sidecar.store.database import Database
+from sidecar.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow, RunRow
 
 Make = Callable[..., Any]
 Answers = list[Answer]

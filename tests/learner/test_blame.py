@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from ingest.errors import StoreError
-from ingest.store.database import Database
 from ingest.store.groups import count_pending
-from ingest.store.models import CounterRow, GroupRow, RunRow
-from learner.blame import FAILED_RUNS
 from learner.errors import (
     DeviceError,
     FaultyGroupsError,
@@ -24,10 +20,14 @@ from learner.errors import (
     ParentError,
 )
 from learner.records import Fault, TrainingJob
-from learner.runs import LEASE_S, report_place
-from learner.schedule import Schedule
-from learner.train import Run
+from learner.runs.blame import FAILED_RUNS
+from learner.runs.runs import LEASE_S, report_place
+from learner.runs.schedule import Schedule
+from learner.runs.train import Run
+from sidecar.errors import StoreError
 from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import CounterRow, GroupRow, RunRow
 
 Make = Callable[..., Any]
 BAD = "15"
@@ -35,8 +35,8 @@ BAD = "15"
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from learner.train import Run
-from ingest.store.database import Database
+from learner.runs.train import Run
+from sidecar.store.database import Database
 from sidecar.settings import Learner, Serving, Settings, Store
 
 class Trainer:

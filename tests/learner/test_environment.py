@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from ingest.store.database import Database
-from ingest.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.explain import explain
 from learner.once import run_once
 from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 
 Make = Callable[..., Any]
 
@@ -163,7 +163,7 @@ def test_a_parent_whose_folder_is_nonsense_is_one_line(
 LIMITED = """
 import resource, signal, sys, threading, time
 from pathlib import Path
-from ingest.store.database import Database
+from sidecar.store.database import Database
 from learner.once import run_once
 from sidecar.settings import Learner, Serving, Settings, Store
 url, base, adapters, kind = sys.argv[1:]

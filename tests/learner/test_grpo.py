@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from learner.adapter_io import load_policy
 from learner.errors import DriftError, NonFiniteError, RunStoppedError
-from learner.grpo import accumulate, deal, run_steps
-from learner.logprobs import Policy
-from learner.packing import pack_group
+from learner.grpo.adapter_io import load_policy
+from learner.grpo.logprobs import Policy
+from learner.grpo.packing import pack_group
+from learner.grpo.trainer import accumulate, deal, run_steps
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from learner.adapter_io import load_policy
-from learner.logprobs import Policy, wants_autocast
-from learner.packing import pack_group
+from learner.grpo.adapter_io import load_policy
+from learner.grpo.logprobs import Policy, wants_autocast
+from learner.grpo.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
 

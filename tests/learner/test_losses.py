@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.losses import ClipRange, TokenLoss, grpo
+from learner.grpo.losses import ClipRange, TokenLoss, grpo
 
 CLIP = ClipRange(low=0.2, high=0.28)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from ingest.store.database import Database
-from ingest.store.models import GroupRow, RunRow
 from learner import once
 from learner.__main__ import main
 from learner.errors import RunInProgressError
 from learner.once import run_once, start_when_free
 from learner.records import Candidate
 from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import GroupRow, RunRow
 
 Make = Callable[..., Any]
 

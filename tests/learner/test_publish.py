@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from ingest.store.database import Database
-from ingest.store.models import AdapterRow, AuditRow
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
-from learner.publish import find_published, register, seal
+from learner.runs.publish import find_published, register, seal
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, AuditRow
 
 Make = Callable[..., Any]
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from ingest.store.database import Database
-from ingest.store.models import AliasRow, CounterRow, GroupRow, RunRow
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
 from learner.records import Parent
-from learner.runs import LEASE_S, Heartbeat, abandon, end_run, find_parent, open_run
-from learner.source import (
+from learner.runs.runs import LEASE_S, Heartbeat, abandon, end_run, find_parent, open_run
+from learner.runs.source import (
     claim,
     count_fresh,
     drop,
@@ -24,6 +22,8 @@ from learner.source import (
     mark_trained,
     waiting_groups,
 )
+from sidecar.store.database import Database
+from sidecar.store.models import AliasRow, CounterRow, GroupRow, RunRow
 
 Make = Callable[..., Any]
 

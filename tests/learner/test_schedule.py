@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ingest.store.database import Database, get_flag, set_flag
-from ingest.store.models import CanaryRow, RunRow
-from learner import schedule as schedule_module
-from learner.runs import open_run
-from learner.schedule import (
+from learner.runs import schedule as schedule_module
+from learner.runs.runs import open_run
+from learner.runs.schedule import (
     PAUSED_FLAG,
     REQUESTED_FLAG,
     ChildProcess,
@@ -30,6 +28,8 @@ from learner.schedule import (
 )
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
+from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.models import CanaryRow, RunRow
 
 Make = Callable[..., Any]
 
@@ -293,7 +293,7 @@ def test_a_child_is_asked_before_it_is_killed(
 
 PARENT = """
 import sys, threading, time
-from learner import schedule
+from learner.runs import schedule
 schedule.own_python = lambda *_: (sys.executable, "-c", {program!r})
 thread = threading.Thread(target=lambda: (schedule.ChildProcess("r", None), time.sleep(600)))
 thread.start()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.selection import Selection, mask_reason, select_groups
+from learner.runs.selection import Selection, mask_reason, select_groups
 
 Make = Callable[..., Any]
 

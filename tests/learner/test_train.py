@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from ingest.errors import StoreError
-from ingest.store.database import Database
-from ingest.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
 from learner.errors import (
     AlteredParentError,
@@ -25,9 +22,12 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import TrainingJob
-from learner.runs import abandon
-from learner.train import Run, Trainer
+from learner.runs.runs import abandon
+from learner.runs.train import Run, Trainer
+from sidecar.errors import StoreError
 from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
 
 Make = Callable[..., Any]
 
@@ -394,7 +394,7 @@ def test_a_crash_between_folder_and_row_is_made_good(
         raise StoreError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("learner.train.register", crash)
+        patch.setattr("learner.runs.train.register", crash)
         with pytest.raises(StoreError):
             new_run("r1").start()
     assert versions(database) == []

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ingest.store.database import Database
 from learner.adapter_folder import folder_digest
-from learner.adapter_io import load_policy
-from learner.grpo import GrpoTrainer
-from learner.logprobs import Policy
-from learner.packing import pack_group
+from learner.grpo.adapter_io import load_policy
+from learner.grpo.logprobs import Policy
+from learner.grpo.packing import pack_group
+from learner.grpo.trainer import GrpoTrainer
 from learner.records import Parent, TrainingGroup, TrainingJob
-from learner.train import Run
+from learner.runs.train import Run
 from sidecar.settings import Settings
+from sidecar.store.database import Database
 
 Make = Callable[..., Any]
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9))

@@ -18,10 +18,10 @@ import hypothesis
 import pytest
 import uvloop
 
-from sidecar.best_of_wire import Material, NoPick, Verdict
 from sidecar.errors import OutboxError
 from sidecar.proxy import Proxy
 from sidecar.records import Exchange
+from sidecar.scoring.wire import Material, NoPick, Verdict
 from sidecar.settings import Settings
 
 hypothesis.settings.register_profile("shared-machine", deadline=None)

@@ -35,10 +35,10 @@ print(json.dumps([importlib.import_module(name).__file__ for name in sys.argv[1:
 """
 SLOW_STEPS = """
 import json, pathlib, sys
-from sidecar.relay import json_spans
-from sidecar.relay.reply_edit import Strip, strip_event, strip_reply
-from sidecar.relay.request_edit import splice_request
-from sidecar.relay.request_peek import peek_request
+from sidecar.relay.payload import spans as json_spans
+from sidecar.relay.payload.reply_edit import Strip, strip_event, strip_reply
+from sidecar.relay.payload.request_edit import splice_request
+from sidecar.relay.payload.peek import peek_request
 
 class Counting:  # in place of what only the ways member by member use
     def __init__(self, inner): self.inner, self.calls = inner, 0
@@ -119,7 +119,7 @@ def test_every_module_that_is_to_be_compiled_is_loaded_as_an_extension(compiled:
 
 
 def test_the_tests_of_the_relay_pass_when_it_is_compiled(compiled: Path) -> None:
-    paths = [f"tests/sidecar/{name}.py" for name in TESTS]
+    paths = [str(path) for name in TESTS for path in (ROOT / "tests/sidecar").rglob(f"{name}.py")]
 
     told = run_compiled(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
 

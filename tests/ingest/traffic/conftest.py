@@ -15,14 +15,17 @@ import msgspec
 import pytest
 from sqlalchemy import delete, func, select
 
-from ingest.bus import Envelope
-from ingest.choose import choose_new
-from ingest.engine_facts import EngineFacts
-from ingest.engine_load import EngineLoad
-from ingest.selection import Rules, group_id_of
-from ingest.store.database import Database
+from ingest.grouping.engine_facts import EngineFacts
+from ingest.grouping.selection import Rules, group_id_of
+from ingest.intake.bus import Envelope
+from ingest.intake.choose import choose_new
 from ingest.store.exchanges import save_exchange
-from ingest.store.models import (
+from ingest.vllm.load import EngineLoad
+from ingest.vllm.sampler import SampledAnswer
+from sidecar.records import Choice, Exchange, Sampling, Timings
+from sidecar.routing.table import RoutingTable, encode_table
+from sidecar.store.database import Database
+from sidecar.store.models import (
     AnswerRow,
     ChoiceRow,
     CounterRow,
@@ -30,9 +33,6 @@ from ingest.store.models import (
     GroupRow,
     RoutingRow,
 )
-from ingest.vllm import SampledAnswer
-from sidecar.records import Choice, Exchange, Sampling, Timings
-from sidecar.routing import RoutingTable, encode_table
 
 PROMPT = (1, 9, 9, 4)
 REQUEST = {"model": "smollm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
@@ -251,8 +251,8 @@ def kit(tmp_path: Path, empty_store: Path) -> Iterator[Kit]:
 @pytest.fixture(params=["memory", "outbox"])
 def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """A function that makes a bus, fake or real, holding these exchanges."""
-    from ingest.bus import open_bus
-    from sidecar.outbox import Outbox
+    from ingest.intake.bus import open_bus
+    from sidecar.capture.outbox import Outbox
     from sidecar.records import encode_exchange
 
     opened: list[Any] = []

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from ingest.best_of import EXPIRE_S, BestOfJudge
-from ingest.best_of_groups import answers_digest
-from ingest.choose import choose_backlog, choose_new
+from ingest.best_of.groups import answers_digest
+from ingest.best_of.questions import EXPIRE_S, BestOfJudge
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
@@ -23,16 +22,16 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
-from ingest.selection import group_id_of
+from ingest.grouping.selection import group_id_of
+from ingest.intake.choose import choose_backlog, choose_new
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import append_answers, load_group, load_scored_group, mark_sampled
-from ingest.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
-from sidecar.assemble import RawCapture, assemble
-from sidecar.best_of_wire import Material, NoPick, Pick
-from sidecar.records import Sampling, Timings
-from sidecar.relay.best_of_reply import read_answers
-from sidecar.routing import Assignment
+from sidecar.capture.assemble import assemble
+from sidecar.records import Assignment, RawCapture, Sampling, Timings
+from sidecar.relay.best_of.reply import read_answers
+from sidecar.scoring.wire import Material, NoPick, Pick
 from sidecar.settings import Settings
+from sidecar.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 TEXTS = ("fair", "good", "bad")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ingest.bus import open_bus
 from ingest.errors import BusError
+from ingest.intake.bus import open_bus
 from sidecar.errors import SettingsError
 from sidecar.records import decode_exchange
 
@@ -59,7 +59,7 @@ def test_committing_twice_changes_nothing(kit, filled_bus) -> None:
 
 
 def test_the_outbox_keeps_what_was_not_committed_for_the_next_reader(kit, tmp_path: Path) -> None:
-    from sidecar.outbox import Outbox
+    from sidecar.capture.outbox import Outbox
 
     url = f"sqlite:///{tmp_path}/outbox.db"
     outbox = Outbox(tmp_path / "outbox.db", max_rows=10)
@@ -85,8 +85,8 @@ def test_a_file_that_is_no_outbox_is_a_bus_error(tmp_path: Path) -> None:
 
 
 def test_a_locked_outbox_is_a_bus_error_and_loses_nothing(kit, tmp_path: Path) -> None:
-    from ingest.bus import OutboxBus
-    from sidecar.outbox import Outbox, OutboxReader
+    from ingest.intake.bus import OutboxBus
+    from sidecar.capture.outbox import Outbox, OutboxReader
 
     path = tmp_path / "outbox.db"
     outbox = Outbox(path, max_rows=10)

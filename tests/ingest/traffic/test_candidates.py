@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from ingest.candidates import Conclusion, all_identical, back_off_s, conclude
-from ingest.engine_load import EngineLoad, LoadGate, parse_load
 from ingest.errors import SamplingError
 from ingest.records import Answer
+from ingest.sampling.candidates import Conclusion, all_identical, back_off_s, conclude
+from ingest.vllm.load import EngineLoad, LoadGate, parse_load
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -5,9 +5,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingest.choose import choose_backlog, choose_new, live_adapters
-from ingest.held_out import share_of
-from ingest.selection import group_id_of
+from ingest.grouping.held_out import share_of
+from ingest.grouping.rules import live_adapters
+from ingest.grouping.selection import group_id_of
+from ingest.intake.choose import choose_backlog, choose_new
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings

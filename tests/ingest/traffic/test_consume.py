@@ -5,11 +5,11 @@ import math
 import pytest
 from sqlalchemy import func, select
 
-from ingest.consume import Consumed, consume
-from ingest.errors import StoreError
+from ingest.intake.consume import Consumed, consume
 from ingest.store.exchanges import load_exchange
-from ingest.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.errors import StoreError
 from sidecar.records import encode_exchange
+from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 
 
 def take(kit, bus, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:

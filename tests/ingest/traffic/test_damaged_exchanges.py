@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from sqlalchemy import JSON, LargeBinary, String, select, text
 
-from ingest.choose import choose_backlog, choose_new
-from ingest.sampling import SamplingWorker
-from ingest.selection import group_id_of
-from ingest.store.models import AnswerRow, ChoiceRow, ExchangeRow, GroupRow
+from ingest.grouping.selection import group_id_of
+from ingest.intake.choose import choose_backlog, choose_new
+from ingest.sampling.worker import SamplingWorker
 from sidecar.settings import Groups
+from sidecar.store.models import AnswerRow, ChoiceRow, ExchangeRow, GroupRow
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 DAMAGED = "e1"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ingest.engine_facts import EngineFacts
-from ingest.engine_probe import CHAT_PATH, TOKENIZE_PATH, find_out, probe
 from ingest.errors import EngineDownError, RequestRefusedError, SamplingError
+from ingest.grouping.engine_facts import EngineFacts
+from ingest.vllm.probe import CHAT_PATH, TOKENIZE_PATH, find_out, probe
 
 LOGITS = [math.sin(7.0 * number) * 20.0 for number in range(200)]
 PROMPT_IDS = [3, 150, 3, 7]

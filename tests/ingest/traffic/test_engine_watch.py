@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ingest.engine_facts import UNKNOWN, EngineFacts, dump_facts, load_facts, merge
-from ingest.engine_watch import EngineWatch
 from ingest.errors import EngineDownError, SamplingError
-from ingest.generation_config import read_defaults
-from ingest.intake import Intake
-from ingest.store.database import get_flag
+from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, dump_facts, load_facts, merge
+from ingest.grouping.generation_config import read_defaults
+from ingest.intake.loop import Intake
+from ingest.vllm.watch import EngineWatch
 from sidecar.settings import Serving, Settings
+from sidecar.store.database import get_flag
 
 PLAIN = EngineFacts(defaults=frozenset(), grammar="as_asked")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ingest.intake import Intake
-from ingest.store import database as store
-from ingest.store.database import Database, get_flag
-from sidecar.outbox import Outbox
+from ingest.intake.loop import Intake
+from sidecar.capture.outbox import Outbox
 from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
+from sidecar.store import database as store
+from sidecar.store.database import Database, get_flag
 
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ingest.choose import rules_of
-from ingest.engine_facts import FLAG, UNKNOWN, EngineFacts, dump_facts
-from ingest.exchangeable import candidate_temperature
-from ingest.selection import Standing, select
-from ingest.store.database import set_flag
+from ingest.grouping.engine_facts import FLAG, UNKNOWN, EngineFacts, dump_facts
+from ingest.grouping.exchangeable import candidate_temperature
+from ingest.grouping.rules import rules_of
+from ingest.grouping.selection import Standing, select
 from sidecar.records import Sampling
 from sidecar.settings import Serving, Settings
+from sidecar.store.database import set_flag
 
 STANDING = Standing(live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={})
 FUNCTION: dict[str, Any] = {"name": "look_up", "parameters": {"type": "object"}}

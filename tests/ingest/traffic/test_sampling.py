@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from ingest.budget import day_of, next_midnight
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError, StoreError
-from ingest.sampling import SamplingWorker
-from ingest.store.database import Database
+from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.sampling.budget import day_of, next_midnight
+from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group
+from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups
+from sidecar.store.database import Database
 
 NOON = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ingest.selection import Standing, select
+from ingest.grouping.selection import Standing, select
 from sidecar.records import Sampling
 
 STANDING = Standing(

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import inspect, select, text
 
-from ingest.errors import StoreError
-from ingest.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from ingest.store.database import MIGRATIONS, Database
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange, set_selection
-from ingest.store.models import ExchangeRow
+from sidecar.errors import StoreError
 from sidecar.records import Sampling, Timings, decode_exchange
+from sidecar.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from sidecar.store.database import MIGRATIONS, Database
+from sidecar.store.models import ExchangeRow
 
 
 def test_an_exchange_comes_back_as_it_went_in(kit) -> None:

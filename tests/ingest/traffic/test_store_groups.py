@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from ingest.grouping.selection import group_id_of
 from ingest.records import Answer, Group
-from ingest.selection import group_id_of
 from ingest.store.groups import (
     append_answers,
     claim_groups,

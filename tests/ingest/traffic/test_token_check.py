@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from ingest.base_tokenizer import TokenCheck, find_tokenizer, load_vocabulary
-from ingest.checked_sampler import CheckedSampler
-from ingest.choose import choose_new
-from ingest.consume import consume
 from ingest.errors import NoTokenizerError, SamplingError
+from ingest.intake.choose import choose_new
+from ingest.intake.consume import consume
 from ingest.store.exchanges import load_exchange
-from ingest.token_check import Vocabulary, check_exchange
-from ingest.vllm import SampledAnswer
+from ingest.tokens.base_tokenizer import TokenCheck, find_tokenizer, load_vocabulary
+from ingest.tokens.check import Vocabulary, check_exchange
+from ingest.vllm.checked_sampler import CheckedSampler
+from ingest.vllm.sampler import SampledAnswer
 from sidecar.records import encode_exchange
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ingest.engine_load import EngineLoad
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
-from ingest.vllm import VllmSampler
+from ingest.vllm.load import EngineLoad
+from ingest.vllm.sampler import VllmSampler
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
-from ingest.vllm_replicas import ReplicaSampler
+from ingest.vllm.replicas import ReplicaSampler
 
 ASK: dict[str, Any] = {"upstream_model": "m", "request": {}, "temperature": 1.0, "max_tokens": 4}
 

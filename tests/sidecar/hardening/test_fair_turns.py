@@ -13,12 +13,12 @@ from typing import Any, Self
 
 import pytest
 
-from deploy import api_keys
-from ingest.store.database import Database
-from sidecar.keys import ApiKey
-from sidecar.relay.accounts import Accounts
-from sidecar.relay.http_client_side import REQUESTS_AT_ONCE
-from sidecar.relay.request_parser import RequestParser
+from deploy.registry import api_keys
+from sidecar.access.keys import ApiKey
+from sidecar.relay.client.connection import REQUESTS_AT_ONCE
+from sidecar.relay.client.request_parser import RequestParser
+from sidecar.relay.flight.accounts import Accounts
+from sidecar.store.database import Database
 
 MODEL = b'{"model":"smollm2-135m","messages":[]}'
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -60,7 +60,7 @@ async def test_an_adapter_name_with_a_line_break_cannot_become_a_header(
     start_proxy: Any, dial: Any, fake_vllm: Any
 ) -> None:
     """The table comes from the store, which is trusted less than this process."""
-    from sidecar.routing import RoutingTable
+    from sidecar.routing.table import RoutingTable
 
     running = await start_proxy()
     for generation, text in enumerate(BREAKS, start=1):

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from deploy import api_keys
-from ingest.store.database import Database
-from sidecar.keys import ApiKey
-from sidecar.relay.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
-from sidecar.relay.held_bodies import FREE_BYTES
-from sidecar.relay.long_body import LongBody
-from sidecar.relay.request_parser import RequestParser
+from deploy.registry import api_keys
+from sidecar.access.keys import ApiKey
+from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
+from sidecar.relay.client.long_body import LongBody
+from sidecar.relay.client.request_parser import RequestParser
+from sidecar.relay.flight.held_bodies import FREE_BYTES
+from sidecar.store.database import Database
 
 LONG_S = 60.0
 """A limit that a test must not run into."""

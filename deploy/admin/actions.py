@@ -1,0 +1,169 @@
+"""The admin API's POSTs.
+
+Rollback, abort and pause take no `If-Match` and may be repeated: they must never fail on a race.
+Resume, promote and the learner's run take the ETag of what the caller saw.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import structlog
+from fastapi import APIRouter, Body, Header, Response
+
+from deploy.admin.auth import Caller
+from deploy.admin.context import AdminContext
+from deploy.admin.models import CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
+from deploy.admin.problems import ConflictError, PreconditionRequiredError, StaleError
+from deploy.admin.reads import read_learner
+from deploy.engine.reconcile import EngineView
+from deploy.errors import TransitionError
+from deploy.records import Trial
+from deploy.registry import learner_switches, transitions, trials
+from deploy.registry.rollback import rollback
+from sidecar.hiding import hide_in_url
+from sidecar.records import BASE
+
+log = structlog.get_logger()
+
+NO_REASON = "no reason given"
+
+CanaryAction = Literal["pause", "resume", "promote", "abort"]
+IfMatch = Annotated[str | None, Header()]
+Reason = Annotated[ReasonIn | None, Body()]
+
+
+def action_router(context: AdminContext) -> APIRouter:
+    """Every POST of `/admin/v1`."""
+    router = APIRouter()
+    _add_rollback(router, context)
+    _add_canary_actions(router, context)
+    _add_learner_actions(router, context)
+    return router
+
+
+def _add_rollback(router: APIRouter, context: AdminContext) -> None:
+    @router.post("/rollback")
+    def roll_back(
+        actor: Caller,
+        asked: Annotated[RollbackIn | None, Body()] = None,
+    ) -> RollbackOut:
+        """Give the traffic back to an older adapter. Takes effect on the next request.
+
+        The routing table changes first and vLLM is not waited for: control loads the target
+        afterwards, and until then the base answers in its place, as `note` says.
+        """
+        wanted = asked or RollbackIn()
+        result = rollback(
+            context.database,
+            context.model,
+            to=str(wanted.to),
+            reason=wanted.reason or NO_REASON,
+            actor=actor,
+            now=context.clock(),
+        )
+        context.on_change()
+        note = until_loaded(result.after, context.engine)
+        log.info(
+            "rolled_back",
+            before=result.before,
+            after=result.after,
+            changed=result.changed,
+            ended_canary=result.ended_canary,
+            actor=actor,
+            note=note,
+        )
+        return RollbackOut.of(result, note)
+
+
+def until_loaded(adapter: str, engine: EngineView) -> str | None:
+    """Who answers the users of a champion that vLLM does not hold yet. Pure. None: it is held.
+
+    engine: what was last seen of every replica.
+    """
+    lacking = [url for url, view in engine.replicas.items() if adapter not in view.loaded]
+    if adapter == BASE or not lacking:
+        return None
+    where = ", ".join(hide_in_url(url) for url in lacking)
+    nowhere = len(lacking) == len(engine.replicas)
+    stands_in = "the base answers" if nowhere else "the other replicas answer"
+    refused = engine.refused.get(adapter)
+    advice = f"; vLLM refused it ({refused}): name another version, or base" if refused else ""
+    return f"{adapter} is not loaded on {where}: {stands_in} until it is{advice}"
+
+
+def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
+    @router.post("/canaries/{canary_id}/{action}")
+    def act(
+        canary_id: str,
+        action: CanaryAction,
+        response: Response,
+        actor: Caller,
+        body: Reason = None,
+        if_match: IfMatch = None,
+    ) -> CanaryOut:
+        """Pause, resume, promote or abort a trial."""
+        reason = (body.reason if body is not None else "") or NO_REASON
+        trial = _act(context, canary_id, action, reason, actor, if_match)
+        context.on_change()
+        response.headers["etag"] = trials.etag(trial)
+        return CanaryOut.of(trial, context.rules)
+
+
+def _act(
+    context: AdminContext,
+    canary_id: str,
+    action: CanaryAction,
+    reason: str,
+    actor: str,
+    if_match: str | None,
+) -> Trial:
+    do = {
+        "pause": transitions.pause,
+        "resume": transitions.resume,
+        "promote": transitions.promote,
+        "abort": transitions.abort,
+    }[action]
+    with context.database.write() as session:
+        row = trials.find_row(session, canary_id)
+        before = trials.to_trial(row)
+        if action in ("resume", "promote"):
+            _check_match(if_match, trials.etag(before))
+        try:
+            return do(session, row, reason=reason, now=context.clock(), actor=actor)
+        except TransitionError as error:
+            raise ConflictError(str(error), transitions.allowed_actions(before)) from error
+
+
+def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
+    @router.post("/learner/{action}")
+    def switch(
+        action: learner_switches.Action,
+        response: Response,
+        actor: Caller,
+        body: Reason = None,
+        if_match: IfMatch = None,
+    ) -> LearnerOut:
+        """Pause or resume the learner, or have it run now. The ETag comes from GET /learner."""
+        reason = (body.reason if body is not None else "") or NO_REASON
+        with context.database.write() as session:
+            switches = learner_switches.read(session)
+            if action != "pause":
+                _check_match(if_match, switches.etag)
+            if action == "run" and switches.paused:
+                raise ConflictError(
+                    "the learner is paused", learner_switches.allowed_actions(switches)
+                )
+            after = learner_switches.switch(
+                session, action, now=context.clock(), actor=actor, reason=reason
+            )
+            response.headers["etag"] = after.etag
+            return read_learner(session, context.model)
+
+
+def _check_match(if_match: str | None, etag: str) -> None:
+    if if_match is None:
+        raise PreconditionRequiredError("send If-Match with the ETag of the GET that you act on")
+    tags = {tag.strip() for tag in if_match.split(",")}
+    if "*" not in tags and etag not in tags:
+        raise StaleError(f"it is {etag} now, not {if_match}; GET it again and decide anew")

@@ -1,0 +1,147 @@
+"""Prometheus metrics of the control process, read from the store at each scrape.
+
+So they are right after a restart, and whichever process did the counting. Requests that the admin
+API refused are the exception: they are counted in memory, or refusing would cost a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from deploy.admin.auth import RefusalReason
+from deploy.engine.reconcile import EngineView
+from deploy.registry import learner_switches, trials
+from deploy.supervise.loops import LoopView
+from sidecar.store.database import Database
+from sidecar.store.models import (
+    AdapterRow,
+    CanaryRow,
+    CounterRow,
+    ExchangeRow,
+    GroupRow,
+    RoutingRow,
+    RunRow,
+)
+
+
+class StoreCollector(Collector):
+    """Makes the metrics of one model."""
+
+    def __init__(
+        self,
+        database: Database,
+        model: str,
+        engine: Callable[[], EngineView],
+        admin_refused: Mapping[RefusalReason, int] = MappingProxyType({}),
+        loops: Callable[[], Mapping[str, LoopView]] = dict,
+    ) -> None:
+        """admin_refused: requests of the admin API that were refused, by reason; read each time.
+        loops: how control's loops do, by name."""
+        self._database = database
+        self._model = model
+        self._engine = engine
+        self._admin_refused = admin_refused
+        self._loops = loops
+
+    def collect(self) -> Iterator[Metric]:
+        with self._database.read() as session:
+            yield from self._tallies(session)
+            yield from self._singles(session)
+            yield _counters(session)
+        refused = CounterMetricFamily(
+            "sidecar_admin_refused",
+            "Requests that the admin API refused before any route saw them, since control started.",
+            labels=["reason"],
+        )
+        for reason in get_args(RefusalReason):
+            refused.add_metric([reason], self._admin_refused.get(reason, 0))
+        yield refused
+
+    def _tallies(self, session: Session) -> Iterator[Metric]:
+        tallies = (
+            ("groups", "Groups by status.", "status", GroupRow.status, ()),
+            ("exchanges", "Exchanges by selection.", "selection", ExchangeRow.selection, ()),
+            ("runs", "Training runs.", "status", RunRow.status, (RunRow.model == self._model,)),
+            (
+                "adapters",
+                "Adapter versions by state.",
+                "state",
+                AdapterRow.state,
+                (AdapterRow.model == self._model,),
+            ),
+            (
+                "canaries",
+                "Trials by state.",
+                "state",
+                CanaryRow.state,
+                (CanaryRow.model == self._model,),
+            ),
+        )
+        for name, help_text, label, column, where in tallies:
+            family = GaugeMetricFamily(f"sidecar_{name}", help_text, labels=[label])
+            rows = session.execute(select(column, func.count()).where(*where).group_by(column))
+            for value, number in rows:
+                family.add_metric([value], number)
+            yield family
+
+    def _singles(self, session: Session) -> Iterator[Metric]:
+        engine = self._engine()
+        trial = trials.active(session, self._model)
+        routing = session.get(RoutingRow, self._model)
+        singles = (
+            (
+                "canary_weight",
+                "Share of sessions that the canary answers, 0..1.",
+                trial.weight_bp / 10_000 if trial is not None else 0.0,
+            ),
+            ("canary_paused", "1: paused.", float(trial is not None and trial.paused)),
+            ("routing_generation", "Of the table.", routing.generation if routing else 0),
+            ("learner_paused", "1: paused.", float(learner_switches.read(session).paused)),
+            ("engine_reachable", "1: a vLLM answers.", float(engine.away is None)),
+            ("adapters_loaded", "In every vLLM that answers.", float(len(engine.loaded))),
+            (
+                "adapters_refused",
+                "Wanted adapters that a vLLM does not take, or whose folder was changed.",
+                float(len(engine.refused)),
+            ),
+        )
+        for name, help_text, value in singles:
+            yield GaugeMetricFamily(f"sidecar_{name}", help_text, value=value)
+        replicas = GaugeMetricFamily(
+            "sidecar_engine_replica_reachable", "1: it answers.", labels=["replica"]
+        )
+        for url, view in engine.replicas.items():
+            replicas.add_metric([url], float(view.away is None))
+        yield replicas
+        failures = GaugeMetricFamily(
+            "sidecar_control_loop_failures",
+            "Turns in a row of control's loop that ended with an error.",
+            labels=["loop"],
+        )
+        for name, loop in self._loops().items():
+            failures.add_metric([name], float(loop.failures))
+        yield failures
+
+
+def _counters(session: Session) -> Metric:
+    family = CounterMetricFamily(
+        "sidecar_records", "Where records went, by stage and reason.", labels=["stage", "reason"]
+    )
+    for row in session.scalars(select(CounterRow)):
+        family.add_metric([row.stage, row.reason], row.count)
+    return family
+
+
+def render(collector: Collector) -> bytes:
+    """The metrics as Prometheus text."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)

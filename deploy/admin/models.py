@@ -1,0 +1,379 @@
+"""What the admin API says and takes: the wire's side of deploy's records."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deploy.engine.reconcile import EngineView
+from deploy.records import AdapterState, AdapterVersion, Phase, Trial
+from deploy.registry import transitions
+from deploy.registry.rollback import RollbackResult
+from deploy.supervise.loops import LoopView
+from sidecar.settings import Canary as CanarySettings
+
+T = TypeVar("T")
+
+
+class Page(BaseModel, Generic[T]):
+    """One page of a listing, the newest first."""
+
+    items: list[T]
+    next_cursor: str | None = None
+    """Give it back as `cursor` for the next page; null: this was the last."""
+
+
+class Problem(BaseModel):
+    """RFC 9457."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    allowed_actions: list[str] = Field(default_factory=list)
+    """What may be asked instead, now."""
+
+
+class AdapterOut(BaseModel):
+    name: str
+    version: int
+    state: AdapterState
+    reason: str | None
+    digest: str
+    path: str
+    parent: str
+    run_id: str | None
+    created_at: float
+    aliases: list[str]
+    loaded: bool | None
+    """In vLLM, when control last looked; null while vLLM is away."""
+
+    @classmethod
+    def of(
+        cls, version: AdapterVersion, aliases: dict[str, str], loaded: frozenset[str] | None
+    ) -> AdapterOut:
+        return cls(
+            name=version.name,
+            version=version.version,
+            state=version.state,
+            reason=version.reason,
+            digest=version.digest,
+            path=version.path,
+            parent=version.parent,
+            run_id=version.run_id,
+            created_at=version.created_at,
+            aliases=sorted(alias for alias, name in aliases.items() if name == version.name),
+            loaded=None if loaded is None else version.name in loaded,
+        )
+
+
+class AliasOut(BaseModel):
+    alias: str
+    adapter: str
+    generation: int
+
+
+class CanaryOut(BaseModel):
+    """A trial. Its ETag is `"g<generation>"`."""
+
+    canary_id: str
+    candidate: str
+    champion: str
+    state: Phase
+    paused: bool
+    reason: str | None
+    step: int
+    steps: list[int]
+    """Weights of the ramp in basis points."""
+    weight_bp: int
+    """Share of sessions that the candidate answers now, in basis points."""
+    created_at: float
+    step_started_at: float
+    next_step_earliest_at: float | None
+    """Unix seconds; null unless it is ramping with its clock running."""
+    ended_at: float | None
+    generation: int
+    allowed_actions: list[str]
+
+    @classmethod
+    def of(cls, trial: Trial, rules: CanarySettings) -> CanaryOut:
+        running = trial.phase == "ramping" and trial.stopped_at is None
+        earliest = trial.step_started_at + trial.stopped_s + rules.step_min_s
+        return cls(
+            canary_id=trial.canary_id,
+            candidate=trial.candidate,
+            champion=trial.champion,
+            state=trial.phase,
+            paused=trial.paused,
+            reason=trial.reason,
+            step=trial.step,
+            steps=list(trial.steps),
+            weight_bp=trial.weight_bp,
+            created_at=trial.created_at,
+            step_started_at=trial.step_started_at,
+            next_step_earliest_at=earliest if running else None,
+            ended_at=trial.ended_at,
+            generation=trial.generation,
+            allowed_actions=transitions.allowed_actions(trial),
+        )
+
+
+class ComparisonOut(BaseModel):
+    comparison_id: str
+    exchange_id: str
+    status: str
+    difference: float | None
+    answers: list[dict[str, Any]]
+
+
+class EvidenceOut(BaseModel):
+    canary_id: str
+    state: Phase
+    evidence: dict[str, Any]
+    comparisons: list[ComparisonOut]
+
+
+class GroupOut(BaseModel):
+    group_id: str
+    exchange_id: str
+    session_key: str
+    adapter: str
+    status: str
+    reason: str | None
+    detail: str | None
+    judge_attempts: int
+    learn_attempts: int
+    created_at: float
+    scored_at: float | None
+    judge_model: str | None
+    rubric_hash: str | None
+    run_id: str | None
+
+
+class AnswerOut(BaseModel):
+    index: int
+    origin: str
+    message: dict[str, Any]
+    finish_reason: str | None
+    tokens: int
+    temperature: float
+    untrainable_reason: str | None
+    score: float | None
+    explanation: str | None
+
+
+class GroupDetailOut(GroupOut):
+    answers: list[AnswerOut]
+
+
+class RunOut(BaseModel):
+    run_id: str
+    status: str
+    reason: str | None
+    started_at: float
+    heartbeat_at: float
+    ended_at: float | None
+    parent: str
+    adapter: str | None
+    settings: dict[str, Any]
+    counts: dict[str, Any]
+    metrics: list[Any]
+
+
+class ChoiceOut(BaseModel):
+    index: int
+    message: dict[str, Any]
+    finish_reason: str | None
+    tokens: int
+
+
+class ExchangeOut(BaseModel):
+    exchange_id: str
+    started_at: float
+    surface: str
+    adapter: str
+    arm: str
+    propensity: float
+    replica: str
+    session_key: str
+    held_out: bool
+    selection: str
+    status: int
+    outcome: str
+    stream: bool
+    untrainable_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int | None
+    returned_index: int
+    sampling: dict[str, Any]
+    timings: dict[str, Any]
+    trace_id: str
+    project: str
+    key_id: str
+    turn_id: str
+    retry_count: int
+    request_bytes: int
+    reply_bytes: int
+    fallback_from: str
+    """The adapter that vLLM did not know, when another answered in its place; else empty."""
+    group_id: str | None
+    request: dict[str, Any]
+    choices: list[ChoiceOut]
+
+
+class AuditOut(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    seq: int
+    at: float
+    actor: str
+    source: str
+    """The address that the request came from; empty: no request asked for the change."""
+    action: str
+    subject: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    reason: str
+
+
+class LearnerOut(BaseModel):
+    """Its ETag changes with every switch."""
+
+    paused: bool
+    run_requested: bool
+    last_run: RunOut | None
+    allowed_actions: list[str]
+
+
+class ReplicaOut(BaseModel):
+    """One vLLM."""
+
+    away: str | None
+    """Why it could not be asked; null: it could."""
+    loaded: list[str]
+    refused: dict[str, str]
+    """Wanted adapters that it does not take, and why."""
+
+    @classmethod
+    def of(cls, view: EngineView) -> ReplicaOut:
+        return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused))
+
+
+class EngineOut(BaseModel):
+    """All replicas together."""
+
+    away: str | None
+    """Why none could be asked; null: one could."""
+    loaded: list[str]
+    """In every replica that answers."""
+    refused: dict[str, str]
+    """Wanted adapters that a replica does not take, and why."""
+    replicas: dict[str, ReplicaOut]
+    """By base URL."""
+
+    @classmethod
+    def of(cls, view: EngineView) -> EngineOut:
+        return cls(
+            away=view.away,
+            loaded=sorted(view.loaded),
+            refused=dict(view.refused),
+            replicas={url: ReplicaOut.of(one) for url, one in view.replicas.items()},
+        )
+
+
+class RoutingOut(BaseModel):
+    champion: str
+    canary: str | None
+    canary_weight_bp: int
+    generation: int
+
+
+class LoopOut(BaseModel):
+    """One of control's own loops."""
+
+    failures: int
+    """Turns in a row that ended with an error; 0: all is well."""
+    error: str | None
+    """The last of these errors."""
+
+    @classmethod
+    def of(cls, view: LoopView) -> LoopOut:
+        return cls(failures=view.failures, error=view.error)
+
+
+class StatusOut(BaseModel):
+    """What serves, what is on trial, what the learner does."""
+
+    model: str
+    champion: str
+    previous: str
+    routing: RoutingOut | None
+    canary: CanaryOut | None
+    learner: LearnerOut
+    engine: EngineOut
+    control: dict[str, LoopOut]
+    """Control's own loops, by name: the trial (`tick`), and each vLLM (`reconcile URL`)."""
+    adapters: dict[str, int]
+    """Versions by state."""
+    groups: dict[str, int]
+    """Groups by status."""
+    exchanges: int
+    token_check: str
+    """"on": token ids are compared with the texts they belong to; else why not."""
+
+
+class FunnelOut(BaseModel):
+    """Where records stop, from request to gradient."""
+
+    exchanges: dict[str, int]
+    """By what selection made of them."""
+    groups: dict[str, int]
+    """By status."""
+    groups_by_reason: dict[str, int]
+    """Those that stopped, by reason."""
+    runs: dict[str, int]
+    canaries: dict[str, int]
+    counters: dict[str, dict[str, int]]
+    """Durable counts: stage -> reason -> count."""
+    token_check: str
+    """"on": token ids are compared with the texts they belong to; else why not."""
+
+
+class ReasonIn(BaseModel):
+    # Strict: `true` is no version, and a number is no reason.
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: str = Field(default="", max_length=2_000)
+
+
+class RollbackIn(ReasonIn):
+    to: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)] = "previous"
+    """"previous", "base", a version or a full name."""
+
+
+class RollbackOut(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+
+    source: str = Field(alias="from")
+    """Adapter that was champion before, or "base"."""
+    to: str
+    changed: bool
+    """False: it was so already."""
+    ended_canary: str | None
+    generation: int
+    """Of the routing table that every proxy obeys at its next look."""
+    note: str | None
+    """Who answers meanwhile, when vLLM does not hold the target yet."""
+
+    @classmethod
+    def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:
+        return cls(
+            source=result.before,
+            to=result.after,
+            changed=result.changed,
+            ended_canary=result.ended_canary,
+            generation=result.generation,
+            note=note,
+        )

@@ -1,0 +1,153 @@
+"""Every error of the admin API as RFC 9457 `application/problem+json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from deploy.admin.auth import ForbiddenError, TooLargeError, TooSlowError, UnauthorizedError
+from deploy.admin.json import UnreadableError
+from deploy.admin.models import Problem
+from deploy.admin.paging import BadCursorError
+from deploy.errors import (
+    DeployError,
+    EngineError,
+    TransitionError,
+    UnknownAdapterError,
+    UnknownRecordError,
+    UnknownTrialError,
+)
+from sidecar.errors import StoreError
+
+log = structlog.get_logger()
+
+MEDIA_TYPE = "application/problem+json"
+TYPE_PREFIX = "urn:learning-sidecar:problem:"
+
+
+class PreconditionRequiredError(DeployError):
+    """The change needs `If-Match`."""
+
+
+class StaleError(DeployError):
+    """The resource changed since the caller's ETag."""
+
+
+class ConflictError(DeployError):
+    """Not in this state; carries what is allowed instead."""
+
+    def __init__(self, detail: str, allowed_actions: Sequence[str]) -> None:
+        super().__init__(detail)
+        self.allowed_actions = list(allowed_actions)
+
+
+_KINDS: dict[type[Exception], tuple[int, str, str]] = {
+    UnreadableError: (400, "unreadable", "The request cannot be read"),
+    UnauthorizedError: (401, "unauthorized", "A token is needed"),
+    ForbiddenError: (403, "forbidden", "Not from here"),
+    UnknownAdapterError: (404, "unknown-adapter", "No such adapter"),
+    UnknownTrialError: (404, "unknown-canary", "No such canary"),
+    UnknownRecordError: (404, "unknown-record", "No such record"),
+    ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
+    TransitionError: (409, "not-allowed-now", "Not allowed in this state"),
+    TooSlowError: (408, "too-slow", "The body came too slowly"),
+    StaleError: (412, "stale", "It changed meanwhile"),
+    TooLargeError: (413, "too-large", "The body is too large"),
+    BadCursorError: (400, "bad-cursor", "Bad cursor"),
+    PreconditionRequiredError: (428, "if-match-needed", "If-Match is needed"),
+    EngineError: (502, "engine-away", "vLLM cannot be asked"),
+    StoreError: (503, "store-away", "The store cannot be asked"),
+}
+_BY_STATUS = {404: "no-such-path", 405: "no-such-method", 422: "bad-request"}
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of this app a problem."""
+    for kind in _KINDS:
+        app.add_exception_handler(kind, _on_known)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_unknown)
+
+
+def problem(
+    path: str,
+    *,
+    status: int,
+    slug: str,
+    title: str,
+    detail: str,
+    allowed_actions: Sequence[str] = (),
+) -> JSONResponse:
+    """Answer with a problem."""
+    body = Problem(
+        type=TYPE_PREFIX + slug,
+        title=title,
+        status=status,
+        detail=detail,
+        instance=path,
+        allowed_actions=list(allowed_actions),
+    )
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(
+        body.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=headers
+    )
+
+
+def refusal(path: str, error: Exception) -> JSONResponse:
+    """The problem that one of the known errors means. path: of the request, decoded."""
+    kind = next(one for one in type(error).__mro__ if one in _KINDS)
+    status, slug, title = _KINDS[kind]
+    allowed: Sequence[str] = getattr(error, "allowed_actions", ())
+    return problem(
+        path, status=status, slug=slug, title=title, detail=str(error), allowed_actions=allowed
+    )
+
+
+async def _on_known(request: Request, error: Exception) -> JSONResponse:
+    return refusal(_path(request), error)
+
+
+async def _on_validation(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return problem(
+        _path(request),
+        status=422,
+        slug="bad-request",
+        title="The request cannot be read",
+        detail=f"{where}: {first['msg']}",
+    )
+
+
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return problem(
+        _path(request),
+        status=error.status_code,
+        slug=_BY_STATUS.get(error.status_code, "http"),
+        title=str(error.detail),
+        detail=f"{request.method} {_path(request)}",
+    )
+
+
+async def _on_unknown(request: Request, error: Exception) -> JSONResponse:
+    log.error("admin_request_failed", path=_path(request), error=repr(error))
+    return problem(
+        _path(request),
+        status=500,
+        slug="internal",
+        title="The admin API failed",
+        detail="see the log of the control process",
+    )
+
+
+def _path(request: Request) -> str:
+    # Not `request.url.path`: a URL is made from the Host header, which may be no host.
+    return str(request.scope["path"])

@@ -1,0 +1,215 @@
+"""The admin API's GETs of what serves: status, funnel, learner, adapters, aliases, canaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, Response
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from deploy.admin.auth import caller
+from deploy.admin.context import AdminContext
+from deploy.admin.models import (
+    AdapterOut,
+    AliasOut,
+    CanaryOut,
+    ComparisonOut,
+    EngineOut,
+    EvidenceOut,
+    FunnelOut,
+    LearnerOut,
+    LoopOut,
+    Page,
+    RoutingOut,
+    StatusOut,
+)
+from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
+from deploy.admin.records import run_out
+from deploy.errors import UnknownAdapterError
+from deploy.registry import learner_switches, routing_writer, trials, versions
+from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
+from sidecar.records import BASE
+from sidecar.store.database import get_flag
+from sidecar.store.models import (
+    AdapterRow,
+    AliasRow,
+    CanaryRow,
+    CounterRow,
+    ExchangeRow,
+    GateComparisonRow,
+    GroupRow,
+    RunRow,
+)
+
+
+def read_router(context: AdminContext) -> APIRouter:
+    """The GETs of the present state."""
+    router = APIRouter(dependencies=[Depends(caller)])
+    _add_overview(router, context)
+    _add_adapters(router, context)
+    _add_canaries(router, context)
+    return router
+
+
+def _add_overview(router: APIRouter, context: AdminContext) -> None:
+    database, model = context.database, context.model
+
+    @router.get("/status")
+    def status() -> StatusOut:
+        with database.read() as session:
+            aliases = versions.aliases_of(session, model)
+            table = routing_writer.current(session, model)
+            trial = trials.active(session, model)
+            return StatusOut(
+                model=model,
+                champion=aliases.get("champion", BASE),
+                previous=aliases.get("previous", BASE),
+                routing=None
+                if table is None
+                else RoutingOut(
+                    champion=table.champion,
+                    canary=table.canary,
+                    canary_weight_bp=table.canary_weight_bp,
+                    generation=table.generation,
+                ),
+                canary=None if trial is None else CanaryOut.of(trial, context.rules),
+                learner=read_learner(session, model),
+                engine=EngineOut.of(context.engine),
+                control={name: LoopOut.of(view) for name, view in context.loops().items()},
+                adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
+                groups=_tally(session, GroupRow.status),
+                exchanges=session.scalar(select(func.count()).select_from(ExchangeRow)) or 0,
+                token_check=_token_check(session),
+            )
+
+    @router.get("/funnel")
+    def funnel() -> FunnelOut:
+        with database.read() as session:
+            counters: dict[str, dict[str, int]] = {}
+            for row in session.scalars(select(CounterRow).order_by(CounterRow.stage)):
+                counters.setdefault(row.stage, {})[row.reason] = row.count
+            return FunnelOut(
+                exchanges=_tally(session, ExchangeRow.selection),
+                groups=_tally(session, GroupRow.status),
+                groups_by_reason=_tally(session, GroupRow.reason, GroupRow.reason.is_not(None)),
+                runs=_tally(session, RunRow.status, RunRow.model == model),
+                canaries=_tally(session, CanaryRow.state, CanaryRow.model == model),
+                counters=counters,
+                token_check=_token_check(session),
+            )
+
+    @router.get("/learner")
+    def learner(response: Response) -> LearnerOut:
+        with database.read() as session:
+            response.headers["etag"] = learner_switches.read(session).etag
+            return read_learner(session, model)
+
+
+def _add_adapters(router: APIRouter, context: AdminContext) -> None:
+    database, model = context.database, context.model
+
+    @router.get("/adapters")
+    def adapters(
+        limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None, state: str | None = None
+    ) -> Page[AdapterOut]:
+        statement = select(AdapterRow).where(AdapterRow.model == model)
+        if state is not None:
+            statement = statement.where(AdapterRow.state == state)
+        statement = newest_first(
+            statement, limit=limit, cursor=cursor, key={AdapterRow.version: int}
+        )
+        with database.read() as session:
+            aliases = versions.aliases_of(session, model)
+            rows = session.scalars(statement).all()
+        items = [AdapterOut.of(versions.to_version(row), aliases, context.loaded()) for row in rows]
+        return page(items, limit, lambda last: encode_cursor(last.version))
+
+    @router.get("/adapters/{version}")
+    def adapter(version: str) -> AdapterOut:
+        with database.read() as session:
+            name = versions.resolve(session, model, version)
+            if name == BASE:
+                raise UnknownAdapterError("the base model is no adapter version")
+            aliases = versions.aliases_of(session, model)
+            return AdapterOut.of(versions.find(session, name), aliases, context.loaded())
+
+    @router.get("/aliases")
+    def aliases() -> Page[AliasOut]:
+        with database.read() as session:
+            rows = session.scalars(
+                select(AliasRow).where(AliasRow.model == model).order_by(AliasRow.alias)
+            )
+            items = [
+                AliasOut(alias=row.alias, adapter=row.adapter, generation=row.generation)
+                for row in rows
+            ]
+        return Page(items=items)
+
+
+def _add_canaries(router: APIRouter, context: AdminContext) -> None:
+    database, model = context.database, context.model
+
+    @router.get("/canaries")
+    def canaries(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[CanaryOut]:
+        statement = select(CanaryRow).where(CanaryRow.model == model)
+        key = {CanaryRow.created_at: float, CanaryRow.canary_id: str}
+        statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
+        with database.read() as session:
+            rows = session.scalars(statement).all()
+        items = [CanaryOut.of(trials.to_trial(row), context.rules) for row in rows]
+        return page(items, limit, lambda last: encode_cursor(last.created_at, last.canary_id))
+
+    @router.get("/canaries/{canary_id}")
+    def canary(canary_id: str, response: Response) -> CanaryOut:
+        with database.read() as session:
+            trial = trials.to_trial(trials.find_row(session, canary_id))
+        response.headers["etag"] = trials.etag(trial)
+        return CanaryOut.of(trial, context.rules)
+
+    @router.get("/canaries/{canary_id}/evidence")
+    def evidence(canary_id: str) -> EvidenceOut:
+        with database.read() as session:
+            row = trials.find_row(session, canary_id)
+            made = session.scalars(
+                select(GateComparisonRow)
+                .where(GateComparisonRow.canary_id == canary_id)
+                .order_by(GateComparisonRow.comparison_id)
+            )
+            return EvidenceOut(
+                canary_id=canary_id,
+                state=trials.to_trial(row).phase,
+                evidence=row.evidence,
+                comparisons=[
+                    ComparisonOut(
+                        comparison_id=one.comparison_id,
+                        exchange_id=one.exchange_id,
+                        status=one.status,
+                        difference=one.difference,
+                        answers=one.answers,
+                    )
+                    for one in made
+                ],
+            )
+
+
+def read_learner(session: Session, model: str) -> LearnerOut:
+    """The learner's switches and its newest run."""
+    switches = learner_switches.read(session)
+    newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
+    row = session.scalars(newest.limit(1)).first()
+    return LearnerOut(
+        paused=switches.paused,
+        run_requested=switches.run_requested,
+        last_run=None if row is None else run_out(row),
+        allowed_actions=learner_switches.allowed_actions(switches),
+    )
+
+
+def _token_check(session: Session) -> str:
+    return get_flag(session, TOKEN_CHECK) or "off: ingest has not run yet"
+
+
+def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
+    rows = session.execute(select(column, func.count()).where(*where).group_by(column))
+    return {str(value): number for value, number in rows}

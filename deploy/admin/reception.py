@@ -1,0 +1,187 @@
+"""Receive a request of the admin API: who asks, then what they sent. ASGI middleware.
+
+The caller is known before a byte of the body is read, for every method and every path but the
+probes. A body is small and comes soon, or it is refused; the routes get it whole. Whoever is
+refused is counted by reason and leaves a log line, at most one for each reason in LOG_INTERVAL_S.
+Neither the token nor the query is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.admin.auth import (
+    RefusalReason,
+    RefusedError,
+    TooLargeError,
+    TooSlowError,
+    admit,
+)
+from deploy.admin.json import UnreadableError, check_quoted, read_json
+from deploy.admin.problems import refusal
+from deploy.registry import audit
+
+log = structlog.get_logger()
+
+PROBES = frozenset({"/healthz", "/readyz", "/admin/openapi.json"})
+"""Paths whose GET needs no caller and has no body."""
+MAX_BODY_BYTES = 65_536
+"""The longest body of a route is a reason of 2,000 characters."""
+BODY_TIMEOUT_S = 10.0
+"""For the whole body."""
+LINGER_BYTES = 1_048_576
+LINGER_S = 1.0
+"""After a refusal this much of the body is read and thrown away, for this long: a connection that
+is closed on unread bytes is reset, and the client loses the reply."""
+LOG_INTERVAL_S = 10.0
+_LOGGED_PATH_CHARACTERS = 200
+
+
+class Refusals:
+    """Counts refused requests by reason, and logs them at a bounded rate."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[RefusalReason] = Counter()
+        self._clock = clock
+        self._logged: dict[RefusalReason, tuple[float, int]] = {}
+
+    def note(self, reason: RefusalReason, *, source: str, method: str, path: str) -> None:
+        """Count one, and log it unless the same reason was logged a moment ago."""
+        self.counts[reason] += 1
+        now = self._clock()
+        logged_at, counted = self._logged.get(reason, (now - LOG_INTERVAL_S, 0))
+        if now - logged_at < LOG_INTERVAL_S:
+            return
+        unlogged = self.counts[reason] - counted - 1
+        self._logged[reason] = (now, self.counts[reason])
+        log.warning(
+            "admin_refused",
+            reason=reason,
+            source=source,
+            method=method[:20],
+            path=path[:_LOGGED_PATH_CHARACTERS],
+            unlogged_before=unlogged,
+        )
+
+
+class Reception:
+    """The middleware. It tells the routes the caller in `scope["caller"]`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token_digests: Collection[str],
+        refusals: Refusals,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
+        self._app = app
+        self._token_digests = token_digests
+        self._refusals = refusals
+        self._body_timeout_s = body_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        source = source_of(scope)
+        try:
+            check_quoted(scope.get("raw_path") or scope["path"].encode(), "path")
+            check_quoted(scope["query_string"], "query")
+            if scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+                body = b""
+            else:
+                scope["caller"] = admit(scope["headers"], self._token_digests)
+                body = await self._read_body(scope, receive)
+        except (RefusedError, UnreadableError) as error:
+            reason = error.reason if isinstance(error, RefusedError) else "unreadable"
+            self._refusals.note(reason, source=source, method=scope["method"], path=scope["path"])
+            await _answer_and_close(refusal(scope["path"], error), scope, receive, send)
+            return
+        except ConnectionAbortedError:
+            log.debug("admin_client_left", source=source)
+            return
+        with audit.changes_come_from(source):
+            await self._app(scope, _once(body, receive), send)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises: TooLargeError, TooSlowError, UnreadableError; ConnectionAbortedError."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > MAX_BODY_BYTES:
+                raise _too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionAbortedError("the client left inside its body")
+                    body += message.get("body", b"")
+                    if len(body) > MAX_BODY_BYTES:
+                        raise _too_large()
+                    more = message.get("more_body", False)
+        except TimeoutError as error:
+            raise TooSlowError(
+                "too_slow", f"the body did not come within {self._body_timeout_s:g} s"
+            ) from error
+        if body:
+            read_json(bytes(body), "body")
+        return bytes(body)
+
+
+def source_of(scope: Scope) -> str:
+    """The address at the other end of the connection; headers that name another are not trusted."""
+    client = scope.get("client")
+    return str(client[0])[: audit.SOURCE_CHARACTERS] if client else ""
+
+
+def _too_large() -> TooLargeError:
+    return TooLargeError("too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
+
+
+def _once(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a body that was read already, and after it what the client does."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_whole() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return receive_whole
+
+
+async def _answer_and_close(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    response.headers["connection"] = "close"
+
+    async def send_and_linger(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        # The reply is whole by its content-length; the last, empty part ends the connection.
+        await send({**message, "more_body": True})
+        await _discard(scope, receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    await response(scope, receive, send_and_linger)
+
+
+async def _discard(scope: Scope, receive: Receive) -> None:
+    announced = {name for name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
+    left = LINGER_BYTES if announced else 0
+    deadline = asyncio.get_running_loop().time() + LINGER_S
+    while left > 0:
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            return
+        left -= len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return

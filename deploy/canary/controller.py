@@ -1,0 +1,224 @@
+"""The controller: every tick, look at the one active trial and take it one step on.
+
+It holds no state between ticks that matters: where a trial stands, since when, and on what
+evidence is in the store, so that a new controller goes on where a killed one was. It gathers
+evidence (disk, vLLM, judge, store), asks the pure rule (`deploy.registry.canary_rule`) and writes
+the decision in one transaction, which is discarded when an operator changed the trial meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import structlog
+
+from deploy.canary import ramp_counts, tick_errors
+from deploy.canary.gate import Gate
+from deploy.canary.loading import Facts, load_everywhere
+from deploy.engine.validation import Registered, ServingLimits, validate_folder
+from deploy.engine.vllm_control import AdapterControl
+from deploy.errors import error_line
+from deploy.records import AdapterVersion, Trial
+from deploy.registry import candidates, transitions, trials, versions
+from deploy.registry.canary_rule import (
+    Decision,
+    Evidence,
+    GateEvidence,
+    Hold,
+    LoadEvidence,
+    Move,
+    decide,
+    load_wait_s,
+)
+from sidecar.settings import Canary as CanarySettings
+from sidecar.store.database import Database
+
+log = structlog.get_logger()
+
+
+class Controller:
+    """One per model. `tick` is safe to repeat at any time."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        replicas: Mapping[str, AdapterControl],
+        gate: Gate,
+        rules: CanarySettings,
+        limits: ServingLimits,
+        model: str,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """replicas: every vLLM, by base URL.
+        on_change: told after every transition, to have vLLM reconciled at once."""
+        self._database = database
+        self._replicas = replicas
+        self._gate = gate
+        self._rules = rules
+        self._limits = limits
+        self._model = model
+        self._on_change = on_change
+        self._clock = clock
+        self._last_hold: tuple[object, ...] = ()
+
+    async def tick(self) -> None:
+        """Take the active trial one step on, or begin the next.
+
+        Raises: StoreError, EngineError or another OSError, which are no trial's fault. Any other
+        error counts against the trial, and too many end it.
+        """
+        trial = await asyncio.to_thread(self._active_trial)
+        if trial is None:
+            return
+        try:
+            moved = await self._step(trial)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - one bad candidate must not end the others
+            moved = await asyncio.to_thread(self._count_error, trial, error)
+        if moved:
+            self._on_change()
+
+    async def _step(self, trial: Trial) -> bool:
+        """Returns: True when the trial moved."""
+        if trial.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, trial):
+            return True
+        if trial.paused or tick_errors.waits(trial, self._clock()):
+            return False
+        evidence, facts = await self._gather(trial)
+        if trial.tick_errors:
+            facts = {**facts, "tick_errors": {}}
+        decision = decide(trial, evidence, self._rules, self._clock())
+        return await asyncio.to_thread(self._apply, trial, decision, facts)
+
+    def _count_error(self, trial: Trial, error: Exception) -> bool:
+        log.error(
+            "canary_tick_failed",
+            canary=trial.canary_id,
+            candidate=trial.candidate,
+            error=error_line(error),
+            tries=trial.tick_errors + 1,
+            exc_info=error if not trial.tick_errors else None,
+        )
+        with self._database.write() as session:
+            return tick_errors.record(session, trial, error, now=self._clock())
+
+    def _active_trial(self) -> Trial | None:
+        with self._database.read() as session:
+            trial = trials.active(session, self._model)
+            if trial is not None or not candidates.has_waiting(session, self._model):
+                return trial
+        with self._database.write() as session:
+            trial = candidates.begin_next(
+                session, self._model, steps=self._rules.steps, now=self._clock()
+            )
+        if trial is not None:
+            log.info("canary_began", canary=trial.canary_id, candidate=trial.candidate)
+        return trial
+
+    def _obey_breaker(self, trial: Trial) -> bool:
+        """Returns: True when a breaker took the candidate out and the trial now says so."""
+        with self._database.read() as session:
+            why = trials.breaker_trip(session, trial)
+        if why is None or trial.taken_out is not None:
+            return False
+        with self._database.write() as session:
+            row = trials.find_row(session, trial.canary_id)
+            if (row.salt, row.generation) != (trial.salt, trial.generation):
+                return False  # an operator was faster: the next tick looks again
+            after = transitions.take_out(session, row, why=why, now=self._clock())
+        log.warning(
+            "canary_taken_out_by_breaker",
+            canary=trial.canary_id,
+            candidate=trial.candidate,
+            after=after.phase,
+            paused=after.paused,
+            reason=why,
+        )
+        return True
+
+    async def _gather(self, trial: Trial) -> tuple[Evidence, Facts]:
+        if trial.phase == "loading":
+            return await self._load(trial)
+        if trial.phase == "gating":
+            gate = await self._gate.advance(trial)
+            return gate, {"gate": _gate_facts(gate)}
+        counts = await asyncio.to_thread(self._count_ramp, trial)
+        facts = {"weight_bp": trial.weight_bp, **asdict(counts)}
+        return counts, {f"step_{trial.step + 1}": facts}
+
+    def _count_ramp(self, trial: Trial) -> Evidence:
+        with self._database.read() as session:
+            return ramp_counts.count_ramp(
+                session, trial, step_min_exchanges=self._rules.step_min_exchanges
+            )
+
+    async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
+        version, registered, loading = await asyncio.to_thread(self._candidate, trial)
+        failures, now = loading.get("failures", 0), self._clock()
+        if failures and 0.0 <= now - loading["at"] < load_wait_s(failures):
+            return LoadEvidence(away=loading["reason"], load_failures=failures), {}
+
+        async def validate() -> None:
+            await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)
+
+        evidence, facts = await load_everywhere(
+            self._replicas, version, model=trial.model, failures=failures, validate=validate
+        )
+        if evidence.load_failures > failures:
+            facts["loading"] = {
+                "failures": evidence.load_failures,
+                "at": now,
+                "reason": evidence.away,
+            }
+        return evidence, facts
+
+    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, Registered, Facts]:
+        """The candidate, what its files were, and the loads that vLLM failed so far."""
+        with self._database.read() as session:
+            row = trials.find_row(session, trial.canary_id)
+            loading = row.evidence.get("loading", {})
+            version = versions.find(session, trial.candidate)
+            documents = versions.document_digests(session, trial.candidate)
+            return version, Registered(digest=version.digest, documents=documents), loading
+
+    def _apply(self, trial: Trial, decision: Decision, facts: Facts) -> bool:
+        """Write a decision. Returns: True when the trial moved."""
+        # The same hold on the same facts again needs no write, and no lock that others want.
+        hold = (trial.canary_id, trial.generation, decision, facts)
+        if isinstance(decision, Hold) and hold == self._last_hold:
+            return False
+        with self._database.write() as session:
+            applied = transitions.apply(session, trial, decision, evidence=facts, now=self._clock())
+        self._last_hold = hold
+        if not applied:
+            log.info("canary_changed_meanwhile", canary=trial.canary_id)
+            return False
+        if isinstance(decision, Move):
+            log.info(
+                "canary_moved",
+                canary=trial.canary_id,
+                candidate=trial.candidate,
+                before=trial.phase,
+                after=decision.to,
+                step=decision.step,
+                reason=decision.reason,
+            )
+        elif decision.reason != trial.reason:
+            log.info("canary_holds", canary=trial.canary_id, reason=decision.reason)
+        return isinstance(decision, Move)
+
+
+def _gate_facts(evidence: GateEvidence) -> Facts:
+    return {
+        **asdict(evidence.verdict),
+        "prompts": evidence.prompts,
+        "pending": evidence.pending,
+        "away": evidence.away,
+    }

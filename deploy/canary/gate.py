@@ -1,0 +1,300 @@
+"""The gate: fresh answers of candidate and champion on held-out prompts, judged blind in one group.
+
+A shell around `gate_rule`. Each call of `advance` makes a few of the missing comparisons and
+stores each as it ends, so a process that is killed goes on with the rest. What cannot be asked
+(judge or vLLM away) leaves no trace but the reason; what was asked and answered with rubbish is
+set aside and counted. So is a prompt that the judge fails over again and again while it answers the
+probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy.orm import Session
+
+from deploy.canary import gate_store
+from deploy.canary.gate_answers import Answered, FreshAnswers, as_rows, seed_of
+from deploy.canary.gate_store import HeldOutPrompt, comparison_id
+from deploy.records import Trial
+from deploy.registry.canary_rule import GateEvidence
+from deploy.registry.gate_rule import judge_gate, mean_difference
+from ingest.errors import (
+    AdapterGoneError,
+    EngineDownError,
+    JudgeBusyError,
+    JudgeRefusalError,
+    JudgeReplyError,
+    JudgeUnavailableError,
+    SamplingError,
+)
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.group import REFUSED, Scored
+from ingest.ruler.judge import Judge
+from ingest.ruler.probe import SUBJECT, ask_probe
+from ingest.ruler.prompt import rubric_hash
+from ingest.ruler.ruler import SEED_BITS, JudgeCall, score_answers
+from ingest.vllm.sampler import Sampler
+from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Judge as JudgeSettings
+from sidecar.store.database import Database
+
+log = structlog.get_logger()
+
+SPARE_PROMPTS = 2
+"""Prompts tried at most, as a multiple of those wanted: some comparisons are set aside."""
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
+ATTEMPTS = 3
+"""A prompt that the judge fails over so often, while it answers the probe, is set aside."""
+_AWAY = (EngineDownError, AdapterGoneError, JudgeBusyError)
+"""Nobody's answer was bad: ask again later. The reconciler brings a lost adapter back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unjudged:
+    """A comparison that the judge gave no usable answer to; whose fault that is, is open."""
+
+    prompt: HeldOutPrompt
+    answered: list[Answered]
+    calls: list[JudgeCall]
+    reason: str
+    detail: str
+    final: bool
+    """The judge says that it never will: no further attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """When to ask again whoever was away. In memory: a restart may ask at once."""
+
+    at: float = 0.0
+    wait_s: float = 0.0
+    reason: str = ""
+
+    def later(self, now: float, reason: str) -> Retry:
+        """Wait twice as long as the last time, up to a limit."""
+        wait_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self.wait_s))
+        return Retry(at=now + wait_s, wait_s=wait_s, reason=reason)
+
+
+class Room(Protocol):
+    """Whoever knows whether users leave room in the engine."""
+
+    async def is_open(self) -> bool:
+        """Raises: SamplingError when that cannot be told."""
+        ...
+
+
+class Gate:
+    """Compares a candidate with its champion. One per process."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        sampler: Sampler,
+        judge: Judge,
+        rules: CanarySettings,
+        judging: JudgeSettings,
+        room: Room,
+        parallel: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """parallel: comparisons made at once, each with 2 `gate_answers` requests in flight."""
+        self._database = database
+        self._answers = FreshAnswers(sampler, rules)
+        self._room = room
+        self._judge = judge
+        self._rules = rules
+        self._judging = judging
+        self._parallel = parallel
+        self._clock = clock
+        self._retry = Retry()
+        self._attempts: Counter[str] = Counter()
+        """Failed attempts by comparison, in memory: after a restart they begin anew."""
+
+    async def advance(self, trial: Trial) -> GateEvidence:
+        """Make up to `parallel` missing comparisons, then add up all there are."""
+        prompts, missing = await asyncio.to_thread(self._prompts, trial)
+        away: str | None = None
+        if missing and len(prompts) >= self._rules.gate_min_prompts:
+            away = await self._make(trial, missing)
+        return await asyncio.to_thread(self._evidence, trial, away)
+
+    async def _make(self, trial: Trial, missing: list[HeldOutPrompt]) -> str | None:
+        """Make a batch of comparisons. Returns: why they cannot be made now, or None."""
+        if not self._judge.model:
+            return "no judge is set: name one in judge.model"
+        if self._clock() < self._retry.at:
+            return self._retry.reason
+        try:
+            if not await self._room.is_open():
+                return "vLLM is busy with users"
+        except SamplingError as error:
+            return self._wait(trial, str(error))
+        # After an outage one comparison shows whether it is over.
+        missing = sorted(missing, key=lambda prompt: self._attempts[comparison_id(trial, prompt)])
+        batch = missing[: 1 if self._retry.reason else self._parallel]
+        ends = await asyncio.gather(*(self._compare(trial, one) for one in batch))
+        unjudged = [end for end in ends if isinstance(end, Unjudged)]
+        away = next((end for end in ends if isinstance(end, str)), None)
+        if unjudged and away is None:
+            away = await self._probe()
+        if away is not None:
+            return self._wait(trial, away)
+        for one in unjudged:
+            await self._count_attempt(trial, one)
+        self._retry = Retry()
+        return None
+
+    async def _probe(self) -> str | None:
+        """Ask the judge about something else. Returns: why it does not work, or None."""
+        calls: list[JudgeCall] = []
+        fate = await ask_probe(
+            self._judge, self._judging, seed=secrets.randbits(SEED_BITS), on_call=calls.append
+        )
+        await asyncio.to_thread(self._save_calls, SUBJECT, calls)
+        return None if isinstance(fate, Scored) else fate.detail
+
+    async def _count_attempt(self, trial: Trial, one: Unjudged) -> None:
+        """The judge works, so the prompt is at fault: after a few attempts set it aside."""
+        name = comparison_id(trial, one.prompt)
+        self._attempts[name] += 1
+        if not one.final and self._attempts[name] < ATTEMPTS:
+            return
+        del self._attempts[name]
+        log.warning(
+            "gate_set_aside", exchange=one.prompt.exchange_id, status=one.reason, reason=one.detail
+        )
+        await self._keep(trial, one.prompt, one.reason, one.answered, (), (), one.calls)
+
+    def _wait(self, trial: Trial, reason: str) -> str:
+        self._retry = self._retry.later(self._clock(), reason)
+        log.warning("gate_waits", canary=trial.canary_id, reason=reason)
+        return reason
+
+    def _prompts(self, trial: Trial) -> tuple[set[str], list[HeldOutPrompt]]:
+        """(keys of all sessions that take part, prompts not compared yet)."""
+        limit = SPARE_PROMPTS * self._rules.gate_prompts
+        with self._database.read() as session:
+            done = gate_store.compared_sessions(session, trial)
+            newest = gate_store.held_out_prompts(session, trial.model, limit=limit)
+            made = gate_store.comparisons(session, trial.canary_id)
+        scored = [one for one in made if one.difference is not None]
+        missing = [prompt for prompt in newest if prompt.session_key not in done]
+        room = min(limit - len(done), self._rules.gate_prompts - len(scored))
+        return done | {p.session_key for p in newest}, missing[: max(0, room)]
+
+    def _evidence(self, trial: Trial, away: str | None) -> GateEvidence:
+        prompts, missing = self._prompts(trial)
+        with self._database.read() as session:
+            made = gate_store.comparisons(session, trial.canary_id)
+        return GateEvidence(
+            prompts=len(prompts),
+            pending=len(missing),
+            verdict=judge_gate(made, self._rules, seed=seed_of(trial, "bootstrap")),
+            away=away,
+        )
+
+    async def _compare(self, trial: Trial, prompt: HeldOutPrompt) -> Unjudged | str | None:
+        """Make and store one comparison.
+
+        Returns: None when it is stored; why it could not be made yet; what the judge failed over.
+        """
+        calls: list[JudgeCall] = []
+        answered: list[Answered] = []
+        if not prompt.request:
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, status="unreadable")
+            await self._keep(trial, prompt, "unreadable", answered, (), (), calls)
+            return None
+        status = "scored"
+        scores: tuple[float, ...] = ()
+        explanations: tuple[str, ...] = ()
+        try:
+            answered = await self._answers.get(trial, prompt)
+            judgement = await score_answers(
+                self._judge,
+                context=prompt.request["messages"],
+                tools=prompt.request.get("tools") or (),
+                answers=[one.message for one in answered],
+                rubric=self._judging.rubric,
+                passes=self._judging.passes,
+                seed=seed_of(trial, f"judge\x00{prompt.exchange_id}"),
+                on_call=calls.append,
+                subject=comparison_id(trial, prompt),
+            )
+            scores, explanations = judgement.scores, judgement.explanations
+        except _AWAY as error:
+            return str(error)
+        except (JudgeUnavailableError, JudgeRefusalError) as error:
+            return Unjudged(
+                prompt=prompt,
+                answered=answered,
+                calls=calls,
+                reason=error.reason if isinstance(error, JudgeUnavailableError) else REFUSED,
+                detail=str(error),
+                final=isinstance(error, JudgeRefusalError),
+            )
+        except SamplingError as error:
+            status = "sampling_failed"
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
+        except JudgeReplyError as error:
+            status = "judge_rubbish"
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
+        await self._keep(trial, prompt, status, answered, scores, explanations, calls)
+        return None
+
+    async def _keep(
+        self,
+        trial: Trial,
+        prompt: HeldOutPrompt,
+        status: str,
+        answered: list[Answered],
+        scores: tuple[float, ...],
+        explanations: tuple[str, ...],
+        calls: list[JudgeCall],
+    ) -> None:
+        self._answers.forget(trial, prompt)
+        rows = as_rows(answered, scores, explanations)
+        await asyncio.to_thread(self._save, trial, prompt, status, rows, calls)
+
+    def _save(
+        self,
+        trial: Trial,
+        prompt: HeldOutPrompt,
+        status: str,
+        answers: list[dict[str, Any]],
+        calls: list[JudgeCall],
+    ) -> None:
+        scores = {
+            arm: [one["score"] for one in answers if one["arm"] == arm and one["score"] is not None]
+            for arm in ("candidate", "champion")
+        }
+        scored = status == "scored"
+        with self._database.write() as session:
+            saved = gate_store.save_comparison(
+                session,
+                trial,
+                prompt,
+                status=status,
+                difference=mean_difference(**scores) if scored else None,
+                answers=answers,
+            )
+            if saved:
+                self._add_calls(session, comparison_id(trial, prompt), calls)
+
+    def _save_calls(self, subject: str, calls: list[JudgeCall]) -> None:
+        with self._database.write() as session:
+            self._add_calls(session, subject, calls)
+
+    def _add_calls(self, session: Session, subject: str, calls: list[JudgeCall]) -> None:
+        hashed = rubric_hash(self._judging.rubric)
+        save_judge_calls(session, subject, calls, rubric_hash=hashed, now=self._clock())

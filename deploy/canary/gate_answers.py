@@ -1,0 +1,111 @@
+"""Fresh answers for the gate: one prompt, both arms, in an order that tells nothing.
+
+They are kept in memory until they are judged, so that a judge that is down costs vLLM nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.canary.answer_shape import is_short
+from deploy.canary.gate_store import HeldOutPrompt, comparison_id
+from deploy.records import Trial
+from ingest.errors import AdapterGoneError, EngineDownError
+from ingest.vllm.sampler import SampledAnswer, Sampler
+from sidecar.routing.table import upstream_model
+from sidecar.settings import Canary as CanarySettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """One fresh answer and whose it is."""
+
+    arm: str
+    """candidate | champion"""
+    adapter: str
+    message: dict[str, Any]
+    finish_reason: str | None
+
+
+class FreshAnswers:
+    """Samples, and keeps what is not judged yet."""
+
+    def __init__(self, sampler: Sampler, rules: CanarySettings) -> None:
+        self._sampler = sampler
+        self._rules = rules
+        self._kept: dict[str, list[Answered]] = {}
+
+    async def get(self, trial: Trial, prompt: HeldOutPrompt) -> list[Answered]:
+        """`gate_answers` answers of each arm, shuffled. Raises: as `Sampler.sample`."""
+        key = comparison_id(trial, prompt)
+        if key not in self._kept:
+            self._kept[key] = await self._sample_all(trial, prompt)
+        return self._kept[key]
+
+    def forget(self, trial: Trial, prompt: HeldOutPrompt) -> None:
+        """The answers were judged and stored, or never will be."""
+        self._kept.pop(comparison_id(trial, prompt), None)
+
+    async def _sample_all(self, trial: Trial, prompt: HeldOutPrompt) -> list[Answered]:
+        arms = [("candidate", trial.candidate), ("champion", trial.champion)]
+        asked = [pair for pair in arms for _ in range(self._rules.gate_answers)]
+        random.Random(seed_of(trial, f"order\x00{prompt.exchange_id}")).shuffle(asked)
+        sampled = await asyncio.gather(
+            *(self._sample(trial, prompt, adapter) for _, adapter in asked), return_exceptions=True
+        )
+        errors = [one for one in sampled if isinstance(one, BaseException)]
+        # An engine that is down, or has lost an adapter, explains the other errors.
+        away = (EngineDownError, AdapterGoneError)
+        for error in sorted(errors, key=lambda one: not isinstance(one, away)):
+            raise error
+        return [
+            Answered(
+                arm=arm,
+                adapter=adapter,
+                message=json.loads(answer.message),
+                finish_reason=answer.finish_reason,
+            )
+            for (arm, adapter), answer in zip(asked, sampled, strict=True)
+            if isinstance(answer, SampledAnswer)
+        ]
+
+    async def _sample(self, trial: Trial, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
+        asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
+        limit = self._rules.max_tokens
+        return await self._sampler.sample(
+            upstream_model=upstream_model(trial.model, adapter),
+            request=prompt.request,
+            temperature=1.0,
+            max_tokens=min(asked, limit) if isinstance(asked, int) else limit,
+        )
+
+
+def as_rows(
+    answered: Sequence[Answered], scores: Sequence[float], explanations: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The answers as the store keeps them; without scores when the judge gave none."""
+    return [
+        {
+            "arm": one.arm,
+            "adapter": one.adapter,
+            "content": one.message.get("content"),
+            "tool_calls": one.message.get("tool_calls") or [],
+            "finish_reason": one.finish_reason,
+            "short": is_short(one.message, one.finish_reason),
+            "score": scores[place] if scores else None,
+            "explanation": explanations[place] if explanations else None,
+        }
+        for place, one in enumerate(answered)
+    ]
+
+
+def seed_of(trial: Trial, purpose: str) -> int:
+    """A seed that nobody who writes prompts can guess: it hangs on the trial's random salt."""
+    digest = hashlib.sha256(f"{trial.salt}\x00{purpose}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 2**29

@@ -1,0 +1,136 @@
+"""The gate's side of the store: which held-out prompts there are, what was compared already."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from deploy.records import Trial
+from deploy.registry.gate_rule import Comparison
+from ingest.grouping.selection import CHOSEN_SURFACES
+from sidecar.store.database import DAMAGE, count, decompress, insert_into
+from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutPrompt:
+    """One recorded request of a session that is never trained on."""
+
+    exchange_id: str
+    session_key: str
+    request: dict[str, Any]
+    """Empty when the store's is damaged."""
+
+
+def comparison_id(trial: Trial, prompt: HeldOutPrompt) -> str:
+    """The same for the same canary and prompt, so that no comparison is stored twice."""
+    text = f"{trial.canary_id}\x00{prompt.exchange_id}"
+    return "c-" + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOutPrompt]:
+    """The newest good exchange of each of the newest held-out sessions, the newest first."""
+    newest = (
+        select(func.max(ExchangeRow.seq))
+        .where(
+            ExchangeRow.held_out,
+            ExchangeRow.outcome == "ok",
+            ExchangeRow.status == 200,
+            # Fresh answers are sampled, and the judge is shown, by a chat request's messages.
+            ExchangeRow.surface.in_(CHOSEN_SURFACES),
+            ExchangeRow.public_model == model,
+        )
+        .group_by(ExchangeRow.session_key)
+    )
+    statement = (
+        select(ExchangeRow.exchange_id, ExchangeRow.session_key, ExchangeRow.request_body)
+        .where(ExchangeRow.seq.in_(newest))
+        .order_by(ExchangeRow.seq.desc())
+        .limit(limit)
+    )
+    return [
+        HeldOutPrompt(exchange_id=exchange_id, session_key=key, request=_request(body))
+        for exchange_id, key, body in session.execute(statement)
+        if "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
+    ]
+
+
+def _request(body: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(decompress(body))
+    except (*DAMAGE, RecursionError):
+        return {}
+    usable = isinstance(request, dict) and isinstance(request.get("messages"), list)
+    return request if usable else {}
+
+
+def compared_sessions(session: Session, trial: Trial) -> set[str]:
+    """Keys of the sessions that this trial has a comparison of, scored or set aside."""
+    statement = (
+        select(ExchangeRow.session_key)
+        .join(GateComparisonRow, GateComparisonRow.exchange_id == ExchangeRow.exchange_id)
+        .where(GateComparisonRow.canary_id == trial.canary_id)
+    )
+    return set(session.scalars(statement))
+
+
+def comparisons(session: Session, canary_id: str) -> list[Comparison]:
+    """What the trial's comparisons showed, in a fixed order."""
+    statement = (
+        select(GateComparisonRow)
+        .where(GateComparisonRow.canary_id == canary_id)
+        .order_by(GateComparisonRow.comparison_id)
+    )
+    return [_to_comparison(row) for row in session.scalars(statement)]
+
+
+def save_comparison(
+    session: Session,
+    trial: Trial,
+    prompt: HeldOutPrompt,
+    *,
+    status: str,
+    difference: float | None,
+    answers: Sequence[dict[str, Any]],
+) -> bool:
+    """Store one comparison, unless the trial left its gate meanwhile or holds it already.
+
+    status: scored, or why it was set aside: `set_aside` is stored, and the reason is counted.
+    """
+    state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == trial.canary_id))
+    if state != "gating":
+        return False
+    statement = (
+        insert_into(session, GateComparisonRow)
+        .on_conflict_do_nothing()
+        .values(
+            comparison_id=comparison_id(trial, prompt),
+            canary_id=trial.canary_id,
+            exchange_id=prompt.exchange_id,
+            status="scored" if difference is not None else "set_aside",
+            difference=difference,
+            answers=list(answers),
+        )
+    )
+    if session.scalar(statement.returning(GateComparisonRow.comparison_id)) is None:
+        return False
+    count(session, "gate", status)
+    return True
+
+
+def _to_comparison(row: GateComparisonRow) -> Comparison:
+    candidate = [answer for answer in row.answers if answer["arm"] == "candidate"]
+    champion = [answer for answer in row.answers if answer["arm"] == "champion"]
+    return Comparison(
+        difference=row.difference,
+        candidate_answers=len(candidate),
+        candidate_short=sum(answer["short"] for answer in candidate),
+        champion_answers=len(champion),
+        champion_short=sum(answer["short"] for answer in champion),
+    )

@@ -1,0 +1,138 @@
+"""`sidecar keys`: make, list and revoke the keys of the data plane, in the store itself.
+
+No other process need run. A key is printed when it is made, and never again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Annotated, Any
+
+import typer
+
+from deploy.cli.output import Output, note, print_found, require_store
+from sidecar.access.keys import PREFIX, ApiKey, FreshKey
+from sidecar.errors import InvalidKeyError
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys of the data plane.")
+ACTOR = "sidecar keys"
+UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+@keys_app.command("create")
+def keys_create(
+    context: typer.Context,
+    project: Annotated[str, typer.Option(help="whose requests they will be")],
+    name: Annotated[str, typer.Option(help="who or what holds the key")] = "",
+    scope: Annotated[
+        list[str] | None, typer.Option(help="`operate`, beside `infer`, which every key has")
+    ] = None,
+    expires: Annotated[str, typer.Option(help="after which time, such as 12h, 30d, 8w")] = "",
+    rpm: Annotated[int | None, typer.Option(help="requests per minute")] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option(help="prompt and completion tokens per UTC day")
+    ] = None,
+    best_of: Annotated[int, typer.Option(help="largest x-sidecar-best-of; 1 is off")] = 1,
+    output: Output = "text",
+) -> None:
+    """Make a key and print it, this once."""
+    from deploy.registry import api_keys
+    from sidecar.settings import load_settings
+    from sidecar.store.database import Database
+
+    settings = load_settings(context.obj)
+    now = time.time()
+    expires_at = now + seconds_of(expires) if expires else None
+
+    def wanted(fresh: FreshKey) -> ApiKey:
+        return ApiKey(
+            key_id=fresh.key_id,
+            project=project,
+            secret_hash=fresh.secret_hash,
+            scopes=frozenset({"infer", *(scope or ())}),
+            expires_at=expires_at,
+            requests_per_minute=rpm,
+            tokens_per_day=tokens_per_day,
+            best_of_max=best_of,
+            name=name,
+        )
+
+    database = Database(settings.store.url)
+    database.upgrade()  # also before the first `sidecar up`, which then finds this store
+    key, presented = api_keys.create(database, wanted, randomness=os.urandom, actor=ACTOR, now=now)
+    database.close()
+    print_found({"key": presented, **_shown(key)}, output)
+    note("this is the only time that the key is shown; the store has its hash")
+    if settings.access.mode != "keys":
+        note(f'access.mode is "{settings.access.mode}": keys count once it is "keys"')
+
+
+@keys_app.command("ls")
+def keys_ls(context: typer.Context, output: Output = "text") -> None:
+    """Every key there is or was, without its secret."""
+    from deploy.registry import api_keys
+    from sidecar.settings import load_settings
+    from sidecar.store.database import Database
+
+    settings = load_settings(context.obj)
+    require_store(settings.store.url)
+    database = Database(settings.store.url)
+    database.upgrade()
+    now = time.time()
+    items = [
+        {
+            **_shown(one.key),
+            "state": one.state(now),
+            "created_at": one.created_at,
+            "revoked_at": one.revoked_at,
+        }
+        for one in api_keys.all_keys(database)
+    ]
+    database.close()
+    print_found({"items": items}, output)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    context: typer.Context,
+    key_id: Annotated[str, typer.Argument(help="its id, or the whole key")],
+    reason: Annotated[str, typer.Option(help="why; kept in the audit")] = "no reason given",
+    output: Output = "text",
+) -> None:
+    """End a key, for good: proxies refuse it from their next look at the store."""
+    from deploy.registry import api_keys
+    from sidecar.settings import load_settings
+    from sidecar.store.database import Database
+
+    settings = load_settings(context.obj)
+    require_store(settings.store.url)
+    database = Database(settings.store.url)
+    database.upgrade()
+    if key_id.startswith(PREFIX):
+        key_id = key_id.removeprefix(PREFIX).partition("-")[0]
+    done = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
+    database.close()
+    print_found({"key_id": key_id, "revoked_at": done.revoked_at}, output)
+
+
+def seconds_of(text: str) -> int:
+    """A time such as `90m`, `12h`, `30d`, `8w`, in seconds. Raises: InvalidKeyError."""
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
+    if match is None:
+        raise InvalidKeyError(f"--expires {text}: give a number and m, h, d or w, such as 30d")
+    return int(match[1]) * UNITS_S[match[2]]
+
+
+def _shown(key: ApiKey) -> dict[str, Any]:  # Any: JSON
+    return {
+        "key_id": key.key_id,
+        "project": key.project,
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "expires_at": key.expires_at,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_day": key.tokens_per_day,
+        "best_of_max": key.best_of_max,
+    }

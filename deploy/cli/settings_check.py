@@ -1,0 +1,25 @@
+"""What `sidecar config check` and `sidecar up` check beyond the settings' own rules.
+
+These checks need libraries that the data plane must not load: the learner's scheduler, the store's
+driver.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from learner.runs.cron import read_cron
+from sidecar.errors import SettingsError
+from sidecar.settings import Settings, load_settings
+from sidecar.store.database import refuse_bad_arguments
+
+
+def checked_settings(config: Path | None) -> Settings:
+    """The settings, when every process can work with them. Raises: SettingsError."""
+    settings = load_settings(config)
+    read_cron(settings.learner.cron)
+    try:
+        refuse_bad_arguments(settings.store.url)
+    except ValueError as error:
+        raise SettingsError(f"setting store.url: {error}") from None
+    return settings

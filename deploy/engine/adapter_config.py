@@ -1,0 +1,175 @@
+"""What an adapter's `adapter_config.json` may say. Pure.
+
+vLLM reads `r`, `lora_alpha`, the two patterns and `target_modules` without looking whether they
+are numbers or fit the weights, and uses the patterns' keys as regular expressions. It refuses the
+features that it does not know, but some it ignores, which would serve another adapter than was
+trained; both kinds are refused here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.engine.strict_json import shown
+from deploy.errors import InvalidAdapterError
+from learner.adapter_folder import CONFIG
+
+MAX_ALPHA = 65_536.0
+"""More times a weight of 1 is infinite in half precision; practice stays below 1,000."""
+MAX_NAMES = 4_096
+"""Target modules, or keys of a pattern: a 405B model has 1,764 adapted layers."""
+_MODULE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+"""A module's name, which as a regular expression cannot run away."""
+_MAX_NAME = 512
+_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+"""Ways to begin that leave the base as it is; the others (PiSSA, OLoRA, …) change its weights."""
+_UNSERVED = (
+    "alora_invocation_tokens",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraShape:
+    """What the weights must be like, by the configuration."""
+
+    rank: int
+    rank_pattern: Mapping[str, int]
+    """The first that matches a module's name is its rank."""
+    targets: frozenset[str]
+    """Names, or ends of names, of the adapted modules."""
+
+    def rank_of(self, module: str) -> int:
+        """The rank that vLLM and PEFT expect of a module."""
+        pattern = self.rank_pattern.items()
+        return next((rank for key, rank in pattern if _matches(key, module)), self.rank)
+
+    def targets_of(self, module: str) -> set[str]:
+        """The targets that name a module."""
+        parts = module.split(".")
+        ends = {".".join(parts[place:]) for place in range(len(parts))}
+        return ends & self.targets
+
+
+def is_module_name(name: object) -> bool:
+    """True for a name that a module of a model can have."""
+    return isinstance(name, str) and len(name) <= _MAX_NAME and bool(_MODULE.fullmatch(name))
+
+
+def _matches(key: str, module: str) -> bool:
+    """Whether the key, used as a regular expression by vLLM and PEFT, matches the module's end."""
+    start = len(module) - len(key)
+    if start < 0 or (start > 0 and module[start - 1] != "."):
+        return False
+    return all(one in (".", other) for one, other in zip(key, module[start:], strict=True))
+
+
+def check_config(config: Any, *, max_rank: int, bases: Collection[str]) -> LoraShape:  # Any: JSON
+    """Raises: InvalidAdapterError with the first thing that is wrong.
+
+    bases: names by which an adapter may call the served base; empty: any.
+    """
+    if not isinstance(config, dict):
+        raise InvalidAdapterError(f"{CONFIG}: is not a JSON object")
+    if config.get("peft_type") != "LORA":
+        raise InvalidAdapterError(
+            f"{CONFIG}: peft_type is {shown(config.get('peft_type'))}, not LORA"
+        )
+    rank = config.get("r")
+    rank_pattern = _pattern(config, "rank_pattern")
+    for one in (rank, *rank_pattern.values()):
+        _check_rank(one, max_rank)
+    for key, alpha in (
+        ("lora_alpha", config.get("lora_alpha")),
+        *(("alpha_pattern", one) for one in _pattern(config, "alpha_pattern").values()),
+    ):
+        _check_alpha(key, alpha)
+    _check_features(config)
+    base = config.get("base_model_name_or_path")
+    if bases and not _is_base(base, bases):
+        raise InvalidAdapterError(
+            f"{CONFIG}: was trained on {shown(base)}, vLLM serves {' = '.join(sorted(bases))}"
+        )
+    return LoraShape(
+        rank=int(rank or 0),
+        rank_pattern=rank_pattern,
+        targets=_targets(config.get("target_modules")),
+    )
+
+
+def _pattern(config: dict[str, Any], key: str) -> dict[str, Any]:
+    found = config.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or len(found) > MAX_NAMES:
+        raise InvalidAdapterError(f"{CONFIG}: {key} is not a table of at most {MAX_NAMES} modules")
+    for name in found:
+        if not is_module_name(name):
+            raise InvalidAdapterError(
+                f"{CONFIG}: {key} names {shown(name)}; take plain names of modules, vLLM would "
+                "run it as a regular expression"
+            )
+    return found
+
+
+def _check_rank(rank: Any, max_rank: int) -> None:
+    if type(rank) is not int or not 0 < rank <= max_rank:
+        raise InvalidAdapterError(
+            f"{CONFIG}: rank {shown(rank)} is not in 1..{max_rank} "
+            "(serving.max_lora_rank, vLLM's --max-lora-rank)"
+        )
+
+
+def _check_alpha(key: str, alpha: Any) -> None:
+    if type(alpha) not in (int, float) or not math.isfinite(alpha) or not 0 < alpha <= MAX_ALPHA:
+        raise InvalidAdapterError(
+            f"{CONFIG}: {key} holds {shown(alpha)}, which is no number over 0 and up to "
+            f"{MAX_ALPHA:g}"
+        )
+
+
+def _check_features(config: dict[str, Any]) -> None:
+    if config.get("bias", "none") != "none":
+        raise InvalidAdapterError(
+            f"{CONFIG}: bias is {shown(config['bias'])}, which cannot be served"
+        )
+    if type(config.get("use_rslora", False)) is not bool:
+        raise InvalidAdapterError(f"{CONFIG}: use_rslora is not true or false")
+    for key in _UNSERVED:
+        if config.get(key):
+            raise InvalidAdapterError(
+                f"{CONFIG}: {key} is set; DoRA, biases, saved modules and the like cannot be served"
+            )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        raise InvalidAdapterError(
+            f"{CONFIG}: init_lora_weights is {shown(init)}, which may change the base's weights"
+        )
+
+
+def _targets(found: Any) -> frozenset[str]:
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_NAMES:
+        raise InvalidAdapterError(
+            f"{CONFIG}: target_modules is not a list of 1 to {MAX_NAMES} names of modules"
+        )
+    for name in found:
+        if not is_module_name(name):
+            raise InvalidAdapterError(
+                f"{CONFIG}: target_modules names {shown(name)}, which is no name of a module"
+            )
+    return frozenset(found)
+
+
+def _is_base(base: Any, bases: Collection[str]) -> bool:
+    return isinstance(base, str) and base.rstrip("/") in {name.rstrip("/") for name in bases}

@@ -1,0 +1,233 @@
+"""Keep one vLLM's loaded adapters as the store wants them. `fleet` holds one of these a replica.
+
+Adapters loaded at run time vanish when vLLM restarts, so what should be loaded is in the store and
+vLLM is compared with it, on a timer and after every change. Wanted are the champion, what the
+routing table sends anyone to, `previous` (a rollback must find it warm) and the candidate once its
+trial has validated it. Others stay while there is room: they are unloaded the oldest first,
+only beyond `max_loras`, and only some time after the last route to them went, because proxies and
+requests under way still use them. Adapters that this registry does not know are never touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from deploy.engine.checked_load import load_checked
+from deploy.engine.vllm_control import AdapterControl
+from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
+from deploy.registry import routing_writer, trials, versions
+from deploy.registry.altered import record_altered
+from sidecar.errors import StoreError
+from sidecar.records import BASE
+from sidecar.store.database import Database
+
+log = structlog.get_logger()
+
+NOT_ASKED = "not asked yet"
+UNLOAD_GRACE_S = 30.0
+"""An adapter is kept this long after it was last wanted."""
+ALTERED_RETRY_S = 30.0
+"""An altered folder is read again this often: someone may have restored it, and to hash it at
+every look would keep a core busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """What the store says of one model's adapters."""
+
+    wanted: tuple[str, ...]
+    """Names to load, the most urgent first."""
+    paths: Mapping[str, str]
+    """Name -> folder, of every version, the oldest first."""
+    rejected: frozenset[str]
+    """Never had traffic and never will: need no grace."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Name -> digest that was registered, of every version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    load: tuple[str, ...]
+    unload: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class EngineView:
+    """What the control process last saw of vLLM. In memory, for the status page."""
+
+    away: str | None = NOT_ASKED
+    loaded: frozenset[str] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)
+    """Wanted adapters that vLLM does not take, and why."""
+    replicas: dict[str, EngineView] = field(default_factory=dict)
+    """By base URL, in the view of all of them together."""
+
+
+def make_plan(
+    desired: Desired,
+    loaded: Collection[str],
+    *,
+    max_loras: int,
+    unwanted_since: Mapping[str, float],
+    now: float,
+) -> Plan:
+    """What to change in vLLM. Pure.
+
+    loaded: every adapter that vLLM lists, foreign ones among them.
+    unwanted_since: unix seconds, for each of ours that is loaded and not wanted.
+    """
+    load = tuple(name for name in desired.wanted if name not in loaded)
+    spare = [name for name in desired.paths if name in loaded and name not in desired.wanted]
+    rejected = [name for name in spare if name in desired.rejected]
+    kept = [name for name in spare if name not in desired.rejected]
+    excess = len(desired.wanted) + len(kept) - max_loras
+    due = [name for name in kept if now - unwanted_since.get(name, now) >= UNLOAD_GRACE_S]
+    return Plan(load=load, unload=(*rejected, *due[: max(0, excess)]))
+
+
+def read_desired(database: Database, model: str) -> Desired:
+    """Read what should be loaded."""
+    with database.read() as session:
+        aliases = versions.aliases_of(session, model)
+        table = routing_writer.current(session, model)
+        trial = trials.active(session, model)
+        registered = versions.versions(session, model)
+    names = [aliases.get("champion", BASE)]
+    if table is not None:
+        names += [table.champion, table.canary or BASE]
+    if trial is not None and trial.phase != "loading":
+        names.append(trial.candidate)
+    names.append(aliases.get("previous", BASE))
+    return Desired(
+        wanted=tuple(dict.fromkeys(name for name in names if name != BASE)),
+        paths={one.name: one.path for one in reversed(registered)},
+        rejected=frozenset(one.name for one in registered if one.state == "rejected"),
+        digests={one.name: one.digest for one in registered},
+    )
+
+
+class Reconciler:
+    """Compares and mends. Its memory is only of how long an adapter has not been wanted."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        control: AdapterControl,
+        model: str,
+        max_loras: int,
+        replica: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """replica: its base URL, for the log."""
+        self._log = log.bind(replica=replica)
+        self._database = database
+        self._control = control
+        self._model = model
+        self._max_loras = max_loras
+        self._clock = clock
+        self._replica = replica
+        self._unwanted_since: dict[str, float] = {}
+        self._altered_at: dict[str, float] = {}
+        """When the folder of an adapter was last found altered, unix seconds."""
+        self.view = EngineView()
+
+    async def reconcile(self) -> Plan:
+        """Compare once and mend. Never raises for vLLM: what is wrong is in `view` and logged."""
+        desired = await asyncio.to_thread(read_desired, self._database, self._model)
+        try:
+            loaded = await self._control.loaded()
+        except EngineError as error:
+            self._say_away(str(error))
+            return Plan(load=(), unload=())
+        self._say_back()
+        loaded -= await self._unload_altered(loaded)
+        plan = self._plan(desired, loaded)
+        done = [name for name in plan.load if await self._load(name, desired)]
+        gone = [name for name in plan.unload if await self._unload(name)]
+        self.view.loaded = (loaded | set(done)) - set(gone)
+        self.view.refused = {k: v for k, v in self.view.refused.items() if k in desired.wanted}
+        return plan
+
+    def _plan(self, desired: Desired, loaded: frozenset[str]) -> Plan:
+        now = self._clock()
+        unwanted: Sequence[str] = [n for n in loaded if n not in desired.wanted]
+        self._unwanted_since = {n: self._unwanted_since.get(n, now) for n in unwanted}
+        return make_plan(
+            desired,
+            loaded,
+            max_loras=self._max_loras,
+            unwanted_since=self._unwanted_since,
+            now=now,
+        )
+
+    async def _load(self, name: str, desired: Desired) -> bool:
+        """Load one adapter. Whatever is wrong with it is said, and stops no other."""
+        if self._clock() < self._altered_at.get(name, -ALTERED_RETRY_S) + ALTERED_RETRY_S:
+            return False
+        try:
+            await self._load_checked(name, desired)
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one bad folder must not keep the others out
+            reason = error_line(error)
+            if self.view.refused.get(name) != reason:
+                self._log.error("adapter_not_loaded", adapter=name, reason=reason)
+            self.view.refused[name] = reason
+            return False
+        self.view.refused.pop(name, None)
+        return True
+
+    async def _load_checked(self, name: str, desired: Desired) -> None:
+        if name not in desired.paths:
+            raise InvalidAdapterError(f"{name} is no registered adapter of {self._model}")
+        try:
+            await load_checked(
+                self._control, name, desired.paths[name], desired.digests.get(name, "")
+            )
+        except AlteredAdapterError as error:
+            reason = error_line(error)
+            if self.view.refused.get(name) != reason:
+                await asyncio.to_thread(
+                    record_altered,
+                    self._database,
+                    self._model,
+                    name,
+                    replica=self._replica,
+                    reason=reason,
+                    now=self._clock(),
+                )
+            self.view.refused[name] = reason
+            self._altered_at[name] = self._clock()
+            raise
+        self._altered_at.pop(name, None)
+        self._log.info("adapter_loaded", adapter=name)
+
+    async def _unload_altered(self, loaded: frozenset[str]) -> frozenset[str]:
+        """Unload what was loaded while its folder changed, if that failed then."""
+        return frozenset([n for n in self._altered_at if n in loaded and await self._unload(n)])
+
+    async def _unload(self, name: str) -> bool:
+        try:
+            await self._control.unload(name)
+        except EngineError as error:
+            self._log.warning("adapter_not_unloaded", adapter=name, reason=str(error))
+            return False
+        self._log.info("adapter_unloaded", adapter=name)
+        return True
+
+    def _say_away(self, reason: str) -> None:
+        if self.view.away is None or self.view.away == NOT_ASKED:
+            self._log.warning("engine_away", reason=reason)
+        self.view.away = reason
+        self.view.loaded = frozenset()
+
+    def _say_back(self) -> None:
+        if self.view.away is not None:
+            self._log.info("engine_reached")
+        self.view.away = None

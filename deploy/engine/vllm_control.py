@@ -1,0 +1,167 @@
+"""The one way to vLLM's adapters: which are loaded, load one, unload one, probe one.
+
+A `AdapterControl` is an edge: `VllmControl` speaks HTTP, the tests have one in memory, and one
+contract suite runs against both. Loading and unloading may be repeated: what is so already is no
+error. Names are never loaded twice with other bytes, because vLLM's prefix cache keys on the name.
+
+The probe asks what comes next after fixed prompts, one token each, and reads the likeliest tokens'
+log-probabilities: adapter and base are compared at the same places, whatever they would answer.
+It must not ask for `prompt_logprobs`: beside any other request that fails in vLLM's LoRA kernels
+for the CPU (0.32, `punica_cpu.add_lora_logits`) and takes the whole engine down.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import httpx
+
+from deploy.engine.probe import Probe
+from deploy.errors import EngineError, InvalidAdapterError
+
+PROBE_PROMPTS = (
+    "A customer writes: my parcel has not arrived. The agent answers:",
+    "A customer writes: my parcel has not arrived. The agent answers: I am",
+    "To reset your password, open the settings page and",
+    "The capital of France is",
+    "Thank you for your question. The",
+    "def add(a, b):\n    return",
+    "Once upon a time there was a",
+    "Question: is the shop open on Sunday?\nAnswer:",
+)
+LIKELIEST = 5
+"""Next tokens that are compared per prompt; every vLLM allows as many (`--max-logprobs`)."""
+CALL_TIMEOUT_S = 10.0
+LOAD_TIMEOUT_S = 120.0
+"""vLLM reads the weights in this call, and waits for a running batch first."""
+
+
+class AdapterControl(Protocol):
+    """What deploy needs of a vLLM."""
+
+    async def loaded(self) -> frozenset[str]:
+        """Names of the adapters loaded now. Raises: EngineError when vLLM is away."""
+        ...
+
+    async def load(self, name: str, path: str) -> None:
+        """Load a PEFT folder under a name; a name that is loaded already is left as it is.
+
+        Raises: InvalidAdapterError when vLLM refuses the folder, EngineError when it fails.
+        """
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Unload a name; one that is not loaded is no error. Raises: EngineError."""
+        ...
+
+    async def probe(self, model_name: str) -> Probe:
+        """What comes next after the fixed prompts by an adapter, or by the base model's name.
+
+        Raises: EngineError, also when the name is not loaded.
+        """
+        ...
+
+
+class VllmControl:
+    """`AdapterControl` over vLLM's HTTP API (`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`)."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        """client: with vLLM's base URL and key; the caller closes it."""
+        self._client = client
+
+    async def loaded(self) -> frozenset[str]:
+        reply = await self._ask("GET", "/v1/models", timeout_s=CALL_TIMEOUT_S)
+        _raise_for_status(reply, "list models")
+        try:
+            cards = reply.json()["data"]
+            # A base model's card has no parent; an adapter's names its base.
+            return frozenset(card["id"] for card in cards if card.get("parent") is not None)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"vLLM's list of models cannot be read: {error}") from error
+
+    async def load(self, name: str, path: str) -> None:
+        body = {"lora_name": name, "lora_path": path}
+        reply = await self._ask(
+            "POST", "/v1/load_lora_adapter", json=body, timeout_s=LOAD_TIMEOUT_S
+        )
+        if reply.is_success or (reply.status_code == 400 and "already been loaded" in reply.text):
+            return
+        if reply.status_code == 404 and _error_message(reply) is None:
+            raise EngineError(
+                "vLLM has no /v1/load_lora_adapter; start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            )
+        if reply.status_code in (400, 404, 422):
+            raise InvalidAdapterError(f"vLLM refused {name}: {_said(reply)}")
+        _raise_for_status(reply, f"load {name}")
+
+    async def unload(self, name: str) -> None:
+        body = {"lora_name": name}
+        reply = await self._ask(
+            "POST", "/v1/unload_lora_adapter", json=body, timeout_s=CALL_TIMEOUT_S
+        )
+        if reply.status_code == 404 and _error_message(reply) is not None:
+            return
+        _raise_for_status(reply, f"unload {name}")
+
+    async def probe(self, model_name: str) -> Probe:
+        body = {
+            "model": model_name,
+            "prompt": list(PROBE_PROMPTS),
+            "max_tokens": 1,
+            "logprobs": LIKELIEST,
+            "return_tokens_as_token_ids": True,
+            # All said: the model's generation_config would else cut the distribution.
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        reply = await self._ask("POST", "/v1/completions", json=body, timeout_s=LOAD_TIMEOUT_S)
+        _raise_for_status(reply, f"probe {model_name}")
+        try:
+            return _read_probe(reply.json())
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise EngineError(f"vLLM's reply to the probe cannot be read: {error!r}") from error
+
+    async def _ask(
+        self, method: str, path: str, *, timeout_s: float, json: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        try:
+            return await self._client.request(method, path, json=json, timeout=timeout_s)
+        except httpx.TransportError as error:
+            raise EngineError(
+                f"vLLM at {self._client.base_url} gave no reply: {error or type(error).__name__}"
+            ) from error
+
+
+def _read_probe(body: dict[str, Any]) -> Probe:
+    choices = sorted(body["choices"], key=lambda choice: choice["index"])
+    return Probe(
+        model_in_reply=body["model"],
+        next_tokens=tuple(_likeliest(choice["logprobs"]["top_logprobs"][0]) for choice in choices),
+    )
+
+
+def _likeliest(logprobs: dict[str, float]) -> dict[int, float]:
+    """The LIKELIEST of {"token_id:17": nats}, which also holds the sampled token."""
+    by_id = {int(name.removeprefix("token_id:")): float(nats) for name, nats in logprobs.items()}
+    return dict(sorted(by_id.items(), key=lambda item: (-item[1], item[0]))[:LIKELIEST])
+
+
+def _raise_for_status(reply: httpx.Response, what: str) -> None:
+    if not reply.is_success:
+        raise EngineError(f"vLLM failed to {what}: {reply.status_code} {_said(reply)}")
+
+
+def _error_message(reply: httpx.Response) -> str | None:
+    """vLLM's own words, or None when the error is not vLLM's (a path that does not exist)."""
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _said(reply: httpx.Response) -> str:
+    return _error_message(reply) or reply.text[:200]

@@ -1,0 +1,139 @@
+"""API keys in the store: make one, list them, revoke one. Each change is in the audit.
+
+Only this room writes the table; every proxy polls it, so that a change counts within
+`proxy.routing_poll_s`. A revoked key keeps its row: its name explains old exchanges, and whoever
+still uses it is told that it was revoked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from deploy.errors import UnknownKeyError
+from deploy.registry import audit
+from sidecar.access.keys import ApiKey, FreshKey, make_key
+from sidecar.store.database import Database
+from sidecar.store.models import ApiKeyRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedKey:
+    """A key as operators see it."""
+
+    key: ApiKey
+    created_at: float
+    revoked_at: float | None
+
+    def state(self, now: float) -> str:
+        """`active`, `expired` or `revoked`."""
+        if self.revoked_at is not None:
+            return "revoked"
+        expires_at = self.key.expires_at
+        return "expired" if expires_at is not None and now >= expires_at else "active"
+
+
+def create(
+    database: Database,
+    wanted: Callable[[FreshKey], ApiKey],
+    *,
+    randomness: Callable[[int], bytes],
+    actor: str,
+    now: float,
+) -> tuple[ApiKey, str]:
+    """Make a key. wanted: its record, given the fresh id and hash.
+
+    Returns: the record, and the key itself, which is shown once and stored nowhere.
+    Raises: InvalidKeyError; StoreError.
+    """
+    fresh = make_key(randomness)
+    key = wanted(fresh)
+    with database.write() as session:
+        session.add(
+            ApiKeyRow(
+                key_id=key.key_id,
+                project=key.project,
+                name=key.name,
+                secret_hash=key.secret_hash,
+                scopes=" ".join(sorted(key.scopes)),
+                expires_at=key.expires_at,
+                requests_per_minute=key.requests_per_minute,
+                tokens_per_day=key.tokens_per_day,
+                best_of_max=key.best_of_max,
+                created_at=now,
+                revoked_at=None,
+                generation=_next_generation(session),
+            )
+        )
+        audit.record(
+            session,
+            now=now,
+            actor=actor,
+            action="key.created",
+            subject=key.key_id,
+            before={},
+            after={
+                "project": key.project,
+                "name": key.name,
+                "scopes": sorted(key.scopes),
+                "expires_at": key.expires_at,
+                "requests_per_minute": key.requests_per_minute,
+                "tokens_per_day": key.tokens_per_day,
+                "best_of_max": key.best_of_max,
+            },
+            reason="no reason given",
+        )
+    return key, fresh.presented
+
+
+def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: float) -> ListedKey:
+    """End a key, for good. The same call again changes nothing. Raises: UnknownKeyError."""
+    with database.write() as session:
+        row = session.get(ApiKeyRow, key_id)
+        if row is None:
+            # What was given is not repeated: it may be a whole key, pasted by mistake.
+            raise UnknownKeyError("no key has this id; `sidecar keys ls` lists the ids")
+        if row.revoked_at is None:
+            row.revoked_at = now
+            row.generation = _next_generation(session)
+            audit.record(
+                session,
+                now=now,
+                actor=actor,
+                action="key.revoked",
+                subject=key_id,
+                before={"revoked_at": None},
+                after={"revoked_at": now},
+                reason=reason,
+            )
+        return _listed(row)
+
+
+def all_keys(database: Database) -> list[ListedKey]:
+    """Every key there is or was, the oldest first."""
+    with database.read() as session:
+        rows = session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at, ApiKeyRow.key_id))
+        return [_listed(row) for row in rows]
+
+
+def _next_generation(session: Session) -> int:
+    return (session.scalar(select(func.max(ApiKeyRow.generation))) or 0) + 1
+
+
+def _listed(row: ApiKeyRow) -> ListedKey:
+    key = ApiKey(
+        key_id=row.key_id,
+        project=row.project,
+        secret_hash=row.secret_hash,
+        scopes=frozenset(row.scopes.split()),
+        expires_at=row.expires_at,
+        requests_per_minute=row.requests_per_minute,
+        tokens_per_day=row.tokens_per_day,
+        best_of_max=row.best_of_max,
+        name=row.name,
+        revoked=row.revoked_at is not None,
+    )
+    return ListedKey(key=key, created_at=row.created_at, revoked_at=row.revoked_at)

@@ -1,0 +1,59 @@
+"""Write the audit trail: every change of an alias, a canary or the learner, by whom and why.
+
+A row is written in the transaction of the change itself, so that there is never one without the
+other. Rows are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from sidecar.store.models import AuditRow
+
+CONTROL = "control"
+"""The actor of every change that the controller decides by itself."""
+
+SOURCE_CHARACTERS = 64
+"""An IPv6 address with a zone fits."""
+_source: ContextVar[str] = ContextVar("audit_source", default="")
+
+
+@contextmanager
+def changes_come_from(source: str) -> Iterator[None]:
+    """Rows written inside, also in threads started from here, have this source address."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+def record(
+    session: Session,
+    *,
+    now: float,
+    actor: str,
+    action: str,
+    subject: str,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    reason: str,
+) -> None:
+    """Add one row in the caller's transaction. `before` and `after` hold what changed, as JSON."""
+    session.add(
+        AuditRow(
+            at=now,
+            actor=actor,
+            source=_source.get(),
+            action=action,
+            subject=subject,
+            before=before,
+            after=after,
+            reason=reason,
+        )
+    )

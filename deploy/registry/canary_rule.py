@@ -1,0 +1,293 @@
+"""The rule of a trial: given where it stands and what was seen, what happens next. Pure.
+
+In plain words:
+
+1. **loading** A new adapter is validated on disk, loaded into vLLM under its own name and probed.
+   It goes on when replies carry its name and its log-probabilities on a fixed prompt differ from
+   the base's. An invalid or dead one is rejected. While vLLM is away it waits.
+2. **gating** Candidate and champion answer the same held-out prompts; a judge scores both blind in
+   one group. With `gate_prompts` of them scored (or all there are, `gate_min_prompts` at least)
+   the candidate goes on when its mean difference is above `-gate_margin` and it is not cut short
+   or empty more often than the champion by over `max_truncated_excess`; else it is rejected.
+   Too few prompts, judge away, vLLM away: it waits, and the clock stands. When the clock reaches
+   `gate_timeout_s` what is scored by then decides; under `gate_min_prompts` it is inconclusive.
+3. **ramping** It answers a share of the sessions, step by step. It is rolled back as soon as its
+   share of failed replies (of replies that the client cut; of cut-short or empty ones) is over the
+   champion's by more than the limit, looked at once it has `step_min_exchanges` replies or
+   `BREAKER_FAILURES` bad ones. Both arms are compared over the same span of time, and the
+   candidate must be worse than the champion in that span as well as with its earlier replies. A
+   request that the candidate failed or that vLLM did not know it for counts as failed, whoever
+   answered it instead; with
+   the newest `BREAKER_FAILURES` all of that kind the step does not end. Else it ends after
+   `step_min_s` and `step_min_exchanges`; after the last step the candidate is promoted.
+   A step that reaches `step_max_s` first is inconclusive.
+
+A candidate that the proxy's breaker took out (`sidecar.routing.breaker`) is rolled back at once; a
+paused trial then stays paused, without traffic, until a person resumes or aborts it.
+
+Inconclusive keeps the champion and retires the candidate. A paused trial does nothing else. An
+ended trial never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deploy.records import AdapterState, Phase, Trial
+from deploy.registry.gate_rule import GateVerdict
+from sidecar.settings import Canary as CanarySettings
+
+BREAKER_FAILURES = 5
+"""Bad replies that are enough to look at the guards before a step has its exchanges."""
+MAX_LOAD_FAILURES = 8
+"""Loads that vLLM, though up, failed with a server error before the adapter is rejected."""
+FIRST_LOAD_WAIT_S = 2.0
+"""After a failed load, doubling with each: eight of them span four minutes, which is longer than a
+vLLM lacks memory under a peak of traffic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Stay, and say why."""
+
+    reason: str
+    stops_clock: bool = False
+    """True when what is waited for is not the candidate's doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Go on to `to`."""
+
+    to: Phase
+    candidate_state: AdapterState
+    reason: str
+    step: int = 0
+
+
+Decision = Hold | Move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadEvidence:
+    """What loading has shown so far. At most one of the three reasons is set."""
+
+    live: bool = False
+    invalid: str | None = None
+    """Why the folder cannot be served, or why the loaded adapter is not live."""
+    away: str | None = None
+    """Why vLLM could not be asked."""
+    load_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateEvidence:
+    """What the gate has shown so far."""
+
+    prompts: int
+    """Held-out prompts there are, compared or not, at most `gate_prompts` wanted."""
+    pending: int
+    """Of those, the ones not compared yet."""
+    verdict: GateVerdict
+    """The verdict if the gate ended now."""
+    away: str | None = None
+    """Why the judge or vLLM could not be asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmCounts:
+    """Users' turns that one arm answered in a span of time."""
+
+    replies: int
+    errors: int
+    """vLLM failed in it, or did not know the adapter."""
+    short: int
+    """Ended by the token limit, or without any content; among `looked_at`."""
+    cuts: int = 0
+    """The client left before the end of the reply."""
+    looked_at: int | None = None
+    """The newest turns, whose text was read; None: all."""
+
+    @property
+    def error_share(self) -> float:
+        return self.errors / self.replies if self.replies else 0.0
+
+    @property
+    def short_share(self) -> float:
+        looked_at = self.replies if self.looked_at is None else self.looked_at
+        return self.short / looked_at if looked_at else 0.0
+
+    @property
+    def cut_share(self) -> float:
+        return self.cuts / self.replies if self.replies else 0.0
+
+    def __add__(self, other: ArmCounts) -> ArmCounts:
+        mine, its = self.looked_at, other.looked_at
+        return ArmCounts(
+            replies=self.replies + other.replies,
+            errors=self.errors + other.errors,
+            short=self.short + other.short,
+            cuts=self.cuts + other.cuts,
+            looked_at=(self.replies if mine is None else mine)
+            + (other.replies if its is None else its),
+        )
+
+
+NOTHING = ArmCounts(replies=0, errors=0, short=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RampEvidence:
+    candidate: ArmCounts
+    champion: ArmCounts
+    """In the same span of time as the candidate's."""
+    champion_before: ArmCounts = NOTHING
+    """The champion's newest replies before that span, while it has few in it."""
+    seen: int | None = None
+    """The candidate's turns in the whole step; None: those in `candidate`."""
+    missing_in_a_row: int = 0
+    """The candidate's newest requests for which vLLM did not know it, one after the other."""
+
+
+Evidence = LoadEvidence | GateEvidence | RampEvidence
+
+
+def load_wait_s(failures: int) -> float:
+    """Seconds from a failed load to the next try. failures: loads that failed so far, 1 or more."""
+    return FIRST_LOAD_WAIT_S * 2.0 ** (failures - 1)
+
+
+def elapsed_s(trial: Trial, now: float) -> float:
+    """Seconds on the clock of the present phase or step, without those in which it stood."""
+    until = trial.stopped_at if trial.stopped_at is not None else now
+    return max(0.0, until - trial.step_started_at - trial.stopped_s)
+
+
+def decide(trial: Trial, evidence: Evidence, rules: CanarySettings, now: float) -> Decision:
+    """The next transition of a trial, or the reason why there is none. `now`: unix seconds."""
+    if not trial.active:
+        return Hold(reason=trial.reason or "ended")
+    if trial.paused:
+        return Hold(reason=trial.reason or "paused", stops_clock=True)
+    if trial.phase == "loading" and isinstance(evidence, LoadEvidence):
+        return _after_loading(evidence)
+    if trial.phase == "gating" and isinstance(evidence, GateEvidence):
+        return _after_gating(trial, evidence, rules, now)
+    if trial.phase == "ramping" and isinstance(evidence, RampEvidence):
+        return _after_ramping(trial, evidence, rules, now)
+    raise TypeError(f"{type(evidence).__name__} is not the evidence of {trial.phase}")
+
+
+def _after_loading(evidence: LoadEvidence) -> Decision:
+    if evidence.invalid is not None:
+        return _reject(evidence.invalid)
+    if evidence.load_failures >= MAX_LOAD_FAILURES:
+        return _reject(f"vLLM failed to load it {evidence.load_failures} times: {evidence.away}")
+    if evidence.live:
+        return Move(to="gating", candidate_state="gating", reason="loaded and live")
+    return Hold(reason=f"waiting for vLLM: {evidence.away}", stops_clock=True)
+
+
+def _after_gating(
+    trial: Trial, evidence: GateEvidence, rules: CanarySettings, now: float
+) -> Decision:
+    verdict, wanted = evidence.verdict, min(rules.gate_prompts, evidence.prompts)
+    enough = verdict.scored >= rules.gate_min_prompts
+    timed_out = elapsed_s(trial, now) >= rules.gate_timeout_s
+    if evidence.away is not None:
+        return Hold(reason=f"gate waits: {evidence.away}", stops_clock=True)
+    if enough and (verdict.scored >= wanted or evidence.pending == 0 or timed_out):
+        if not verdict.passed:
+            return _reject(verdict.reason)
+        return Move(to="ramping", candidate_state="ramping", reason=verdict.reason)
+    if evidence.prompts < rules.gate_min_prompts:
+        return Hold(
+            reason=f"gate waits for held-out prompts: {evidence.prompts} of the "
+            f"{rules.gate_min_prompts} it needs",
+            stops_clock=True,
+        )
+    if timed_out:
+        return _inconclusive(
+            f"gate: {verdict.scored} comparisons scored, {verdict.set_aside} set aside in "
+            f"{rules.gate_timeout_s:g} s; it needs {rules.gate_min_prompts}"
+        )
+    return Hold(reason=f"gate: {verdict.scored} of {wanted} prompts judged")
+
+
+def _after_ramping(
+    trial: Trial, evidence: RampEvidence, rules: CanarySettings, now: float
+) -> Decision:
+    tripped = _tripped_guard(evidence, rules)
+    if tripped is not None:
+        return Move(to="rolled_back", candidate_state="rolled_back", reason=tripped)
+    seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
+    spent_s = elapsed_s(trial, now)
+    missing = evidence.missing_in_a_row >= BREAKER_FAILURES
+    if seen >= rules.step_min_exchanges and spent_s >= rules.step_min_s and not missing:
+        return _next_step(trial, seen)
+    if spent_s >= rules.step_max_s:
+        return _inconclusive(
+            f"step {trial.step + 1}: {seen} of {rules.step_min_exchanges} exchanges in "
+            f"{rules.step_max_s:g} s"
+        )
+    if missing:
+        # Enough good replies from before must not carry it on while nobody gets it.
+        return Hold(
+            reason=f"step {trial.step + 1} stands: vLLM did not know the adapter for its last "
+            f"{evidence.missing_in_a_row} requests"
+        )
+    return Hold(
+        reason=f"step {trial.step + 1} of {len(trial.steps)} at {trial.weight_bp / 100:g}%: "
+        f"{seen} of {rules.step_min_exchanges} exchanges"
+    )
+
+
+def _next_step(trial: Trial, seen: int) -> Move:
+    following = trial.step + 1
+    if following == len(trial.steps):
+        return Move(
+            to="promoted",
+            candidate_state="champion",
+            reason=f"passed all {following} steps of the ramp",
+        )
+    return Move(
+        to="ramping",
+        candidate_state="ramping",
+        step=following,
+        reason=f"step {following} of {len(trial.steps)} passed with {seen} exchanges",
+    )
+
+
+def _tripped_guard(evidence: RampEvidence, rules: CanarySettings) -> str | None:
+    candidate, champion = evidence.candidate, evidence.champion
+    longer = champion + evidence.champion_before
+    guards: tuple[tuple[str, int, Callable[[ArmCounts], float], float], ...] = (
+        ("failed", candidate.errors, lambda arm: arm.error_share, rules.max_error_excess),
+        ("were cut by the client", candidate.cuts, lambda arm: arm.cut_share, rules.max_cut_excess),
+        (
+            "were cut short or empty",
+            candidate.short,
+            lambda arm: arm.short_share,
+            rules.max_truncated_excess,
+        ),
+    )
+    for what, bad, share_of, limit in guards:
+        looked_at = candidate.replies >= rules.step_min_exchanges or bad >= BREAKER_FAILURES
+        share = share_of(candidate)
+        base = champion if share_of(champion) > share_of(longer) else longer
+        if looked_at and share - share_of(base) > limit:
+            return (
+                f"{share:.0%} of the canary's {candidate.replies} replies {what}, "
+                f"{share_of(base):.0%} of the champion's {base.replies}: "
+                f"over by more than {limit:.0%}"
+            )
+    return None
+
+
+def _reject(reason: str) -> Move:
+    return Move(to="rolled_back", candidate_state="rejected", reason=reason)
+
+
+def _inconclusive(reason: str) -> Move:
+    return Move(to="inconclusive", candidate_state="retired", reason=reason)

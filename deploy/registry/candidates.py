@@ -1,0 +1,63 @@
+"""Which registered adapter is tried next: the newest, one at a time, the others make room.
+
+A registered adapter whose parents include a rolled-back one is not tried: it learned on top of
+what was taken away from users.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy.orm import Session
+
+from deploy.records import AdapterVersion, Trial
+from deploy.registry import audit, transitions, trials, versions
+
+
+def begin_next(session: Session, model: str, *, steps: tuple[int, ...], now: float) -> Trial | None:
+    """The active trial, or the new trial of the newest registered adapter, or None.
+
+    Works in the caller's write transaction.
+    """
+    active = trials.active(session, model)
+    if active is not None:
+        return active
+    waiting = [one for one in versions.versions(session, model) if one.state == "registered"]
+    tried: AdapterVersion | None = None
+    for version in waiting:
+        fallen = _rolled_back_ancestor(session, version)
+        if fallen is not None:
+            _retire(session, version, f"descends from {fallen}, which was rolled back", now)
+        elif tried is not None:
+            _retire(session, version, f"superseded by {tried.name}", now)
+        else:
+            tried = version
+    if tried is None:
+        return None
+    return transitions.begin(
+        session, model=model, candidate=tried.name, steps=steps, now=now, actor=audit.CONTROL
+    )
+
+
+def has_waiting(session: Session, model: str) -> bool:
+    """True when `begin_next` would have something to do."""
+    if trials.active(session, model) is not None:
+        return False
+    return any(one.state == "registered" for one in versions.versions(session, model))
+
+
+def _rolled_back_ancestor(session: Session, version: AdapterVersion) -> str | None:
+    chain = versions.ancestors(session, version.name)
+    return next((one.name for one in chain if one.state == "rolled_back"), None)
+
+
+def _retire(session: Session, version: AdapterVersion, reason: str, now: float) -> None:
+    versions.set_state(session, version.name, "retired", reason)
+    audit.record(
+        session,
+        now=now,
+        actor=audit.CONTROL,
+        action="adapter.retired",
+        subject=version.name,
+        before={"state": version.state},
+        after={"state": "retired"},
+        reason=reason,
+    )

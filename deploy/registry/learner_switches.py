@@ -1,0 +1,69 @@
+"""The operator's switches of the learner, kept in the store: pause it, or have it run now.
+
+The learner's process reads the flags by these names. A request to run is kept until it is met.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy.orm import Session
+
+from deploy.registry import audit
+from sidecar.store.database import get_flag, set_flag
+
+PAUSED = "learner_paused"
+RUN_REQUESTED = "learner_run_requested"
+ON = "1"
+OFF = "0"
+
+Action = Literal["pause", "resume", "run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    paused: bool
+    run_requested: bool
+
+    @property
+    def etag(self) -> str:
+        """Says the state, so that a change and its reversal give the same tag again."""
+        text = f"{self.paused} {self.run_requested}"
+        return f'"{hashlib.sha256(text.encode()).hexdigest()[:12]}"'
+
+
+def read(session: Session) -> Switches:
+    return Switches(
+        paused=get_flag(session, PAUSED) == ON,
+        run_requested=get_flag(session, RUN_REQUESTED) == ON,
+    )
+
+
+def allowed_actions(switches: Switches) -> list[str]:
+    """What an operator may ask of the learner now."""
+    return ["resume"] if switches.paused else ["pause", "run"]
+
+
+def switch(session: Session, action: Action, *, now: float, actor: str, reason: str) -> Switches:
+    """Do it, with an audit row; what is so already is left. `run` is for one that is not paused."""
+    before = read(session)
+    if action == "run":
+        set_flag(session, RUN_REQUESTED, ON, now=now)
+    else:
+        set_flag(session, PAUSED, ON if action == "pause" else OFF, now=now)
+    session.flush()
+    after = read(session)
+    if after != before:
+        audit.record(
+            session,
+            now=now,
+            actor=actor,
+            action=f"learner.{action}",
+            subject="learner",
+            before={"paused": before.paused, "run_requested": before.run_requested},
+            after={"paused": after.paused, "run_requested": after.run_requested},
+            reason=reason,
+        )
+    return after

@@ -1,0 +1,241 @@
+"""Where an adapter comes from: parents down to the base, runs, groups, scores, gate and ramp.
+
+Read from the store alone, so it also holds what happened after the folder was published. Content
+(prompts, answers) is not copied: ids lead to it while it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from deploy.records import AdapterVersion
+from deploy.registry import trials, versions
+from sidecar.records import BASE
+from sidecar.store.models import AnswerRow, GateComparisonRow, GroupRow, JudgeCallRow, RunRow
+from sidecar.visible import visible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageGroup:
+    """A group that one run took."""
+
+    group_id: str
+    exchange_id: str
+    adapter: str
+    """Who sampled the answers."""
+    status: str
+    reason: str | None
+    scores: tuple[float | None, ...]
+    judge_model: str | None
+    rubric_hash: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageRun:
+    """The training run that made a version."""
+
+    run_id: str
+    status: str
+    started_at: float
+    ended_at: float | None
+    settings: dict[str, Any]
+    counts: dict[str, Any]
+    metrics: tuple[dict[str, Any], ...]
+    """One object per optimiser step."""
+    groups: tuple[LineageGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageTrial:
+    """The trial that a version went through, with what it was decided on."""
+
+    canary_id: str
+    state: str
+    reason: str | None
+    champion: str
+    started_at: float
+    ended_at: float | None
+    evidence: dict[str, Any]
+    gate_exchange_ids: tuple[str, ...]
+    gate_differences: tuple[float | None, ...]
+    """One per exchange id; None: set aside."""
+    gate_judges: tuple[str, ...]
+    """Judge model and rubric hash of every gate call, each once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageStep:
+    """One version of the chain."""
+
+    adapter: AdapterVersion
+    run: LineageRun | None
+    trial: LineageTrial | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """A version and its parents, the youngest first; empty for the base itself."""
+
+    model: str
+    name: str
+    steps: tuple[LineageStep, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+def trace_lineage(session: Session, model: str, reference: str) -> Lineage:
+    """Trace a version, an alias or a full name. Raises: UnknownAdapterError."""
+    name = versions.resolve(session, model, reference)
+    steps = tuple(
+        LineageStep(
+            adapter=version, run=_run(session, version), trial=_trial(session, version.name)
+        )
+        for version in versions.ancestors(session, name)
+    )
+    return Lineage(model=model, name=name, steps=steps)
+
+
+def render_lineage(lineage: Lineage) -> str:
+    """The lineage as text for a person, the youngest version first."""
+    lines = [f"{lineage.name} of {lineage.model}"]
+    for step in lineage.steps:
+        lines += ["", *_render_adapter(step.adapter)]
+        lines += _render_run(step.run) if step.run is not None else ["  no training run recorded"]
+        lines += _render_trial(step.trial) if step.trial is not None else ["  no trial yet"]
+    # Reasons are what people and judges wrote: none may end its line or move the cursor.
+    return "\n".join(visible(line) for line in [*lines, "", f"base: {lineage.model}"])
+
+
+def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
+    row = session.get(RunRow, version.run_id) if version.run_id is not None else None
+    if row is None:
+        return None
+    groups = session.scalars(
+        select(GroupRow).where(GroupRow.run_id == row.run_id).order_by(GroupRow.seq)
+    ).all()
+    scores = _scores(session, [group.group_id for group in groups])
+    return LineageRun(
+        run_id=row.run_id,
+        status=row.status,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        settings=row.settings,
+        counts=row.counts,
+        metrics=tuple(row.metrics),
+        groups=tuple(
+            LineageGroup(
+                group_id=group.group_id,
+                exchange_id=group.exchange_id,
+                adapter=group.adapter,
+                status=group.status,
+                reason=group.reason,
+                scores=tuple(scores[group.group_id]),
+                judge_model=group.judge_model,
+                rubric_hash=group.rubric_hash,
+            )
+            for group in groups
+        ),
+    )
+
+
+def _scores(session: Session, group_ids: list[str]) -> dict[str, list[float | None]]:
+    found: dict[str, list[float | None]] = {group_id: [] for group_id in group_ids}
+    statement = (
+        select(AnswerRow.group_id, AnswerRow.score)
+        .where(AnswerRow.group_id.in_(group_ids))
+        .order_by(AnswerRow.group_id, AnswerRow.index)
+    )
+    for group_id, score in session.execute(statement):
+        found[group_id].append(score)
+    return found
+
+
+def _trial(session: Session, name: str) -> LineageTrial | None:
+    row = trials.trial_of(session, name)
+    if row is None:
+        return None
+    compared = session.scalars(
+        select(GateComparisonRow)
+        .where(GateComparisonRow.canary_id == row.canary_id)
+        .order_by(GateComparisonRow.comparison_id)
+    ).all()
+    judges = session.execute(
+        select(JudgeCallRow.judge_model, JudgeCallRow.rubric_hash)
+        .where(JudgeCallRow.group_id.in_([one.comparison_id for one in compared]))
+        .distinct()
+    )
+    return LineageTrial(
+        canary_id=row.canary_id,
+        state=row.state,
+        reason=row.reason,
+        champion=row.champion,
+        started_at=row.created_at,
+        ended_at=row.ended_at,
+        evidence=row.evidence,
+        gate_exchange_ids=tuple(one.exchange_id for one in compared),
+        gate_differences=tuple(one.difference for one in compared),
+        gate_judges=tuple(sorted(f"{model} rubric {digest}" for model, digest in judges)),
+    )
+
+
+def _render_adapter(adapter: AdapterVersion) -> list[str]:
+    parent = adapter.parent if adapter.parent != BASE else "the base model"
+    return [
+        f"v{adapter.version} {adapter.name} [{adapter.state}]",
+        f"  from {parent}; sha256 {adapter.digest}",
+        f"  folder {adapter.path}",
+    ]
+
+
+def _render_run(run: LineageRun) -> list[str]:
+    settings = ", ".join(f"{key}={value}" for key, value in sorted(run.settings.items()))
+    counts = ", ".join(f"{key} {value}" for key, value in sorted(run.counts.items()))
+    lines = [
+        f"  run {run.run_id} [{run.status}]: {len(run.metrics)} optimiser steps; groups: {counts}",
+        f"    settings {settings}",
+    ]
+    for group in run.groups:
+        scores = " ".join("-" if score is None else f"{score:.2f}" for score in group.scores)
+        fate = group.status if group.reason is None else f"{group.status}: {group.reason}"
+        lines.append(
+            f"    group {group.group_id} [{fate}] exchange {group.exchange_id}, answers of "
+            f"{group.adapter}, scores {scores} by {group.judge_model} "
+            f"rubric {(group.rubric_hash or '')[:12]}"
+        )
+    return lines
+
+
+def _render_trial(trial: LineageTrial) -> list[str]:
+    lines = [f"  trial {trial.canary_id} [{trial.state}] against {trial.champion}: {trial.reason}"]
+    probe = trial.evidence.get("probe")
+    if probe:
+        lines.append(f"    probe {probe['reason']}")
+    gate = trial.evidence.get("gate")
+    if gate:
+        low, high = gate["low"], gate["high"]
+        interval = "" if low is None else f"; 95% interval {low:+.3f} to {high:+.3f}"
+        lines.append(f"    {gate['reason']}{interval}")
+        lines += [f"    gate judged by {judge}" for judge in trial.gate_judges]
+    for exchange_id, difference in zip(
+        trial.gate_exchange_ids, trial.gate_differences, strict=True
+    ):
+        shown = "set aside" if difference is None else f"{difference:+.3f}"
+        lines.append(f"    gate prompt {exchange_id}: {shown}")
+    for key, step in trial.evidence.items():
+        if key.startswith("step_"):
+            candidate, champion = step["candidate"], step["champion"]
+            lines.append(
+                f"    {key.replace('_', ' ')} at {step['weight_bp'] / 100:g}%: canary "
+                f"{_counts(candidate)}; champion {_counts(champion)}"
+            )
+    return lines
+
+
+def _counts(arm: dict[str, int]) -> str:
+    return f"{arm['replies']} replies, {arm['errors']} failed, {arm['short']} cut short or empty"

@@ -1,0 +1,107 @@
+"""Roll back: one call, one transaction, one pointer.
+
+It needs the store and nothing else: not vLLM, not the judge, not the control process. It ends the
+active canary, moves the aliases and rewrites the routing table; proxies obey at their next look.
+
+The adapter that was champion is marked `rolled_back`, and no descendant of it gets a trial; the
+learner's next run starts from the champion that this leaves.
+
+`previous` after a rollback is the new champion itself. So a second call, or an operator's retry
+after a lost reply, finds nothing more to undo: rolling back twice is rolling back once. To go
+further back, name the version, or "base". The next promotion sets `previous` anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from deploy.errors import TransitionError
+from deploy.registry import audit, routing_writer, transitions, trials, versions
+from sidecar.store.database import Database, count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackResult:
+    """What a rollback did."""
+
+    before: str
+    """Champion before, or "base"."""
+    after: str
+    ended_canary: str | None
+    """Id of the canary that it ended."""
+    changed: bool
+    """False: it was so already, and nothing was written."""
+    generation: int
+    """Of the routing table that proxies must reach."""
+
+
+def rollback(
+    database: Database, model: str, *, to: str = "previous", reason: str, actor: str, now: float
+) -> RollbackResult:
+    """Make `to` the champion and end any canary. The same call again changes nothing.
+
+    to: "previous", "base", a version or a full name. A version must have been champion before.
+    Raises: UnknownAdapterError; TransitionError when the version never passed a trial.
+    """
+    with database.write() as session:
+        before = versions.champion(session, model)
+        target = versions.resolve(session, model, to)
+        if not versions.has_been_champion(session, target):
+            raise TransitionError(
+                f"{target} has never been champion; roll back to previous, base or a version that "
+                "`sidecar adapters ls` shows as champion, retired or rolled back after promotion"
+            )
+        ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
+        moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
+        table = routing_writer.write(session, model, now=now)
+        changed = moved or ended is not None
+        if changed:
+            count(session, "canary", "operator_rollback")
+            audit.record(
+                session,
+                now=now,
+                actor=actor,
+                action="rollback",
+                subject=model,
+                before={"champion": before, "canary": ended},
+                after={"champion": target, "canary": None, "generation": table.generation},
+                reason=reason,
+            )
+        return RollbackResult(
+            before=before,
+            after=target,
+            ended_canary=ended,
+            changed=changed,
+            generation=table.generation,
+        )
+
+
+def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: float) -> str | None:
+    row = trials.active_row(session, model)
+    if row is None:
+        return None
+    transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
+    return row.canary_id
+
+
+def _move_aliases(
+    session: Session,
+    model: str,
+    before: str,
+    target: str,
+    *,
+    reason: str,
+    actor: str,
+    now: float,
+) -> bool:
+    if before == target:
+        return False
+    versions.set_state(session, before, "rolled_back", reason)
+    versions.set_state(session, target, "champion", f"rollback: {reason}")
+    for alias in ("champion", "previous"):
+        versions.move_alias(
+            session, model=model, alias=alias, to=target, now=now, actor=actor, reason=reason
+        )
+    return True

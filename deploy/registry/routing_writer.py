@@ -1,0 +1,76 @@
+"""Derive the routing table from the store's aliases and active canary, and write it.
+
+The table is never edited: whoever changes an alias or a canary calls `write` in the same
+transaction, so that a proxy sees either all of a decision or none of it. An unchanged table keeps
+its generation, which makes every caller idempotent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sqlalchemy.orm import Session
+
+from deploy.registry import trials, versions
+from sidecar.records import BASE
+from sidecar.routing.table import RoutingTable, decode_table, encode_table
+from sidecar.store.models import RoutingRow
+
+
+def current(session: Session, model: str) -> RoutingTable | None:
+    """The table that proxies poll, or None when none was ever written."""
+    row = session.get(RoutingRow, model)
+    return decode_table(row.body) if row is not None else None
+
+
+def write(session: Session, model: str, *, now: float) -> RoutingTable:
+    """Write the table that follows from the store, one generation on when it changed."""
+    row = session.get(RoutingRow, model)
+    before = decode_table(row.body) if row is not None else None
+    after = _derive(session, model)
+    if before is not None and replace(after, generation=before.generation) == before:
+        return before
+    after = replace(after, generation=1 if before is None else before.generation + 1)
+    if row is None:
+        row = RoutingRow(model=model)
+        session.add(row)
+    row.generation = after.generation
+    row.body = encode_table(after)
+    row.updated_at = now
+    return after
+
+
+def initialise(session: Session, model: str, *, now: float, actor: str) -> RoutingTable:
+    """At a first start: champion and previous are the base, and the table says so.
+
+    On a later start this changes nothing, unless a table and the store disagree.
+    """
+    known = versions.aliases_of(session, model)
+    for alias in ("champion", "previous"):
+        if alias not in known:
+            versions.move_alias(
+                session,
+                model=model,
+                alias=alias,
+                to=BASE,
+                now=now,
+                actor=actor,
+                reason="first start",
+            )
+    session.flush()
+    return write(session, model, now=now)
+
+
+def _derive(session: Session, model: str) -> RoutingTable:
+    session.flush()
+    champion = versions.champion(session, model)
+    trial = trials.active(session, model)
+    if trial is None or trial.weight_bp == 0:
+        return RoutingTable(model=model, champion=champion)
+    return RoutingTable(
+        model=model,
+        champion=champion,
+        canary=trial.candidate,
+        canary_weight_bp=trial.weight_bp,
+        salt=trial.salt,
+    )

@@ -1,0 +1,269 @@
+"""Change trials in the store: begin, move on, hold, pause, resume, abort, promote.
+
+Every function works in the caller's write transaction, and does all that belongs together: the
+trial, the adapters' states, the aliases, the routing table, the audit row. `apply` compares before
+it sets: a decision made on a trial that an operator changed meanwhile is discarded.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from deploy.errors import TransitionError
+from deploy.records import AdapterState, Phase, Trial
+from deploy.registry import audit, routing_writer, trials, versions
+from deploy.registry.canary_rule import Hold, Move
+from sidecar.store.database import count
+from sidecar.store.models import CanaryRow
+
+
+def begin(
+    session: Session, *, model: str, candidate: str, steps: tuple[int, ...], now: float, actor: str
+) -> Trial:
+    """Open the trial of a registered adapter against the champion of this moment."""
+    row = CanaryRow(
+        canary_id=uuid.uuid4().hex,
+        model=model,
+        candidate=candidate,
+        champion=versions.champion(session, model),
+        state="loading",
+        paused=False,
+        reason=None,
+        step=0,
+        salt=uuid.uuid4().hex,
+        created_at=now,
+        step_started_at=now,
+        ended_at=None,
+        evidence={"steps": list(steps)},
+        generation=1,
+    )
+    session.add(row)
+    versions.set_state(session, candidate, "gating")
+    session.flush()
+    trial = trials.to_trial(row)
+    _audit(session, None, trial, now=now, actor=actor, reason="a registered adapter waits")
+    return trial
+
+
+def apply(
+    session: Session,
+    trial: Trial,
+    decision: Hold | Move,
+    *,
+    evidence: Mapping[str, Any],
+    now: float,
+    actor: str = audit.CONTROL,
+) -> bool:
+    """Write what was decided on `trial`, with the evidence that it rests on.
+
+    Returns: False, with nothing written, when the row is not as it was when the decision was made.
+    """
+    row = trials.find_row(session, trial.canary_id)
+    if (row.state, row.generation, row.paused) != (trial.phase, trial.generation, trial.paused):
+        return False
+    if trials.breaker_trip(session, trial) is not None and trial.phase == "ramping":
+        return False  # it came while this was decided; the next tick obeys it
+    row.evidence = {**row.evidence, **evidence}
+    if isinstance(decision, Hold):
+        _hold(row, decision, now)
+    else:
+        _move(session, row, decision, now=now, actor=actor)
+    return True
+
+
+def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
+    """Stop all decisions; the weight stays. A paused or ended trial is left as it is."""
+    before = trials.to_trial(row)
+    if before.paused or not before.active:
+        return before
+    row.paused = True
+    row.reason = f"paused: {reason}"
+    row.generation += 1
+    _stop_clock(row, now)
+    return _changed(session, row, before, now=now, actor=actor, reason=reason)
+
+
+def take_out(
+    session: Session, row: CanaryRow, *, why: str, now: float, actor: str = audit.CONTROL
+) -> Trial:
+    """Obey the proxy's breaker: roll the candidate back, or leave a paused trial without traffic.
+
+    A person who paused a trial decides what becomes of it, so it stays paused: `resume` gives the
+    candidate its traffic back, `abort` ends the trial. The same trip again changes nothing.
+    """
+    before = trials.to_trial(row)
+    reason = f"the proxy's breaker took it out: {why}"
+    if before.phase != "ramping" or before.taken_out is not None:
+        return before
+    if not before.paused:
+        move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
+        _move(session, row, move, now=now, actor=actor)
+        return trials.to_trial(row)
+    row.evidence = {**row.evidence, "breaker": why}
+    row.reason = f"paused; {reason}"
+    row.generation += 1
+    count(session, "canary", "taken_out")
+    return _changed(session, row, before, now=now, actor=actor, reason=reason)
+
+
+def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
+    """Go on where it was paused, also when the breaker took the candidate out meanwhile.
+
+    Raises: TransitionError when it is not paused."""
+    before = trials.to_trial(row)
+    if not before.active or not before.paused:
+        raise TransitionError(f"canary {row.canary_id} is not paused, it is {before.phase}")
+    tripped = before.taken_out or trials.breaker_trip(session, before)
+    row.paused = False
+    row.reason = None
+    row.generation += 1
+    if tripped is not None:
+        # A new salt: the breaker keeps the canary of the old one out for good.
+        row.salt = uuid.uuid4().hex
+        row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
+        row.step_started_at = now  # what tripped the breaker is not judged again
+        row.evidence = {**row.evidence, "clock": {}}
+    _start_clock(row, now)
+    return _changed(session, row, before, now=now, actor=actor, reason=reason)
+
+
+def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
+    """Take the candidate's traffic away for good. A trial that ended without promotion is left.
+
+    Raises: TransitionError when the candidate was promoted: that is undone by a rollback.
+    """
+    before = trials.to_trial(row)
+    if before.phase == "promoted":
+        raise TransitionError(f"{row.candidate} was promoted already; use rollback")
+    if before.active:
+        move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
+        _move(session, row, move, now=now, actor=actor)
+    return trials.to_trial(row)
+
+
+def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
+    """Make the candidate champion now, without the rest of the ramp.
+
+    Raises: TransitionError unless it is ramping: nothing skips the gate.
+    """
+    trial = trials.to_trial(row)
+    if trial.taken_out is not None or trials.breaker_trip(session, trial) is not None:
+        raise TransitionError(
+            f"the proxy's breaker took {row.candidate} out; resume the canary before promoting it"
+        )
+    if row.state != "ramping":
+        raise TransitionError(
+            f"canary {row.canary_id} is {row.state}; only a ramping one can be promoted"
+        )
+    move = Move(to="promoted", candidate_state="champion", reason=reason)
+    _move(session, row, move, now=now, actor=actor)
+    return trials.to_trial(row)
+
+
+def allowed_actions(trial: Trial) -> list[str]:
+    """What an operator may do with a trial now."""
+    if not trial.active:
+        return ["rollback"] if trial.phase == "promoted" else []
+    actions = ["resume" if trial.paused else "pause", "abort"]
+    return [*actions, "promote"] if trial.phase == "ramping" else actions
+
+
+def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
+    # Not a transition: no generation, no audit row, or every tick would make an operator's
+    # If-Match stale.
+    row.reason = hold.reason
+    if hold.stops_clock:
+        _stop_clock(row, now)
+    else:
+        _start_clock(row, now)
+
+
+def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: str) -> None:
+    before = trials.to_trial(row)
+    ended: tuple[Phase, ...] = ("promoted", "rolled_back", "inconclusive")
+    row.state = move.to
+    row.step = move.step if move.to not in ended else row.step
+    row.reason = move.reason
+    row.paused = False
+    row.generation += 1
+    row.step_started_at = now
+    row.ended_at = now if move.to in ended else None
+    row.evidence = {**row.evidence, "clock": {}}
+    if move.to == "promoted":
+        _promote(session, row, now=now, actor=actor, reason=move.reason)
+    else:
+        kept: AdapterState = move.candidate_state
+        versions.set_state(session, row.candidate, kept, move.reason)
+    if move.to in ended:
+        count(session, "canary", move.to)
+        if move.candidate_state == "rejected":
+            count(session, "adapter", "rejected")
+    _changed(session, row, before, now=now, actor=actor, reason=move.reason)
+
+
+def _promote(session: Session, row: CanaryRow, *, now: float, actor: str, reason: str) -> None:
+    leaving = versions.champion(session, row.model)
+    versions.set_state(session, leaving, "retired", f"{row.candidate} took its place")
+    versions.set_state(session, row.candidate, "champion", reason)
+    for alias, to in (("champion", row.candidate), ("previous", leaving)):
+        versions.move_alias(
+            session, model=row.model, alias=alias, to=to, now=now, actor=actor, reason=reason
+        )
+
+
+def _changed(
+    session: Session, row: CanaryRow, before: Trial, *, now: float, actor: str, reason: str
+) -> Trial:
+    session.flush()
+    routing_writer.write(session, row.model, now=now)
+    after = trials.to_trial(row)
+    _audit(session, before, after, now=now, actor=actor, reason=reason)
+    return after
+
+
+def _audit(
+    session: Session, before: Trial | None, after: Trial, *, now: float, actor: str, reason: str
+) -> None:
+    action: str = "paused" if after.paused else after.phase
+    if before is not None and before.paused and before.phase == after.phase:
+        action = "resumed"
+    if before is not None and before.taken_out is None and after.taken_out is not None:
+        action = "taken_out"
+    audit.record(
+        session,
+        now=now,
+        actor=actor,
+        action=f"canary.{action}",
+        subject=after.canary_id,
+        before={} if before is None else _summary(before),
+        after=_summary(after),
+        reason=reason,
+    )
+
+
+def _summary(trial: Trial) -> dict[str, Any]:
+    return {
+        "canary_id": trial.canary_id,
+        "phase": trial.phase,
+        "step": trial.step,
+        "weight_bp": trial.weight_bp,
+        "paused": trial.paused,
+    }
+
+
+def _stop_clock(row: CanaryRow, now: float) -> None:
+    clock = row.evidence.get("clock", {})
+    if clock.get("stopped_at") is None:
+        row.evidence = {**row.evidence, "clock": {**clock, "stopped_at": now}}
+
+
+def _start_clock(row: CanaryRow, now: float) -> None:
+    clock = row.evidence.get("clock", {})
+    stopped_at = clock.get("stopped_at")
+    if stopped_at is not None:
+        stopped_s = clock.get("stopped_s", 0.0) + max(0.0, now - stopped_at)
+        row.evidence = {**row.evidence, "clock": {"stopped_s": stopped_s, "stopped_at": None}}

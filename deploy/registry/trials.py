@@ -1,0 +1,83 @@
+"""Read trials from the store. The only module that knows how a `canary` row is laid out.
+
+What has no column of its own lies in the row's `evidence` object, by key: `steps`, `clock`,
+`probe`, `loading`, `gate`, `step_<n>`, `breaker`, `tick_errors`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from deploy.errors import UnknownTrialError
+from deploy.records import ACTIVE_PHASES, Phase, Trial
+from sidecar.store.models import BreakerTripRow, CanaryRow
+
+
+def to_trial(row: CanaryRow) -> Trial:
+    """The store's row as a record."""
+    clock = row.evidence.get("clock", {})
+    errors = row.evidence.get("tick_errors", {})
+    return Trial(
+        canary_id=row.canary_id,
+        model=row.model,
+        candidate=row.candidate,
+        champion=row.champion,
+        phase=cast(Phase, row.state),
+        paused=row.paused,
+        reason=row.reason,
+        step=row.step,
+        steps=tuple(row.evidence["steps"]),
+        salt=row.salt,
+        created_at=row.created_at,
+        step_started_at=row.step_started_at,
+        stopped_s=clock.get("stopped_s", 0.0),
+        stopped_at=clock.get("stopped_at"),
+        ended_at=row.ended_at,
+        generation=row.generation,
+        taken_out=row.evidence.get("breaker"),
+        tick_errors=errors.get("count", 0),
+        tick_error_at=errors.get("at", 0.0),
+    )
+
+
+def breaker_trip(session: Session, trial: Trial) -> str | None:
+    """Why a proxy's breaker took the candidate out, when it did."""
+    row = session.get(BreakerTripRow, (trial.model, trial.candidate, trial.salt))
+    return row.reason if row is not None else None
+
+
+def active_row(session: Session, model: str) -> CanaryRow | None:
+    """The row of the one trial that has not ended, for a writer."""
+    statement = (
+        select(CanaryRow)
+        .where(CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
+        .order_by(CanaryRow.created_at)
+    )
+    return session.scalars(statement).first()
+
+
+def active(session: Session, model: str) -> Trial | None:
+    """The one trial that has not ended, or None."""
+    row = active_row(session, model)
+    return to_trial(row) if row is not None else None
+
+
+def find_row(session: Session, canary_id: str) -> CanaryRow:
+    """Raises: UnknownTrialError."""
+    row = session.get(CanaryRow, canary_id)
+    if row is None:
+        raise UnknownTrialError(f"no canary {canary_id}; `sidecar canary get` shows the active one")
+    return row
+
+
+def trial_of(session: Session, candidate: str) -> CanaryRow | None:
+    """The trial that this adapter went through, active or ended. There is one at most."""
+    return session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
+
+
+def etag(trial: Trial) -> str:
+    """The tag that `If-Match` is compared with."""
+    return f'"g{trial.generation}"'

@@ -1,0 +1,178 @@
+"""The adapter registry: versions, their states, and the aliases that point at them.
+
+Everything works in the caller's transaction and knows no file, no vLLM and no clock. An adapter's
+name is given once and never used again; what moves are the aliases:
+
+- `champion` answers every session that no canary takes; "base" when no adapter does.
+- `previous` is where a rollback without a target goes: the champion that the current one replaced.
+  After a rollback it equals the champion (`deploy.registry.rollback` says why).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from deploy.errors import UnknownAdapterError
+from deploy.records import AdapterState, AdapterVersion
+from deploy.registry import audit
+from learner.adapter_folder import CARD, LINEAGE
+from sidecar.records import BASE
+from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
+
+_VERSION = re.compile(r"v?([0-9]{1,9})")
+MAX_ANCESTORS = 10_000
+"""A longer chain of parents is a loop in the store, not a history."""
+
+
+def to_version(row: AdapterRow) -> AdapterVersion:
+    """The store's row as a record."""
+    return AdapterVersion(
+        name=row.name,
+        model=row.model,
+        version=row.version,
+        digest=row.digest,
+        path=row.path,
+        parent=row.parent,
+        run_id=row.run_id,
+        state=cast(AdapterState, row.state),
+        reason=row.reason,
+        created_at=row.created_at,
+    )
+
+
+def find(session: Session, name: str) -> AdapterVersion:
+    """The version with this full name. Raises: UnknownAdapterError."""
+    row = session.get(AdapterRow, name)
+    if row is None:
+        raise UnknownAdapterError(f"no adapter is called {name}; `sidecar adapters ls` lists them")
+    return to_version(row)
+
+
+def resolve(session: Session, model: str, reference: str) -> str:
+    """The adapter name, or "base", that a person's reference means.
+
+    reference: "base", an alias ("champion", "previous"), a version ("12", "v12") or a full name.
+    Raises: UnknownAdapterError.
+    """
+    if reference == BASE:
+        return BASE
+    aliases = aliases_of(session, model)
+    if reference in aliases or reference in ("champion", "previous"):
+        return aliases.get(reference, BASE)
+    match = _VERSION.fullmatch(reference)
+    if match is not None:
+        statement = select(AdapterRow.name).where(
+            AdapterRow.model == model, AdapterRow.version == int(match[1])
+        )
+        name = session.scalar(statement)
+        if name is not None:
+            return name
+    row = session.get(AdapterRow, reference)
+    if row is None or row.model != model:
+        raise UnknownAdapterError(
+            f"no adapter of {model} is meant by {reference!r}; name a version (12), a full name, "
+            "champion, previous or base"
+        )
+    return row.name
+
+
+def document_digests(session: Session, name: str) -> dict[str, str]:
+    """SHA-256 hex of a version's lineage and card, by file name, where its registration says so."""
+    statement = (
+        select(AuditRow.after)
+        .where(AuditRow.action == "adapter.registered", AuditRow.subject == name)
+        .order_by(AuditRow.seq)
+    )
+    told = session.scalars(statement).first() or {}
+    keys = {LINEAGE: "lineage_sha256", CARD: "card_sha256"}
+    return {file: told[key] for file, key in keys.items() if key in told}
+
+
+def versions(session: Session, model: str) -> list[AdapterVersion]:
+    """Every version, the newest first."""
+    statement = (
+        select(AdapterRow).where(AdapterRow.model == model).order_by(AdapterRow.version.desc())
+    )
+    return [to_version(row) for row in session.scalars(statement)]
+
+
+def aliases_of(session: Session, model: str) -> dict[str, str]:
+    """Alias -> adapter name or "base"."""
+    rows = session.scalars(select(AliasRow).where(AliasRow.model == model))
+    return {row.alias: row.adapter for row in rows}
+
+
+def champion(session: Session, model: str) -> str:
+    """Name of the adapter that answers users now, or "base"."""
+    return aliases_of(session, model).get("champion", BASE)
+
+
+def ancestors(session: Session, name: str) -> list[AdapterVersion]:
+    """The version and its parents, the youngest first, down to the one trained from the base.
+
+    The chain ends early at a parent that this store does not know.
+    """
+    chain: list[AdapterVersion] = []
+    row = session.get(AdapterRow, name)
+    while row is not None and len(chain) < MAX_ANCESTORS:
+        chain.append(to_version(row))
+        row = session.get(AdapterRow, row.parent)
+    return chain
+
+
+def has_been_champion(session: Session, name: str) -> bool:
+    """True for the base, and for a version that a trial promoted."""
+    if name == BASE:
+        return True
+    statement = select(CanaryRow.canary_id).where(
+        CanaryRow.candidate == name, CanaryRow.state == "promoted"
+    )
+    return session.scalar(statement) is not None
+
+
+def move_alias(
+    session: Session, *, model: str, alias: str, to: str, now: float, actor: str, reason: str
+) -> bool:
+    """Point an alias elsewhere, with its generation and an audit row.
+
+    Returns: False, with nothing written, when it pointed there already.
+    """
+    row = session.get(AliasRow, (model, alias))
+    before = row.adapter if row is not None else None
+    if before == to:
+        return False
+    if row is None:
+        row = AliasRow(model=model, alias=alias, adapter=to, generation=0)
+        session.add(row)
+    row.adapter = to
+    row.generation += 1
+    audit.record(
+        session,
+        now=now,
+        actor=actor,
+        action=f"alias.{alias}",
+        subject=model,
+        before={"adapter": before},
+        after={"adapter": to, "generation": row.generation},
+        reason=reason,
+    )
+    return True
+
+
+def set_state(session: Session, name: str, state: AdapterState, reason: str | None = None) -> None:
+    """Say where a version stands. The base has no row: nothing is written for it.
+
+    Nor has one that somebody deleted: what ends its trial, or takes its users away, must not fail.
+    The trial's or the rollback's own audit row names it.
+    """
+    if name == BASE:
+        return
+    row = session.get(AdapterRow, name)
+    if row is None:
+        return
+    row.state = state
+    row.reason = reason

@@ -1,0 +1,180 @@
+"""One process under `sidecar up`: start it, hear that it works, see it die, start it again.
+
+It has a log of its own, and a process group, so that Ctrl-C on the terminal does not reach it.
+Should the supervisor be killed, the kernel ends it (`sidecar.processes.parent_death`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from deploy.supervise.processes import RESTARTS, ProcessSpec, describe_exit, is_hopeless
+from sidecar.backoff import STEADY_S
+from sidecar.processes.children import own_environment
+from sidecar.processes.parent_death import leash
+from sidecar.processes.readiness import VARIABLE as READY_VARIABLE
+from sidecar.processes.readiness import read_ready
+
+log = structlog.get_logger()
+
+LAST_BYTES = 2_000
+"""Of a log, in which its last line is looked for."""
+
+
+class Child:
+    """One supervised process and its log file."""
+
+    def __init__(self, spec: ProcessSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_at = 0.0
+        self.wait_s: float | None = None
+        self.restart_at = 0.0
+        self.worked = False
+        """It worked once since the supervisor started: its deaths are accidents from then on."""
+        self.address: str | None = None
+        """Where it listens, as it told; "" when nowhere. None: it does not work (yet)."""
+        self.died: str | None = None
+        """How its last life ended; None while it lives."""
+        self._lives_s: list[float] = []
+        """Seconds of each life that ended before it ever worked."""
+        self._log_file: IO[bytes] | None = None
+        self._log_start = 0
+        self._ready_pipe: int | None = None
+
+    @property
+    def is_failing(self) -> bool:
+        """It is dead now, or died before it ever worked."""
+        return self.died is not None or (bool(self._lives_s) and not self.worked)
+
+    @property
+    def is_hopeless(self) -> bool:
+        return not self.worked and is_hopeless(self._lives_s)
+
+    def start(self, now: float) -> None:
+        """Raises: OSError when the log cannot be written or no process be made."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_file = self.log_path.open("ab")
+        self._log_start = self._log_file.tell()
+        env, told_by = self._environment(), list[int]()
+        if self.spec.tells_ready:
+            self._ready_pipe, theirs = os.pipe()
+            os.set_blocking(self._ready_pipe, False)
+            env[READY_VARIABLE] = str(theirs)
+            told_by.append(theirs)
+        self.started_at, self.address = now, None
+        try:
+            self.process = subprocess.Popen(
+                (*leash(), *self.spec.command),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=told_by,
+            )
+        except OSError:
+            self._close()
+            raise
+        finally:
+            for descriptor in told_by:
+                os.close(descriptor)
+        self.died = None
+        log.info("process_started", name=self.spec.name, pid=self.process.pid)
+
+    def _environment(self) -> dict[str, str]:
+        """A vLLM of the operator's own gets the environment as it is."""
+        inherited = dict(os.environ) if not self.spec.tells_ready else own_environment(os.environ)
+        return {**inherited, **self.spec.env}
+
+    def check(self, now: float) -> None:
+        """Hear whether it works, notice a death, plan the restart, carry it out when it is due."""
+        if self.process is None:
+            if now >= self.restart_at:
+                self._start_again(now)
+            return
+        self._hear()
+        code = self.process.poll()
+        if code is not None:
+            self._note_death(now, describe_exit(code))
+
+    def _start_again(self, now: float) -> None:
+        try:
+            self.start(now)
+        except OSError as error:  # no memory, no process to be had, a full disk
+            self._note_death(now, f"could not be started: {error.strerror}")
+
+    def _hear(self) -> None:
+        if self._ready_pipe is not None and self.address is None:
+            self.address = read_ready(self._ready_pipe)
+            self.worked = self.worked or self.address is not None
+
+    def _note_death(self, now: float, how: str) -> None:
+        lived_s = now - self.started_at
+        self.worked = self.worked or lived_s >= STEADY_S
+        self._lives_s.append(lived_s)
+        self.wait_s = RESTARTS.wait_s(self.wait_s, lived_s)
+        self.restart_at = now + self.wait_s
+        last_line = self.last_line()
+        self.died = f"{how}: {last_line}" if last_line else how
+        log.error(
+            "process_died",
+            name=self.spec.name,
+            how=how,
+            restart_in_s=self.wait_s,
+            log=str(self.log_path),
+            last_line=last_line,
+        )
+        self.process = self.address = None
+        self._close()
+
+    def last_line(self) -> str:
+        """The end of what this life of it wrote to its log: what it said before it died."""
+        try:
+            with self.log_path.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, end - LAST_BYTES))
+                tail = file.read(LAST_BYTES)
+        except OSError:
+            return ""
+        lines = tail.decode("utf-8", "replace").strip().splitlines()
+        printable = "".join(one if one.isprintable() else "?" for one in lines[-1]) if lines else ""
+        return printable[:300]
+
+    def terminate(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self._signal(signal.SIGTERM)
+
+    def join(self, deadline: float) -> None:
+        if self.process is None:
+            return
+        try:
+            self.process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("process_killed", name=self.spec.name, why="it did not end in time")
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+        self._close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        try:
+            os.killpg(self.process.pid, number)  # its own group: start_new_session
+        except ProcessLookupError:
+            log.debug("process_already_gone", name=self.spec.name)
+
+    def _close(self) -> None:
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
+        if self._ready_pipe is not None:
+            os.close(self._ready_pipe)
+            self._ready_pipe = None

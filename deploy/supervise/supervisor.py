@@ -1,0 +1,232 @@
+"""`sidecar up`: start every process of one machine, keep them alive, stop what was started.
+
+One `sidecar up` works with a `state_dir` at a time. Each child writes to its own log under
+`state_dir/logs` (`deploy.supervise.child`). A child that dies is started again after a back-off,
+and that is said; one that dies again and again before it ever worked ends it all, with its last
+line. "ready" is said of the processes started here, which tell it themselves
+(`sidecar.processes.readiness`), never of whoever answers at their ports. Only processes started
+here are ever signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from deploy.errors import StartError
+from deploy.supervise.child import Child
+from deploy.supervise.processes import ENGINE, GIVE_UP_DEATHS, ProcessSpec, plan
+from sidecar.errors import StateLockError
+from sidecar.processes.state_lock import holder, only_one
+from sidecar.settings import Settings
+from sidecar.workers.handover import bind_listeners
+
+TICK_S = 0.2
+STOP_TIMEOUT_S = 35.0
+"""A child that has not gone this long after TERM is killed; longer than the proxy takes to
+drain and to write its captures."""
+BEYOND_DRAIN_S = 20.0
+"""Added to a longer drain that the settings ask for."""
+REMIND_S = 30.0
+LOCKED = ("ingest", "learn", "control")
+"""The children that hold a lock of their own on `state_dir`."""
+
+
+class Supervisor:
+    """Starts, watches and stops the children of one `sidecar up`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: Path | None,
+        *,
+        announce: Callable[[str], None],
+        specs: Sequence[ProcessSpec] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._announce = announce
+        logs = settings.state_dir / "logs"
+        chosen = plan(settings, config) if specs is None else specs
+        self.children = [Child(spec, logs / f"{spec.name}.log") for spec in chosen]
+        self.stopping = threading.Event()
+        self._stop_timeout_s = max(STOP_TIMEOUT_S, settings.proxy.drain_timeout_s + BEYOND_DRAIN_S)
+
+    def run(self) -> int:
+        """Supervise until SIGINT or SIGTERM. Returns: the exit code, 0.
+
+        Raises: StateLockError when another `sidecar up` works with `state_dir`; StartError when a
+        port is in use, or a child dies again and again before it ever worked. All is stopped then.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self.stopping.set())
+        with only_one(self._settings.state_dir, "up"):
+            self._wait_for_leftovers()
+            if not self.stopping.is_set():
+                self._refuse_taken_ports()
+                self._supervise()
+        return 0
+
+    def _supervise(self) -> None:
+        waiting = threading.Thread(target=self._tell_when_ready, daemon=True)
+        try:
+            for child in self.children:
+                with _as_start_error(child):
+                    child.start(time.monotonic())
+            waiting.start()
+            while not self.stopping.wait(TICK_S):
+                now = time.monotonic()
+                for child in self.children:
+                    child.check(now)
+                    if child.is_hopeless:
+                        raise StartError(_given_up(child))
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop the children, our own engine after all others: the proxy drains through it."""
+        self.stopping.set()
+        self._announce("stopping")
+        engine = [child for child in self.children if child.spec.name == ENGINE]
+        for together in ([child for child in self.children if child not in engine], engine):
+            deadline = time.monotonic() + self._stop_timeout_s
+            for child in together:
+                child.terminate()
+            for child in together:
+                child.join(deadline)
+        self._announce("stopped")
+
+    # -- before the start
+
+    def _wait_for_leftovers(self) -> None:
+        """Let the children of an earlier `sidecar up` that was killed come to their end.
+
+        Raises: StateLockError when one of them, or one that a person started, does not.
+        """
+        deadline = time.monotonic() + self._stop_timeout_s
+        said = False
+        while (left := _leftover(self._settings.state_dir)) is not None:
+            if time.monotonic() >= deadline:
+                raise StateLockError(
+                    f"{left} works with state_dir {self._settings.state_dir.resolve()}; stop it "
+                    "first: `sidecar up` starts one of its own"
+                )
+            if not said:
+                said = True
+                self._announce(f"waiting for {left} to end: it works with this state_dir")
+            if self.stopping.wait(TICK_S):
+                return
+
+    def _refuse_taken_ports(self) -> None:
+        """Raises: StartError, with the port and the setting."""
+        for name, listener in (("proxy", self._settings.proxy), ("admin", self._settings.admin)):
+            try:
+                bind_listeners(listener.host, listener.port, 0)
+            except OSError as error:
+                raise StartError(
+                    f"{name}.host {listener.host} and {name}.port {listener.port} cannot be "
+                    f"listened on ({error.strerror}); stop what listens there, or set {name}.port"
+                ) from error
+
+    # -- what is said
+
+    def _tell_when_ready(self) -> None:
+        # Our own first, they need no vLLM: what is wrong with them must not look like its absence.
+        told = self._wait_for_children()
+        if told is None or not self._wait_for_engine(self._settings.serving.upstreams):
+            return
+        for child in self.children:
+            if child.spec.name == ENGINE:
+                child.worked = True
+        proxy, admin = told["proxy"], told["control"]
+        for url in (f"{proxy}/readyz", f"{admin}/readyz"):
+            while _answer(url) != 200:
+                if self.stopping.wait(TICK_S):
+                    return
+        self._announce(
+            f"ready: set your agent's base_url to {proxy}/v1 "
+            f"(model {self._settings.serving.model}); admin at {admin}"
+        )
+
+    def _wait_for_children(self) -> dict[str, str] | None:
+        """Wait until each of our own processes told that it works. Returns: their addresses by
+        name; None: stopping."""
+        ours = [child for child in self.children if child.spec.tells_ready]
+        said_at = time.monotonic()
+        while True:
+            told = {child.spec.name: child.address for child in ours}
+            known = {name: address for name, address in told.items() if address is not None}
+            if len(known) == len(ours):
+                return known
+            now = time.monotonic()
+            if now - said_at >= REMIND_S:
+                said_at = now
+                names = ", ".join(name for name, address in told.items() if address is None)
+                self._announce(f"waiting for {names} to work; see logs/")
+            if self.stopping.wait(TICK_S):
+                return None
+
+    def _wait_for_engine(self, urls: Sequence[str]) -> bool:
+        """Wait until one vLLM answers; say what is tried and what to check. False: stopping."""
+        said_at: float | None = None
+        owned = bool(self._settings.engine.command)
+        while not {200, 401} & (statuses := {_answer(f"{url}/v1/models") for url in urls}):
+            status = next((one for one in statuses if one is not None), None)
+            now = time.monotonic()
+            # A child that fails is what there is to look at; vLLM can wait.
+            failing = any(child.is_failing for child in self.children)
+            if not failing and (said_at is None or now - said_at >= REMIND_S):
+                said_at = now
+                self._announce(_waiting_line(" or ".join(urls), status, owned=owned))
+            if self.stopping.wait(1.0):
+                return False
+        return True
+
+
+def _leftover(state_dir: Path) -> str | None:
+    """A process that `sidecar up` would start too and that runs already, in words."""
+    for name in LOCKED:
+        if (who := holder(state_dir, name)) is not None:
+            return f"`sidecar {name}` ({who})"
+    return None
+
+
+@contextlib.contextmanager
+def _as_start_error(child: Child) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartError(
+            f"{child.spec.name} cannot be started ({error.strerror}); see that "
+            f"{child.log_path.parent} can be written"
+        ) from error
+
+
+def _given_up(child: Child) -> str:
+    return (
+        f"gives up: {child.spec.name} ended {GIVE_UP_DEATHS} times before it worked, last it "
+        f"{child.died}; its log is {child.log_path}"
+    )
+
+
+def _waiting_line(url: str, status: int | None, *, owned: bool) -> str:
+    if owned:
+        return f"waiting for our vLLM at {url} to load its model; its log is logs/engine.log"
+    seen = "nothing answers" if status is None else f"it answers with status {status}"
+    return (
+        f"waiting for vLLM at {url}: {seen}; check that it is running, that serving.upstreams "
+        "names its address without /v1, and that no firewall is between; trying again every second"
+    )
+
+
+def _answer(url: str) -> int | None:
+    try:
+        # No proxy of the environment: it is meant for the web, not for this machine or its vLLM.
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code
+    except httpx.HTTPError:
+        return None

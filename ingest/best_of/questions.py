@@ -1,0 +1,247 @@
+"""Judge answers while a user waits: the scoring process's side of best of N.
+
+One task a question, on the same code as every other judgement: RULER, one pass. The verdict goes
+back as soon as it is there, and the store is written after that. Nobody's leaving stops a judgement
+that has begun: its scores are worth as much when they come too late for the user. While the judge
+is down, questions are declined at once instead of keeping users waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy.orm import Session
+
+from ingest.best_of.groups import STAGE, answers_digest, settle
+from ingest.best_of.store import BestOfScores, oldest_scores, remove_scores, save_scores
+from ingest.errors import JudgeGarbledError, JudgeRejectedError, UnreadableExchangesError
+from ingest.grouping.rules import live_adapters, rules_now, rules_of
+from ingest.grouping.selection import group_id_of
+from ingest.records import Answer, Group
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.group import REFUSED, Fate, Scored, SetAside, Unanswered, judge_group
+from ingest.ruler.judge import Judge
+from ingest.ruler.material import read_material
+from ingest.ruler.outage import Outage
+from ingest.ruler.prompt import rubric_hash
+from ingest.ruler.ruler import SEED_BITS, JudgeCall
+from ingest.store.exchanges import NEW, StoredExchange, load_exchange
+from sidecar.errors import StoreError
+from sidecar.scoring.wire import Material, NoPick, Pick, Verdict
+from sidecar.settings import Settings
+from sidecar.store.database import Database, count
+
+EXPIRE_S = 86_400.0
+"""Scores whose exchange has not come by then (its capture was lost) are given up."""
+SWEEP_S = 60.0
+SWEEP_LIMIT = 500
+NEVER_CAME = "exchange_never_came"
+NOT_KEPT = "not_kept"
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One question and all that came of it."""
+
+    material: Material
+    group: Group
+    fate: Fate
+    calls: tuple[JudgeCall, ...]
+
+
+class BestOfJudge:
+    """Judges questions and keeps the scores. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        database: Database,
+        judge: Judge,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.time,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+    ) -> None:
+        self._database = database
+        self._judge = judge
+        # Passes are calls one after the other, and a user waits for the first one already.
+        self._settings = settings.judge.model_copy(update={"passes": 1})
+        self._concurrency = settings.best_of.concurrency
+        self._rules = rules_of(settings)
+        self._model = settings.serving.model
+        self._rubric_hash = rubric_hash(settings.judge.rubric)
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._outage = Outage()
+        self._judging: set[asyncio.Task[Verdict]] = set()
+        self._keeping: set[asyncio.Task[None]] = set()
+
+    async def decide(self, material: Material) -> Verdict:
+        """The best of the answers, or why nobody says which. A caller that goes away stops
+        nothing."""
+        if len(self._judging) >= self._concurrency:
+            return NoPick(reason="busy")
+        if self._outage.lasts and self._clock() < self._outage.retry_at:
+            return NoPick(reason="judge_down")
+        task = asyncio.create_task(self._judge_now(material))
+        self._judging.add(task)
+        task.add_done_callback(self._judging.discard)
+        return await asyncio.shield(task)
+
+    async def settled(self) -> None:
+        """Wait until what was begun is judged and stored."""
+        while self._judging or self._keeping:
+            await asyncio.wait({*self._judging, *self._keeping})
+
+    async def aclose(self) -> None:
+        """Give up what is being judged, and store what was."""
+        for task in self._judging:
+            task.cancel()
+        await asyncio.gather(*self._judging, return_exceptions=True)
+        await asyncio.gather(*self._keeping)
+
+    async def sweep(self) -> None:
+        """Settle or give up scores that are left over; see `EXPIRE_S`."""
+        try:
+            await asyncio.to_thread(self._sweep)
+        except StoreError as error:
+            log.warning("best_of_sweep_failed", error=str(error))
+
+    async def _judge_now(self, material: Material) -> Verdict:
+        group = _as_group(material)
+        calls: list[JudgeCall] = []
+        fate = await judge_group(
+            group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
+        )
+        self._note_outage(fate)
+        judged = Judged(material=material, group=group, fate=fate, calls=tuple(calls))
+        keeping = asyncio.create_task(self._keep(judged))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        return _verdict(fate)
+
+    def _note_outage(self, fate: Fate) -> None:
+        if isinstance(fate, Unanswered):
+            if _why_unanswered(fate) == REFUSED:
+                return  # nobody else's question is declined for it
+            if self._outage.unanswered(self._clock(), retry_after_s=fate.retry_after_s):
+                log.warning("best_of_judge_down", model=self._judge.model, error=fate.detail)
+        elif isinstance(fate, Scored) or fate.asked:
+            lasted_s = self._outage.answered(self._clock())
+            if lasted_s is not None:
+                log.warning("best_of_judge_up", lasted_s=round(lasted_s, 1))
+
+    async def _keep(self, judged: Judged) -> None:
+        try:
+            await asyncio.to_thread(self._store, judged)
+        except StoreError as error:
+            # The user has the answer; the exchange goes the ordinary way and is judged again.
+            exchange_id = judged.material.exchange_id
+            log.warning("best_of_scores_lost", exchange_id=exchange_id, error=str(error))
+
+    def _store(self, judged: Judged) -> None:
+        now, fate, keep = self._clock(), judged.fate, judged.material.keep
+        with self._database.write() as session:
+            if keep:
+                save_judge_calls(
+                    session,
+                    judged.group.group_id,
+                    judged.calls,
+                    rubric_hash=self._rubric_hash,
+                    now=now,
+                )
+            else:  # a judge's words quote what it judges
+                for call in judged.calls:
+                    count(session, "judge_calls", "good" if call.ok else "bad")
+            if isinstance(fate, Unanswered):
+                count(session, "judge_calls", "unanswered")
+                count(session, "judge_failures", fate.reason)
+                count(session, STAGE, _why_unanswered(fate))
+            elif isinstance(fate, SetAside):
+                count(session, STAGE, fate.reason)
+            elif not keep:
+                count(session, STAGE, NOT_KEPT)
+            else:
+                scores = self._scores(judged.group, fate, now)
+                save_scores(session, scores)
+                stored = self._exchange(session, scores.exchange_id)
+                if stored is not None and stored.selection != NEW:  # selection has been here
+                    live = live_adapters(session, self._model)
+                    settle(
+                        session, stored, scores, rules_now(session, self._rules), live=live, now=now
+                    )
+
+    def _scores(self, group: Group, fate: Scored, now: float) -> BestOfScores:
+        return BestOfScores(
+            exchange_id=group.exchange_id,
+            at=now,
+            answers_digest=answers_digest(read_material(group).answers),
+            scores=fate.judgement.scores,
+            explanations=fate.judgement.explanations,
+            judge_model=self._judge.model,
+            rubric_hash=self._rubric_hash,
+        )
+
+    def _exchange(self, session: Session, exchange_id: str) -> StoredExchange | None:
+        """None also when it is damaged: then its scores make no group, as if it never came."""
+        try:
+            return load_exchange(session, exchange_id)
+        except UnreadableExchangesError as error:
+            log.error("exchange_unreadable", exchange_id=exchange_id, why=str(error))
+            return None
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        with self._database.read() as session:
+            if not oldest_scores(session, limit=1):
+                return  # nearly always: leave the write lock to others
+        with self._database.write() as session:
+            live = live_adapters(session, self._model)
+            for scores in oldest_scores(session, limit=SWEEP_LIMIT):
+                stored = self._exchange(session, scores.exchange_id)
+                if stored is not None and stored.selection != NEW:
+                    settle(
+                        session, stored, scores, rules_now(session, self._rules), live=live, now=now
+                    )
+                elif stored is None and scores.at < now - EXPIRE_S:
+                    remove_scores(session, scores.exchange_id)
+                    count(session, STAGE, NEVER_CAME)
+
+
+def _as_group(material: Material) -> Group:
+    """The question as the record that judges are asked about; what ids and adapter there are comes
+    with the exchange."""
+    return Group(
+        group_id=group_id_of(material.exchange_id),
+        exchange_id=material.exchange_id,
+        session_key="",
+        adapter="",
+        request=material.request,
+        prompt_token_ids=(),
+        answers=tuple(
+            Answer(index=index, origin="served", message=message)
+            for index, message in enumerate(material.answers)
+        ),
+    )
+
+
+def _why_unanswered(fate: Unanswered) -> str:
+    """What the user is told: that the judge is down, or that it refuses this one question."""
+    refused = (JudgeRejectedError.reason, JudgeGarbledError.reason)
+    return REFUSED if fate.reason in refused else "judge_down"
+
+
+def _verdict(fate: Fate) -> Verdict:
+    if isinstance(fate, Unanswered):
+        return NoPick(reason=_why_unanswered(fate))
+    if isinstance(fate, SetAside):
+        return NoPick(reason=fate.reason)
+    scores = fate.judgement.scores
+    # Of equals the first: where the judge sees no difference, nothing changes for the user.
+    return Pick(index=scores.index(max(scores)), scores=scores)

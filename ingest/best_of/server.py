@@ -1,0 +1,126 @@
+"""Listen for best-of-N questions: a unix socket in `state_dir`, for this user's processes alone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import structlog
+
+from ingest.best_of.questions import SWEEP_S, BestOfJudge
+from sidecar.scoring.wire import (
+    MAX_QUESTION_BYTES,
+    Material,
+    NothingSaidError,
+    WireError,
+    encode_frame,
+    read_frame,
+    read_material,
+)
+from sidecar.settings.checks import MAX_UNIX_PATH
+
+QUESTION_TIMEOUT_S = 5.0
+"""For the whole question to arrive, from a process on this machine."""
+TAKE_OVER_S = 2.0
+"""How often a second scoring process looks whether the first is gone."""
+
+log = structlog.get_logger()
+
+
+class BestOfServer:
+    """Answers questions until told to stop. Of several on one machine one listens."""
+
+    def __init__(self, path: Path, judge: BestOfJudge) -> None:
+        self._path = path
+        self._judge = judge
+        self._waited = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Listen until `stop` is set, then store what was judged."""
+        if len(str(self._path).encode()) > MAX_UNIX_PATH:
+            log.error(
+                "best_of_off",
+                why=f"{self._path} is too long for a unix socket ({MAX_UNIX_PATH} bytes)",
+                to_do="choose a shorter state_dir; until then best of N returns the first answer",
+            )
+            await stop.wait()
+            return
+        listener = await self._take_path(stop)
+        if listener is None:
+            return
+        server = await asyncio.start_unix_server(self._serve, sock=listener)
+        own = self._path.stat().st_ino
+        log.info("best_of_listens", path=str(self._path))
+        try:
+            while not stop.is_set():
+                await self._judge.sweep()
+                await _wait(stop, SWEEP_S)
+        finally:
+            server.close()
+            if self._path.exists() and self._path.stat().st_ino == own:
+                self._path.unlink()
+            await self._judge.aclose()
+
+    async def _take_path(self, stop: asyncio.Event) -> socket.socket | None:
+        """The listening socket; None when told to stop before another process let go of it."""
+        while not stop.is_set():
+            if not await _answers(self._path):
+                return _bind(self._path)
+            if not self._waited:
+                self._waited = True
+                log.info("best_of_waits", why="another scoring process listens")
+            await _wait(stop, TAKE_OVER_S)
+        return None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            material = await _question(reader)
+            if material is not None:
+                writer.write(encode_frame(await self._judge.decide(material)))
+                await writer.drain()
+        except OSError as error:  # the proxy has stopped waiting
+            log.debug("best_of_asker_left", error=str(error))
+        finally:
+            writer.close()
+
+
+async def _question(reader: asyncio.StreamReader) -> Material | None:
+    """The question; None when there was none. Raises: OSError."""
+    try:
+        async with asyncio.timeout(QUESTION_TIMEOUT_S):
+            frame = await read_frame(reader, limit=MAX_QUESTION_BYTES)
+        return read_material(frame)
+    except TimeoutError:
+        log.warning("best_of_question_refused", why="it did not arrive in time")
+    except NothingSaidError:
+        log.debug("best_of_looked_at")
+    except WireError as error:
+        log.warning("best_of_question_refused", why=str(error))
+    return None
+
+
+async def _answers(path: Path) -> bool:
+    """Whether somebody listens there."""
+    try:
+        _, writer = await asyncio.open_unix_connection(str(path))
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def _bind(path: Path) -> socket.socket:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # of a process that was killed
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    path.chmod(0o600)  # before anybody can connect: it listens only later
+    return listener
+
+
+async def _wait(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), timeout=seconds)
+    except TimeoutError:
+        return

@@ -1,0 +1,43 @@
+"""What selection needs to know besides the exchange: settings, facts about vLLM, live adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sqlalchemy.orm import Session
+
+from ingest.grouping.engine_facts import FLAG, UNKNOWN, load_facts, state
+from ingest.grouping.selection import Rules
+from sidecar.records import BASE
+from sidecar.routing.table import decode_table
+from sidecar.settings import Settings
+from sidecar.store.database import get_flag
+from sidecar.store.models import RoutingRow
+
+
+def rules_of(settings: Settings) -> Rules:
+    """Selection's share of the settings."""
+    return Rules(
+        size=settings.groups.size,
+        rate=settings.groups.rate,
+        max_groups_per_session=settings.groups.max_groups_per_session,
+        max_pending_groups=settings.groups.max_pending_groups,
+        logprobs_mode=settings.serving.logprobs_mode,
+        sampling_defaults=settings.serving.sampling_defaults,
+        facts=state(UNKNOWN, settings.serving),
+    )
+
+
+def rules_now(session: Session, rules: Rules) -> Rules:
+    """The rules with what ingest last found out about vLLM; as they are before it has."""
+    found = get_flag(session, FLAG)
+    return rules if found is None else replace(rules, facts=load_facts(found))
+
+
+def live_adapters(session: Session, model: str) -> frozenset[str]:
+    """The adapters that answer users now, by the routing table; the base until there is one."""
+    row = session.get(RoutingRow, model)
+    if row is None:
+        return frozenset({BASE})
+    table = decode_table(row.body)
+    return frozenset({table.champion, table.canary or table.champion})

@@ -1,0 +1,259 @@
+"""Which exchanges become groups, and why the others do not. Pure, and without chance.
+
+The share that `rate` leaves in is chosen by a hash of the exchange's id: the same exchange gets the
+same answer in every process and after every restart. What an exchange is comes first, then how
+much is wanted; only `backlog` is looked at again, when there is room.
+
+A user's turn counts once. Of the exchanges of one turn (a request and the client's retries of it)
+that could become a group, only the last does; once one of them was decided, those that arrive later
+are too late. So each turn has one group at most, and each reason the same count, in whatever order
+and in whatever batches they arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from ingest.grouping.chat_request import has_media, masking_field
+from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, fill, why_masked
+from ingest.grouping.exchangeable import LogprobsMode, served_answers
+from ingest.grouping.held_out import share_of
+from ingest.records import Group
+from sidecar.records import Exchange
+from sidecar.settings import SamplingField
+
+CHOSEN = "chosen"
+BACKLOG = "backlog"
+RATE = "rate"
+SESSION_CAP = "session_cap"
+RETRIED_TURN = "retried_turn"
+TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP)
+"""An exchange of a turn that ended here was the one that counts: the turn's others do not."""
+CHOSEN_SURFACES = frozenset({"chat"})
+"""Candidates are sampled by chat requests (`ingest.vllm.sampler`), and the judge is shown their
+messages. A plain completion has a prompt text and no messages; the others give no token ids."""
+REASON_LENGTH = 64
+"""Of the columns that hold a reason."""
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What reading bytes that an agent sent may come to; the last for brackets without end."""
+
+
+Turn = tuple[str, str]
+"""Project and turn id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the operator wants; the settings of the same names."""
+
+    size: int
+    rate: float
+    max_groups_per_session: int
+    max_pending_groups: int
+    logprobs_mode: LogprobsMode
+    sampling_defaults: Mapping[SamplingField, float] | None = None
+    """`serving.sampling_defaults`; None: not stated."""
+    facts: EngineFacts = UNKNOWN
+    """What is known of vLLM beside the settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How things stand in the store when a batch is decided."""
+
+    live_adapters: frozenset[str]
+    """Champion and canary; what is learned about another comes too late."""
+    pending_groups: int
+    """Groups that wait for candidates or for the judge."""
+    groups_by_session: Mapping[str, int]
+    """Groups that a session ever had."""
+    decided_turns: frozenset[Turn] = frozenset()
+    """Turns of which one exchange was decided in an earlier batch (`TURN_DECIDED`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of one exchange."""
+
+    exchange_id: str
+    reason: str
+    """"chosen", or why it was not."""
+    group: Group | None
+    """The new group with its served answers; None when it was not chosen."""
+
+
+def select(
+    batch: Sequence[tuple[Exchange, bool]], standing: Standing, rules: Rules
+) -> list[Decision]:
+    """Decide a batch in the order given; each exchange takes a place from those after it.
+
+    batch: exchanges, each with whether its session is held out. Those of one turn that wait in
+        the backlog must be in it too, beside those of the turn that are new.
+    """
+    pending = standing.pending_groups
+    by_session = dict(standing.groups_by_session)
+    read = [
+        (exchange, request, _why_unfit(exchange, request, held_out, standing.live_adapters, rules))
+        for exchange, held_out in batch
+        for request in (_object(exchange.request),)
+    ]
+    counting = _last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
+    decisions = []
+    for exchange, request, reason in read:
+        in_session = by_session.get(exchange.session_key, 0)
+        if reason is None and _counts_elsewhere(exchange, counting, standing.decided_turns):
+            reason = RETRIED_TURN
+        reason = reason or _why_unwanted(exchange, in_session, pending, rules)
+        group = None
+        if reason is None:
+            group = _make_group(exchange, request or {}, rules)
+            pending += 1
+            by_session[exchange.session_key] = in_session + 1
+        decisions.append(
+            Decision(
+                exchange_id=exchange.exchange_id,
+                reason=(reason or CHOSEN)[:REASON_LENGTH],
+                group=group,
+            )
+        )
+    return decisions
+
+
+def group_id_of(exchange_id: str) -> str:
+    """An exchange has at most one group, of this id: choosing it twice changes nothing."""
+    return "g-" + hashlib.sha256(exchange_id.encode()).hexdigest()[:24]
+
+
+def turn_of(exchange: Exchange) -> Turn | None:
+    """The turn that it shares with the client's retries; None when it is one of its own."""
+    return (exchange.project, exchange.turn_id) if exchange.turn_id else None
+
+
+def _last_of_each_turn(fit: Sequence[Exchange]) -> dict[Turn, str]:
+    """Turn -> id of the exchange that began last."""
+    last: dict[Turn, Exchange] = {}
+    for exchange in fit:
+        turn = turn_of(exchange)
+        if turn is not None and (turn not in last or _begun(exchange) > _begun(last[turn])):
+            last[turn] = exchange
+    return {turn: exchange.exchange_id for turn, exchange in last.items()}
+
+
+def _begun(exchange: Exchange) -> tuple[float, str]:
+    return exchange.timings.started_at, exchange.exchange_id
+
+
+def _counts_elsewhere(
+    exchange: Exchange, counting: Mapping[Turn, str], decided: frozenset[Turn]
+) -> bool:
+    """Whether another exchange of its turn is the one that counts."""
+    turn = turn_of(exchange)
+    return turn is not None and (turn in decided or counting[turn] != exchange.exchange_id)
+
+
+def _why_unfit(
+    exchange: Exchange,
+    request: Mapping[str, Any] | None,
+    held_out: bool,
+    live_adapters: frozenset[str],
+    rules: Rules,
+) -> str | None:
+    """What the exchange is: nothing could be learned from it, or must not be."""
+    if held_out:
+        return "held_out"
+    if exchange.outcome != "ok" or exchange.status != 200:
+        return "outcome"
+    if exchange.untrainable_reason is not None:
+        return f"untrainable:{exchange.untrainable_reason}"
+    if exchange.surface not in CHOSEN_SURFACES:
+        return "surface"
+    if not exchange.prompt_token_ids:
+        return "untrainable:no_prompt_token_ids"
+    if request is None:
+        return "untrainable:request_not_json"
+    masked_by = masking_field(request)
+    if masked_by is not None:
+        return f"untrainable:masked_by_{masked_by}"
+    if has_media(request):
+        return "untrainable:prompt_has_media"
+    masked = why_masked(request, rules.facts.grammar)
+    if masked is not None:
+        return f"untrainable:{masked}"
+    if not any(_says_something(choice.message) for choice in exchange.choices):
+        return "empty_answer"
+    return None if exchange.adapter in live_adapters else "stale_adapter"
+
+
+def _why_unwanted(exchange: Exchange, in_session: int, pending: int, rules: Rules) -> str | None:
+    """How much is wanted: a fit exchange of which there is enough."""
+    # A retry draws what its turn drew: else a turn would have one more chance with each.
+    drawn = exchange.turn_id or exchange.exchange_id
+    if share_of(f"rate\x00{drawn}") >= rules.rate:
+        return RATE
+    if in_session >= rules.max_groups_per_session:
+        return SESSION_CAP
+    return BACKLOG if pending >= rules.max_pending_groups else None
+
+
+def judged_group(
+    exchange: Exchange,
+    held_out: bool,
+    *,
+    live_adapters: frozenset[str],
+    in_session: int,
+    rules: Rules,
+) -> Group | str:
+    """The reply's answers as a group of their own, for scores that were given already.
+
+    It costs nothing more, so `rate` and the backlog have no say; the session's cap has, because it
+    keeps one session from filling a run.
+    Returns: the group, or why there is none.
+    """
+    request = _object(exchange.request)
+    reason = _why_unfit(exchange, request, held_out, live_adapters, rules)
+    if reason is None and in_session >= rules.max_groups_per_session:
+        reason = "session_cap"
+    if reason is not None:
+        return reason[:REASON_LENGTH]
+    group = _make_group(exchange, request or {}, replace(rules, size=len(exchange.choices)))
+    masks = [answer.untrainable_reason for answer in group.answers]
+    if masks.count(None) < 2:
+        masked_by = next((mask for mask in masks if mask is not None), "alone")
+        return f"masked_by_{masked_by}"[:REASON_LENGTH]
+    return group
+
+
+def _make_group(exchange: Exchange, request: Mapping[str, Any], rules: Rules) -> Group:
+    return Group(
+        group_id=group_id_of(exchange.exchange_id),
+        exchange_id=exchange.exchange_id,
+        session_key=exchange.session_key,
+        adapter=exchange.adapter,
+        request=exchange.request,
+        prompt_token_ids=exchange.prompt_token_ids,
+        answers=served_answers(
+            exchange,
+            request,
+            sampling=fill(exchange.sampling, rules.sampling_defaults),
+            defaults=rules.facts.defaults,
+            mode=rules.logprobs_mode,
+            limit=rules.size,
+        ),
+    )
+
+
+def _says_something(message: bytes) -> bool:
+    said = _object(message) or {}
+    return any(said.get(part) for part in ("content", "tool_calls", "reasoning"))
+
+
+def _object(data: bytes) -> Mapping[str, Any] | None:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except NOT_JSON:
+        return None

@@ -1,0 +1,128 @@
+"""Apply selection to what the store holds: new exchanges, and the backlog when there is room.
+
+Each call is one write transaction: the reason on the exchange, the count of it, the new group and
+its served answers are stored together or not at all. The counters of stage `selection` always add
+up to the number of exchanges looked at: one that leaves the backlog is taken out of its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+from sqlalchemy.orm import Session
+
+from ingest.best_of.groups import settle_new
+from ingest.errors import UnreadableExchangesError
+from ingest.grouping.rules import live_adapters, rules_now
+from ingest.grouping.selection import BACKLOG, TURN_DECIDED, Rules, Standing, select, turn_of
+from ingest.store.exchanges import (
+    NEW,
+    StoredExchange,
+    any_with,
+    load_by_selection,
+    load_of_turns,
+    put_aside,
+    set_selection,
+    turns_with,
+)
+from ingest.store.groups import count_by_session, count_pending, save_group
+from sidecar.store.database import Database, count
+
+STAGE = "selection"
+UNREADABLE = "unreadable"
+
+log = structlog.get_logger()
+
+
+def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
+    """Decide up to `limit` exchanges that were not looked at yet, the oldest first.
+
+    Returns: how many were looked at.
+    """
+    with database.read() as session:
+        if not any_with(session, NEW):
+            return 0  # the usual case between two requests: leave the write lock to others
+    with database.write() as session:
+        batch = _readable(session, NEW, lambda: load_by_selection(session, NEW, limit=limit))
+        _decide(session, batch, rules, model=model, now=now)
+    return len(batch)
+
+
+def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) -> int:
+    """Look at the backlog again if there is room, the newest first: it is the least stale.
+
+    Returns: how many were looked at.
+    """
+    with database.write() as session:
+        room = rules.max_pending_groups - count_pending(session, live_adapters(session, model))
+        if room <= 0:
+            return 0
+        batch = _readable(
+            session,
+            BACKLOG,
+            lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True),
+        )
+        _decide(session, batch, rules, model=model, now=now)
+    return len(batch)
+
+
+def _readable(
+    session: Session, left: str, load: Callable[[], list[StoredExchange]]
+) -> list[StoredExchange]:
+    """Load exchanges out of one place; damaged ones leave it, counted, and the others come."""
+    while True:
+        try:
+            return load()
+        except UnreadableExchangesError as error:
+            for seq, why in error.damage.items():
+                log.error("exchange_unreadable", seq=seq, why=why)
+            put_aside(session, error.damage, UNREADABLE)
+            count(session, STAGE, UNREADABLE, len(error.damage))
+            if left != NEW:
+                count(session, STAGE, left, -len(error.damage))
+
+
+def _decide(
+    session: Session, batch: Sequence[StoredExchange], rules: Rules, *, model: str, now: float
+) -> None:
+    if not batch:
+        return
+    turns = {turn for stored in batch if (turn := turn_of(stored.exchange)) is not None}
+    # A retry that comes while its original waits in the backlog takes its place.
+    held = {stored.exchange.exchange_id for stored in batch}
+    waiting = _readable(session, BACKLOG, lambda: load_of_turns(session, turns, selection=BACKLOG))
+    batch = [*batch, *(one for one in waiting if one.exchange.exchange_id not in held)]
+    rules = rules_now(session, rules)
+    live = live_adapters(session, model)
+    batch = settle_new(session, batch, rules, live=live, now=now)
+    if not batch:
+        return
+    standing = Standing(
+        live_adapters=live,
+        pending_groups=count_pending(session, live),
+        groups_by_session=count_by_session(
+            session, [stored.exchange.session_key for stored in batch]
+        ),
+        decided_turns=frozenset(turns_with(session, turns, selections=TURN_DECIDED)),
+    )
+    before = {stored.exchange.exchange_id: stored.selection for stored in batch}
+    pairs = [(stored.exchange, stored.held_out) for stored in batch]
+    moves: dict[tuple[str, str], list[str]] = {}
+    for decision in select(pairs, standing, rules):
+        move = (before[decision.exchange_id], decision.reason)
+        moves.setdefault(move, []).append(decision.exchange_id)
+        if decision.group is not None:
+            save_group(session, decision.group, now=now)
+        log.debug("exchange_decided", exchange_id=decision.exchange_id, reason=decision.reason)
+    for (left, reason), exchange_ids in moves.items():
+        _move(session, exchange_ids, left, reason)
+
+
+def _move(session: Session, exchange_ids: Sequence[str], left: str, reason: str) -> None:
+    if left == reason:
+        return
+    set_selection(session, exchange_ids, reason)
+    count(session, STAGE, reason, len(exchange_ids))
+    if left != NEW:
+        count(session, STAGE, left, -len(exchange_ids))

@@ -1,0 +1,165 @@
+"""Bus to store, in batches: at least once from the bus, exactly once in the store.
+
+One write transaction stores a batch, and only then is the bus told, so a crash between the two
+means that the batch comes again and changes nothing. A record that cannot be read or stored is kept
+whole in `dead_letter`, counted and logged; it never holds up those behind it. An exchange whose
+token ids do not decode to its text is stored, marked, and never learned from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+from sqlalchemy.exc import StatementError
+from sqlalchemy.orm import Session
+
+from ingest.grouping.held_out import is_held_out
+from ingest.intake.bus import BusReader, Envelope
+from ingest.store.exchanges import bury, save_exchange
+from ingest.tokens.check import DISAGREES, NOT_CHECKED
+from sidecar.records import Exchange, decode_exchange
+from sidecar.store.database import Database, count
+
+STAGE = "consume"
+TOKEN_STAGE = "token_check"
+STORED = "stored"
+REPEATED = "repeated"
+POISON = "poison"
+UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError)
+"""Not a record, or one with a value that no row can hold."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """What a batch came to; the three add up to the records read."""
+
+    stored: int
+    repeated: int
+    poison: int
+
+    @property
+    def read(self) -> int:
+        return self.stored + self.repeated + self.poison
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A record of the bus, looked into before the write lock is taken."""
+
+    envelope: Envelope
+    exchange: Exchange | None = None
+    tokens: str = NOT_CHECKED
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    fates: dict[str, int] = field(default_factory=lambda: {STORED: 0, REPEATED: 0, POISON: 0})
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Fates of the token check, of what was stored."""
+
+
+def consume(
+    bus: BusReader,
+    database: Database,
+    *,
+    limit: int,
+    held_out_rate: float,
+    now: float,
+    check_tokens: Callable[[Exchange], str] = lambda _: NOT_CHECKED,
+) -> Consumed:
+    """Take one batch from the bus to the store.
+
+    held_out_rate: share of sessions that are marked as never to be trained on.
+    check_tokens: a fate of `ingest.tokens.check`, which is counted.
+    Raises: BusError or StoreError; then nothing is lost, and the batch comes again.
+    """
+    envelopes = bus.read(limit)
+    if not envelopes:
+        return Consumed(stored=0, repeated=0, poison=0)
+    records = [_read(envelope, check_tokens) for envelope in envelopes]
+    try:
+        consumed = _store(database, records, held_out_rate=held_out_rate, now=now)
+    except StatementError:
+        # The database itself refused a row, and the whole batch with it. One by one, only the
+        # rows that it refuses are put aside.
+        log.warning("batch_refused", records=len(envelopes))
+        consumed = _store_one_by_one(database, records, held_out_rate=held_out_rate, now=now)
+    bus.commit(envelopes[-1].position)
+    return consumed
+
+
+def _read(envelope: Envelope, check_tokens: Callable[[Exchange], str]) -> _Read:
+    try:
+        exchange = decode_exchange(envelope.payload)
+    except UNREADABLE as error:
+        return _Read(envelope, error=error)
+    return _Read(envelope, exchange, check_tokens(exchange))
+
+
+def _store(
+    database: Database, records: Sequence[_Read], *, held_out_rate: float, now: float
+) -> Consumed:
+    tally = _Tally()
+    with database.write() as session:
+        for record in records:
+            fate = _save(session, record, held_out_rate=held_out_rate, now=now)
+            tally.fates[fate] += 1
+            if fate == STORED:
+                tally.tokens[record.tokens] += 1
+        for reason, number in tally.fates.items():
+            count(session, STAGE, reason, number)
+        for reason, number in tally.tokens.items():
+            count(session, TOKEN_STAGE, reason, number)
+    return Consumed(**tally.fates)
+
+
+def _store_one_by_one(
+    database: Database, records: Sequence[_Read], *, held_out_rate: float, now: float
+) -> Consumed:
+    fates = {STORED: 0, REPEATED: 0, POISON: 0}
+    for record in records:
+        try:
+            one = _store(database, [record], held_out_rate=held_out_rate, now=now)
+        except StatementError as error:
+            with database.write() as session:
+                _put_aside(session, record.envelope, error, now=now)
+                count(session, STAGE, POISON)
+            one = Consumed(stored=0, repeated=0, poison=1)
+        fates = {reason: number + getattr(one, reason) for reason, number in fates.items()}
+    return Consumed(**fates)
+
+
+def _save(session: Session, record: _Read, *, held_out_rate: float, now: float) -> str:
+    if record.exchange is None:
+        assert record.error is not None
+        _put_aside(session, record.envelope, record.error, now=now)
+        return POISON
+    exchange = record.exchange
+    doubt = DISAGREES if record.tokens == DISAGREES else None
+    held_out = is_held_out(exchange.session_key, held_out_rate)
+    try:
+        saved = save_exchange(session, exchange, held_out=held_out, now=now, doubt=doubt)
+    except UNREADABLE as error:
+        _put_aside(session, record.envelope, error, now=now)
+        return POISON
+    if saved and doubt is not None:
+        log.warning(
+            "exchange_doubted",
+            reason=doubt,
+            exchange_id=exchange.exchange_id,
+            stream=exchange.stream,
+        )
+    return STORED if saved else REPEATED
+
+
+def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> None:
+    reason = f"{type(error).__name__}: {error}"[:500]
+    log.error("record_put_aside", position=envelope.position, reason=reason)
+    bury(session, envelope.payload, reason=reason, now=now)

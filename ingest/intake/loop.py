@@ -1,0 +1,130 @@
+"""The intake loop: consume a batch, decide what is new, look at the backlog now and then.
+
+Nothing else shares this loop's thread, so it works on the store directly; a stop is obeyed between
+two batches. When the bus or the store is away it says so, waits, longer each time, and goes on
+where it was: nothing is taken from the bus before the store has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from ingest.errors import BusError
+from ingest.grouping import engine_facts
+from ingest.grouping.rules import rules_of
+from ingest.intake.bus import BusReader
+from ingest.intake.choose import choose_backlog, choose_new
+from ingest.intake.consume import consume
+from ingest.tokens.base_tokenizer import FLAG, TokenCheck
+from ingest.vllm.watch import EngineWatch
+from sidecar.errors import StoreError
+from sidecar.settings import Settings
+from sidecar.store.database import Database, get_flag, set_flag
+
+BACKLOG_INTERVAL_S = 2.0
+PAUSE_LEAST_S = 0.5
+PAUSE_MOST_S = 30.0
+
+log = structlog.get_logger()
+
+
+class Intake:
+    """Takes exchanges in until told to stop."""
+
+    def __init__(
+        self,
+        bus: BusReader,
+        database: Database,
+        settings: Settings,
+        *,
+        now: Callable[[], float] = time.time,
+        engine: EngineWatch | None = None,
+    ) -> None:
+        """engine: what is known of vLLM; None: found out as the settings say."""
+        self._bus = bus
+        self._database = database
+        self._bus_settings = settings.bus
+        self._held_out_rate = settings.groups.held_out_rate
+        self._model = settings.serving.model
+        self._tokens = TokenCheck(settings.serving.base_model_path)
+        self._engine = engine or EngineWatch(settings.serving)
+        self._rules = rules_of(settings)
+        self._now = now
+        self._backlog_due = 0.0
+        self._upgraded = False
+        self._told = False
+        """Whether the store says how the token check stands and what is known of vLLM."""
+        self._failures = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set."""
+        while not stop.is_set():
+            pause_s = self.attempt()
+            try:
+                await asyncio.wait_for(stop.wait(), timeout=pause_s)
+            except TimeoutError:
+                continue
+
+    def attempt(self) -> float:
+        """One step, whatever becomes of it. Returns: how long to wait before the next, seconds."""
+        try:
+            taken = self.step()
+        except (BusError, StoreError) as error:
+            pause_s = min(PAUSE_LEAST_S * 2.0 ** min(self._failures, 10), PAUSE_MOST_S)
+            self._failures += 1
+            log.warning("intake_waits", error=str(error), pause_s=pause_s)
+            return pause_s
+        if self._failures:
+            log.warning("intake_goes_on", failures=self._failures)
+        self._failures = 0
+        return 0.0 if taken else self._bus_settings.poll_interval_s
+
+    def step(self) -> int:
+        """Consume a batch and decide what is new, unless vLLM is just being found out about for the
+        first time. Returns: how many records or exchanges were taken on.
+
+        Raises: BusError or StoreError; nothing is lost, the next step takes it up.
+        """
+        if not self._upgraded:
+            self._database.upgrade()
+            with self._database.read() as session:
+                found = get_flag(session, engine_facts.FLAG)
+            if found is not None:
+                self._engine.recall(engine_facts.load_facts(found))
+            self._upgraded = True
+        limit = self._bus_settings.batch
+        now = self._now()
+        looks = (self._tokens.look(now), self._engine.look(now))
+        if any(looks) or not self._told:
+            self._told = False
+            with self._database.write() as session:
+                set_flag(session, FLAG, self._tokens.state, now=now)
+                known = engine_facts.dump_facts(self._engine.facts)
+                set_flag(session, engine_facts.FLAG, known, now=now)
+            self._told = True
+        consumed = consume(
+            self._bus,
+            self._database,
+            limit=limit,
+            held_out_rate=self._held_out_rate,
+            now=now,
+            check_tokens=self._tokens,
+        )
+        if consumed.read:
+            log.info(
+                "consumed",
+                stored=consumed.stored,
+                repeated=consumed.repeated,
+                poison=consumed.poison,
+            )
+        if not self._engine.ready:
+            return consumed.read
+        decided = choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
+        if now >= self._backlog_due:
+            self._backlog_due = now + BACKLOG_INTERVAL_S
+            choose_backlog(self._database, self._rules, model=self._model, now=now)
+        return consumed.read + decided

@@ -1,0 +1,105 @@
+"""Decide one group by the judge: scored, to be set aside, or to be asked about again.
+
+No store in here: what becomes of the group is returned, and the calls are handed out as they are
+answered, so that a worker can write both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeRefusalError,
+    JudgeReplyError,
+    JudgeUnavailableError,
+)
+from ingest.records import Group
+from ingest.ruler.judge import Judge
+from ingest.ruler.material import UnreadableGroupError, read_material
+from ingest.ruler.ruler import JudgeCall, Judgement, merge_identical, score_answers
+from sidecar.settings import Judge as JudgeSettings
+
+UNREADABLE = "unreadable"
+IDENTICAL = "identical_answers"
+REFUSED = "judge_refused"
+RUBBISH = "judge_rubbish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """Nothing will be learned from the group."""
+
+    reason: str
+    detail: str
+    asked: bool
+    """Whether the judge was asked and refused the group; else nobody needs to ask it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unanswered:
+    """The judge gave no usable answer; the group is as it was. Whose fault it is, is open."""
+
+    detail: str
+    reason: str = JudgeUnavailableError.reason
+    """As `JudgeUnavailableError.reason`."""
+    retry_after_s: float = 0.0
+    """The judge asks to be left alone for so long."""
+
+
+Fate = Scored | SetAside | Unanswered
+
+
+async def judge_group(
+    group: Group,
+    judge: Judge,
+    settings: JudgeSettings,
+    *,
+    seed: int,
+    on_call: Callable[[JudgeCall], None],
+) -> Fate:
+    """Have one group judged.
+
+    seed: as `score_answers` takes it.
+    on_call: told of every answered call, also of those of a group that ends badly.
+    """
+    try:
+        material = read_material(group)
+    except UnreadableGroupError as error:
+        return SetAside(reason=UNREADABLE, detail=str(error), asked=False)
+    if len(merge_identical(material.answers)[0]) < 2:
+        # Nothing to compare: the scores would be equal whatever the judge says of them.
+        return SetAside(reason=IDENTICAL, detail=f"{len(group.answers)} answers", asked=False)
+    try:
+        judgement = await score_answers(
+            judge,
+            context=material.context,
+            tools=material.tools,
+            answers=material.answers,
+            rubric=settings.rubric,
+            passes=settings.passes,
+            seed=seed,
+            on_call=on_call,
+            subject=group.group_id,
+        )
+    except JudgeUnavailableError as error:
+        wait_s = error.retry_after_s if isinstance(error, JudgeBusyError) else 0.0
+        return Unanswered(detail=str(error), reason=error.reason, retry_after_s=wait_s)
+    except JudgeRefusalError as error:
+        return SetAside(reason=REFUSED, detail=str(error), asked=True)
+    except JudgeReplyError as error:
+        return SetAside(reason=RUBBISH, detail=str(error), asked=True)
+    return Scored(judgement=judgement)
+
+
+def failure_of(fate: Fate | None) -> str | None:
+    """Why a group that the judge was asked about has no scores."""
+    if isinstance(fate, Unanswered) or (isinstance(fate, SetAside) and fate.asked):
+        return fate.reason
+    return None

@@ -1,0 +1,396 @@
+"""The worker that has groups judged: claim `sampled`, ask, write `scored` or `set_aside`.
+
+A group is written in one transaction together with every judge call that was made for it. A call
+without a usable answer stops nothing for good: `ingest.ruler.blame` finds out whether the group or
+the judge is at fault. The group's own faults are counted, and after a few it is set aside with the
+judge's words; for a judge that is down the worker waits, longer each time, and blames no group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import structlog
+from sqlalchemy import update
+
+from ingest.errors import JudgeBusyError, JudgeUnavailableError
+from ingest.records import Group
+from ingest.ruler.attempts import (
+    charge,
+    claim_for_judge,
+    doubt,
+    give_back,
+    hold,
+    newest_scored,
+)
+from ingest.ruler.blame import DEFECT, Blame, Cleared, Failed
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.group import Fate, Scored, SetAside, Unanswered, failure_of, judge_group
+from ingest.ruler.judge import Judge
+from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
+from ingest.ruler.outage import LAST_DELAY_S, LONGEST_RETRY_AFTER_S, Outage
+from ingest.ruler.probe import SUBJECT, ask_probe
+from ingest.ruler.prompt import rubric_hash
+from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
+from ingest.store.groups import load_group, mark_scored, set_aside
+from sidecar.errors import StoreError
+from sidecar.settings import Judge as JudgeSettings
+from sidecar.store.database import Database, count
+from sidecar.store.models import GroupRow
+
+POLL_S = 0.5
+LEASE_SLACK_S = 60.0
+GIVEN_BACK_S = 5.0
+"""A group that failed during an outage waits this much longer than the worker does."""
+LONGEST_SETUP_WAIT_S = 300.0
+"""The wait grows up to this while the judge refuses the probe, or every group: a person has to act,
+and useless replies may cost money."""
+ALL_FAIL = "the judge answers a sum and fails over one group after the other"
+
+log = structlog.get_logger()
+
+
+class JudgingWorker:
+    """Judges groups until told to stop. Several may run, in one process or in many."""
+
+    def __init__(
+        self,
+        database: Database,
+        judge: Judge,
+        settings: JudgeSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+    ) -> None:
+        """draw_seed: drawn afresh for each group, so that nobody can foresee its ids."""
+        self._database = database
+        self._judge = judge
+        self._settings = settings
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._rubric_hash = rubric_hash(settings.rubric)
+        self._lease_s = settings.passes * ATTEMPTS * settings.timeout_s + LEASE_SLACK_S
+        self._blame = Blame()
+        self._store = Outage()
+        """The store's: it refused what a judge call brought, so that the call was in vain."""
+        self._asking: set[str] = set()
+        self._suspect: str | None = None
+        """The group in flight that a process died over: one at a time."""
+        self._said: str | None = None
+        """What was last logged of the outage that lasts."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Judge what there is, at most `judge.concurrency` groups at once, until `stop` is set.
+
+        Groups in flight are then dropped and given back: they are not lost, only asked again.
+        """
+        in_flight: dict[asyncio.Task[None], str] = {}
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            while not stop.is_set():
+                for group_id in await self._claim(self._room() - len(in_flight)):
+                    in_flight[asyncio.create_task(self._work(group_id))] = group_id
+                if not in_flight and self._wants_probe():
+                    in_flight[asyncio.create_task(self._probe())] = SUBJECT
+                await asyncio.wait(
+                    {stopping, *in_flight}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in [task for task in in_flight if task.done()]:
+                    del in_flight[task]
+                    task.result()
+        finally:
+            stopping.cancel()
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(stopping, *in_flight, return_exceptions=True)
+            held = [failed.group_id for failed in self._blame.release()]
+            await asyncio.to_thread(self._give_back, [*in_flight.values(), *held])
+
+    async def step(self) -> int:
+        """Judge waiting groups, as many as may be in flight. Returns: how many were tried."""
+        group_ids = await self._claim(self._room())
+        await asyncio.gather(*(self._work(group_id) for group_id in group_ids))
+        if self._wants_probe():
+            await self._probe()
+        return len(group_ids)
+
+    def _room(self) -> int:
+        now = self._clock()
+        if now < self._store.retry_at:
+            return 0
+        most = 1 if self._store.lasts else self._settings.concurrency
+        return self._blame.room(most, now)
+
+    def _wants_probe(self) -> bool:
+        now = self._clock()
+        return now >= self._store.retry_at and self._blame.wants_probe(now)
+
+    def _not_stored(self, subject: str, error: StoreError) -> None:
+        self._store.unanswered(self._clock())
+        log.warning("judgement_not_stored", group_id=subject, error=str(error))
+
+    async def _claim(self, limit: int) -> list[str]:
+        if limit <= 0:
+            return []
+        try:
+            return await asyncio.to_thread(self._claim_now, limit)
+        except StoreError as error:
+            log.warning("judging_waits_for_store", error=str(error))
+            return []
+
+    def _claim_now(self, limit: int) -> list[str]:
+        with self._database.write() as session:
+            claimed = claim_for_judge(
+                session,
+                limit=limit,
+                now=self._clock(),
+                lease_s=self._lease_s,
+                suspects=self._suspect is None,
+            )
+        self._suspect = claimed.suspect or self._suspect
+        return claimed.group_ids
+
+    async def _work(self, group_id: str) -> None:
+        self._asking.add(group_id)
+        try:
+            await self._judge_one(group_id)
+        except StoreError as error:  # the lease runs out, and the group is judged again
+            self._not_stored(group_id, error)
+        except Exception as error:  # one group must not end the judging of all the others
+            log.exception("judging_failed", group_id=group_id)
+            self._blame.failed(_defect(group_id, error), self._clock())
+        finally:
+            self._asking.discard(group_id)
+            if self._suspect == group_id:
+                self._suspect = None
+
+    async def _judge_one(self, group_id: str) -> None:
+        group = await asyncio.to_thread(self._load, group_id)
+        if group is None:
+            return
+        calls: list[JudgeCall] = []
+        fate = await judge_group(
+            group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
+        )
+        failed = self._failed(group_id, fate)
+        await asyncio.to_thread(self._record, group_id, calls, fate, failed)
+        self._store.answered(self._clock())
+        if isinstance(fate, Scored):
+            await self._clear(self._blame.works(self._clock()))
+        elif failed is not None:
+            await self._hold_against(failed)
+
+    async def _hold_against(self, failed: Failed) -> None:
+        if self._blame.failed(failed, self._clock()):
+            self._said = failed.reason
+            log.warning("judge_busy", model=self._judge.model, error=failed.detail)
+        if not self._blame.holds(failed.group_id):
+            until = self._blame.outage.retry_at + GIVEN_BACK_S
+            await asyncio.to_thread(self._give_back, [failed.group_id], until)
+
+    def _failed(self, group_id: str, fate: Fate) -> Failed | None:
+        """What is to be held against the group or the judge, once it is known which."""
+        if isinstance(fate, Unanswered):
+            return Failed(
+                group_id=group_id,
+                reason=fate.reason,
+                detail=fate.detail,
+                retry_after_s=fate.retry_after_s,
+            )
+        if isinstance(fate, SetAside) and fate.asked and not self._blame.unusable():
+            return Failed(group_id=group_id, reason=fate.reason, detail=fate.detail, final=True)
+        return None
+
+    async def _probe(self) -> None:
+        """Find out by a question of our own whether the judge works; see `ingest.ruler.blame`."""
+        calls: list[JudgeCall] = []
+        try:
+            before = await asyncio.to_thread(self._load_scored)
+            again = None if before is None else await self._ask_probe(before, calls)
+            if isinstance(again, SetAside) and not again.asked:
+                again = None  # damaged: the judge was not asked
+            tells = isinstance(again, Scored) or failure_of(again) == JudgeBusyError.reason
+            last = again if again is not None and tells else await self._ask_probe(None, calls)
+            # Settled before it is recorded: a full disk must not send the probe again and again.
+            if not isinstance(last, Scored):
+                await self._wait(last)
+            elif last is again:
+                await self._clear(self._blame.works(self._clock()))
+            else:
+                await self._doubt(again)
+            await asyncio.to_thread(self._record_probe, calls, (again, last))
+        except StoreError as error:
+            self._not_stored(SUBJECT, error)
+
+    async def _ask_probe(self, group: Group | None, calls: list[JudgeCall]) -> Fate:
+        try:
+            return await ask_probe(
+                self._judge,
+                self._settings,
+                seed=self._draw_seed(),
+                on_call=calls.append,
+                group=group,
+            )
+        except Exception as error:  # what fails over every group fails over the probe too
+            log.exception("judge_probe_failed")
+            return Unanswered(detail=_defect(SUBJECT, error).detail, reason=DEFECT)
+
+    async def _clear(self, cleared: Cleared) -> None:
+        """The judge works: what failed before that was the groups' own fault."""
+        self._say_up(cleared.outage_s)
+        # One that is asked about again was given back before: its next failure will count.
+        faults = [one for one in cleared.own_faults if one.group_id not in self._asking]
+        if faults:
+            await asyncio.to_thread(self._charge, faults, charge)
+
+    async def _doubt(self, again: Fate | None) -> None:
+        """The judge answers a sum: what failed before that may be anybody's fault."""
+        doubted = self._blame.answers(
+            self._clock(),
+            longest_s=LONGEST_SETUP_WAIT_S,
+            again_failed=failure_of(again) not in (None, DEFECT),
+        )
+        self._say_up(doubted.outage_s)
+        if doubted.all_fail and self._said != ALL_FAIL:
+            self._said = ALL_FAIL
+            last = doubted.unproven[-1] if doubted.unproven else None
+            log.error(
+                "judge_down",
+                model=self._judge.model,
+                reason=last.reason if last is not None else failure_of(again),
+                error=last.detail if last is not None else "",
+                to_do=f"{ALL_FAIL}: see its limits of length and tokens, and judge.params",
+            )
+        await asyncio.to_thread(self._charge, doubted.unproven, doubt)
+
+    def _say_up(self, outage_s: float | None) -> None:
+        if outage_s is not None:
+            self._said = None
+            log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
+
+    async def _wait(self, fate: SetAside | Unanswered) -> None:
+        """The judge does not work: nobody is to blame, and all wait."""
+        passes = isinstance(fate, Unanswered) and fate.reason in _PASSING
+        self._blame.down(
+            self._clock(),
+            longest_s=LAST_DELAY_S if passes else LONGEST_SETUP_WAIT_S,
+            retry_after_s=fate.retry_after_s if isinstance(fate, Unanswered) else 0.0,
+        )
+        if self._said != fate.reason:
+            self._said = fate.reason
+            say = log.warning if passes else log.error
+            to_do = (
+                "" if passes else "it refuses even a sum: see judge.model, api_base, key, params"
+            )
+            say(
+                "judge_down",
+                model=self._judge.model,
+                reason=fate.reason,
+                error=fate.detail,
+                to_do=to_do,
+            )
+        released = [failed.group_id for failed in self._blame.release()]
+        until = self._blame.outage.retry_at + GIVEN_BACK_S
+        await asyncio.to_thread(self._give_back, released, until)
+
+    def _load(self, group_id: str) -> Group | None:
+        with self._database.read() as session:
+            return load_group(session, group_id)
+
+    def _load_scored(self) -> Group | None:
+        """A group that was scored before, to ask about again."""
+        with self._database.read() as session:
+            group_id = newest_scored(session)
+            try:
+                return None if group_id is None else load_group(session, group_id)
+            except _DAMAGE as error:
+                log.warning("judge_probe_unreadable", group_id=group_id, error=str(error))
+                return None
+
+    def _record(
+        self, group_id: str, calls: Sequence[JudgeCall], fate: Fate, failed: Failed | None
+    ) -> None:
+        now = self._clock()
+        bad_replies = sum(not call.ok for call in calls)
+        with self._database.write() as session:
+            save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
+            session.execute(
+                update(GroupRow)
+                .where(GroupRow.group_id == group_id)
+                .values(attempts=GroupRow.attempts + bad_replies)
+            )
+            if failed is not None:
+                if isinstance(fate, Unanswered):
+                    count(session, "judge_calls", "unanswered")
+                    count(session, "judge_failures", fate.reason)
+                hold(session, group_id, until=now + LONGEST_RETRY_AFTER_S + self._lease_s)
+                return
+            changed = False
+            if isinstance(fate, SetAside):
+                changed = set_aside(session, group_id, fate.reason, detail=storable(fate.detail))
+            elif isinstance(fate, Scored):
+                changed = mark_scored(
+                    session,
+                    group_id,
+                    fate.judgement.scores,
+                    fate.judgement.explanations,
+                    self._judge.model,
+                    self._rubric_hash,
+                    now,
+                )
+        _log_fate(group_id, fate, changed)
+
+    def _record_probe(self, calls: Sequence[JudgeCall], fates: tuple[Fate | None, Fate]) -> None:
+        with self._database.write() as session:
+            save_judge_calls(
+                session, SUBJECT, calls, rubric_hash=self._rubric_hash, now=self._clock()
+            )
+            again, last = fates
+            for fate in (last,) if again is last or again is None else (again, last):
+                count(session, "judge_probes", failure_of(fate) or "scored")
+
+    def _charge(self, failures: Sequence[Failed], write: Callable[..., bool]) -> None:
+        now = self._clock()
+        with self._database.write() as session:
+            ended = [write(session, failed, now=now) for failed in failures]
+        for failed, is_set_aside in zip(failures, ended, strict=True):
+            log.warning(
+                "group_set_aside" if is_set_aside else "group_not_judged",
+                group_id=failed.group_id,
+                reason=failed.reason,
+                detail=failed.detail,
+                proven=write is charge,
+            )
+
+    def _give_back(self, group_ids: Sequence[str], until: float = 0.0) -> None:
+        try:
+            with self._database.write() as session:
+                for group_id in group_ids:
+                    give_back(session, group_id, until=until)
+        except StoreError as error:
+            log.warning("judging_leases_left", groups=len(group_ids), error=str(error))
+
+
+_DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
+"""What reading a damaged group may raise."""
+_PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
+"""Reasons of an outage that ends by itself."""
+
+
+def _defect(group_id: str, error: Exception) -> Failed:
+    said = storable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
+    return Failed(group_id=group_id, reason=DEFECT, detail=said)
+
+
+def _log_fate(group_id: str, fate: Fate, changed: bool) -> None:
+    if not changed:
+        log.info("judgement_came_second", group_id=group_id)
+    elif isinstance(fate, SetAside):
+        log.warning("group_set_aside", group_id=group_id, reason=fate.reason, detail=fate.detail)
+    elif isinstance(fate, Scored):
+        scores = fate.judgement.scores
+        log.info("group_scored", group_id=group_id, low=min(scores), high=max(scores))

@@ -1,0 +1,194 @@
+"""RULER: an LLM judge scores the answers to one prompt against each other.
+
+One call judges the whole group. Further passes show the answers in another order, every second
+one in the reverse of the one before, so that what the judge gives to a position cancels out.
+Answers that say the same are shown once and share their score. A reply that cannot be trusted is
+answered once with what is wrong with it; a second one refuses the group.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import trace
+
+from ingest.errors import JudgeReplyError
+from ingest.ruler.judge import Judge, JudgeReply
+from ingest.ruler.prompt import RulerPrompt, build_prompt, shown_answer
+from ingest.ruler.reply import parse_reply
+
+ATTEMPTS = 2
+SEED_BITS = 29
+"""What `score_answers` takes."""
+SHOWN_BACK_CHARACTERS = 4_000
+"""Of a bad reply, shown to the judge again: enough to mend it, not enough to drown in it."""
+
+_tracer = trace.get_tracer("ingest.ruler.ruler")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeCall:
+    """One call that was answered, good or bad."""
+
+    judge_model: str
+    order_seed: int
+    """`random.Random(order_seed >> 1)` drew the order; it was reversed when the seed is odd."""
+    attempt: int
+    """0, or 1 for the retry that showed the error."""
+    error: str | None
+    """None: the reply was taken."""
+    reply: JudgeReply
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What the judge said of one group."""
+
+    scores: tuple[float, ...]
+    """[G] unitless, 0..1, comparable within this group only; the mean over the passes."""
+    explanations: tuple[str, ...]
+    """[G] the judge's words, those of several passes on a line each."""
+    calls: tuple[JudgeCall, ...]
+
+
+OnCall = Callable[[JudgeCall], None]
+Read = tuple[tuple[float, ...], tuple[str, ...]]
+"""([G] scores, [G] explanations) of one pass."""
+
+
+async def score_answers(
+    judge: Judge,
+    *,
+    context: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    answers: Sequence[Mapping[str, Any]],
+    rubric: str,
+    passes: int,
+    seed: int,
+    on_call: OnCall | None = None,
+    subject: str = "",
+) -> Judgement:
+    """Score answers to one prompt against each other.
+
+    context: the messages that all answers follow; tools: the request's tools.
+    answers: [G] assistant messages, from whatever mixture of adapters; the judge cannot tell.
+    passes: judge calls, each in another order; the score is their mean.
+    seed: draws orders and ids, 0 <= seed < 2**29 so that it fits every store; must not be
+        guessable by whoever writes prompts or answers.
+    on_call: told of every answered call as it is made, also of those before an error.
+    subject: the group's or comparison's id, for the trace.
+    Raises: JudgeReplyError when a reply is bad twice; JudgeRefusalError when the judge takes no
+        such request at all; JudgeUnavailableError when it does not answer; ValueError without
+        answers.
+    """
+    distinct, place_of = merge_identical(answers)
+    calls: list[JudgeCall] = []
+
+    def note(call: JudgeCall) -> None:
+        calls.append(call)
+        if on_call is not None:
+            on_call(call)
+
+    rounds: list[Read] = []
+    for number in range(passes):
+        order_seed = 2 * seed + number
+        prompt = build_prompt(
+            context=context,
+            tools=tools,
+            answers=distinct,
+            rubric=rubric,
+            rng=random.Random(order_seed >> 1),
+            reverse=order_seed % 2 == 1,
+        )
+        with _tracer.start_as_current_span("judge") as span:
+            span.set_attribute("judge.model", judge.model)
+            span.set_attribute("judge.group_id", subject)
+            span.set_attribute("judge.pass", number)
+            span.set_attribute("judge.ok", False)
+            rounds.append(await _one_pass(judge, prompt, order_seed, note, span))
+            span.set_attribute("judge.ok", True)
+    scores = [sum(column) / passes for column in zip(*(each[0] for each in rounds), strict=True)]
+    words = ["\n".join(column) for column in zip(*(each[1] for each in rounds), strict=True)]
+    return Judgement(
+        scores=tuple(scores[place] for place in place_of),
+        explanations=tuple(words[place] for place in place_of),
+        calls=tuple(calls),
+    )
+
+
+def merge_identical(
+    answers: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[int]]:
+    """Drop answers that the judge could not tell apart.
+
+    Returns: (the distinct ones in order of first appearance, [G] where each answer is in them).
+    """
+    first: dict[str, int] = {}
+    distinct: list[Mapping[str, Any]] = []
+    place_of: list[int] = []
+    for answer in answers:
+        key = json.dumps(shown_answer(answer), sort_keys=True)
+        if key not in first:
+            first[key] = len(distinct)
+            distinct.append(answer)
+        place_of.append(first[key])
+    return distinct, place_of
+
+
+async def _one_pass(
+    judge: Judge, prompt: RulerPrompt, order_seed: int, note: OnCall, span: trace.Span
+) -> Read:
+    """Ask, and once more in the same conversation when the reply is bad."""
+    messages = list(prompt.messages)
+    prompt_tokens = completion_tokens = attempt = 0
+    while True:
+        reply = await judge.complete(messages, prompt.schema)
+        prompt_tokens += reply.prompt_tokens or 0
+        completion_tokens += reply.completion_tokens or 0
+        span.set_attribute("judge.calls", attempt + 1)
+        span.set_attribute("judge.prompt_tokens", prompt_tokens)
+        span.set_attribute("judge.completion_tokens", completion_tokens)
+        try:
+            read = parse_reply(reply.text, prompt.ids_in_order, prompt.order)
+        except JudgeReplyError as error:
+            note(_call(judge, order_seed, attempt, reply, error))
+            attempt += 1
+            if attempt == ATTEMPTS:
+                raise
+            messages += _complaint(reply.text, error)
+        else:
+            note(_call(judge, order_seed, attempt, reply, None))
+            return read
+
+
+def _call(
+    judge: Judge, order_seed: int, attempt: int, reply: JudgeReply, error: JudgeReplyError | None
+) -> JudgeCall:
+    return JudgeCall(
+        judge_model=judge.model,
+        order_seed=order_seed,
+        attempt=attempt,
+        error=None if error is None else str(error),
+        reply=reply,
+    )
+
+
+def _complaint(text: str, error: JudgeReplyError) -> list[dict[str, str]]:
+    """The bad reply and what is wrong with it, to go on the conversation with."""
+    return [
+        # Some providers refuse an assistant message without text.
+        {"role": "assistant", "content": text[:SHOWN_BACK_CHARACTERS] or "(no text)"},
+        {
+            "role": "user",
+            "content": f"That reply cannot be used: {error}. Send the whole corrected JSON object "
+            "and nothing else, one entry for each id.",
+        },
+    ]

@@ -1,0 +1,155 @@
+"""One round of one group: read what is missing, ask for one candidate, store how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from sqlalchemy.orm import Session
+
+from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.grouping.engine_facts import fill
+from ingest.grouping.exchangeable import LogprobsMode, candidate_temperature
+from ingest.records import Answer, Group
+from ingest.sampling.budget import spend_tokens
+from ingest.sampling.candidates import Attempt, Conclusion, back_off_s, conclude
+from ingest.store.exchanges import load_exchange
+from ingest.store.groups import (
+    append_answers,
+    load_group,
+    mark_sampled,
+    release_group,
+    retry_sampling,
+    sampling_attempts,
+    set_aside,
+)
+from ingest.vllm.sampler import Sampler
+from sidecar.records import BASE
+from sidecar.routing.table import upstream_model
+from sidecar.settings import SamplingField
+from sidecar.store.database import count
+
+STAGE = "candidate"
+"""Counter rows: ("candidate", "kept" or why there is none) -> candidates."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A group to complete, and how to ask for its candidates."""
+
+    group: Group
+    request: dict[str, Any]
+    upstream_model: str
+    temperature: float
+    max_tokens: int | None
+    rounds: int
+    """Used up before this one."""
+    missing: int
+
+
+def load_job(
+    session: Session,
+    group_id: str,
+    *,
+    model: str,
+    mode: LogprobsMode,
+    size: int,
+    sampling_defaults: Mapping[SamplingField, float] | None = None,
+) -> Job | None:
+    """Read a group to complete; None when it, or its exchange, is not there any more.
+
+    sampling_defaults: what the operator states for fields that the request leaves out.
+    """
+    group = load_group(session, group_id)
+    stored = load_exchange(session, group.exchange_id) if group is not None else None
+    if group is None or stored is None:
+        return None
+    sampling = fill(stored.exchange.sampling, sampling_defaults)
+    return Job(
+        group=group,
+        request=msgspec.json.decode(group.request, type=dict[str, Any]),
+        upstream_model=upstream_model(model, group.adapter),
+        temperature=candidate_temperature(sampling, mode),
+        max_tokens=sampling.max_tokens,
+        rounds=sampling_attempts(session, group_id),
+        missing=max(0, size - len(group.answers)),
+    )
+
+
+async def ask(sampler: Sampler, job: Job) -> Attempt:
+    """Ask for one candidate. Never raises for what vLLM does: the attempt says it."""
+    try:
+        sampled = await sampler.sample(
+            upstream_model=job.upstream_model,
+            request=job.request,
+            temperature=job.temperature,
+            max_tokens=job.max_tokens,
+        )
+    except EngineDownError as error:
+        return _missed(job, Attempt(miss="engine_down"), error)
+    except AdapterGoneError as error:
+        # The base cannot go: a 404 for it is a wrong name or URL, which somebody will mend.
+        gone = job.group.adapter != BASE
+        return _missed(job, Attempt(miss="adapter_gone" if gone else "failed"), error)
+    except SamplingError as error:
+        return _missed(job, Attempt(miss="failed"), error)
+    tokens = len(sampled.token_ids)
+    if sampled.prompt_token_ids != job.group.prompt_token_ids:
+        log.warning("candidate_dropped", group_id=job.group.group_id, reason="prompt_mismatch")
+        return Attempt(miss="prompt_mismatch", tokens=tokens)
+    answer = Answer(
+        index=len(job.group.answers),
+        origin="sampled",
+        message=sampled.message,
+        finish_reason=sampled.finish_reason,
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        temperature=job.temperature,
+    )
+    return Attempt(answer=answer, tokens=tokens)
+
+
+def store_round(
+    session: Session, job: Job, attempts: Sequence[Attempt], *, size: int, now: float
+) -> Conclusion:
+    """Store a round and take the group one step on, in the caller's transaction."""
+    group_id = job.group.group_id
+    spend_tokens(session, sum(attempt.tokens for attempt in attempts), now=now)
+    kept = [attempt.answer for attempt in attempts if attempt.answer is not None]
+    misses = [attempt.miss for attempt in attempts if attempt.miss is not None]
+    added = append_answers(session, group_id, kept, size=size)
+    count(session, STAGE, "kept", added)
+    # Another worker completed the group while this one was thought dead.
+    count(session, STAGE, "late", len(kept) - added)
+    for miss in misses:
+        count(session, STAGE, miss)
+    held = load_group(session, group_id)
+    conclusion = conclude(
+        held.answers if held is not None else (), size=size, rounds=job.rounds, misses=misses
+    )
+    match conclusion.action:
+        case "sampled":
+            mark_sampled(session, group_id)
+        case "set_aside":
+            set_aside(session, group_id, conclusion.reason)
+        case "retry":
+            retry_sampling(session, group_id, until=now + back_off_s(job.rounds + 1))
+        case "wait":
+            release_group(session, group_id)
+    return conclusion
+
+
+def _missed(job: Job, attempt: Attempt, error: SamplingError) -> Attempt:
+    log.warning(
+        "candidate_dropped",
+        group_id=job.group.group_id,
+        adapter=job.group.adapter,
+        reason=attempt.miss,
+        error=str(error),
+    )
+    return attempt

@@ -1,0 +1,198 @@
+"""vLLM as a source of extra answers: one more answer to a recorded request, exact or refused.
+
+Nothing is executed: tool calls in an answer are text like any other. A reply is believed only when
+it names the model that was asked and its ids, log-probabilities and token count agree; anything
+else raises `SamplingError`, whose message is the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.grouping.chat_request import candidate_body
+from ingest.grouping.exchangeable import why_inexact
+from ingest.vllm.load import EngineLoad, parse_load
+
+CHAT_PATH = "/v1/chat/completions"
+METRICS_PATH = "/metrics"
+KEEPALIVE_S = 2.0
+"""vLLM's uvicorn closes idle connections after 5 s; ours are given up well before."""
+METRICS_TIMEOUT_S = 5.0
+UNAVAILABLE = (502, 503, 504)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAnswer:
+    """One answer and what vLLM said of how it was sampled."""
+
+    message: bytes
+    """The assistant message as JSON, without fields that hold nothing."""
+    finish_reason: str | None
+    token_ids: tuple[int, ...]
+    """[S] sampled ids, S >= 1."""
+    logprobs: tuple[float, ...]
+    """[S] nats, finite."""
+    prompt_token_ids: tuple[int, ...]
+    """[P] ids of the prompt as vLLM rendered it."""
+    model: str
+    """Who answered, as the reply says."""
+
+
+class Sampler(Protocol):
+    """Whoever can answer a chat request once more."""
+
+    async def sample(
+        self,
+        *,
+        upstream_model: str,
+        request: Mapping[str, Any],
+        temperature: float,
+        max_tokens: int | None,
+        seed: int | None = None,
+    ) -> SampledAnswer:
+        """One answer to `request`'s messages and tools, sampled with nothing but a temperature.
+
+        upstream_model: what to ask for: an adapter's name, or the base model's.
+        max_tokens: None leaves it to the model's context.
+        Raises: AdapterGoneError, EngineDownError, or SamplingError with the reason.
+        """
+
+
+class LoadProbe(Protocol):
+    """Whoever can say how busy the engine is."""
+
+    async def load(self) -> EngineLoad:
+        """Requests in the engine now. Raises: SamplingError when that cannot be told."""
+
+
+class VllmSampler:
+    """A `Sampler` and `LoadProbe` over vLLM's HTTP API. Close it with `aclose`."""
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            headers=headers,
+            timeout=timeout_s,
+            # The caller bounds what is in flight; a limit here would time out in the pool instead.
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
+            # The sampler talks to the operator's own vLLM: a proxy meant for the web is in the way.
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def sample(
+        self,
+        *,
+        upstream_model: str,
+        request: Mapping[str, Any],
+        temperature: float,
+        max_tokens: int | None,
+        seed: int | None = None,
+    ) -> SampledAnswer:
+        body = candidate_body(
+            request,
+            upstream_model=upstream_model,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
+        response = await self._send(self._client.build_request("POST", CHAT_PATH, json=body))
+        if response.status_code == 404:
+            raise AdapterGoneError(f"vLLM serves no {upstream_model}: {response.text[:300]}")
+        if response.status_code != 200:
+            raise SamplingError(f"status {response.status_code}: {response.text[:300]}")
+        return read_reply(response.content, asked=upstream_model)
+
+    async def load(self) -> EngineLoad:
+        request = self._client.build_request("GET", METRICS_PATH, timeout=METRICS_TIMEOUT_S)
+        response = await self._send(request)
+        if response.status_code != 200:
+            raise SamplingError(f"{METRICS_PATH}: status {response.status_code}")
+        return parse_load(response.text)
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        try:
+            response = await self._client.send(request)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineDownError(f"{request.url}: cannot connect: {error}") from error
+        except httpx.TimeoutException as error:
+            raise SamplingError(f"{request.url}: no reply in time") from error
+        except httpx.HTTPError as error:
+            raise SamplingError(f"{request.url}: {type(error).__name__}: {error}") from error
+        if response.status_code in UNAVAILABLE:
+            raise EngineDownError(f"{request.url}: status {response.status_code}")
+        return response
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class _Reply(msgspec.Struct):
+    """The part of vLLM's reply that is read."""
+
+    model: str
+    choices: list[_Choice]
+    usage: _Usage
+    prompt_token_ids: list[int] | None = None
+
+
+def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
+    """Read and check a reply with one choice. Pure. Raises: SamplingError with what is wrong."""
+    try:
+        reply = msgspec.json.decode(body, type=_Reply)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SamplingError(f"not a reply: {error}") from error
+    if reply.model != asked:
+        raise SamplingError(f"asked {asked}, {reply.model} answered")
+    if len(reply.choices) != 1:
+        raise SamplingError(f"asked for 1 choice, got {len(reply.choices)}")
+    choice = reply.choices[0]
+    content = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    token_ids = tuple(choice.token_ids or ())
+    logprobs = tuple(entry.logprob for entry in content)
+    problem = why_inexact(token_ids, logprobs)
+    if problem is None and len(token_ids) != reply.usage.completion_tokens:
+        problem = f"{len(token_ids)} token ids for {reply.usage.completion_tokens} tokens"
+    if problem is None and not reply.prompt_token_ids:
+        problem = "no_prompt_token_ids"
+    if problem is not None:
+        raise SamplingError(problem)
+    # `content` stays even when it holds nothing: an assistant message has one.
+    said = {
+        name: value
+        for name, value in choice.message.items()
+        if name in ("role", "content") or value not in (None, [], {})
+    }
+    return SampledAnswer(
+        message=msgspec.json.encode(said),
+        finish_reason=choice.finish_reason,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_token_ids=tuple(reply.prompt_token_ids or ()),
+        model=reply.model,
+    )

@@ -1,0 +1,225 @@
+"""Load a base model with a trainable LoRA, and save that LoRA as a standard PEFT folder.
+
+Every linear layer of the decoder is adapted, the head and the embeddings never: servers drop or
+mishandle LoRA there. What was saved is read back and checked, because a matrix that is silently
+missing would serve the base's answers under the adapter's name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
+from learner.errors import (
+    DeviceError,
+    IncompleteAdapterError,
+    NonFiniteError,
+    OutOfMemoryError,
+    ParentError,
+)
+from learner.explain import one_line
+from learner.grpo.logprobs import Policy, wants_autocast
+from learner.records import Parent
+from sidecar.settings import Learner
+
+ADAPTER = "default"
+"""peft's name of the adapter that is trained."""
+SAMPLER = "sampler"
+"""peft's name of another adapter, while answers that it sampled are checked."""
+
+
+def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Policy:
+    """The base with the parent's adapter, or with a fresh one that changes nothing yet.
+
+    Raises: DeviceError; OutOfMemoryError; ParentError when the base or the parent is missing,
+        broken, quantised or of another shape.
+    """
+    if not base_model_path:
+        raise ParentError("serving.base_model_path is empty; name the weights that vLLM serves")
+    transformers_logging.disable_progress_bar()
+    device = open_device(settings.device)
+    autocast = wants_autocast(settings.precision, device)
+    # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is dearer.
+    dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
+    with _loading(f"base {base_model_path}"):
+        _refuse_quantised(base_model_path)
+        base = AutoModelForCausalLM.from_pretrained(
+            base_model_path, dtype=dtype, attn_implementation="sdpa"
+        )
+    with _loading(f"parent {parent.name}"):
+        model = _with_adapter(base, parent, settings)
+        # peft notes where it found the base; what must stand there is the name that vLLM knows.
+        model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
+        return Policy(model=model.to(device), device=device, autocast=autocast)
+
+
+def open_device(name: str) -> torch.device:
+    """The torch device of this name, after one addition on it. Raises: DeviceError."""
+    try:
+        device = torch.device(name)
+        (torch.ones(1, device=device) + 1).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # torch's own sentence goes on with advice about its source code
+        why = one_line(error).split(". ")[0]
+        raise DeviceError(
+            f"learner.device = {name!r} cannot be used: {why}; set it to cpu, or to cuda on a "
+            "machine whose GPU and driver torch supports"
+        ) from error
+    return device
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not get memory, on the GPU or in the machine."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator has no class of its own
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Translate whatever a library raises for a foreign file. Any class is possible here: a
+    config that is no object alone gives TypeError, AttributeError or RecursionError."""
+    try:
+        yield
+    except (ParentError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"{what} does not fit into memory ({one_line(error)}); free memory, take a machine "
+                "with more of it, or a smaller base"
+            ) from error
+        raise ParentError(f"{what} cannot be loaded: {one_line(error)}") from error
+
+
+def _refuse_quantised(base_model_path: str) -> None:
+    config = AutoConfig.from_pretrained(base_model_path)
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            method = found.get("quant_method", "") if isinstance(found, dict) else type(found)
+            raise ParentError(
+                f"base {base_model_path} is quantised ({method or 'no method named'}); the learner "
+                "needs plain weights: name those that it was made from in serving.base_model_path, "
+                "and the drift check tells whether they are near enough"
+            )
+
+
+def _with_adapter(base: Any, parent: Parent, settings: Learner) -> Any:  # Any: peft is not typed
+    if parent.path is None:
+        torch.manual_seed(settings.seed)
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        return get_peft_model(base, config)
+    _require_object(parent, parent.path / CONFIG)
+    model = PeftModel.from_pretrained(base, str(parent.path), is_trainable=True)
+    check_folder(model, parent.path)
+    return model
+
+
+def _require_object(parent: Parent, path: Path) -> None:
+    if not path.is_file():
+        raise ParentError(f"parent {parent.name}: {path} is missing")
+    if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+        raise ParentError(
+            f"parent {parent.name}: {path} holds no JSON object; restore the folder, or roll back "
+            "to a version whose folder is whole"
+        )
+
+
+@contextmanager
+def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
+    """Compute with the adapter of another version, or with none, and then with the own one again.
+
+    sampler: without a path, the base.
+    Raises: ParentError when its folder is missing, altered, or of another shape.
+    """
+    model = policy.model
+    if sampler.path is None:
+        with model.disable_adapter():
+            yield
+        return
+    with _loading(f"adapter {sampler.name}"):
+        _require_object(sampler, sampler.path / CONFIG)
+        if folder_digest(sampler.path) != sampler.digest:
+            raise ParentError(f"adapter {sampler.name}: its folder is not as it was registered")
+        model.load_adapter(str(sampler.path), adapter_name=SAMPLER)
+        model.to(policy.device)
+    try:
+        with _loading(f"adapter {sampler.name}"):
+            check_folder(model, sampler.path, adapter=SAMPLER)
+        model.set_adapter(SAMPLER)
+        yield
+    finally:
+        model.set_adapter(ADAPTER)
+        model.delete_adapter(SAMPLER)
+
+
+def save_adapter(policy: Policy, folder: Path) -> None:
+    """Write the adapter's config and weights, and check what was written.
+
+    Raises: NonFiniteError, IncompleteAdapterError; OSError when the disk refuses.
+    """
+    try:
+        policy.model.save_pretrained(str(folder))
+    except SafetensorError as error:
+        # It is no OSError, and has the number of one in its text alone.
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(folder)) from error
+    _write_canonical(folder / CONFIG)
+    check_folder(policy.model, folder)
+
+
+def _write_canonical(path: Path) -> None:
+    """Sort a config: peft writes its sets in an order that differs from process to process, and
+    the same adapter must have the same digest."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config["target_modules"], str):  # a string is a pattern, and stays one
+        config["target_modules"] = sorted(config["target_modules"])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_folder(model: Any, folder: Path, *, adapter: str = ADAPTER) -> None:  # Any: as above
+    """Every LoRA matrix of the model is in the file, no other, and every number is finite.
+
+    adapter: the model's name of the adapter that the folder holds.
+
+    Raises: NonFiniteError, IncompleteAdapterError.
+    """
+    weights = load_file(folder / WEIGHTS)
+    expected = {
+        f"{name}.{matrix}.weight"
+        for name, module in model.named_modules()
+        for matrix in ("lora_A", "lora_B")
+        if adapter in getattr(module, matrix, ())
+    }
+    if not expected or expected != weights.keys():
+        missing, foreign = expected - weights.keys(), weights.keys() - expected
+        raise IncompleteAdapterError(
+            f"{folder / WEIGHTS}: {len(missing)} matrices missing, {len(foreign)} foreign, "
+            f"{len(expected)} expected; first: {min(missing | foreign, default='none')}"
+        )
+    for name, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"{name} holds an infinity or NaN")

@@ -1,0 +1,106 @@
+"""What an adapter was made from: `lineage.json` and the model card. Pure.
+
+It tells everything that is known when the folder is sealed. What happens to the adapter later (its
+version, its trial, its end) is in the store's audit, because the folder never changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ingest.records import ScoredGroup
+from learner.records import Parent, TrainingOutcome
+from learner.runs.selection import mask_reason
+from sidecar.settings import Learner
+
+FORMAT = 1
+
+
+def build_lineage(
+    *,
+    run_id: str,
+    created_at: float,
+    model: str,
+    base_model_path: str,
+    parent: Parent,
+    groups: Sequence[ScoredGroup],
+    dropped: Mapping[str, str],
+    settings: Learner,
+    outcome: TrainingOutcome,
+    libraries: Mapping[str, str],
+) -> dict[str, Any]:
+    """All that is needed to explain an adapter, or to make it again.
+
+    created_at: unix seconds. groups: those trained on. dropped: group id -> reason, of those that
+    the run looked at and left out.
+    """
+    return {
+        "format": FORMAT,
+        "run_id": run_id,
+        "created_at": created_at,
+        "model": model,
+        "base_model": base_model_path,
+        "parent": {"name": parent.name, "version": parent.version, "digest": parent.digest},
+        "groups": [
+            _describe(group, outcome.drifted.get(group.group.group_id, ())) for group in groups
+        ],
+        "dropped": dict(dropped),
+        "judges": sorted({(group.judge_model, group.rubric_hash) for group in groups}),
+        "settings": settings.model_dump(mode="json"),
+        "seed": settings.seed,
+        "algorithm": dict(outcome.algorithm),
+        "libraries": dict(libraries),
+        "drift": asdict(outcome.drift) if outcome.drift is not None else None,
+        "metrics": [asdict(step) for step in outcome.metrics],
+    }
+
+
+def render_lineage(lineage: Mapping[str, Any]) -> str:
+    """As the text of `lineage.json`."""
+    return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+
+
+def render_card(lineage: Mapping[str, Any]) -> str:
+    """The folder's README.md, a model card that PEFT and the hub understand."""
+    first, last = lineage["metrics"][0], lineage["metrics"][-1]
+    return f"""---
+base_model: {json.dumps(lineage["base_model"])}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora, grpo]
+---
+
+# LoRA for {lineage["model"]}
+
+Learned from live traffic by learning-sidecar: GRPO on answers that the served model gave, each
+group of answers to one prompt scored against itself by a judge. Run {lineage["run_id"]},
+continuing from {lineage["parent"]["name"]}.
+
+| | |
+|---|---|
+| groups | {len(lineage["groups"])} used, {len(lineage["dropped"])} left out |
+| judge | {", ".join(name for name, _ in lineage["judges"])} |
+| optimiser steps | {len(lineage["metrics"])} |
+| mean score of the training answers | {first["reward_mean"]:.3f} in the first step |
+| KL to the behaviour policy | {last["approx_kl"]:.5f} nats a token in the last step |
+
+`lineage.json` names every exchange, score and setting it was made from.
+"""
+
+
+def _describe(scored: ScoredGroup, drifted: Collection[int]) -> dict[str, Any]:
+    return {
+        "group_id": scored.group.group_id,
+        "exchange_id": scored.group.exchange_id,
+        "adapter": scored.group.adapter,
+        "judge_model": scored.judge_model,
+        "rubric_hash": scored.rubric_hash,
+        "scores": list(scored.scores),
+        "masked": [
+            "drift" if place in drifted else mask_reason(answer)
+            for place, answer in enumerate(scored.group.answers)
+        ],
+    }

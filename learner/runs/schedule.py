@@ -1,0 +1,230 @@
+"""Runs the learner on its schedule. Each run is a child process, so that its memory goes with it.
+
+It looks every few seconds (`learner.poll_s`): at the operator's flags, at open trials, at the
+groups that wait, and at its child. Flags `learner_paused` and `learner_run_requested` ("1" or "0")
+are the admin API's words to it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import UTC
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.interval import IntervalTrigger
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from learner.errors import ParentError
+from learner.runs.blame import blame_for_death
+from learner.runs.cron import read_cron
+from learner.runs.runs import abandon, find_parent
+from learner.runs.schedule_rule import Decision, Situation, decide, hold_s
+from learner.runs.source import count_fresh
+from sidecar.errors import StoreError
+from sidecar.processes.children import own_environment, own_python
+from sidecar.processes.parent_death import leash
+from sidecar.processes.readiness import tell_ready
+from sidecar.settings import Settings
+from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.models import AdapterRow, CanaryRow
+
+log = structlog.get_logger()
+
+PAUSED_FLAG = "learner_paused"
+REQUESTED_FLAG = "learner_run_requested"
+UNDECIDED = ("loading", "gating", "ramping")
+NICENESS = 10
+"""A run yields to the server and the relay."""
+STOP_TIMEOUT_S = 20.0
+TRAINED, NOTHING_TO_LEARN = 0, 3
+"""Exit codes of a run."""
+
+
+class Child(Protocol):
+    """A run in a process of its own."""
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: killed by that signal."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to end and wait for that."""
+        ...
+
+
+class ChildProcess:
+    """`python -m learner --once`. The kernel asks it to stop when the process that started it dies,
+    or the thread, which here is APScheduler's and lives as long as the process."""
+
+    def __init__(self, run_id: str, config: Path | None) -> None:
+        command = [*leash(), *own_python("learner", "--once", "--run-id", run_id)]
+        command += ["--nice", str(NICENESS)]
+        command += ["--config", str(config)] if config is not None else []
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=own_environment(os.environ)
+        )
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            log.warning("run_killed", pid=self._process.pid, after_s=STOP_TIMEOUT_S)
+            self._process.kill()
+            self._process.wait()
+
+
+class Schedule:
+    """`look()` is one look at the world; the clock of `start_clock` calls it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        launch: Callable[[str], Child],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        """launch: starts the run of this id."""
+        self._settings = settings
+        self._database = database
+        self._launch = launch
+        self._clock = clock
+        self._due = settings.learner.schedule == "groups"
+        self._child: Child | None = None
+        self._run_id = ""
+        self._failures = 0
+        self._hold_until = 0.0
+        self._said: Decision | None = None
+
+    def turn(self) -> None:
+        """The clock came round: a run is due."""
+        self._due = True
+
+    def look(self) -> Decision | None:
+        """See to the child, then start a run if it is time. None: the store cannot be asked."""
+        try:
+            self._reap()
+            with self._database.read() as session:
+                decision = decide(self._situation(session))
+            if decision.start:
+                self._start(decision)
+        except (StoreError, ParentError) as error:
+            log.warning("learner_waits", kind="store", why=str(error))
+            return None
+        if decision.spent and self._settings.learner.schedule != "groups":
+            self._due = False
+        if self._said is None or decision.kind != self._said.kind:
+            log.info("learner_waits" if not decision.start else "learner_starts", why=decision.why)
+        self._said = decision
+        return decision
+
+    def stop(self) -> None:
+        """End the child, if there is one, and record its end."""
+        if self._child is not None:
+            self._child.stop()
+            self._reap(stopped=True)
+
+    def _start(self, decision: Decision) -> None:
+        run_id = uuid.uuid4().hex
+        with self._database.write() as session:
+            set_flag(session, REQUESTED_FLAG, "0", now=self._clock())
+        self._child, self._run_id = self._launch(run_id), run_id
+        log.info("run_launched", run_id=run_id, why=decision.why)
+
+    def _reap(self, *, stopped: bool = False) -> None:
+        """Close the books of a child that ended. stopped: by us, so that no group is blamed."""
+        code = self._child.exit_code() if self._child is not None else None
+        if code is None:
+            return
+        reason = f"its process ended with {code}"
+        with self._database.write() as session:
+            # A killed child cannot end its own run, and nobody should wait for its lease.
+            culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
+            abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
+        self._child = None
+        self._failures = 0 if code in (TRAINED, NOTHING_TO_LEARN) else self._failures + 1
+        self._hold_until = self._clock() + hold_s(self._failures)
+        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold_s(self._failures))
+
+    def _situation(self, session: Session) -> Situation:
+        model, settings = self._settings.serving.model, self._settings.learner
+        groups = count_fresh(
+            session,
+            model=model,
+            parent=find_parent(session, model).name,
+            max_age=settings.max_age_versions,
+        )
+        return Situation(
+            running=self._child is not None,
+            paused=get_flag(session, PAUSED_FLAG) == "1",
+            requested=get_flag(session, REQUESTED_FLAG) == "1",
+            due=self._due,
+            trial=_undecided(session, model),
+            groups=groups,
+            min_groups=settings.min_groups,
+            now=self._clock(),
+            hold_until=self._hold_until,
+        )
+
+
+def _undecided(session: Session, model: str) -> str | None:
+    """A version on trial, or one that waits for its trial; None when all are decided."""
+    on_trial = select(CanaryRow.candidate).where(
+        CanaryRow.model == model, CanaryRow.state.in_(UNDECIDED)
+    )
+    registered = select(AdapterRow.name).where(
+        AdapterRow.model == model, AdapterRow.state == "registered"
+    )
+    return session.scalar(on_trial.limit(1)) or session.scalar(registered.limit(1))
+
+
+def start_clock(settings: Settings, schedule: Schedule) -> BackgroundScheduler:
+    """Let APScheduler call the schedule, from now on and on a thread of its own.
+
+    Raises: SettingsError when `learner.cron` is no cron expression.
+    """
+    learner = settings.learner
+    clock = BackgroundScheduler(timezone=UTC)
+    if learner.schedule == "interval":
+        clock.add_job(schedule.turn, IntervalTrigger(seconds=int(learner.interval_s)))
+    elif learner.schedule == "cron":
+        clock.add_job(schedule.turn, read_cron(learner.cron))
+    clock.add_job(
+        schedule.look, IntervalTrigger(seconds=learner.poll_s), max_instances=1, coalesce=True
+    )
+    clock.start()
+    return clock
+
+
+def run_schedule(
+    settings: Settings,
+    database: Database,
+    config: Path | None,
+    *,
+    clock: Callable[[], float],
+    stopping: threading.Event,
+) -> int:
+    """Keep the schedule until `stopping` is set. Returns: the exit code, 0."""
+    schedule = Schedule(
+        settings, database, lambda run_id: ChildProcess(run_id, config), clock=clock
+    )
+    ticking = start_clock(settings, schedule)
+    log.info("learner_ready", schedule=settings.learner.schedule)
+    tell_ready()
+    stopping.wait()
+    ticking.shutdown(wait=True)
+    schedule.stop()
+    log.info("learner_stopped")
+    return 0

@@ -1,0 +1,128 @@
+"""Which scored groups are trained on, and why the others are not. Pure.
+
+One group never costs another: whatever a group holds, it is dropped for its reason and the others
+are taken. A group is taken whole or dropped whole; a group that is too long is dropped and not cut,
+because leaving out its longest answers would teach that length costs nothing. Single answers that
+are not exact are masked: they keep their part in the group's mean and have none in the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ingest.grouping.exchangeable import RAISED_BELOW
+from ingest.records import Answer, ScoredGroup
+from learner.grpo.advantages import MIN_TRAINABLE, center_rewards, spread
+from learner.grpo.packing import packed_length
+from learner.records import TrainableRow, TrainingGroup
+
+DropReason = Literal[
+    "too_few_answers",
+    "non_finite_score",
+    "score_out_of_range",
+    "no_spread",
+    "no_prompt",
+    "too_few_trainable",
+    "too_long",
+    "unreadable",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    groups: tuple[TrainingGroup, ...]
+    dropped: Mapping[str, DropReason]
+    """group id -> reason"""
+    masked_answers: Mapping[str, int]
+    """reason -> answers of the taken groups that are left out of the loss"""
+
+
+def select_groups(
+    scored_groups: Sequence[ScoredGroup], *, min_spread: float, pack_tokens: int
+) -> Selection:
+    """Turn scored groups into training groups.
+
+    min_spread: score units; a group whose scores have a smaller population standard deviation
+        is dropped, and so is one whose scores are all equal.
+    pack_tokens: the longest prompt with one answer that the trainer computes at once.
+    """
+    groups: list[TrainingGroup] = []
+    dropped: dict[str, DropReason] = {}
+    masked: Counter[str] = Counter()
+    for scored in scored_groups:
+        try:
+            reason = _drop_reason(scored, min_spread=min_spread, pack_tokens=pack_tokens)
+            group = _training_group(scored) if reason is None else None
+        except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
+            reason, group = "unreadable", None
+        if group is None:
+            dropped[scored.group.group_id] = reason or "unreadable"
+            continue
+        groups.append(group)
+        masked.update(why for answer in scored.group.answers if (why := mask_reason(answer)))
+    return Selection(groups=tuple(groups), dropped=dropped, masked_answers=dict(masked))
+
+
+def mask_reason(answer: Answer) -> str | None:
+    """Why an answer has no part in the loss; None when it has."""
+    if answer.untrainable_reason is not None:
+        return answer.untrainable_reason
+    if not answer.token_ids:
+        return "no_tokens"
+    if len(answer.token_ids) != len(answer.logprobs):
+        return "tokens_without_logprobs"
+    if not all(map(math.isfinite, answer.logprobs)):
+        return "non_finite_logprob"
+    if not answer.temperature > 0:
+        return "greedy"
+    if answer.temperature < RAISED_BELOW:
+        return "temperature_raised"
+    if not math.isfinite(answer.temperature):
+        return "non_finite_temperature"
+    return None
+
+
+def _drop_reason(scored: ScoredGroup, *, min_spread: float, pack_tokens: int) -> DropReason | None:
+    prompt = scored.group.prompt_token_ids
+    trainable = [answer for answer in scored.group.answers if mask_reason(answer) is None]
+    if len(scored.scores) < 2:
+        return "too_few_answers"
+    if not all(map(math.isfinite, scored.scores)):
+        return "non_finite_score"
+    if not all(0.0 <= score <= 1.0 for score in scored.scores):
+        return "score_out_of_range"
+    found = spread(scored.scores)
+    if found == 0.0 or found < min_spread:
+        return "no_spread"
+    if not prompt:
+        return "no_prompt"
+    if len(trainable) < MIN_TRAINABLE:
+        return "too_few_trainable"
+    if any(packed_length(len(prompt), [len(a.token_ids)]) > pack_tokens for a in trainable):
+        return "too_long"
+    return None
+
+
+def _training_group(scored: ScoredGroup) -> TrainingGroup:
+    group = scored.group
+    rows = tuple(
+        TrainableRow(
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            advantage=advantage,
+            temperature=answer.temperature,
+            trainable=mask_reason(answer) is None,
+        )
+        for answer, advantage in zip(group.answers, center_rewards(scored.scores), strict=True)
+    )
+    return TrainingGroup(
+        group_id=group.group_id,
+        adapter=group.adapter,
+        prompt_token_ids=group.prompt_token_ids,
+        rows=rows,
+        scores=scored.scores,
+    )

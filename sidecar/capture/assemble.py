@@ -1,0 +1,214 @@
+"""Turn what the relay saw of a request into an `Exchange`. Pure; runs off the path.
+
+An exchange from which anything needed for learning is missing or contradicts itself is still kept:
+it serves sessions and feedback. `untrainable_reason` says why it must not be learned from.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sidecar.capture.turns import Turns
+from sidecar.errors import UNREADABLE_JSON
+from sidecar.records import (
+    Choice,
+    Exchange,
+    Outcome,
+    RawCapture,
+    Sampling,
+    Surface,
+    Timings,
+)
+from sidecar.replies.check import untrainable
+from sidecar.replies.parts import ReadChoice, ReadReply, UnreadableReplyError, message_json
+from sidecar.replies.reading import read_reply
+
+
+def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
+    """Read a capture. Never raises for what a client or vLLM sent: it says what is wrong instead.
+
+    raw: with a reply.
+    turns: remembers the originals of retries; the one thing here that is not pure.
+    """
+    request = _request(raw.request)
+    sampling, sampling_known = _sampling(request, raw.surface)
+    reply, choices, readable = _read(raw)
+    outcome: Outcome = "upstream_error" if reply.error is not None else raw.outcome
+    reason: str | None
+    if outcome != "ok":
+        reason = outcome
+    elif not readable:
+        reason = "unreadable_reply"
+    elif not sampling_known:
+        reason = "unreadable_sampling"
+    else:
+        reason = untrainable(reply, raw.surface, raw.route.upstream_model)
+    turn_id = (turns or Turns(0)).name(
+        raw.exchange_id,
+        project=raw.project,
+        session_key=raw.session_key,
+        body=raw.request,
+        retry_count=raw.retry_count,
+        idempotency_key=raw.idempotency_key,
+        ended_well=outcome == "ok" and raw.status == 200,
+    )
+    return Exchange(
+        exchange_id=raw.exchange_id,
+        surface=raw.surface,
+        public_model=raw.public_model,
+        adapter=raw.route.adapter,
+        arm=raw.route.arm,
+        propensity=raw.route.propensity,
+        replica=raw.replica,
+        session_key=raw.session_key,
+        request=raw.request,
+        choices=choices,
+        prompt_token_ids=reply.prompt_token_ids,
+        sampling=sampling,
+        stream=raw.streamed or request.stream is True,
+        status=raw.status,
+        outcome=outcome,
+        timings=_timings(raw, reply),
+        untrainable_reason=reason,
+        completion_tokens=reply.completion_tokens,
+        trace_id=trace_id(raw.own_traceparent) or trace_id(raw.traceparent),
+        project=raw.project,
+        key_id=raw.key_id,
+        returned_index=raw.returned_index,
+        user=raw.user,
+        turn_id=turn_id,
+        retry_count=raw.retry_count,
+        fallback_from=raw.fallback_from,
+        request_bytes=len(raw.request),
+        reply_bytes=raw.reply_size,
+    )
+
+
+def _word(text: str | None) -> str | None:
+    """vLLM's word, without the half surrogate pairs that no record can hold."""
+    if text is None or text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode()
+
+
+def trace_id(traceparent: str) -> str:
+    """The trace that a W3C `traceparent` names, 32 hex digits; empty when it names none."""
+    if len(traceparent) < 36 or not traceparent[2] == "-" == traceparent[35]:
+        return ""
+    found = traceparent[3:35]
+    return "" if found == _NO_TRACE or found.strip(_HEX_DIGITS) else found
+
+
+_HEX_DIGITS = "0123456789abcdef"
+_NO_TRACE = "0" * 32
+
+
+def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
+    """With the time between tokens, if it is one. Several answers of a stream grow side by side, so
+    the longest counts."""
+    timings = raw.timings
+    if not raw.streamed or timings.first_byte_s is None:
+        return timings
+    tokens = max((len(choice.token_ids) for choice in reply.choices.values()), default=0)
+    if tokens == 0 and len(reply.choices) == 1:
+        tokens = reply.completion_tokens or 0
+    if tokens < 2:
+        return timings
+    return Timings(
+        started_at=timings.started_at,
+        queue_s=timings.queue_s,
+        first_byte_s=timings.first_byte_s,
+        per_token_s=max(0.0, timings.total_s - timings.first_byte_s) / (tokens - 1),
+        total_s=timings.total_s,
+        overhead_s=timings.overhead_s,
+    )
+
+
+def _read(raw: RawCapture) -> tuple[ReadReply, tuple[Choice, ...], bool]:
+    """The reply, its choices, and whether it could be read. What a cut or failed reply had is kept
+    if it can."""
+    try:
+        reply = read_reply(raw.surface, raw.reply or (), streamed=raw.streamed)
+        return reply, tuple(map(_choice, sorted(reply.choices.items()))), True
+    except (UnreadableReplyError, RecursionError):  # the latter: nested too deep to be written
+        return ReadReply(), (), False
+
+
+def _choice(read: tuple[int, ReadChoice]) -> Choice:
+    index, choice = read
+    return Choice(
+        index=index,
+        message=message_json(choice.message),
+        finish_reason=_word(choice.finish_reason),
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+    )
+
+
+class _Request(msgspec.Struct, gc=False):
+    """What is read of a request: how to sample. Types are looked at afterwards, one by one."""
+
+    stream: object = None
+    temperature: object = None
+    top_p: object = None
+    min_p: object = None
+    top_k: object = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    repetition_penalty: object = None
+    seed: object = None
+    max_tokens: object = None
+    max_completion_tokens: object = None
+    max_output_tokens: object = None
+
+
+_REQUEST = msgspec.json.Decoder(_Request)
+_UNREADABLE = _Request(temperature="unreadable")
+"""NaN and the like, which only Python's json takes."""
+
+
+def _request(body: bytes) -> _Request:
+    try:
+        return _REQUEST.decode(body)
+    except UNREADABLE_JSON:
+        return _UNREADABLE
+
+
+def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
+    """How vLLM was asked to sample, and whether all of it is known.
+
+    vLLM takes some values in other types too ("0.7"); what was meant by those is not guessed.
+    """
+    known = True
+
+    def number(value: object) -> float | None:
+        nonlocal known
+        if value is None or type(value) is float or type(value) is int:
+            return value
+        known = False
+        return None
+
+    def count(value: object) -> int | None:
+        nonlocal known
+        if value is None or type(value) is int:
+            return value
+        known = False
+        return None
+
+    limit = request.max_tokens
+    if surface == "responses":
+        limit = request.max_output_tokens
+    elif request.max_completion_tokens is not None:  # vLLM's own order: the newer name wins
+        limit = request.max_completion_tokens
+    sampling = Sampling(
+        temperature=number(request.temperature),
+        top_p=number(request.top_p),
+        top_k=count(request.top_k),
+        min_p=number(request.min_p),
+        presence_penalty=number(request.presence_penalty),
+        frequency_penalty=number(request.frequency_penalty),
+        repetition_penalty=number(request.repetition_penalty),
+        seed=count(request.seed),
+        max_tokens=count(limit),
+    )
+    return sampling, known

@@ -1,0 +1,255 @@
+"""The embedded bus: one SQLite file between the proxy, which writes it, and ingest, which reads it.
+
+Both ends are here because the file format has one owner. Records stay until the reader says that
+they are stored, so either process may die at any time: WAL mode keeps what was committed.
+When someone takes the file away, both ends notice before their next step, for the name no longer
+leads to the file that they have open, and open a new one; the writer counts what went, unread, with
+the old one. Several processes may write; each record goes to one of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from sidecar.capture.yielding import Rest, never
+from sidecar.errors import OutboxError, SettingsError
+from sidecar.records import Exchange, encode_exchange
+from sidecar.settings.kinds import bus_path
+
+log = structlog.get_logger()
+BUSY_TIMEOUT_S = 5.0
+"""How long a writer waits for another's lock. Captures queue in memory meanwhile."""
+ROWS_AT_ONCE = 8
+"""Rows that are written between two rests."""
+_SCHEMA = """CREATE TABLE IF NOT EXISTS outbox(
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, exchange_id TEXT, at REAL, payload BLOB)"""
+# Rows leave from the front only, so the ends give the number without counting. Each end has its own
+# SELECT: SQLite finds one in the index's first or last entry, but reads the whole table for both.
+_ROWS = """SELECT COALESCE(
+    (SELECT MAX(seq) FROM outbox) - (SELECT MIN(seq) FROM outbox) + 1, 0)"""
+_REASONS = {
+    sqlite3.SQLITE_BUSY: "locked",
+    sqlite3.SQLITE_LOCKED: "locked",
+    sqlite3.SQLITE_FULL: "disk_full",
+    sqlite3.SQLITE_READONLY: "read_only",
+    sqlite3.SQLITE_CORRUPT: "corrupt",
+    sqlite3.SQLITE_NOTADB: "corrupt",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxRow:
+    """One record of the bus."""
+
+    seq: int
+    exchange_id: str
+    at: float
+    """When it was written, unix seconds."""
+    payload: bytes
+    """`sidecar.records.encode_exchange`"""
+
+
+def outbox_path(url: str) -> Path:
+    """The file that `bus.url` names. Raises SettingsError when it names another kind of bus."""
+    try:
+        return Path(bus_path(url))
+    except ValueError as error:
+        raise SettingsError(f"bus.url: {error}") from error
+
+
+class _File:
+    """The open file, opened when first needed and again after a failure or when it was replaced."""
+
+    def __init__(
+        self,
+        path: Path,
+        busy_timeout_s: float,
+        on_rows_gone: Callable[[int], object] | None = None,
+    ) -> None:
+        self.path = path
+        self._on_rows_gone = on_rows_gone
+        self._busy_timeout_s = busy_timeout_s
+        self._connection: sqlite3.Connection | None = None
+        self._inode = -1
+
+    @contextmanager
+    def connection(self) -> Iterator[sqlite3.Connection]:
+        """The connection; what goes wrong with it is raised as OutboxError, and closes it."""
+        try:
+            yield self._open()
+        except sqlite3.Error as error:
+            self.close()
+            reason = _REASONS.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "failed")
+            raise OutboxError(reason, f"outbox {self.path}: {error}") from error
+        except OSError as error:
+            self.close()
+            raise OutboxError("unreachable", f"outbox {self.path}: {error}") from error
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is not None and _inode(self.path) == self._inode:
+            return self._connection
+        if self._connection is not None and self._on_rows_gone is not None:
+            self._on_rows_gone(_claim_unread(self._connection))
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(self.path.parent):
+            if not self.path.exists():
+                # Beside a new file, the old one's log would be taken for its own.
+                for suffix in ("-wal", "-shm"):
+                    self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            self.path.touch(mode=0o600)  # it holds what users wrote
+            self._connection = _connect(self.path, self._busy_timeout_s)
+            self._inode = _inode(self.path)
+        return self._connection
+
+
+class Outbox:
+    """The writing end. One thread at a time."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_rows: int,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        clock: Callable[[], float] = time.time,
+        on_rows_gone: Callable[[int], object] | None = None,
+        rest: Rest = never,
+    ) -> None:
+        """on_rows_gone: told how many records went unread with a file that was deleted or moved,
+        by one of its writers only. rest: called between two steps of the writing."""
+        self._file = _File(path, busy_timeout_s, on_rows_gone)
+        self._max_rows = max_rows
+        self._clock = clock
+        self._rest = rest
+
+    def write(self, exchanges: Sequence[Exchange]) -> int:
+        """Store a batch in one transaction.
+
+        Returns: how many were stored, from the front; fewer than came when the outbox is full.
+        Raises: OutboxError when none was stored.
+        """
+        at = self._clock()
+        # Before the transaction: other writers need not wait for it.
+        rows = [(item.exchange_id, at, encode_exchange(item)) for item in exchanges]
+        with self._file.connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])
+            kept = rows[:room]
+            for start in range(0, len(kept), ROWS_AT_ONCE):
+                connection.executemany(
+                    "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)",
+                    kept[start : start + ROWS_AT_ONCE],
+                )
+                self._rest()
+            connection.execute("COMMIT")
+        return len(kept)
+
+    def close(self) -> None:
+        """Close the file; the next write opens it again."""
+        self._file.close()
+
+
+class OutboxReader:
+    """The reading end. One thread at a time."""
+
+    def __init__(self, path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        self._file = _File(path, busy_timeout_s)
+
+    def read(self, after: int, limit: int) -> list[OutboxRow]:
+        """Records with a `seq` over `after`, in order, at most `limit`. Raises OutboxError.
+
+        What was deleted never comes back, so a reader that deletes what it stored may always
+        read after 0; that also holds when the file was lost and its numbers begin again.
+        """
+        with self._file.connection() as connection:
+            rows = connection.execute(
+                "SELECT seq, exchange_id, at, payload FROM outbox WHERE seq > ? "
+                "ORDER BY seq LIMIT ?",
+                (after, limit),
+            )
+            return [
+                OutboxRow(seq=seq, exchange_id=name, at=at, payload=payload)
+                for seq, name, at, payload in rows
+            ]
+
+    def delete_through(self, seq: int) -> None:
+        """Forget the records up to and with `seq`: they are stored. Raises OutboxError."""
+        with self._file.connection() as connection:
+            connection.execute("DELETE FROM outbox WHERE seq <= ?", (seq,))
+
+    def count(self) -> int:
+        """Records that wait. Raises OutboxError."""
+        with self._file.connection() as connection:
+            rows: int = connection.execute(_ROWS).fetchone()[0]
+            return rows
+
+    def close(self) -> None:
+        """Close the file; the next call opens it again."""
+        self._file.close()
+
+
+def _connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(_SCHEMA)
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _claim_unread(connection: sqlite3.Connection) -> int:
+    """How many records lie in a file that is gone; 0 when another writer has counted them, or when
+    it cannot be read any more. The file keeps a mark that it was counted."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        if connection.execute("PRAGMA user_version").fetchone()[0] != 0:
+            connection.execute("ROLLBACK")
+            return 0
+        unread: int = connection.execute(_ROWS).fetchone()[0]
+        connection.execute("PRAGMA user_version = 1")
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        log.warning("outbox_gone_uncounted", error=str(error))
+        return 0
+    if unread:
+        log.warning("outbox_gone", unread=unread)
+    return unread
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time opens or makes an outbox here: two that make one would take each
+    other's log away, and the first switch to WAL fails beside another. Raises: OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return -1

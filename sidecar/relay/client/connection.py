@@ -1,0 +1,385 @@
+"""The relay's side towards a client: one protocol object per connection.
+
+Requests are answered one at a time and in order. While one is in flight the connection goes on
+reading, because that is how it learns that the client has left; what comes early waits unparsed,
+and when too much comes early, reading stops.
+
+One connection never keeps the event loop from the others: in one turn of the loop it parses about
+`SLICE_BYTES` of many small messages and begins `REQUESTS_AT_ONCE` requests, then it waits for the
+next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final, cast
+
+from sidecar.relay.client.body_watch import BodyWatch
+from sidecar.relay.client.early_bytes import EarlyBytes
+from sidecar.relay.client.long_body import LongBody, LongBodyReader
+from sidecar.relay.client.reception import receive
+from sidecar.relay.client.request_parser import RequestParser
+from sidecar.relay.flight.client_request import ClientRequest
+from sidecar.relay.flight.context import RelayContext
+from sidecar.relay.flight.flight import Flight
+from sidecar.relay.http1.direct_write import Outlet
+from sidecar.relay.surface.refusals import Refusal, refusal_reply, too_slow
+from sidecar.relay.upstream.connection import no_delay
+
+MAX_EARLY_BYTES: Final = 64 * 1024
+"""Pipelined bytes that wait for the request in flight."""
+REQUESTS_AT_ONCE: Final = 16
+"""Requests that are begun in one turn of the loop: a refusal takes some 30 us."""
+SLICE_BYTES: Final = 4096
+"""Of pipelined messages or small chunks that are parsed in one turn: at worst a millisecond."""
+LINES_AT_ONCE: Final = 256
+"""A read with fewer lines is parsed whole: what the parser does is by the line."""
+LINGER_S: Final = 1.0
+"""A refused client may still be sending; closing at once would reset the connection and could take
+the refusal with it. So we read on and throw away for this long."""
+DRAIN_IDLE_S: Final = 0.5
+"""While draining, an idle connection is kept this long: its client may just be sending."""
+_now: Final = perf_counter
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection; see the module's docstring."""
+
+    def __init__(self, context: RelayContext, forget: Callable[[ClientConnection], None]) -> None:
+        """forget: called once, when the connection is gone."""
+        self._context = context
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._outlet: Outlet | None = None
+        self._parser = RequestParser(max_body_bytes=context.proxy.max_body_bytes)
+        self._flight: Flight | None = None
+        self._early = EarlyBytes()
+        self._reading_paused = self._writing_paused = False
+        self._pumping = self._closing = self._draining = False
+        self._yielded = False
+        """There is more to do, in the next turn of the loop."""
+        self._watch = BodyWatch(context)
+        self._long: LongBody | None = None
+        """A body that is read past the parser."""
+        self._since = _now()
+        """Since when it is idle, or the request that is coming in has been."""
+        self._progress = self._since
+        """When a byte last moved in the direction that is waited for."""
+        self._unsent_bytes = 0
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
+        no_delay(self._transport)
+        self._outlet = Outlet(self._transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        nothing_waits = self._flight is None and self._long is None and not self._early.size
+        nothing_waits = nothing_waits and not self._writing_paused and not self._yielded
+        if nothing_waits and (len(data) <= SLICE_BYTES or self._is_cheap(data)):  # nearly always
+            self._feed(data)
+            self._pump()
+            return
+        self._early.add(data)
+        self._pump()
+        if self._early.size > MAX_EARLY_BYTES and not self._reading_paused:
+            self._reading_paused = True
+            self._open_transport().pause_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closing = True
+        self._transport = self._outlet = None
+        self._let_go_of_body()
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.client_left()
+        self._forget(self)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        self._progress = _now()
+        self._unsent_bytes = 0
+        if self._flight is not None:
+            self._flight.pause()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        self._progress = _now()
+        if self._flight is not None:
+            self._flight.resume()
+        else:
+            self._yield()  # this turn may have had its requests
+
+    # -- for the flight
+
+    def write(self, data: bytes) -> None:
+        if self._outlet is not None:
+            self._outlet.write(data)
+
+    def write_now(self, data: bytes) -> None:
+        """`write` what nothing else is done after in this turn of the loop."""
+        if self._outlet is not None:
+            self._outlet.write_now(data)
+
+    def reply_done(self, *, keep_alive: bool, at: float) -> None:
+        self._flight = None
+        self._since = at
+        self._watch.give_back()
+        if not keep_alive:
+            self._close()
+            return
+        if self._draining:  # the client was told that it may go on: its next request may be coming
+            self._loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+        self._pump()
+
+    def reply_broken(self) -> None:
+        self._flight = None
+        self._watch.give_back()
+        self._close()
+
+    # -- for the server
+
+    def drain(self) -> None:
+        """Finish what is in flight or on its way, then close."""
+        if self._draining:
+            return
+        self._draining = True
+        if self._flight is None:
+            self._loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._flight is None and not self._parser.begun and not self._yielded:
+            self._close()
+
+    def tick(self, now: float) -> None:
+        """Called now and then: end what has waited too long. now: `time.perf_counter()`."""
+        proxy = self._context.proxy
+        if self._writing_paused and self._transport is not None:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent != self._unsent_bytes:
+                self._unsent_bytes, self._progress = unsent, now
+            elif now - self._progress > proxy.write_timeout_s:
+                self._context.metrics.clients_cut.inc(("not_reading",))
+                self.abort()
+        elif self._flight is not None:
+            self._flight.tick(now)
+        elif self._closing:
+            # What is unsent may never be taken, and `close` waits for it for ever.
+            if now - self._since > proxy.write_timeout_s:
+                self._context.metrics.clients_cut.inc(("not_reading",))
+                self.abort()
+        elif self._yielded:
+            return
+        elif not self._parser.begun:
+            if now - self._since > proxy.idle_timeout_s:
+                self._close()
+        elif self._is_late(now):
+            self._context.metrics.clients_cut.inc(("too_slow",))
+            self._refuse(too_slow(), head_only=False, keep_alive=False)
+
+    def _is_late(self, now: float) -> bool:
+        """The request that is coming in is not worth waiting for."""
+        if self._parser.in_body:
+            return self._watch.is_late(now)
+        return now - self._since > self._context.proxy.head_timeout_s
+
+    def abort(self) -> None:
+        if self._outlet is not None:
+            self._outlet.abort()
+
+    # -- requests
+
+    def _pump(self) -> None:
+        """Begin requests until one is in flight, nothing is left, or it is the turn of others:
+        refusals are answered at once, and a client may pipeline thousands of them."""
+        if self._pumping or self._yielded:
+            return
+        self._pumping = True
+        try:
+            begun, parsed = 0, False
+            while self._flight is None and not self._closing and not self._writing_paused:
+                if self._parser.ready:
+                    if begun == REQUESTS_AT_ONCE:
+                        self._yield()
+                        break
+                    begun += 1
+                    self._begin(self._parser.ready.popleft())
+                elif self._long is not None or not self._body_may_go_on():
+                    break
+                elif not self._early.size:
+                    self._read_long()
+                    break
+                elif parsed:
+                    self._yield()
+                    break
+                else:
+                    parsed = self._parse_early()
+        finally:
+            self._pumping = False
+
+    def _yield(self) -> None:
+        if not self._yielded:
+            self._yielded = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._yielded = False
+        self._pump()
+
+    # -- a body that is coming in
+
+    def _body_may_go_on(self) -> bool:
+        """Look at the request whose body is coming in. Returns: False when it was refused."""
+        parser = self._parser
+        head = parser.head
+        if head is None:
+            return True
+        refusal = self._watch.look(parser, head, _now())
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
+            return False
+        if parser.wants_continue:
+            parser.wants_continue = False
+            self.write(CONTINUE)
+        return True
+
+    def _read_long(self) -> None:
+        """Read what is left of a long body to its place."""
+        if not self._watch.may_be_long:
+            return
+        self._long = body = self._parser.long_body()
+        if body is not None and self._has_room(body):
+            self._open_transport().set_protocol(LongBodyReader(self, body))
+
+    def _has_room(self, body: LongBody) -> bool:
+        """Returns: False when the body was refused."""
+        head = self._parser.head
+        assert head is not None, "its body is coming in"
+        refusal = self._watch.long_came(head, body.came, body.needs_bytes, _now())
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
+        return refusal is None
+
+    def long_body_came(self, body: LongBody) -> None:
+        self._parser.body_bytes = body.came
+        self._progress = _now()
+        if body.whole:
+            self._open_transport().set_protocol(self)
+            self._loop.call_soon(self._end_long_body)
+        else:
+            self._has_room(body)
+
+    def _end_long_body(self) -> None:
+        long, self._long = self._long, None
+        if long is not None and not self._closing:
+            self._parser.long_body_whole(long.take())
+            self._pump()
+
+    def _let_go_of_body(self) -> None:
+        """No body is answered here any more: hold none of it, however long the client stays."""
+        self._watch.give_back()
+        self._early.clear()
+        self._parser.drop_body()
+        long, self._long = self._long, None
+        if long is not None:
+            if self._transport is not None:
+                self._transport.set_protocol(self)
+            self._loop.call_soon(long.take)  # a read may be going on, in its room
+
+    # -- what is parsed
+
+    def _is_cheap(self, data: bytes) -> bool:
+        """Whether the parser has no more to do with it than a turn of the loop may take."""
+        parser = self._parser
+        if parser.announced - parser.body_bytes >= len(data):
+            return True
+        return data.count(b"\n") <= LINES_AT_ONCE
+
+    def _parse_early(self) -> bool:
+        """Parse some of what came early: all that is one body's, or a slice. Returns: whether that
+        may have taken a turn's time."""
+        of_body = self._parser.announced - self._parser.body_bytes
+        data = self._early.take(max(SLICE_BYTES, of_body))
+        if not self._early.size:
+            self._resume_reading()
+        self._feed(data)
+        return of_body < SLICE_BYTES
+
+    def _feed(self, data: bytes) -> None:
+        parser = self._parser
+        self._progress = now = _now()
+        if not parser.begun:
+            self._since = now
+        parser.feed(data)
+
+    def _begin(self, item: ClientRequest | Refusal) -> None:
+        admitted = self._watch.admitted()
+        if isinstance(item, Refusal):
+            self._refuse(item, head_only=False, keep_alive=False)
+            return
+        head = item.head
+        refusal = self._watch.whole(head, len(item.body))
+        if refusal is not None:
+            self._refuse(refusal, head_only=head.head_only, keep_alive=head.keep_alive)
+            return
+        began = self._progress if self._progress > self._since else self._since
+        flight = receive(
+            self._context,
+            self,
+            item,
+            admitted=admitted,
+            keep_alive=not self._draining,
+            began=began,
+        )
+        if isinstance(flight, Refusal):
+            self._refuse(flight, head_only=head.head_only, keep_alive=head.keep_alive)
+            return
+        self._flight = flight
+        flight.start()
+
+    def _refuse(self, refusal: Refusal, *, head_only: bool, keep_alive: bool) -> None:
+        self._context.accounts.request(refusal.status)
+        close = refusal.close or not keep_alive or self._draining
+        self.write(refusal_reply(refusal, close=close, head_only=head_only))
+        self._since = _now()
+        if close:
+            self._let_go_of_body()
+        else:
+            self._watch.give_back()
+        if refusal.close:
+            self._linger()
+        elif close:
+            self._close()
+
+    # -- ends
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self._open_transport().resume_reading()
+
+    def _linger(self) -> None:
+        self._closing = True
+        outlet = self._outlet
+        if outlet is None:
+            return
+        self._resume_reading()
+        outlet.end()
+        self._loop.call_later(LINGER_S, outlet.close)
+
+    def _close(self) -> None:
+        self._closing = True
+        self._since = _now()
+        if self._outlet is not None:
+            self._outlet.close()
+
+    def _open_transport(self) -> asyncio.Transport:
+        assert self._transport is not None, "called between connection_made and connection_lost"
+        return self._transport

@@ -1,0 +1,209 @@
+"""From a request to its flight: who asks, what is done with it, and by whom it is answered.
+
+The one place where the relay's parts meet for a request: keys and limits, sampling, the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from sidecar.access.admission import ADAPTER, Admission
+from sidecar.access.denials import Denial
+from sidecar.records import Assignment, Surface
+from sidecar.relay.best_of.judged_flight import JudgedFlight
+from sidecar.relay.best_of.plan import BEST_OF_HEADER, refuse_surface, wanted_answers
+from sidecar.relay.flight.client_request import ClientRequest, RequestHead
+from sidecar.relay.flight.context import RelayContext
+from sidecar.relay.flight.flight import Flight
+from sidecar.relay.flight.plan import Circumstances, plan_request
+from sidecar.relay.ports import ClientSide
+from sidecar.relay.surface.paths import Destination
+from sidecar.relay.surface.refusals import (
+    Refusal,
+    bodies_full,
+    denied,
+    not_found,
+    takes_no_body,
+    too_busy,
+    unknown_adapter,
+    with_limits,
+)
+from sidecar.relay.surface.surfaces import SurfaceRule
+from sidecar.routing.assignment import CompiledRouting, pinned_assignment
+
+CAPTURE_HEADER: Final = b"x-sidecar-capture"
+NOBODY: Final = Admission()
+"""For our own application, which asks for no key."""
+
+
+def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
+    """Let a request in, or say why not. Once a request: it is counted against its key's limits.
+
+    Called as soon as the head is here, so that who sends a body slowly has paid for it."""
+    if head.where is Destination.NOWHERE:
+        return not_found()
+    if not _asks_for_key(head):
+        return NOBODY
+    answer = context.access.let_in(head.credentials, context.clock())
+    return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
+
+
+def turn_away(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> Refusal | None:
+    """Why a request will not be taken, known before its body is here. None: it may come.
+
+    long: of its body came more than anybody sends who is not asked for a prompt.
+    """
+    if isinstance(admitted, Refusal):
+        return replace(admitted, close=True)
+    return takes_no_body() if head.where is Destination.APP and long else None
+
+
+def no_room(context: RelayContext, head: RequestHead, reason: str, *, close: bool) -> Refusal:
+    """Refuse a body for which the worker has no memory. reason: as the metric names it."""
+    limit = context.bodies.limit
+    context.metrics.bodies_refused.inc((reason,))
+    context.rare_log.warning("bodies_full", limit_bytes=limit, reason=reason)
+    return replace(bodies_full(limit, _surface(head.where)), close=close)
+
+
+def receive(
+    context: RelayContext,
+    client: ClientSide,
+    request: ClientRequest,
+    *,
+    admitted: Admission | Refusal | None,
+    keep_alive: bool,
+    began: float,
+) -> Flight | Refusal:
+    """Make the flight of a request, or say why there is none.
+
+    admitted: by `admit`, when its body came after its head; None: nobody asked yet.
+    began: when its last byte was here and nothing was in its way, by `time.perf_counter()`.
+    """
+    head = request.head
+    where = head.where
+    if isinstance(admitted, Refusal):
+        return admitted
+    if where is Destination.NOWHERE:
+        return not_found()
+    if where is not Destination.APP and context.busy:
+        return too_busy(context.proxy.max_in_flight, _surface(where))
+    if admitted is None:
+        admitted = admit(context, head)
+    elif _asks_for_key(head):
+        # The body may have taken minutes, in which the key was revoked or has expired.
+        denial = context.access.turn_away(head.credentials, context.clock())
+        if denial is not None:
+            return denied(denial, _surface(where))
+    if isinstance(admitted, Refusal):
+        return admitted
+    admission = admitted
+    if not isinstance(where, SurfaceRule):
+        replica = context.app
+        if where is Destination.VLLM:
+            replica = context.replicas.least_loaded(context.monotonic())
+        return Flight(
+            context, client, request, plan=None, admission=admission, replica=replica,
+            keep_alive=keep_alive, began=began,
+        )  # fmt: skip
+    return _receive_model_request(context, client, request, where, admission, keep_alive, began)
+
+
+def _asks_for_key(head: RequestHead) -> bool:
+    return head.where is not Destination.APP or head.target.startswith(b"/v1/")
+
+
+def _surface(where: Destination | SurfaceRule) -> Surface:
+    """In whose form a refusal is written."""
+    return where.surface if isinstance(where, SurfaceRule) else "chat"
+
+
+def _receive_model_request(
+    context: RelayContext,
+    client: ClientSide,
+    request: ClientRequest,
+    rule: SurfaceRule,
+    admission: Admission,
+    keep_alive: bool,
+    began: float,
+) -> Flight | Refusal:
+    head = request.head
+    headers = head.headers
+    routing = context.compiled_routing()
+    pinned = None
+    if ADAPTER in headers.aside:  # who may not name one was turned away
+        named = _named_adapter(context, routing, headers.text(ADAPTER), rule.surface)
+        if isinstance(named, Refusal):
+            return named
+        pinned = named
+    skip_reason = context.sampling.skip_reason(
+        surface=rule.surface,
+        project=admission.project,
+        header=headers.text(CAPTURE_HEADER),
+    )
+    allowance = admission.allowance
+    plan = plan_request(
+        rule,
+        request.body,
+        headers,
+        Circumstances(
+            routing,
+            skip_reason,
+            admission.project,
+            admission.key_id,
+            allowance is not None and allowance.tokens_per_day is not None,
+            context.replicas.many or context.traced,
+            pinned,
+        ),
+    )
+    if isinstance(plan, Refusal):
+        if plan.reason:
+            context.metrics.bodies_unreadable.inc((plan.reason,))
+            context.rare_log.warning("body_unreadable", reason=plan.reason, surface=rule.surface)
+        return with_limits(plan, admission.headers)
+    if BEST_OF_HEADER in headers.aside:
+        n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)
+        if isinstance(n, Refusal):
+            return with_limits(n, admission.headers)
+        if n > 1 and context.picker is not None:
+            return JudgedFlight(
+                context,
+                client,
+                request,
+                plan=plan,
+                admission=admission,
+                keep_alive=keep_alive,
+                began=began,
+                n=n,
+                picker=context.picker,
+                timeout_s=context.best_of.timeout_s,
+            )
+    return Flight(
+        context,
+        client,
+        request,
+        plan=plan,
+        admission=admission,
+        keep_alive=keep_alive,
+        began=began,
+    )
+
+
+def _wanted(
+    context: RelayContext, admission: Admission, header: str, rule: SurfaceRule, target: bytes
+) -> int | Refusal:
+    """How many answers are to be sampled, the best of which is returned."""
+    if rule.surface != "chat":
+        return refuse_surface(header, target, rule.surface) or 1
+    limit = min(context.best_of.max_n, admission.best_of_max) if context.best_of.enabled else 1
+    return wanted_answers(header, limit=limit)
+
+
+def _named_adapter(
+    context: RelayContext, routing: CompiledRouting, name: str, surface: Surface
+) -> Assignment | Refusal:
+    """The adapter that an operator asks for by name, version (`v12`) or role."""
+    loaded = frozenset().union(*(replica.models or () for replica in context.replicas.all))
+    pinned = pinned_assignment(routing.table, name, loaded)
+    return pinned if pinned is not None else unknown_adapter(name, surface)

@@ -1,0 +1,330 @@
+"""Parse what one client sends into requests, and refuse what is ambiguous or too large. No IO.
+
+llhttp refuses most smuggling by itself (both framings, doubled or odd Content-Length, bare LF,
+folded lines, a space before the colon); what it lets through, is refused here: any transfer coding
+but `chunked`, a coding in HTTP/1.0, upgrades, other protocols than HTTP, a missing or doubled Host,
+a target with a fragment.
+
+A head that is the last one of the connection once more is not parsed again (`known_head.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import httptools
+
+from sidecar.relay.client.long_body import LONG_BYTES, LongBody
+from sidecar.relay.flight.client_request import ClientRequest, RequestHead
+from sidecar.relay.flight.held_bodies import BodyPieces
+from sidecar.relay.http1.heads import ASIDE, JOINED, OWN_PREFIX, PASSED_ON, READ_TOO, RequestHeaders
+from sidecar.relay.http1.known_head import HeadMemory
+from sidecar.relay.surface.refusals import Refusal, bad_framing, body_too_large, head_too_large
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEADERS: Final = 128
+CHUNK_OVERHEAD_BYTES: Final = 16
+"""What may stand around each chunk of a body, over what a head may have (Go's rule, made after
+CVE-2023-39326): extensions and trailers without end would pass by the limit on bodies."""
+_OWN_LENGTH: Final = len(OWN_PREFIX)
+
+
+class RequestParser:
+    """Feed it bytes, take `ready` requests. After a Refusal in `ready` it takes nothing more."""
+
+    def __init__(self, *, max_body_bytes: int) -> None:
+        self.ready: deque[ClientRequest | Refusal] = deque()
+        self.in_body = False
+        """A head is complete and its body is not."""
+        self.begun = False
+        """A request has begun and is not complete."""
+        self.wants_continue = False
+        """The client waits for `100 Continue` before it sends its body."""
+        self.body_bytes = 0
+        """Of the body that is coming in."""
+        self.head: RequestHead | None = None
+        """Of the request whose body is coming in."""
+        self._max_body_bytes = max_body_bytes
+        self._refused = False
+        self._raw: list[bytes] = []
+        self._raw_bytes = 0
+        self._http_1_1 = True
+        self._body = BodyPieces()
+        self._chunks: int | None = None
+        """Chunk heads that came; None: the body is not chunked."""
+        self._memory = HeadMemory()
+        self._remembered: RequestHead | None = None
+        """What `_memory` holds the bytes of."""
+        self._awaited = 0
+        """Bytes of a body that are still to come behind a head that was recognised."""
+        self._length = 0
+        """Of the body behind a head that was parsed, unless it is chunked."""
+        self._first: bytes | None = None
+        """The read that a request began with, if it began with it."""
+        self._start_request()
+        self._parser = httptools.HttpRequestParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """Take what was read. Never raises: what is wrong becomes a Refusal."""
+        if self._refused:
+            return
+        if not self.begun:
+            head = self._remembered
+            at = -1 if head is None else self._memory.match(data)
+            if head is None or at < 0 or not self._begin_known(head, data, at):
+                self._first = data
+                self._parse(data)
+        elif self._awaited:
+            self._go_on_known(data)
+        else:
+            self._parse(data)
+
+    def _begin_known(self, head: RequestHead, data: bytes, at: int) -> bool:
+        """The body of a recognised head begins at `at`. Returns: False when the parser is to judge
+        it all the same."""
+        known = self._memory.head
+        assert known is not None, "it matched"
+        length, came = known.length, len(data) - at
+        if came > length or length > self._max_body_bytes:
+            return False
+        if came == length:
+            self.ready.append(ClientRequest(head, data[at:]))
+            return True
+        self.begun = self.in_body = True
+        self.head = head
+        self._awaited = length - came
+        self.body_bytes = came
+        if came:
+            self._body.add(data[at:])
+        return True
+
+    def _go_on_known(self, data: bytes) -> None:
+        head, rest = self.head, b""
+        assert head is not None, "its body is coming in"
+        if len(data) > self._awaited:  # pipelined
+            data, rest = data[: self._awaited], data[self._awaited :]
+        self._awaited -= len(data)
+        self.body_bytes += len(data)
+        self._body.add(data)
+        if self._awaited:
+            return
+        self._end_known(head, self._body.take())
+        if rest:
+            self.feed(rest)
+
+    def _end_known(self, head: RequestHead, body: bytes) -> None:
+        self.ready.append(ClientRequest(head, body))
+        self.begun = self.in_body = False
+        self.body_bytes = self._awaited = 0
+        self.head = None
+
+    def may_bring_more_than(self, length: int) -> bool:
+        """The body that is coming in is announced as longer, or is chunked: then nobody knows."""
+        return self._chunks is not None or self.announced > length
+
+    @property
+    def announced(self) -> int:
+        """Length of the body that is coming in; 0 when it is chunked, or when none is."""
+        if not self.in_body or self._chunks is not None:
+            return 0
+        return self.body_bytes + self._awaited if self._awaited else self._length
+
+    def drop_body(self) -> None:
+        """Hold no byte of the body that is coming in: it will not be answered."""
+        self._body.take()
+
+    # -- a body that somebody else reads
+
+    def long_body(self) -> LongBody | None:
+        """The body that is coming in, if it is long and what is left of it may be read past this
+        parser: it takes nothing more then until `long_body_whole`."""
+        if self._refused or not self.in_body or self._chunks is not None or not self.body_bytes:
+            return None
+        length = self.announced
+        if length - self.body_bytes < LONG_BYTES:
+            return None
+        return LongBody(length, self._body.take())
+
+    def long_body_whole(self, body: bytes) -> None:
+        """What `long_body` became."""
+        head = self.head
+        assert head is not None, "its body was coming in"
+        if self._awaited:
+            self._end_known(head, body)
+            return
+        self._parser = httptools.HttpRequestParser(self)  # the old one waits for this body
+        self._body.add(body)
+        self.on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        self._raw_bytes += len(data)
+        if not self.in_body:
+            self._raw.append(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._undo_upgrade()
+        except httptools.HttpParserError as error:
+            self._refuse(bad_framing(str(error)))
+        if self.begun:
+            self._check_size()
+        elif self._raw:
+            self._raw.clear()
+
+    def _check_size(self) -> None:
+        if not self.in_body:
+            if self._raw_bytes > MAX_HEAD_BYTES:
+                self._refuse(head_too_large(MAX_HEAD_BYTES))
+        else:
+            self._raw.clear()
+            if self._chunks is not None:
+                self._check_overhead(self._chunks)
+
+    def _check_overhead(self, chunks: int) -> None:
+        around = self._raw_bytes - self.body_bytes
+        if around > MAX_HEAD_BYTES + CHUNK_OVERHEAD_BYTES * chunks:
+            self._refuse(bad_framing("too much stands around the chunks of the body"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        if not self._refused:
+            self._refused = True
+            self.drop_body()
+            self.ready.append(refusal)
+
+    def _undo_upgrade(self) -> None:
+        # llhttp drops the body of such a request, so there is nothing to relay.
+        if self.ready and isinstance(self.ready[-1], ClientRequest):
+            self.ready.pop()
+        self._refuse(bad_framing("this server does not upgrade connections"))
+
+    def _start_request(self) -> None:
+        self._target = b""
+        self._headers = RequestHeaders()
+        self._lines = self._headers.lines
+        self._aside = self._headers.aside
+        self._doubled_host = False
+        self._count = 0
+        self.body_bytes = 0
+        self._chunks = None
+
+    # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self.begun = True
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.in_body:  # trailers of a chunked body: not passed on
+            return
+        self._count += 1
+        if name in PASSED_ON:  # the usual spellings, known to be nobody's
+            self._lines.append(name + b": " + value)
+            return
+        lower = name.lower()
+        if lower in ASIDE or lower[:_OWN_LENGTH] == OWN_PREFIX:
+            aside = self._aside
+            if lower not in aside:
+                aside[lower] = value
+            elif lower in JOINED:
+                aside[lower] += b"," + value
+            elif lower == b"host":
+                self._doubled_host = True
+            return
+        if lower in READ_TOO:
+            self._aside.setdefault(lower, value)
+        self._lines.append(name + b": " + value)
+
+    def on_headers_complete(self) -> None:
+        self.in_body = True
+        headers, aside = self._headers, self._aside
+        self._http_1_1 = self._parser.get_http_version() == "1.1"
+        if b"connection" in aside:
+            headers.end()
+        if b"transfer-encoding" in aside:
+            self._chunks = 0
+        wrong = self._wrong_head()
+        if wrong is not None:
+            self._refuse(wrong)
+            return
+        parser = self._parser
+        self.head = RequestHead(
+            parser.get_method(),
+            self._target,
+            headers,
+            self._http_1_1,
+            self._http_1_1 and parser.should_keep_alive(),
+        )
+        if b"expect" in aside and self._http_1_1:
+            self.wants_continue = aside[b"expect"].strip().lower() == b"100-continue"
+
+    def _wrong_head(self) -> Refusal | None:
+        aside = self._aside
+        if self._count > MAX_HEADERS:
+            return head_too_large(MAX_HEAD_BYTES)
+        if self._raw_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES:
+            return head_too_large(MAX_HEAD_BYTES)
+        if not self._http_1_1:
+            version = self._parser.get_http_version()
+            # llhttp takes RTSP/1.0 and ICE/1.0 too.
+            line = b"%b %b HTTP/1.0\r\n" % (self._parser.get_method(), self._target)
+            if version != "1.0" or line not in b"".join(self._raw):
+                return bad_framing(f"not HTTP/1.1 or HTTP/1.0 (version {version})")
+        elif b"host" not in aside or self._doubled_host:
+            return bad_framing("a request has one Host")
+        if b"#" in self._target:
+            return bad_framing("a fragment in the request's target")
+        if self._chunks is not None:
+            coding = aside[b"transfer-encoding"].strip().lower()
+            if coding != b"chunked" or b"content-length" in aside or not self._http_1_1:
+                return bad_framing("Transfer-Encoding")
+        else:
+            self._length = int(aside.get(b"content-length", 0))
+            if self._length > self._max_body_bytes:
+                return body_too_large(self._max_body_bytes)
+        return None
+
+    def _head_bytes(self) -> int:
+        """At least this long is the head."""
+        lines = sum(len(line) + 2 for line in self._lines)
+        kept = sum(len(name) + len(value) + 4 for name, value in self._aside.items())
+        return len(self._target) + lines + kept
+
+    def on_chunk_header(self) -> None:
+        if self._chunks is not None:
+            self._chunks += 1
+
+    def on_body(self, data: bytes) -> None:
+        self.wants_continue = False
+        self.body_bytes += len(data)
+        if self.body_bytes > self._max_body_bytes:
+            self._refuse(body_too_large(self._max_body_bytes))
+        elif not self._refused:
+            self._body.add(data)
+
+    def on_message_complete(self) -> None:
+        if self._chunks is not None:
+            self._check_overhead(self._chunks)
+        head = self.head
+        self.begun = self.in_body = self.wants_continue = False
+        self._raw_bytes = 0
+        self.head = None
+        if self._refused or head is None:
+            return
+        if self._chunks is not None and not self._parser.should_keep_alive():
+            head.keep_alive = False  # to llhttp a trailer's `Connection: close` ends it too
+        whole = self._body.take()
+        self._remember(head, whole)
+        self.ready.append(ClientRequest(head, whole))
+        self._start_request()
+
+    def _remember(self, head: RequestHead, body: bytes) -> None:
+        """Know this head again: if all that it says is what follows, and how long that is."""
+        first, self._first = self._first, None
+        ordinary = head.keep_alive and self._chunks is None and b"expect" not in head.headers.aside
+        if first is not None and ordinary and self._memory.learn(first, len(body)):
+            self._remembered = head
+        else:
+            self._remembered = None

@@ -1,0 +1,133 @@
+"""The relay as a server: it listens, holds its connections, and ends without cutting anyone off."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from time import perf_counter
+
+import structlog
+
+from sidecar.relay.client.connection import ClientConnection
+from sidecar.relay.flight.context import RelayContext
+
+log = structlog.get_logger()
+BACKLOG = 2048
+OWN = -1
+"""Names this process's own listeners."""
+LISTEN_GRACE_S = 0.05
+"""A connection that was accepted as the listener closed has its request on the way; it has this
+long to come before connections without a request are closed."""
+LONGEST_TICK_S = 1.0
+"""How often connections are looked at for having waited too long."""
+
+
+class TurnedAway(asyncio.Protocol):
+    """A connection for which there is no room: closed as it comes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+class RelayServer:
+    """`start`, then `stop`."""
+
+    def __init__(self, context: RelayContext) -> None:
+        self._context = context
+        self._connections: set[ClientConnection] = set()
+        self._emptied = asyncio.Event()
+        self._ticking: asyncio.TimerHandle | None = None
+        proxy = context.proxy
+        shortest_s = min(
+            proxy.head_timeout_s, proxy.body_timeout_s, proxy.write_timeout_s,
+            proxy.idle_timeout_s, proxy.upstream_timeout_s,
+        )  # fmt: skip
+        self._tick_s = min(max(shortest_s / 4, 0.02), LONGEST_TICK_S)
+        self._servers: dict[int, list[asyncio.Server]] = {}
+        self._stopping = False
+
+    async def start(self, sockets: Sequence[socket.socket] | None = None) -> int:
+        """Listen: on the sockets given, bound already, or by the settings.
+
+        Returns the port (which matters when the setting is 0). Raises OSError.
+        """
+        proxy = self._context.proxy
+        if sockets is not None:
+            await self.accept_also(OWN, sockets)
+        else:
+            self._servers[OWN] = [
+                await asyncio.get_running_loop().create_server(
+                    self._accept, proxy.host, proxy.port, backlog=BACKLOG
+                )
+            ]
+        self._tick()
+        port: int = self._servers[OWN][0].sockets[0].getsockname()[1]
+        return port
+
+    async def accept_also(self, name: int, sockets: Sequence[socket.socket]) -> None:
+        """Take the connections of these listeners too, until `accept_no_more(name)`. Raises
+        OSError. Does nothing once the relay is stopping."""
+        if self._stopping or name in self._servers:
+            return
+        servers = self._servers[name] = []
+        for one in sockets:
+            # A duplicate: closing it leaves the listener, and who waits there, to its owner.
+            server = await asyncio.get_running_loop().create_server(
+                self._accept, sock=one.dup(), backlog=BACKLOG
+            )
+            servers.append(server)
+
+    def accept_no_more(self, name: int) -> None:
+        for server in self._servers.pop(name, []):
+            server.close()
+
+    async def stop(self, deadline_s: float) -> None:
+        """Take no new connections, let replies in flight finish, cut the rest at the deadline."""
+        self._stopping = True
+        await asyncio.sleep(0)  # one look at the listeners: who waits there is taken first
+        for name in list(self._servers):
+            self.accept_no_more(name)
+        if self._connections:
+            await asyncio.sleep(min(LISTEN_GRACE_S, deadline_s))
+        if not await self._drained(deadline_s):
+            log.warning("requests_cut_at_drain_deadline", count=len(self._connections))
+            for connection in list(self._connections):
+                connection.abort()
+            # Their accounts are settled when the loop has told them.
+            await self._drained(1.0)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._context.replicas.close()
+        self._context.app.pool.close()
+
+    async def _drained(self, deadline_s: float) -> bool:
+        self._emptied.clear()
+        for connection in list(self._connections):
+            connection.drain()
+        if self._connections:
+            try:
+                await asyncio.wait_for(self._emptied.wait(), deadline_s)
+            except TimeoutError:
+                return False
+        return True
+
+    def _tick(self) -> None:
+        now = perf_counter()
+        for connection in list(self._connections):
+            connection.tick(now)
+        self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _accept(self) -> asyncio.Protocol:
+        if len(self._connections) >= self._context.proxy.max_connections:
+            self._context.metrics.clients_cut.inc(("too_many",))
+            self._context.rare_log.warning("too_many_connections", limit=len(self._connections))
+            return TurnedAway()
+        connection = ClientConnection(self._context, self._forget)
+        self._connections.add(connection)
+        return connection
+
+    def _forget(self, connection: ClientConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._emptied.set()

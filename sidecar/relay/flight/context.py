@@ -1,0 +1,103 @@
+"""What one relay works with, put together once in `proxy.py` and handed to every connection."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from sidecar.access.admission import Access
+from sidecar.capture.exchange_id import ExchangeIds
+from sidecar.capture.recorder import Capture
+from sidecar.metrics.proxy import Metrics
+from sidecar.relay.flight.accounts import Accounts
+from sidecar.relay.flight.held_bodies import BodyBudget
+from sidecar.relay.flight.rate_limited_log import RareLog
+from sidecar.relay.upstream.replicas import Replica, Replicas
+from sidecar.routing.assignment import CompiledRouting
+from sidecar.routing.breaker import Breaker
+from sidecar.routing.table import RoutingTable
+from sidecar.scoring.client import Picker
+from sidecar.settings import BestOf, Proxy
+
+
+class Routing(Protocol):
+    """Where the relay reads the routing table: an attribute, never a query."""
+
+    @property
+    def table(self) -> RoutingTable: ...
+
+
+class SamplingRule(Protocol):
+    """Whether a request is captured."""
+
+    def skip_reason(self, *, surface: str, project: str, header: str) -> str | None: ...
+
+
+@dataclass(kw_only=True)
+class RelayContext:
+    proxy: Proxy
+    replicas: Replicas
+    app: Replica
+    routing: Routing
+    capture: Capture
+    metrics: Metrics
+    rare_log: RareLog
+    sampling: SamplingRule
+    access: Access
+    best_of: BestOf = field(default_factory=BestOf)
+    picker: Picker | None = None
+    """Who picks the best of N; None: best of N is off."""
+    outgoing_trace: Callable[[bytes | None], bytes] | None = None
+    """The `traceparent` to send on for the one that came; None: it goes on as it came."""
+    models_changed: Callable[[], None] = lambda: None
+    """Told when a replica turns out to lack a model that it was thought to have."""
+    clock: Callable[[], float] = time.time
+    """Unix seconds."""
+    monotonic: Callable[[], float] = time.monotonic
+    ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
+    breaker: Breaker | None = None
+    """None makes one of this process alone."""
+    slow_first_byte_s: float = 10.0
+    """A reply whose first byte comes later than this counts as slow in the breaker."""
+    _compiled: CompiledRouting | None = None
+    _without_canary: CompiledRouting | None = None
+
+    def __post_init__(self) -> None:
+        self.accounts = Accounts(self.metrics)
+        self.guard = self.breaker or Breaker(self.metrics)
+        self.bodies = BodyBudget(self.proxy.max_held_body_bytes, self.metrics.request_body_bytes)
+        self.traced = self.capture.traced
+        self._max_in_flight = self.proxy.max_in_flight
+
+    @property
+    def busy(self) -> bool:
+        """As many requests are in flight as may be."""
+        in_flight = 0
+        for replica in self.replicas.all:
+            in_flight += replica.in_flight
+        return in_flight >= self._max_in_flight
+
+    def compiled_routing(self) -> CompiledRouting:
+        """The table that is obeyed now."""
+        compiled, table = self._compiled, self.routing.table
+        if compiled is None or compiled.table is not table:
+            if compiled is not None:  # a new adapter may be one that was just loaded
+                self.models_changed()
+            compiled = self._compiled = CompiledRouting(table)
+            self._without_canary = None
+            self.guard.follow(table)
+        if compiled.splits and self.guard.is_open:
+            return self._champion_alone(table)
+        return compiled
+
+    def _champion_alone(self, table: RoutingTable) -> CompiledRouting:
+        """The table without its canary, which the breaker took out."""
+        without = self._without_canary
+        if without is None:
+            without = CompiledRouting(replace(table, canary=None, canary_weight_bp=0))
+            self._without_canary = without
+            self.metrics.breaker_open.set(1.0)
+        return without

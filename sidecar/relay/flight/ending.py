@@ -1,0 +1,156 @@
+"""The accounts of a finished request: counters, the allowance, the hand-over to the capture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sidecar.capture.reply_buffer import Tee
+from sidecar.records import Outcome, RawCapture, Timings
+from sidecar.relay.flight.context import RelayContext
+from sidecar.relay.flight.plan import Plan
+from sidecar.relay.http1.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
+from sidecar.relay.payload.reply_signs import ReplySigns
+from sidecar.routing.breaker import CUT, EMPTY, ERROR, SHORT, SLOW
+
+if TYPE_CHECKING:
+    from sidecar.relay.flight.flight import Flight
+    from sidecar.relay.payload.usage import UsageMeter
+
+LONGEST_KEY: Final = 256
+"""Of an `Idempotency-Key`; a longer one is cut."""
+
+
+def settle(
+    context: RelayContext, flown: Flight, outcome: Outcome, status: int, ended: float
+) -> None:
+    """Count a request and hand it to the capture. Cheap; never blocks or raises.
+
+    status: vLLM's, or ours when vLLM gave none; 0 when the client left before. ended: when, by
+    `time.perf_counter()`.
+    """
+    accounts, plan = context.accounts, flown.plan
+    accounts.in_flight.dec()
+    accounts.request(0 if outcome == "cut" else status)
+    streamed = flown.streamed
+    if streamed:
+        accounts.streams_open.dec()
+    if plan is None:
+        return
+    if flown.meter is not None:
+        _charge(context, flown, flown.meter, outcome, status)
+    route, tee = flown.routes[0], flown.tee
+    accounts.duration.observe(ended - flown.began)
+    accounts.overhead.observe(flown.overhead_s)
+    if flown.first_byte and status == 200:
+        accounts.ttft.observe(flown.first_byte - flown.began)
+    accounts.exchange(outcome, route)
+    if flown.signs is not None:
+        _tell_breaker(context, flown, plan, flown.signs, outcome, status, ended)
+    reply, reply_bytes = None, 0
+    if tee is None:
+        accounts.skipped(plan.skip_reason or "")
+    else:
+        reply_bytes = tee.size
+        reply = _kept_reply(context, tee, status)
+    if reply is None and not context.traced:
+        return
+    headers = flown.request.head.headers
+    context.capture.offer(
+        RawCapture(
+            exchange_id=flown.exchange_id,
+            public_model=plan.public_model,
+            route=route,
+            replica=flown.replica.url if flown.replica is not None else "",
+            session_key=plan.session_key,
+            user=plan.user,
+            request=plan.peek.body,
+            reply=reply,
+            streamed=streamed,
+            status=status,
+            outcome=outcome,
+            timings=Timings(
+                started_at=flown.started_at,
+                queue_s=flown.sent - flown.began if flown.sent else None,
+                first_byte_s=flown.first_byte - flown.began if flown.first_byte else None,
+                total_s=ended - flown.began,
+                overhead_s=flown.overhead_s,
+            ),
+            traceparent=headers.text(TRACEPARENT),
+            own_traceparent=flown.own_traceparent.decode(),
+            surface=plan.rule.surface,
+            project=flown.admission.project,
+            key_id=flown.admission.key_id,
+            retry_count=_count(headers.text(RETRY_COUNT)),
+            idempotency_key=headers.text(IDEMPOTENCY_KEY)[:LONGEST_KEY],
+            fallback_from=flown.fallback_from,
+            reply_bytes=reply_bytes,
+            returned_index=flown.returned_index,
+        )
+    )
+
+
+def _count(text: str) -> int:
+    """A retry count as the client sent it; 0 when it is no small number."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
+
+
+def _kept_reply(context: RelayContext, tee: Tee, status: int) -> tuple[bytes, ...] | None:
+    """The chunks to record, or None when nothing is to be: then that is counted here."""
+    if status not in (0, 200) and status < 500:
+        tee.clear()
+        context.accounts.skipped("not_200")
+        return None
+    if tee.lost_reason is not None:
+        context.capture.lose(tee.lost_reason, 1)
+        return None
+    return tee.take()
+
+
+def _tell_breaker(
+    context: RelayContext,
+    flown: Flight,
+    plan: Plan,
+    signs: ReplySigns,
+    outcome: Outcome,
+    status: int,
+    ended: float,
+) -> None:
+    """Count what the user of a trial got, for the arm that was to answer.
+
+    Left out, because it says nothing of the adapter: a request that reached no vLLM, one that vLLM
+    did not know the adapter for (control sees those), one that vLLM refuses as the client's
+    fault, and one that failed on both arms.
+    """
+    guard, session = context.guard, plan.session_key
+    if flown.fell_back:
+        if outcome != "upstream_error":
+            guard.reply(plan.trial, "canary", session, ERROR)
+        return
+    if not flown.sent or flown.fallback_from or 400 <= status < 500:
+        return
+    bad = 0
+    if outcome == "upstream_error" or signs.failed:
+        bad = ERROR
+    elif outcome == "cut":
+        bad = CUT
+    elif flown.looked_through and not signs.says_something:
+        bad = EMPTY
+    if signs.cut_short:
+        bad |= SHORT
+    if not signs.slow and (flown.first_byte or ended) - flown.sent > context.slow_first_byte_s:
+        bad |= SLOW
+    if bad or not signs.slow:
+        guard.reply(plan.trial, flown.routes[0].arm, session, bad, counted=signs.slow)
+
+
+def _charge(
+    context: RelayContext, flown: Flight, meter: UsageMeter, outcome: Outcome, status: int
+) -> None:
+    """Charge what vLLM told, or what the reply cost at least: a client that leaves before vLLM's
+    head is there has had vLLM read its prompt. What vLLM refused, and what it failed in before its
+    head, costs nothing."""
+    tokens = meter.told if outcome == "ok" else None
+    if tokens is None and (status == 200 or (status == 0 and flown.sent)):
+        tokens = meter.at_least(len(flown.request.body), flown.pieces)
+    if tokens:
+        context.access.charge(flown.admission, tokens, context.clock())

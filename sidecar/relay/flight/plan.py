@@ -1,0 +1,210 @@
+"""What to do with one model request: who answers it, and what is written into it. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sidecar.records import Assignment
+from sidecar.relay.http1.heads import RequestHeaders
+from sidecar.relay.payload.peek import RequestPeek, UnreadableBodyError, peek_request
+from sidecar.relay.payload.reply_edit import STRIP_NOTHING, STRIP_USUAL, Strip
+from sidecar.relay.payload.request_edit import (
+    LOGPROBS,
+    MODEL,
+    STREAM_OPTIONS,
+    TOKEN_IDS,
+    PiecedBody,
+    edit_request,
+    splice_request,
+)
+from sidecar.relay.surface.refusals import Refusal, unknown_model
+from sidecar.relay.surface.surfaces import SurfaceRule
+from sidecar.routing.assignment import CompiledRouting
+from sidecar.routing.breaker import NO_CANARY
+from sidecar.routing.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
+
+SESSION_HEADER: Final = b"x-sidecar-session"
+USER_HEADER: Final = b"x-sidecar-user"
+
+
+class Circumstances:
+    """What a request's plan depends on beside the request itself."""
+
+    __slots__ = (
+        "key_id",
+        "metered",
+        "needs_session",
+        "pinned",
+        "project",
+        "routing",
+        "skip_reason",
+    )
+
+    def __init__(
+        self,
+        routing: CompiledRouting,
+        skip_reason: str | None = None,
+        project: str = DEFAULT_PROJECT,
+        key_id: str = "",
+        metered: bool = False,
+        needs_session: bool = True,
+        pinned: Assignment | None = None,
+    ) -> None:
+        """skip_reason: why the exchange is not captured; None when it is to be.
+        metered: the key has an allowance of tokens, so the usage must be known.
+        needs_session: somebody beside the canary's split wants the session's name.
+        pinned: an operator named the adapter."""
+        self.routing = routing
+        self.skip_reason = skip_reason
+        self.project = project
+        self.key_id = key_id
+        self.metered = metered
+        self.needs_session = needs_session
+        self.pinned = pinned
+
+
+class Plan:
+    """Everything that is decided before the first byte goes to vLLM. (A plain class: one is made
+    for every request.)"""
+
+    __slots__ = (
+        "metered",
+        "peek",
+        "public_model",
+        "routes",
+        "rule",
+        "session_key",
+        "skip_reason",
+        "strip",
+        "trial",
+        "user",
+    )
+
+    def __init__(
+        self,
+        rule: SurfaceRule,
+        peek: RequestPeek,
+        *,
+        public_model: str,
+        session_key: str,
+        user: str,
+        routes: tuple[Assignment, ...],
+        skip_reason: str | None,
+        strip: Strip,
+        metered: bool,
+        trial: float = NO_CANARY,
+    ) -> None:
+        """metered: the key has an allowance of tokens, so the usage must be known.
+        routes: tried in order; the next one only when vLLM does not know the adapter.
+        skip_reason: why the exchange is not captured; None when it is.
+        strip: what the sidecar asks for on its own account.
+        trial: the breaker's tag of the canary that this request's session was assigned against."""
+        self.rule = rule
+        self.metered = metered
+        self.peek = peek
+        self.public_model = public_model
+        self.session_key = session_key
+        self.user = user
+        self.routes = routes
+        self.skip_reason = skip_reason
+        self.strip = strip
+        self.trial = trial
+
+    def body_for(self, route: Assignment) -> bytes | PiecedBody:
+        """The body to send to vLLM."""
+        peek, strip = self.peek, self.strip
+        if not _is_valid(self.rule, peek):
+            return peek.body
+        named = peek.model or self.public_model
+        same_model = named == route.upstream_model
+        if same_model and strip.nothing:
+            return peek.body
+        old = peek.model_json
+        kept = old if same_model and peek.model else None
+        new = kept if kept is not None else b'"%b"' % route.upstream_model.encode()
+        may_splice = not strip.usage or not peek.says_stream_options
+        if old is not None and may_splice and peek.asks_nothing_of_ours:
+            spliced = splice_request(peek.body, old, new, self._in_front())
+            if spliced is not None:
+                return spliced
+        wanted = {MODEL: new}
+        if strip.token_ids:
+            wanted[TOKEN_IDS] = b"true"
+        if strip.logprobs:
+            wanted[LOGPROBS] = self.rule.logprobs_ask
+        if strip.usage:
+            asked = edit_request(peek.stream_options_json, {"include_usage": b"true"})
+            wanted[STREAM_OPTIONS] = asked
+        return edit_request(peek.body, wanted)
+
+    def _in_front(self) -> bytes:
+        strip = self.strip
+        front = b'"return_token_ids":true,' if strip.token_ids else b""
+        if strip.logprobs:
+            front += b'"logprobs":%b,' % self.rule.logprobs_ask
+        if strip.usage:
+            front += b'"stream_options":{"include_usage":true},'
+        return front
+
+
+def plan_request(
+    rule: SurfaceRule, body: bytes, headers: RequestHeaders, around: Circumstances
+) -> Plan | Refusal:
+    """Decide about a request, or refuse it the way vLLM would."""
+    routing = around.routing
+    try:
+        peek = peek_request(body, routing.public_name)
+    except UnreadableBodyError as error:
+        return error.refusal
+    public = routing.public_name.text
+    if peek.model is not None and peek.model != public:
+        return unknown_model(peek.model, public, rule.surface)
+    reason = around.skip_reason if rule.captured else "surface"
+    if reason is None and not _is_valid(rule, peek):
+        reason = "not_valid"
+    user = key = ""
+    if reason is None or around.needs_session or (rule.adapted and routing.splits):
+        aside = headers.aside
+        user = short_name(header_name(aside.get(USER_HEADER)) or peek.user)
+        header = header_name(aside.get(SESSION_HEADER))
+        key = session_key(
+            header=header or None,
+            user=user,
+            opening=() if header else peek.opening(),
+            project=around.project,
+            key_id=around.key_id,
+        )
+    if around.pinned is not None:
+        routes: tuple[Assignment, ...] = (around.pinned,)
+        reason = reason or "pinned"
+    else:
+        routes = routing.routes(key) if rule.adapted else routing.base
+    return Plan(
+        rule,
+        peek,
+        public_model=public,
+        session_key=key,
+        user=user,
+        routes=routes,
+        skip_reason=reason,
+        metered=around.metered,
+        trial=routing.trial if rule.adapted and around.pinned is None else NO_CANARY,
+        strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
+    )
+
+
+def _is_valid(rule: SurfaceRule, peek: RequestPeek) -> bool:
+    """False: vLLM will refuse the request for its `model`, and must see it as it came."""
+    return peek.model_is_text and (peek.model is not None or not rule.needs_model)
+
+
+def _strip(rule: SurfaceRule, peek: RequestPeek, *, captured: bool, metered: bool) -> Strip:
+    if not rule.gives_ids or not (captured or metered):
+        return STRIP_NOTHING
+    options = peek.stream_options() if metered and peek.streams else None
+    token_ids = captured and peek.may_ask_token_ids(rule.surface)
+    logprobs = captured and peek.may_ask_logprobs(rule.surface)
+    if token_ids and logprobs and options is None:
+        return STRIP_USUAL
+    usage = options is not None and not options.get("include_usage")
+    return Strip(token_ids=token_ids, logprobs=logprobs, usage=usage)

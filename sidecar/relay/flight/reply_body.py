@@ -1,0 +1,160 @@
+"""The three ways a reply's body goes to the client. Pure: bytes in, bytes to send out.
+
+passed: as it came. events: one server-sent event at a time, edited. held: whole, edited at its end,
+because the edit changes its length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Final, Literal
+
+from sidecar.relay.http1.heads import EVENT_STREAM
+from sidecar.relay.http1.sse import EventSplitter, is_one_event
+from sidecar.relay.payload.reply_edit import Strip, strip_event, strip_reply
+from sidecar.relay.payload.template import EventShape, learn_shape
+
+MAX_HELD_BYTES = 64 * 2**20  # not Final, which would compile it in: tests make it small
+"""A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
+than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
+LESSONS: Final = 16
+"""Events that are looked at for their shape; a stream of another kind has none."""
+EVENT_END: Final = (b"\n\n", b"\r\n\r\n")
+
+Length = Literal["kept", "whole", "unknown"]
+"""kept: as vLLM's head says; whole: all is sent in one piece; unknown: nobody knows before."""
+
+
+class ReplyBody(ABC):
+    """Takes the reply's bytes, gives those that may go to the client now."""
+
+    __slots__ = ("holds", "length")
+
+    def __init__(self, *, holds: bool, length: Length) -> None:
+        self.holds = holds
+        """True while nothing may be sent, not even the head: its length is not known."""
+        self.length = length
+
+    @abstractmethod
+    def feed(self, data: bytes) -> bytes: ...
+
+    @abstractmethod
+    def end(self) -> bytes: ...
+
+    @abstractmethod
+    def rest_dropped(self, last: bytes) -> bool:
+        """The reply ends here, unfinished: whether the client has whole events only, so that one
+        more may follow. What is held of an event that is not whole is dropped.
+
+        last: what was fed last."""
+
+
+class PassedBody(ReplyBody):
+    """Every byte at once, as it came."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(holds=False, length="kept")
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+    def end(self) -> bytes:
+        return b""
+
+    def rest_dropped(self, last: bytes) -> bool:
+        return last.endswith(EVENT_END)
+
+
+class EventBody(ReplyBody):
+    """Events as they complete, without what the client did not ask for."""
+
+    __slots__ = ("_lessons", "_passing", "_shape", "_splitter", "_strip")
+
+    def __init__(self, strip: Strip) -> None:
+        super().__init__(holds=False, length="unknown")
+        self._strip = strip
+        self._splitter = EventSplitter()
+        self._passing = False
+        self._shape: EventShape | None = None
+        self._lessons = LESSONS if strip.everything and not strip.usage else 0
+
+    def feed(self, data: bytes) -> bytes:
+        if self._passing:
+            return data
+        splitter = self._splitter
+        if not splitter.pending:
+            if self._shape is not None:
+                stripped = self._shape.strip(data)
+                if stripped is not None:
+                    return stripped
+            if is_one_event(data):
+                stripped = strip_event(data, self._strip)
+                if self._shape is None and self._lessons:
+                    self._lessons -= 1
+                    self._shape = learn_shape(data, stripped)
+                return stripped
+        events = splitter.feed(data)
+        out = b"".join([strip_event(event, self._strip) for event in events])
+        if splitter.pending_bytes > MAX_HELD_BYTES:
+            self._passing = True
+            return out + splitter.rest()
+        return out
+
+    def end(self) -> bytes:
+        return self._splitter.rest()
+
+    def rest_dropped(self, last: bytes) -> bool:
+        self._splitter.rest()
+        return not self._passing
+
+
+class HeldBody(ReplyBody):
+    """Nothing until the end, then the whole reply, edited."""
+
+    __slots__ = ("_pieces", "_size", "_strip")
+
+    def __init__(self, strip: Strip) -> None:
+        super().__init__(holds=True, length="whole")
+        self._strip = strip
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> bytes:
+        if not self.holds:
+            return data
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > MAX_HELD_BYTES:
+            self.holds, self.length = False, "kept"
+            return self._take()
+        return b""
+
+    def end(self) -> bytes:
+        whole = self._take()
+        return whole if self._strip.nothing else strip_reply(whole, self._strip)
+
+    def rest_dropped(self, last: bytes) -> bool:
+        return False
+
+    def _take(self) -> bytes:
+        whole = b"".join(self._pieces)
+        self._pieces.clear()
+        return whole
+
+
+PASSED: Final[ReplyBody] = PassedBody()
+"""It keeps nothing, so one serves all."""
+
+
+def reply_body(*, status: int, content_type: bytes, encoded: bool, strip: Strip) -> ReplyBody:
+    """Choose the way. content_type: lower case. encoded: the reply is compressed, and cannot be
+    edited."""
+    if strip.nothing or status != 200 or encoded:
+        return PASSED
+    if content_type.startswith(EVENT_STREAM):
+        return EventBody(strip)
+    if content_type.startswith(b"application/json"):
+        return HeldBody(strip)
+    return PASSED

@@ -1,0 +1,213 @@
+"""The heads of requests and replies: what is passed on, what is kept aside, and how one is written.
+
+Headers pass both ways as they came, spelling included, except those that belong to one connection
+(RFC 9110 section 7.6.1) and the sidecar's own. Each header is sorted once, while it is parsed.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from sidecar.access.header_names import AUTHORIZATION, X_API_KEY
+
+Header = tuple[bytes, bytes]
+
+CONNECTION_HEADERS: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    }
+)
+ACCEPT_ENCODING: Final = b"accept-encoding"
+TRACEPARENT: Final = b"traceparent"
+RETRY_COUNT: Final = b"x-stainless-retry-count"
+IDEMPOTENCY_KEY: Final = b"idempotency-key"
+SENT_ON_DEMAND: Final = (AUTHORIZATION, X_API_KEY, ACCEPT_ENCODING, TRACEPARENT)
+"""Kept aside: whoever sends the request on decides about them."""
+OWN_PREFIX: Final = b"x-sidecar-"
+ASIDE: Final = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SENT_ON_DEMAND}
+"""Of a request: not passed on as they came."""
+JOINED: Final = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
+"""Of these every value counts: a doubled key is no key."""
+READ_TOO: Final = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
+_AGENTS_SEND: Final = (
+    b"Accept", b"Content-Type", b"User-Agent", b"X-Stainless-Lang", b"X-Stainless-OS",
+    b"X-Stainless-Arch", b"X-Stainless-Runtime", b"X-Stainless-Runtime-Version",
+    b"X-Stainless-Package-Version", b"X-Stainless-Async", b"x-stainless-read-timeout",
+    b"Anthropic-Version", b"anthropic-beta", b"X-Request-Id", b"OpenAI-Organization",
+)  # fmt: skip
+PASSED_ON: Final = frozenset(_AGENTS_SEND) | frozenset(name.lower() for name in _AGENTS_SEND)
+"""Spellings that need no second look, for speed alone: the headers of the usual SDKs."""
+EVENT_STREAM: Final = b"text/event-stream"
+_ORDINARY_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
+
+
+class RequestHeaders:
+    """The headers of one request, sorted by `RequestParser`."""
+
+    __slots__ = ("aside", "lines")
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        """`name: value`, to be passed on as they came."""
+        self.aside: dict[bytes, bytes] = {}
+        """By lower-case name: what the relay reads or decides about. The first of a name counts,
+        as it does for vLLM; those in `JOINED` are joined by commas."""
+
+    def end(self) -> None:
+        """All came: drop what `Connection` names besides."""
+        connection = self.aside.get(b"connection")
+        if connection is not None and connection.lower() not in _ORDINARY_CONNECTION:
+            drop_named(self.lines, connection)
+            for name in connection_names(connection):
+                if name in SENT_ON_DEMAND:
+                    self.aside.pop(name, None)
+
+    def text(self, name: bytes) -> str:
+        """A header kept aside as text; empty when absent. Bytes that are not UTF-8 stay apart
+        (backslashes)."""
+        value = self.aside.get(name)
+        return "" if value is None else value.decode("utf-8", "backslashreplace").strip()
+
+
+class ReplyHeaders:
+    """The headers of one reply, sorted by `ReplyParser`."""
+
+    __slots__ = (
+        "chunked",
+        "connection",
+        "content_encoding",
+        "content_length",
+        "content_type",
+        "lines",
+        "written",
+    )
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.written = b""
+        """What was written of them to a client: the same headers come again and again."""
+        self.content_length: bytes | None = None
+        self.chunked = False
+        self.content_type = b""
+        self.content_encoding = b""
+        self.connection = b""
+
+    @property
+    def streams(self) -> bool:
+        """The body is a stream of server-sent events."""
+        return self.content_type.startswith(EVENT_STREAM)
+
+    @property
+    def encoded(self) -> bool:
+        """The body is compressed."""
+        return self.content_encoding not in (b"", b"identity")
+
+    def end(self) -> None:
+        """All came: drop what `Connection` names besides."""
+        if self.connection:
+            drop_named(self.lines, self.connection)
+
+
+def connection_names(value: bytes) -> frozenset[bytes]:
+    """The lower-case names that the value of `Connection` lists."""
+    return frozenset(name.strip().lower() for name in value.split(b",")) - {b""}
+
+
+def drop_named(lines: list[bytes], connection: bytes) -> None:
+    """Take the headers that `Connection` names out of `lines`."""
+    named = connection_names(connection)
+    lines[:] = [line for line in lines if line.partition(b":")[0].lower() not in named]
+
+
+def request_lines(
+    method: bytes,
+    target: bytes,
+    lines: Iterable[bytes],
+    *,
+    host: bytes,
+    sent_on_demand: Iterable[bytes] = (),
+) -> bytes:
+    """The head of a request to an upstream, without Content-Length, the last line's end and the
+    blank line.
+
+    lines, sent_on_demand: finished `name: value` lines.
+    """
+    first = b"%b %b HTTP/1.1\r\nHost: %b" % (method, target, host)
+    return b"\r\n".join((first, *lines, *sent_on_demand))
+
+
+def header_lines(headers: Iterable[Header]) -> tuple[bytes, ...]:
+    """`name: value` of each."""
+    return tuple(name + b": " + value for name, value in headers)
+
+
+def lines_on_demand(
+    aside: dict[bytes, bytes],
+    authorization: bytes | None,
+    *,
+    encoding: bool,
+    traceparent: bytes | None,
+) -> list[bytes]:
+    """The lines of the headers about which somebody decides.
+
+    authorization: instead of the caller's credentials; None passes those on, empty sends none.
+    encoding: the reply may be compressed. traceparent: instead of the caller's.
+    """
+    lines: list[bytes] = []
+    if authorization is None:
+        if AUTHORIZATION in aside:
+            lines.append(b"Authorization: " + aside[AUTHORIZATION])
+        if X_API_KEY in aside:
+            lines.append(b"X-Api-Key: " + aside[X_API_KEY])
+    elif authorization:
+        lines.append(b"Authorization: " + authorization)
+    if encoding and ACCEPT_ENCODING in aside:
+        lines.append(b"Accept-Encoding: " + aside[ACCEPT_ENCODING])
+    if traceparent is None:
+        traceparent = aside.get(TRACEPARENT)
+    if traceparent is not None:
+        lines.append(b"traceparent: " + traceparent)
+    return lines
+
+
+def reply_lines(status: int, reason: bytes, lines: Iterable[bytes]) -> bytes:
+    """The head of a reply to the client as far as it is vLLM's: without what frames the body.
+
+    lines: finished `name: value` lines.
+    """
+    return b"\r\n".join((b"HTTP/1.1 %d %b" % (status, reason), *lines))
+
+
+def reply_head(
+    first: bytes,
+    *,
+    own: Sequence[bytes] = (),
+    content_length: int | None,
+    chunked: bool,
+    close: bool,
+) -> bytes:
+    """The head of a reply to the client, blank line included.
+
+    first: `reply_lines`. own: finished `name: value` lines. content_length: None leaves the header
+    out (chunked, no body, or ended by the close).
+    """
+    pieces = [first, *own]
+    if content_length is not None:
+        pieces.append(b"content-length: %d" % content_length)
+    if chunked:
+        pieces.append(b"transfer-encoding: chunked")
+    if close:
+        pieces.append(b"connection: close")
+    pieces.append(b"\r\n")
+    return b"\r\n".join(pieces)

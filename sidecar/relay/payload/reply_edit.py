@@ -1,0 +1,219 @@
+"""Take back out of a reply what the sidecar asked for on its own account. Pure.
+
+vLLM writes the keys `prompt_token_ids`, `token_ids` and `logprobs` whether they were asked for or
+not, and `null` where they were not. So the reply that the client would have had is this one with
+those values replaced by `null`, and every other byte as it is.
+Streams have two more traces: when token ids are asked for, vLLM sends an event for a token that a
+parser is still holding back (`"delta":{}`), which it would not have sent otherwise; and usage, when
+that is asked for, comes in an event of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import UNSET, Raw, UnsetType
+
+from sidecar.errors import UNREADABLE_JSON
+from sidecar.relay.payload.reply_fields import REPLY, ReplyFields
+from sidecar.relay.payload.spans import Member, elements, members
+from sidecar.relay.payload.template import strip_usual_reply
+
+NULL: Final = b"null"
+_PROMPT_IDS: Final = b'"prompt_token_ids":'
+_IDS: Final = b'"token_ids":'
+_LOGPROBS: Final = b'"logprobs":'
+_NO_DELTA: Final = b"{}"
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """What the client did not ask for."""
+
+    token_ids: bool
+    logprobs: bool
+    usage: bool = False
+    """Of a stream: the event that tells the usage."""
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.token_ids or self.logprobs or self.usage)
+
+    @property
+    def everything(self) -> bool:
+        return self.token_ids and self.logprobs
+
+
+STRIP_NOTHING: Final = Strip(token_ids=False, logprobs=False)
+STRIP_USUAL: Final = Strip(token_ids=True, logprobs=True)
+
+
+class _NotCertainError(Exception):
+    """The fast way lost its place; never leaves this module."""
+
+
+def strip_reply(body: bytes, strip: Strip) -> bytes:
+    """A whole reply, without what `strip` names. Anything that is not a reply comes back."""
+    if strip.everything:
+        usual = strip_usual_reply(body)
+        if usual is not None:
+            return usual
+    try:
+        reply = REPLY.decode(body)
+        return _replace(body, _spans(body, reply, strip))
+    except (_NotCertainError, *UNREADABLE_JSON):
+        return _strip_any_reply(body, strip)
+
+
+def _strip_any_reply(body: bytes, strip: Strip) -> bytes:
+    """The same, member by member: whatever the spelling, however deep it is nested."""
+    try:
+        cuts, _ = _cuts(body, 0, len(body), strip)
+    except (ValueError, IndexError):
+        return body
+    return _replace(body, cuts)
+
+
+def strip_event(event: bytes, strip: Strip) -> bytes:
+    """One server-sent event, its blank line included; b"" when it exists only because of us.
+
+    Comments, `[DONE]`, and events of more than one data line come back as they are: vLLM writes
+    its replies on one line.
+    """
+    if event[:7] == b"data: {" and event[-3:] == b"}\n\n" and event.find(b"\n", 0, -2) < 0:
+        try:
+            reply = REPLY.decode(event[6:-2])
+            if _exists_for_us(reply, strip):
+                return b""
+            return _replace(event, _spans(event, reply, strip))
+        except (_NotCertainError, *UNREADABLE_JSON):
+            return _strip_any_event(event, strip)
+    return _strip_any_event(event, strip)
+
+
+def _exists_for_us(reply: ReplyFields, strip: Strip) -> bool:
+    choices = reply.choices
+    if choices is UNSET:
+        return False
+    if not choices:
+        return strip.usage and reply.usage is not UNSET
+    choice = choices[0]
+    return (
+        choice.delta is not UNSET
+        and len(choice.delta) == len(_NO_DELTA)
+        and bytes(choice.delta) == _NO_DELTA
+        and len(choices) == 1
+        and strip.everything
+        and choice.finish_reason is not UNSET
+        and bytes(choice.finish_reason) == NULL
+    )
+
+
+def _spans(data: bytes, reply: ReplyFields, strip: Strip) -> Spans:
+    """Where what `strip` names stands, in order.
+
+    The values are known; each is looked for by its key, and there must be no other of that name:
+    inside a string a quote is escaped, so a key is never found in one.
+    Raises: _NotCertainError.
+    """
+    choices = reply.choices or ()
+    spans: Spans = []
+    if strip.logprobs:
+        _find(data, _LOGPROBS, [choice.logprobs for choice in choices], spans)
+    if strip.token_ids:
+        _find(data, _IDS, [choice.token_ids for choice in choices], spans)
+        if reply.prompt_token_ids is UNSET:
+            _find(data, _PROMPT_IDS, [choice.prompt_token_ids for choice in choices], spans)
+        else:
+            _find(data, _PROMPT_IDS, (reply.prompt_token_ids,), spans)
+    if len(spans) > 1:
+        spans.sort()
+    return spans
+
+
+def _find(
+    data: bytes, key: bytes, values: list[Raw | UnsetType] | tuple[Raw], spans: Spans
+) -> None:
+    at = 0
+    for value in values:
+        if value is UNSET:
+            continue
+        at = data.find(key, at) + len(key)
+        raw = bytes(value)
+        end = at + len(raw)
+        if at < len(key) or data[at:end] != raw:
+            raise _NotCertainError
+        if raw != NULL:
+            spans.append((at, end))
+        at = end
+    if data.find(key, at) >= 0:
+        raise _NotCertainError
+
+
+def _strip_any_event(event: bytes, strip: Strip) -> bytes:
+    """The same, member by member: whatever the spelling."""
+    if not event.startswith(b"data:"):
+        return event
+    end = event.find(b"\n")
+    line_end = len(event) if end < 0 else end
+    start = event.find(b"{", 5, line_end)
+    if start < 0 or b"\ndata:" in event:
+        return event
+    try:
+        cuts, only_ours = _cuts(event, start, line_end, strip)
+    except (ValueError, IndexError):
+        return event
+    return b"" if only_ours else _replace(event, cuts)
+
+
+def _cuts(data: bytes, start: int, end: int, strip: Strip) -> tuple[Spans, bool]:
+    """The spans to make null, in order; and whether this is an event that exists for us only."""
+    cuts: Spans = []
+    only_ours = has_usage = no_choices = False
+    for member in members(data, start, end):
+        if member.key == "prompt_token_ids" and strip.token_ids:
+            cuts.append((member.start, member.end))
+        elif member.key == "usage":
+            has_usage = True
+        elif member.key == "choices":
+            if data[member.start] != ord("["):
+                raise ValueError("choices is no array")
+            spans = elements(data, member.start, member.end)
+            if any(data[first] != ord("{") for first, _ in spans):
+                raise ValueError("a choice is no object")
+            choices = [members(data, *span) for span in spans]
+            no_choices = not choices
+            only_ours = strip.everything and len(choices) == 1 and _is_held_back(data, choices[0])
+            for choice in choices:
+                cuts += _choice_cuts(choice, strip)
+    return cuts, only_ours or (no_choices and has_usage and strip.usage)
+
+
+def _choice_cuts(choice: list[Member], strip: Strip) -> Iterator[tuple[int, int]]:
+    for member in choice:
+        ids = member.key in ("token_ids", "prompt_token_ids") and strip.token_ids
+        if ids or (member.key == "logprobs" and strip.logprobs):
+            yield (member.start, member.end)
+
+
+def _is_held_back(data: bytes, choice: list[Member]) -> bool:
+    values = {member.key: data[member.start : member.end] for member in choice}
+    return values.get("delta") == b"{}" and values.get("finish_reason") == NULL
+
+
+def _replace(data: bytes, cuts: Spans) -> bytes:
+    if not cuts:
+        return data
+    if len(cuts) == 2:  # every event of a stream
+        (a, b), (c, d) = cuts
+        return b"".join((data[:a], NULL, data[b:c], NULL, data[d:]))
+    pieces: list[bytes] = []
+    at = 0
+    for start, end in cuts:
+        pieces += (data[at:start], NULL)
+        at = end
+    pieces.append(data[at:])
+    return b"".join(pieces)

@@ -1,0 +1,235 @@
+"""Replies that the sidecar gives itself, in vLLM's words and shape. Pure.
+
+The texts of 400 and 404 are those that vLLM 0.32 gives for the same mistake, so that a client's
+error handling cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Any
+
+from sidecar.access.denials import Denial
+from sidecar.errors import UNREADABLE_JSON
+from sidecar.records import Surface
+from sidecar.relay.http1.heads import Header, header_lines, reply_head, reply_lines
+from sidecar.relay.surface.surfaces import Failure
+
+MAX_ECHO_CHARS = 200
+"""vLLM repeats at most this much of a wrong value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A finished reply."""
+
+    status: int
+    body: bytes
+    close: bool = False
+    """The connection cannot be used further: its framing or its rest is not trusted."""
+    headers: tuple[bytes, ...] = ()
+    """Finished `name: value` lines that belong to it."""
+    reason: str = ""
+    """Why the body cannot be read, as it is counted; empty: it can, or nobody tried."""
+
+
+def vllm_error(
+    status: int, message: str, *, kind: str, param: str | None = None, close: bool = False
+) -> Refusal:
+    """An error as vLLM writes it."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    body = json.dumps({"error": error}, separators=(",", ":"), ensure_ascii=False)
+    return Refusal(status=status, body=body.encode("utf-8", "replace"), close=close)
+
+
+def anthropic_error(status: int, message: str, *, kind: str) -> Refusal:
+    """An error as vLLM's `/v1/messages` writes it: Anthropic's shape, vLLM's names."""
+    error = {"type": "error", "error": {"type": kind, "message": message}}
+    body = json.dumps(error, separators=(",", ":"), ensure_ascii=False)
+    return Refusal(status=status, body=body.encode("utf-8", "replace"))
+
+
+def surface_error(
+    surface: Surface, status: int, message: str, *, kind: str, param: str | None = None
+) -> Refusal:
+    """An error in the shape in which vLLM tells its own on that surface."""
+    if surface == "messages":
+        return anthropic_error(status, message, kind=kind)
+    return vllm_error(status, message, kind=kind, param=param)
+
+
+def invalid_json(error: json.JSONDecodeError) -> Refusal:
+    """The body is not JSON."""
+    where = f"body.{error.pos}"
+    detail = {
+        "type": "json_invalid",
+        "loc": where,
+        "msg": "JSON decode error",
+        "input": "<dict of 0 items>",
+        "ctx": {"error": error.msg},
+    }
+    return _validation_error(detail, where, "not_json")
+
+
+def not_an_object(value: Any) -> Refusal:  # Any: whatever JSON the client sent
+    """The body is JSON, and not an object. `None` stands for an empty body too."""
+    if value is None:
+        detail = {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
+        return _validation_error(detail, "body", "not_an_object")
+    text = f"<list of {len(value)} items>" if isinstance(value, list) else str(value)
+    if len(text) > MAX_ECHO_CHARS:
+        text = text[:MAX_ECHO_CHARS] + "...[truncated]"
+    detail = {
+        "type": "model_attributes_type",
+        "loc": "body",
+        "msg": "Input should be a valid dictionary or object to extract fields from",
+        "input": text,
+    }
+    return _validation_error(detail, "body", "not_an_object")
+
+
+def _validation_error(detail: dict[str, Any], param: str, reason: str) -> Refusal:
+    message = f"1 validation error:\n  {detail}"
+    return replace(vllm_error(400, message, kind="Bad Request", param=param), reason=reason)
+
+
+def unreadable_body(reason: str) -> Refusal:
+    """Python's json cannot read the body, and says so by another error than that of wrong syntax:
+    no text in any encoding that JSON may have, nested too deep, an integer too long."""
+    body = b'{"detail":"There was an error parsing the body"}'
+    return Refusal(status=400, body=body, reason=reason)
+
+
+def unknown_model(asked: str, public: str, surface: Surface = "chat") -> Refusal:
+    """The model is not the public one. Adapters are chosen by the routing table, never by name."""
+    message = f"The model `{asked}` does not exist. Valid aliases: {public}."
+    return surface_error(surface, 404, message, kind="NotFoundError", param="model")
+
+
+def not_found() -> Refusal:
+    """The path is not on the list of allowed ones."""
+    return vllm_error(404, "Not Found", kind="NotFoundError")
+
+
+def bad_framing(why: str) -> Refusal:
+    """The request's framing is broken or ambiguous."""
+    return vllm_error(400, f"Invalid HTTP request received: {why}", kind="Bad Request", close=True)
+
+
+def head_too_large(limit: int) -> Refusal:
+    message = f"The request line and headers are longer than {limit} bytes."
+    return vllm_error(431, message, kind="Bad Request", close=True)
+
+
+def body_too_large(limit: int) -> Refusal:
+    message = f"The request body is longer than proxy.max_body_bytes ({limit})."
+    return vllm_error(413, message, kind="Bad Request", close=True)
+
+
+def takes_no_body() -> Refusal:
+    """One of our own application's paths; a short body is ignored there."""
+    return vllm_error(413, "This path takes no body.", kind="Bad Request", close=True)
+
+
+def too_slow() -> Refusal:
+    return vllm_error(408, "The request did not arrive in time.", kind="Bad Request", close=True)
+
+
+def upstream_failed(url: str, why: str, status: int = 502, surface: Surface = "chat") -> Refusal:
+    """vLLM could not be reached, broke off, or was silent (504) before its reply began."""
+    message = (
+        f"The sidecar got no reply from vLLM at {url} ({why}). "
+        "Check that vLLM is running and that serving.upstreams names its address."
+    )
+    kind = "BadGatewayError" if status == 502 else "GatewayTimeoutError"
+    return surface_error(surface, status, message, kind=kind)
+
+
+def with_limits(refusal: Refusal, headers: tuple[Header, ...]) -> Refusal:
+    """The same with what is left of the caller's limits: a refused request counts too."""
+    return replace(refusal, headers=refusal.headers + header_lines(headers)) if headers else refusal
+
+
+def denied(denial: Denial, surface: Surface) -> Refusal:
+    """Somebody may not come in, told in the shape that the surface's clients read."""
+    if surface == "messages":
+        refusal = anthropic_error(denial.status, denial.message, kind=denial.kind)
+    else:
+        error = {
+            "message": denial.message,
+            "type": denial.kind,
+            "param": None,
+            "code": denial.code,
+        }
+        body = json.dumps({"error": error}, separators=(",", ":")).encode()
+        refusal = Refusal(status=denial.status, body=body)
+    return replace(refusal, headers=header_lines(denial.headers))
+
+
+def unknown_adapter(name: str, surface: Surface) -> Refusal:
+    message = (
+        f"No adapter `{name}` is loaded: name base, champion, canary, a version such as v12, or "
+        "an adapter as `sidecar adapters ls` shows it."
+    )
+    return surface_error(surface, 404, message, kind="NotFoundError", param="x-sidecar-adapter")
+
+
+def too_busy(limit: int, surface: Surface) -> Refusal:
+    message = f"The sidecar has proxy.max_in_flight ({limit}) requests in flight; try again."
+    refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
+    return replace(refusal, headers=(b"retry-after: 1",))
+
+
+def bodies_full(limit: int, surface: Surface) -> Refusal:
+    message = (
+        f"The sidecar holds as many bytes of request bodies as it may (proxy.max_held_body_bytes, "
+        f"{limit}); try again."
+    )
+    refusal = surface_error(surface, 503, message, kind="ServiceUnavailableError")
+    return replace(refusal, headers=(b"retry-after: 1",))
+
+
+def stream_failure(why: str, failure: Failure) -> bytes:
+    """What goes into a stream that vLLM will not finish: as vLLM's own failure looks (0.32).
+
+    Empty where vLLM lets the connection break.
+    """
+    if failure == "cut":
+        return b""
+    message = f"The sidecar lost vLLM in the middle of its reply ({why})."
+    if failure == "event":
+        told = anthropic_error(500, message, kind="internal_error")
+        return b"event: error\ndata: " + told.body + b"\n\n"
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def refusal_reply(
+    refusal: Refusal, *, own: Sequence[bytes] = (), close: bool, head_only: bool = False
+) -> bytes:
+    """The whole reply as bytes. head_only: the answer to a HEAD."""
+    lines = (b"content-type: application/json", *refusal.headers)
+    head = reply_head(
+        reply_lines(refusal.status, HTTPStatus(refusal.status).phrase.encode(), lines),
+        own=own,
+        content_length=len(refusal.body),
+        chunked=False,
+        close=close or refusal.close,
+    )
+    return head if head_only else head + refusal.body
+
+
+def names_unknown_model(body: bytes) -> bool:
+    """True when this 404 of vLLM says that it does not know the model (and so the adapter).
+
+    Responses has 404s for other things (`previous_response_id`), which name their `param`; messages
+    names none.
+    """
+    try:
+        error = json.loads(body)["error"]
+        return bool(error["type"] == "NotFoundError" and error.get("param", "model") == "model")
+    except (*UNREADABLE_JSON, LookupError, TypeError, AttributeError):
+        return False

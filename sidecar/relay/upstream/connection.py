@@ -1,0 +1,263 @@
+"""Connections to one server behind the relay (vLLM, or our own application), kept and re-used.
+
+A connection carries one request at a time. It parses the reply's framing, hands the pieces to
+its reader, and goes back to the pool when the reply has ended cleanly. It does not decide on
+retries: it says what it knows (nothing came, it was used before) and the reader decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import Final, Protocol, cast
+from urllib.parse import urlsplit
+
+from sidecar.errors import SettingsError, UpstreamError
+from sidecar.relay.http1.direct_write import Outlet
+from sidecar.relay.http1.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
+from sidecar.relay.payload.request_edit import JOINED_BYTES, PiecedBody
+
+_now: Final = perf_counter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a server listens."""
+
+    url: str
+    """For people: log lines, errors, records."""
+    host: str = ""
+    port: int = 0
+    prefix: bytes = b""
+    """Put before every path: the path of the base URL."""
+    tls: bool = False
+    unix_path: str | None = None
+
+    @cached_property
+    def authority(self) -> bytes:
+        if self.unix_path is not None:
+            return b"localhost"
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{name}:{self.port}".encode()
+
+
+def endpoint(url: str) -> Endpoint:
+    """Read a base URL. Raises SettingsError when it is not one."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise SettingsError(f"serving.upstreams: {url}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError(f"serving.upstreams: {url} is not http://host:port or https://host")
+    tls = parts.scheme == "https"
+    return Endpoint(
+        url=url.rstrip("/"),
+        host=parts.hostname,
+        port=port or (443 if tls else 80),
+        prefix=parts.path.rstrip("/").encode(),
+        tls=tls,
+    )
+
+
+class SendingConnection(Protocol):
+    """What a flight uses of its upstream connection."""
+
+    def send(
+        self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
+    ) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection; see the module's docstring."""
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._outlet: Outlet | None = None
+        self._reader: ReplyReader | None = None
+        self._reply = ReplyParser()
+        self._paused = False
+        self.reused = False
+        """It waited in the pool, so the server may have closed it unseen."""
+
+    # -- for the sender
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(
+        self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
+    ) -> None:
+        """Send a request. head_only: the reply has no body whatever its head says (HEAD).
+
+        A connection that is dead already says so through `upstream_lost`, like any other.
+        """
+        outlet = self._outlet
+        assert outlet is not None, "connections are handed out open"
+        self._reader = reader
+        self._reply.expect(reader, head_only=head_only)
+        if isinstance(body, bytes):
+            if len(body) <= JOINED_BYTES:
+                outlet.write_now(head + body)
+            else:
+                outlet.writelines((head, body))
+        else:
+            outlet.writelines((head, *body.pieces))
+
+    def abort(self) -> None:
+        """Drop the request at once: vLLM stops generating when its client goes away."""
+        self._reader = None
+        self._reply.forget()
+        if self._outlet is not None:
+            self._outlet.abort()
+
+    def pause(self) -> None:
+        """Read no further: the client is slower than vLLM."""
+        if not self._paused and self.usable and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self.usable and self._transport is not None:
+            self._transport.resume_reading()
+        self._paused = False
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
+        no_delay(self._transport)
+        self._outlet = Outlet(self._transport)
+
+    def data_received(self, data: bytes) -> None:
+        received_at = _now()
+        reader, reply = self._reader, self._reply
+        if reader is None:  # nobody asked for these: out of step
+            self.close()
+            return
+        if reply.whole_chunks(data):  # nearly every event of a stream
+            if not reader.pass_chunks(data, received_at):
+                reply.unframe(data)
+                reader.batch_end(complete=False, received_at=received_at)
+            return
+        try:
+            reply.feed(data)
+        except BrokenReplyError as error:
+            self._reader = None
+            self.close()
+            reader.upstream_lost(f"not an HTTP reply: {error}", nothing_came=False, reused=False)
+            return
+        if reply.complete:
+            self._release(reply)
+        reader.batch_end(complete=reply.complete, received_at=received_at)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.forget(self)
+        reader, reply = self._reader, self._reply
+        self._reader = self._transport = self._outlet = None
+        reply.forget()
+        if reader is None:
+            return
+        if error is None and reply.ends_with_close:
+            reader.batch_end(complete=True, received_at=_now())
+            return
+        why = f"connection lost: {error}" if error else "connection closed before the reply's end"
+        reader.upstream_lost(why, nothing_came=reply.nothing_came, reused=self.reused)
+
+    def close(self) -> None:
+        """Close when what was written is out."""
+        self._pool.forget(self)
+        if self._outlet is not None:
+            self._outlet.close()
+
+    def _release(self, reply: ReplyParser) -> None:
+        self._reader = None
+        reply.forget()
+        if self._paused:
+            self.resume()
+        transport = self._transport
+        # What is still unsent belongs to a request that was answered before it was read. (One that
+        # is closing is found out when it is taken again.)
+        if reply.keep_alive and transport is not None and transport.get_write_buffer_size() == 0:
+            self._pool.give_back(self)
+        else:
+            self.close()
+
+
+class UpstreamPool:
+    """Open connections to one endpoint. The last one used is the first one taken: it is the least
+    likely to have been closed by the server's idle timer (5 s in vLLM's uvicorn)."""
+
+    def __init__(self, where: Endpoint, *, connect_timeout_s: float) -> None:
+        self.endpoint = where
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: deque[UpstreamConnection] = deque()
+        self._closed = False
+        self._tls = ssl.create_default_context() if where.tls else None
+
+    def take_idle(self) -> UpstreamConnection | None:
+        """A connection that was used before and seems alive, or None."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                connection.reused = True
+                return connection
+        return None
+
+    async def connect(self) -> UpstreamConnection:
+        """A new connection. Raises UpstreamError with the reason."""
+        loop = asyncio.get_running_loop()
+        where = self.endpoint
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                if where.unix_path is not None:
+                    _, connection = await loop.create_unix_connection(
+                        lambda: UpstreamConnection(self), where.unix_path
+                    )
+                else:
+                    _, connection = await loop.create_connection(
+                        lambda: UpstreamConnection(self), where.host, where.port, ssl=self._tls
+                    )
+        except TimeoutError as error:
+            raise UpstreamError(f"no connection within {self._connect_timeout_s:g} s") from error
+        except OSError as error:
+            raise UpstreamError(error.strerror or str(error)) from error
+        return connection
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """Keep a connection for the next request."""
+        if self._closed:
+            connection.abort()
+        else:
+            self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close the idle connections; those in use close when their reply has ended."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().abort()
+
+
+def no_delay(transport: asyncio.Transport) -> None:
+    """Send small pieces at once. Without it a token waits for the acknowledgement of the last one
+    (40 ms on Linux: the figure that two gateways show in `GetBusbar/benchmarking`)."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,113 @@
+"""Look after the vLLM replicas: which are in health, and which models each of them lists.
+
+One task a replica, so that one that hangs delays nobody. A replica is down after two looks that
+failed, and up again at the first that did not. Between looks the relay notices by itself what
+fails (`Replica.failed`) and what is missing (`Replica.lacks`), and may ask for an early look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from sidecar.metrics.proxy import Metrics
+from sidecar.relay.upstream.replicas import Replica, Replicas
+from sidecar.relay.upstream.vllm_status import VllmStatus
+
+log = structlog.get_logger()
+AGENT = "learning-sidecar-watch"
+LOOKS_TO_DOWN = 2
+SHORTEST_PAUSE_S = 0.1
+"""Between two early looks."""
+
+
+class ReplicaWatch:
+    """`start` it, `stop` it. api_key: vLLM's own, for its list of models."""
+
+    def __init__(
+        self, replicas: Replicas, metrics: Metrics, *, interval_s: float, api_key: str | None
+    ) -> None:
+        self.statuses = tuple(VllmStatus(replica.url) for replica in replicas.all)
+        self._replicas = replicas.all
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._authorization = f"Bearer {api_key}" if api_key else None
+        self._early = [asyncio.Event() for _ in self._replicas]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        for replica, status, early in zip(self._replicas, self.statuses, self._early, strict=True):
+            task = asyncio.create_task(self._follow(replica, status, early))
+            self._tasks.append(task)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for status in self.statuses:
+            await status.close()
+
+    def look_soon(self) -> None:
+        """Do not wait for the next turn: what a replica lists may have changed."""
+        for early in self._early:
+            early.set()
+
+    def healthiest(self) -> VllmStatus:
+        """One to ask a question: in health if any is."""
+        pairs = zip(self._replicas, self.statuses, strict=True)
+        return next((status for replica, status in pairs if replica.healthy), self.statuses[0])
+
+    async def _follow(self, replica: Replica, status: VllmStatus, early: asyncio.Event) -> None:
+        failed = 0
+        up = self._metrics.replica_up.labels(replica.url)
+        in_flight = self._metrics.replica_in_flight.labels(replica.url)
+        said: bool | None = None
+        while True:
+            if await status.reachable():
+                failed = 0
+                if said is False:
+                    replica.came_back()
+                replica.healthy = True
+                replica.models = await self._models(status, replica.models)
+            else:
+                failed += 1
+                # Before the first good look nothing is known to its credit.
+                if failed >= LOOKS_TO_DOWN or said is None:
+                    replica.healthy = False
+                    replica.models = None
+            if replica.healthy is not said:
+                said = replica.healthy
+                _say(replica)
+            up.set(float(replica.healthy))
+            in_flight.set(replica.in_flight)
+            early.clear()
+            try:
+                await asyncio.wait_for(early.wait(), self._interval_s)
+                await asyncio.sleep(SHORTEST_PAUSE_S)
+            except TimeoutError:
+                continue
+
+    async def _models(
+        self, status: VllmStatus, known: frozenset[str] | None
+    ) -> frozenset[str] | None:
+        reply = await status.models(self._authorization, agent=AGENT)
+        if reply is None:
+            return known
+        if reply.status != 200:  # a key is asked for that we were not given
+            return None
+        cards = reply.body.get("data")
+        if not isinstance(cards, list):  # no list of models, whoever answered
+            return known
+        return frozenset(str(card.get("id")) for card in cards if isinstance(card, dict))
+
+
+def _say(replica: Replica) -> None:
+    if replica.healthy:
+        log.info("upstream_reachable", url=replica.url)
+    else:
+        log.warning(
+            "upstream_unreachable",
+            url=replica.url,
+            check="is vLLM running, and does serving.upstreams name its address?",
+        )

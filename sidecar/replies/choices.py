@@ -1,0 +1,279 @@
+"""Read a reply of chat or text completions: whole, or put together from its events. Pure.
+
+Both surfaces have choices that carry token ids and log-probabilities; they differ in where the text
+stands, and in the form of the log-probabilities. One reader takes both.
+
+The usual events of a stream are decoded many at once (`reply_runs.py`), the others one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sidecar.replies.choice_fields import (
+    CHOICE,
+    REPLY,
+    USUAL,
+    ChoiceFields,
+    Logprobs,
+    ReplyFields,
+    UsualChoice,
+)
+from sidecar.replies.parts import (
+    JsonObject,
+    ReadChoice,
+    ReadReply,
+    UnreadableReplyError,
+    decode,
+    documents,
+    is_done,
+)
+from sidecar.replies.runs import RUN_BYTES, decode_lines, frame_of
+
+MAX_TOOL_CALLS = 1024
+"""An index beyond this is not a call's place but nonsense, which must not cost memory."""
+FEW = 8
+"""Chunks of a stream so short that it does not pay to look for what its events share."""
+
+
+def read_whole(body: bytes) -> ReadReply:
+    """Read a reply that came in one piece. Raises: UnreadableReplyError."""
+    reader = _Reader()
+    reader.add(decode(REPLY, body))
+    reader.ended = True
+    return reader.end()
+
+
+def read_stream(chunks: Sequence[bytes]) -> ReadReply:
+    """Put a stream together. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
+    reader = _Reader()
+    frame = frame_of(chunks[0]) if len(chunks) > FEW else None
+    if frame is None:
+        reader.add_events(chunks)
+        return reader.end()
+    first, last = frame.between(chunks)
+    length = 1 + RUN_BYTES // (1 + len(chunks[last - 1]))
+    others = list(chunks[:first])
+    for at in range(first, last, length):
+        run = chunks[at : min(at + length, last)]
+        # Behind an event that was cut, its rest would come.
+        lines = None if others and not others[-1].endswith(b"\n\n") else frame.choices(run)
+        if lines is None:
+            others += run
+            continue
+        if others:
+            reader.add_events(others)
+            others = []
+        if not reader.add_choices(lines, len(run), frame.model):
+            reader.add_events(run)
+    others += chunks[last:]
+    reader.add_events(others)
+    return reader.end()
+
+
+class _Growing:
+    """One answer that grows. Texts are kept in pieces and joined once."""
+
+    __slots__ = (
+        "calls",
+        "finish_reason",
+        "logprobs",
+        "others",
+        "sampled",
+        "stop_reason",
+        "texts",
+        "token_ids",
+        "token_texts",
+    )
+
+    def __init__(self) -> None:
+        self.texts: dict[str, list[str]] = {"content": []}
+        self.others: JsonObject = {}
+        self.calls: list[JsonObject] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.token_texts: list[str] = []
+
+    def add(self, choice: ChoiceFields) -> None:
+        delta = choice.delta
+        if delta is None:
+            delta = choice.message
+        if delta:
+            content = delta.get("content")
+            if len(delta) == 1 and type(content) is str:  # nearly every event of a stream
+                self.texts["content"].append(content)
+            else:
+                self._merge(delta)
+        elif choice.text is not None:
+            self.texts["content"].append(choice.text)
+        if choice.token_ids:
+            self.token_ids += choice.token_ids
+        if choice.logprobs is not None:
+            self._add_logprobs(choice.logprobs)
+        if choice.finish_reason is not None:
+            self.finish_reason = choice.finish_reason
+            self.stop_reason = choice.stop_reason
+
+    def add_usual(self, choices: Sequence[UsualChoice]) -> None:
+        contents = [choice.delta.content for choice in choices]
+        self.texts["content"] += [content for content in contents if content is not None]
+        self.token_ids += [choice.token_ids[0] for choice in choices]
+        entries = [choice.logprobs.content[0] for choice in choices]
+        self.logprobs += [entry.logprob for entry in entries]
+        self.token_texts += [entry.token for entry in entries if entry.token is not None]
+
+    def _add_logprobs(self, logprobs: Logprobs) -> None:
+        entries = logprobs.content
+        if entries is not None:
+            if len(entries) == 1:
+                entry = entries[0]
+                self.logprobs.append(entry.logprob)
+                if entry.token is not None:
+                    self.token_texts.append(entry.token)
+            else:
+                self.logprobs += [entry.logprob for entry in entries]
+                self.token_texts += [entry.token for entry in entries if entry.token is not None]
+        elif logprobs.token_logprobs is not None:
+            # `null` stands for the first token of an echoed prompt. Left out, the counts disagree.
+            self.logprobs += [value for value in logprobs.token_logprobs if value is not None]
+            self.token_texts += logprobs.tokens or ()
+
+    def _merge(self, delta: JsonObject) -> None:
+        """Add a delta: text grows, tool calls grow by their index, the rest is set."""
+        for key, value in delta.items():
+            if value is None:
+                continue
+            if key == "tool_calls":
+                self._merge_tool_calls(value)
+            elif isinstance(value, str) and key != "role":
+                self.texts.setdefault(key, []).append(value)
+            else:
+                self.others[key] = value
+
+    def _merge_tool_calls(self, deltas: object) -> None:
+        for place, delta in enumerate(_list(deltas)):
+            index = _object(delta).get("index", place)
+            if not isinstance(index, int) or not 0 <= index < MAX_TOOL_CALLS:
+                raise UnreadableReplyError(f"tool call number {index!r}")
+            while len(self.calls) <= index:
+                self.calls.append({"id": None, "type": "function", "function": {}})
+            call = self.calls[index]
+            for key in ("id", "type"):
+                if delta.get(key) is not None:
+                    call[key] = delta[key]
+            function = call["function"]
+            for key, text in _object(delta.get("function") or {}).items():
+                if text is not None:
+                    function[key] = str(function.get(key) or "") + str(text)
+
+    def end(self) -> ReadChoice:
+        message = dict(self.others)
+        for key, pieces in self.texts.items():
+            if pieces:
+                message[key] = "".join(pieces)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return ReadChoice(
+            message=message,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            token_texts=self.token_texts,
+        )
+
+
+class _Reader:
+    """Takes documents, gives the reply."""
+
+    def __init__(self) -> None:
+        self._reply = ReadReply()
+        self._growing: dict[int, _Growing] = {}
+        self.ended = False
+        self._usual = True
+        """All choices that were added as lines were usual ones."""
+
+    def add_events(self, chunks: Sequence[bytes]) -> None:
+        """Read events one by one. `[DONE]` among them ends the stream."""
+        for document in documents(chunks):
+            if is_done(document):
+                self.ended = True
+            else:
+                self.add(decode(REPLY, document))
+
+    def add_choices(self, lines: bytes, count: int, model: str | None) -> bool:
+        """Add events of which nothing is left but one choice each, on a line. False: they cannot be
+        read so, and nothing was added."""
+        usual = decode_lines(USUAL, lines, count) if self._usual else None
+        if usual is not None:
+            self._add_usual(usual)
+        else:
+            self._usual = False
+            choices = decode_lines(CHOICE, lines, count)
+            if choices is None:
+                return False
+            self._add_choices(choices)
+        if model is not None:
+            self._reply.models.add(model)
+        return True
+
+    def add(self, part: ReplyFields) -> None:
+        reply = self._reply
+        if part.model is not None:
+            reply.models.add(part.model)
+        if part.error is not None:
+            error = part.error
+            reply.error = str(error.get("type", "error")) if isinstance(error, dict) else "error"
+        if part.prompt_token_ids and not reply.prompt_token_ids:
+            reply.prompt_token_ids = part.prompt_token_ids
+        if part.usage is not None and part.usage.completion_tokens is not None:
+            reply.completion_tokens = part.usage.completion_tokens
+        self._add_choices(part.choices)
+
+    def _add_choices(self, choices: list[ChoiceFields]) -> None:
+        for choice in choices:
+            if choice.prompt_token_ids:
+                self._add_prompt(choice.prompt_token_ids)
+            growing = self._growing.get(choice.index)
+            if growing is None:
+                growing = self._growing[choice.index] = _Growing()
+            growing.add(choice)
+
+    def _add_usual(self, choices: list[UsualChoice]) -> None:
+        indexes = [choice.index for choice in choices]
+        alone = indexes.count(indexes[0]) == len(indexes)
+        for index in dict.fromkeys(indexes[:1] if alone else indexes):
+            growing = self._growing.get(index)
+            if growing is None:
+                growing = self._growing[index] = _Growing()
+            growing.add_usual(
+                choices if alone else [choice for choice in choices if choice.index == index]
+            )
+
+    def _add_prompt(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """Text completions give the prompt with each choice; a list of prompts, several."""
+        reply = self._reply
+        if reply.prompt_token_ids and reply.prompt_token_ids != prompt_token_ids:
+            reply.several_prompts = True
+        else:
+            reply.prompt_token_ids = prompt_token_ids
+
+    def end(self) -> ReadReply:
+        reply = self._reply
+        reply.ended = self.ended
+        reply.choices = {index: growing.end() for index, growing in self._growing.items()}
+        return reply
+
+
+def _list(value: object) -> list[JsonObject]:
+    if not isinstance(value, list):
+        raise UnreadableReplyError("tool_calls is not a list")
+    return value
+
+
+def _object(value: object) -> JsonObject:
+    if not isinstance(value, dict):
+        raise UnreadableReplyError("a tool call is not an object")
+    return value

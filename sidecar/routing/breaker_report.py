@@ -1,0 +1,163 @@
+"""Tell the store which canary the breaker took out, and learn it from there.
+
+The breaker itself needs no store. The row tells control, the proxies of other machines, and a proxy
+that starts again. A thread of its own writes it, and tries again until the store takes it. A file
+in `state_dir` holds the last trip, for a proxy that starts again before the store took the row.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+from sqlalchemy import Connection, column, insert, select, table
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from sidecar.routing.breaker import Breaker, canary_tag
+from sidecar.routing.store_watch import open_store
+from sidecar.routing.table import RoutingTable
+
+log = structlog.get_logger()
+_TRIPS = table(
+    "breaker_trip",
+    column("model"),
+    column("canary"),
+    column("salt"),
+    column("at"),
+    column("reason"),
+)
+FILE_NAME = "breaker-trip.json"
+RETRY_S = 1.0
+"""Between attempts to write while the store is away."""
+
+
+class TripReporter:
+    """Writes trips. `report` returns at once; `stop` waits for an attempt that is under way."""
+
+    def __init__(
+        self, store_url: str, state_dir: Path, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store_url = store_url
+        self._file = state_dir / FILE_NAME
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._threads: dict[tuple[str | None, str], threading.Thread] = {}
+
+    def report(self, tripped: RoutingTable, reason: str) -> None:
+        """Have the row written; the same trip twice is one row."""
+        key = (tripped.canary, tripped.salt)
+        if key in self._threads or self._stopped.is_set():
+            return
+        thread = threading.Thread(
+            target=self._write, args=(tripped, reason, self._clock()), name="breaker", daemon=True
+        )
+        self._threads[key] = thread
+        thread.start()
+
+    def recall(self) -> tuple[RoutingTable, str] | None:
+        """The last trip on this machine and its reason, as its file has it."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=tuple[RoutingTable, str])
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            log.warning("breaker_file_unreadable", path=str(self._file), why=str(error))
+            return None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for thread in list(self._threads.values()):
+            thread.join(RETRY_S)
+
+    def _write(self, tripped: RoutingTable, reason: str, at: float) -> None:
+        engine = open_store(self._store_url)
+        row = {
+            "model": tripped.model,
+            "canary": tripped.canary,
+            "salt": tripped.salt,
+            "at": at,
+            "reason": reason,
+        }
+        self._remember(tripped, reason)
+        told = False
+        while True:
+            try:
+                with engine.begin() as connection:
+                    connection.execute(insert(_TRIPS).values(**row))
+                log.info("breaker_trip_stored", canary=tripped.canary)
+                break
+            except IntegrityError:  # another worker was faster
+                log.info("breaker_trip_stored_already", canary=tripped.canary)
+                break
+            except SQLAlchemyError as error:
+                if not told:
+                    log.warning("breaker_trip_not_stored", again_in_s=RETRY_S, why=str(error))
+                told = True
+            if self._stopped.wait(RETRY_S):
+                log.error("breaker_trip_lost", canary=tripped.canary, reason=reason)
+                break
+        engine.dispose()
+
+    def _remember(self, tripped: RoutingTable, reason: str) -> None:
+        written = self._file.with_suffix(f".{os.getpid()}.part")
+        try:
+            written.write_bytes(msgspec.json.encode((tripped, reason)))
+            written.replace(self._file)
+        except OSError as error:
+            log.warning("breaker_file_not_written", path=str(self._file), why=str(error))
+
+
+class TripReader:
+    """Obeys trips that the store tells of. A `StoreReader`, read after the routing table."""
+
+    def __init__(
+        self,
+        breaker: Breaker,
+        current: Callable[[], RoutingTable],
+        reporter: TripReporter,
+        show: Callable[[float], None],
+    ) -> None:
+        """current: the routing table that was read last. show: told 1 while its canary is out."""
+        self._show = show
+        self._breaker = breaker
+        self._current = current
+        self._reporter = reporter
+        self._away = False
+
+    def read(self, connection: Connection) -> None:
+        """Take the table's canary out if the store says so; tell the store if it does not.
+
+        The second case is a worker that took a canary out and died before it could write.
+        Raises: SQLAlchemyError."""
+        now = self._current()
+        if now.canary is None:
+            self._show(0.0)
+            return
+        found = connection.execute(
+            select(_TRIPS.c.reason).where(
+                _TRIPS.c.model == now.model,
+                _TRIPS.c.canary == now.canary,
+                _TRIPS.c.salt == now.salt,
+            )
+        ).scalar_one_or_none()
+        self._away = False
+        if found is None:
+            if self._breaker.is_out(now):
+                last = self._reporter.recall()
+                known = last is not None and canary_tag(last[0]) == canary_tag(now)
+                self._reporter.report(now, last[1] if last and known else "not known any more")
+        elif not self._breaker.is_out(now):
+            self._breaker.open(now)
+            log.warning("canary_taken_out_elsewhere", canary=now.canary, reason=found)
+        self._show(float(self._breaker.is_out(now)))
+
+    def store_away(self, why: str) -> None:
+        """The last trips stay."""
+        if not self._away:
+            log.warning("breaker_trips_unreadable", why=why)
+        self._away = True

@@ -1,0 +1,151 @@
+"""Decide when a canary is so much worse than the champion that it must be taken out. Pure.
+
+The breaker looks for gross failures only, from replies that every worker counts;
+`deploy.registry.canary_rule` judges smaller differences later, from what was recorded. Each kind of
+bad reply has its own one-sided CUSUM test (Page, Biometrika 1954): every canary reply adds the
+log-likelihood ratio of "bad at the raised rate" against "bad at the champion's rate", and the sum
+starts again at zero whenever it falls below. So a canary that fails after a million good replies is
+noticed as soon as one that fails from its first reply.
+
+The champion's rate is the highest of three, the two measured ones taken one standard error up
+because few replies tell little: `LEAST_RATE`, its rate since the canary began, and its rate since
+the sum last was zero. For the kinds that also come with a change of load or of work (`SHARED`),
+both arms must differ in that last span of time by themselves: a likelihood-ratio test of two rates
+against one.
+
+Limits. A difference below about twice `LEAST_RATE` is left to the controller. At weights over 50%
+the champion has few replies in a short span: a change that is bad for both arms can take an
+innocent canary out, and for the kinds in `SHARED` a bad canary may need up to 50 bad replies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KINDS = ("error", "cut", "empty", "short", "slow")
+"""What can be wrong with a reply: vLLM failed; the client left before the end; nothing was said;
+the token limit ended it; the first byte came late."""
+REPLIES = 0
+"""Position of the number of replies in an arm's tally; the kinds follow, as in `KINDS`."""
+TALLY = 1 + len(KINDS)
+
+LEAST_RATE = 0.1
+"""No champion is taken to be better than this: eight bad replies in a row then end a canary."""
+ODDS = 500_000.0
+"""Likelihood ratio at which the canary is taken out. A CUSUM stays below it for `ODDS` replies on
+average when both arms are equal, so 5,000 canary replies end an equal canary in 1% of ramps, for
+each kind (tests/sidecar/routing/test_breaker_rule.py simulates 1,000 ramps)."""
+SHARED = frozenset({"cut", "short", "slow"})
+"""Kinds that both arms show together when users send other work or vLLM is slow. Errors need no
+second test: where it can, the champion answers the same request (`sidecar.relay.flight.flight`)."""
+PAIR_ODDS = 5_000.0
+"""Likelihood ratio, for two rates instead of one, that both arms must show over the same span. In
+1,000 simulated ramps at a weight of 50%, both arms' bad rate rising from 1% to 30%, it kept 96.7%
+of the equal canaries (78% without it), and cost a canary that fails always one user more."""
+HIGH_WEIGHT = 0.85
+"""From this share of all replies up the champion has too few in a short span to compare with."""
+FEW = 2
+"""Champion replies in a span that are enough to compare with at any weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excess:
+    """Why a canary is taken out: counts of both arms over the same span of time."""
+
+    kind: str
+    canary_bad: int
+    canary_replies: int
+    champion_bad: int
+    champion_replies: int
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"{self.canary_bad} of the canary's last {self.canary_replies} replies were bad "
+            f"({self.kind}), {self.champion_bad} of the champion's {self.champion_replies} "
+            "in the same time"
+        )
+
+
+class ExcessTest:
+    """The five tests of one canary. Feed it growing totals; it keeps where each sum was zero."""
+
+    def __init__(self) -> None:
+        nothing = (0.0, 0.0, 0.0, 0.0)
+        self._since = [nothing] * len(KINDS)
+        """For each kind: bad and all replies of the canary, bad and all of the champion."""
+
+    def look(self, canary: Sequence[float], champion: Sequence[float]) -> Excess | None:
+        """canary, champion: [TALLY] totals since the canary began. Returns: why the canary is to
+        be taken out, or None."""
+        for kind in range(len(KINDS)):
+            now = (canary[1 + kind], canary[REPLIES], champion[1 + kind], champion[REPLIES])
+            bad, replies, champion_bad, champion_replies = (
+                total - before for total, before in zip(now, self._since[kind], strict=True)
+            )
+            if not bad:
+                self._since[kind] = now
+                continue
+            rate = max(
+                LEAST_RATE,
+                _upper_rate(now[2], now[3]),
+                _upper_rate(champion_bad, champion_replies),
+            )
+            evidence = _log_likelihood_ratio(bad, replies, rate)
+            if evidence <= 0.0:
+                self._since[kind] = now
+            elif evidence >= math.log(ODDS) and (
+                KINDS[kind] not in SHARED
+                or _differ(
+                    (bad, replies),
+                    (champion_bad, champion_replies),
+                    weight=now[1] / (now[1] + now[3]),
+                )
+            ):
+                return Excess(
+                    kind=KINDS[kind],
+                    canary_bad=int(bad),
+                    canary_replies=int(replies),
+                    champion_bad=int(champion_bad),
+                    champion_replies=int(champion_replies),
+                )
+        return None
+
+
+def _rate(bad: float, replies: float) -> float:
+    """Share of bad replies, drawn to 1/8 while there are few; always below 1."""
+    return (min(bad, replies) + 0.5) / (replies + 4.0)
+
+
+def _upper_rate(bad: float, replies: float) -> float:
+    rate = _rate(bad, replies)
+    return rate + math.sqrt(rate * (1.0 - rate) / (replies + 10.0))
+
+
+def _log_likelihood_ratio(bad: float, replies: float, rate: float) -> float:
+    """In nats, of a bad rate half-way between `rate` and 1 against `rate`."""
+    raised = (1.0 + rate) / 2.0
+    # (1 - raised) / (1 - rate) is 1/2 whatever the rate.
+    return bad * math.log(raised / rate) - max(0.0, replies - bad) * math.log(2.0)
+
+
+def _differ(canary: tuple[float, float], champion: tuple[float, float], *, weight: float) -> bool:
+    """Whether the canary's rate is higher than the champion's in one span of time by `PAIR_ODDS`.
+
+    canary, champion: bad replies and all replies in the span. weight: the canary's share of all
+    replies of the trial."""
+    if weight >= HIGH_WEIGHT and champion[1] < FEW:
+        return True
+    both = (canary[0] + champion[0], canary[1] + champion[1])
+    if not champion[1] or canary[0] / canary[1] <= champion[0] / champion[1]:
+        return False
+    gain = _best_log_likelihood(*canary) + _best_log_likelihood(*champion)
+    return gain - _best_log_likelihood(*both) >= math.log(PAIR_ODDS)
+
+
+def _best_log_likelihood(bad: float, replies: float) -> float:
+    """In nats, of these replies at their own bad rate; replies > 0."""
+    good = max(0.0, replies - bad)
+    return sum(part * math.log(part / replies) for part in (bad, good) if part)

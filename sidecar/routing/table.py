@@ -1,0 +1,52 @@
+"""The routing table: which adapter answers whom. Deploy writes it, the relay obeys it
+(`assignment.py`). Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from sidecar.records import BASE
+
+BUCKETS = 10_000
+"""Weights are in basis points: 10000 = every session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTable:
+    """One public model name and the adapters behind it."""
+
+    model: str
+    """The public model name that agents send; also vLLM's `--served-model-name` of the base."""
+    champion: str = BASE
+    """vLLM adapter name, or "base"."""
+    canary: str | None = None
+    canary_weight_bp: int = 0
+    """Share of sessions that the canary answers, in basis points, 0..10000."""
+    salt: str = ""
+    """One per canary, so that two canaries do not always meet the same sessions."""
+    generation: int = 0
+    """Grows by one with each change; a proxy never goes back."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a name that could not be written into a header."""
+        for name in (self.model, self.champion, self.canary or BASE):
+            if not name.isprintable() or not name.isascii() or not name:
+                raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")
+
+
+def upstream_model(model: str, adapter: str) -> str:
+    """What to write into a request's `model` so that this adapter, or the base, answers it."""
+    return model if adapter == BASE else adapter
+
+
+def encode_table(table: RoutingTable) -> str:
+    """The table as JSON text, for the store."""
+    return msgspec.json.encode(table).decode()
+
+
+def decode_table(text: str) -> RoutingTable:
+    """Read a table from the store. Raises msgspec.MsgspecError when it is not one."""
+    return msgspec.json.decode(text, type=RoutingTable)

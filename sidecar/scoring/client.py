@@ -1,0 +1,136 @@
+"""Ask the scoring process which of N answers is the best, within a time limit.
+
+Whatever goes wrong (nobody there, too slow, rubbish) comes back as a reason, never as an error and
+never late: then the first answer is returned. After a few failures in a row it stops asking for a
+while, and says so by `ready`, so that no answers are sampled that nobody would choose from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from sidecar.scoring.wire import (
+    MAX_QUESTION_BYTES,
+    MAX_REPLY_BYTES,
+    Material,
+    NoPick,
+    Verdict,
+    WireError,
+    encode_frame,
+    read_frame,
+    read_verdict,
+)
+
+FAILURES_IN_A_ROW = 3
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+"""The pause after so many failures doubles from the first to the last while they go on."""
+FAILURES = frozenset({"away", "timeout", "disconnect", "garbage", "judge_down", "failed"})
+"""Reasons that speak of the judge or the scoring process, and not of this one question."""
+TELLS_NOTHING = frozenset({"busy", "too_large"})
+
+
+class Picker(Protocol):
+    """Whoever can choose among answers."""
+
+    @property
+    def ready(self) -> bool:
+        """False: asking would be in vain just now."""
+
+    async def pick(self, material: Material, deadline_s: float) -> Verdict:
+        """The best answer, or why there is none, at most `deadline_s` seconds from now.
+
+        Never raises but for its own cancellation, which stops the waiting and not the judging.
+        """
+
+
+class SocketPicker:
+    """A `Picker` over the scoring process's socket. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        concurrency: int,
+        max_waiting: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """concurrency: questions asked at once; max_waiting: those that wait for one of them."""
+        self._path = path
+        self._slots = asyncio.Semaphore(concurrency)
+        self._room = concurrency + max_waiting
+        self._held = 0
+        self._pause = Pause(clock)
+
+    @property
+    def ready(self) -> bool:
+        return self._held < self._room and not self._pause.lasts
+
+    async def pick(self, material: Material, deadline_s: float) -> Verdict:
+        """As `Picker.pick`."""
+        if self._held >= self._room:
+            return NoPick(reason="queue_full")
+        self._held += 1
+        try:
+            async with asyncio.timeout(deadline_s), self._slots:
+                verdict = await self._ask(material)
+        except TimeoutError:
+            verdict = NoPick(reason="timeout")
+        finally:
+            self._held -= 1
+        reason = verdict.reason if isinstance(verdict, NoPick) else ""
+        if reason not in TELLS_NOTHING:
+            self._pause.note(failed=reason in FAILURES)
+        return verdict
+
+    async def _ask(self, material: Material) -> Verdict:
+        question = encode_frame(material)
+        if len(question) > MAX_QUESTION_BYTES:
+            return NoPick(reason="too_large")
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(self._path))
+        except OSError:  # no such socket, or nobody behind it
+            return NoPick(reason="away")
+        try:
+            writer.write(question)
+            await writer.drain()
+            body = await read_frame(reader, limit=MAX_REPLY_BYTES)
+        except OSError:
+            return NoPick(reason="disconnect")
+        except WireError:
+            return NoPick(reason="disconnect" if reader.at_eof() else "garbage")
+        finally:
+            writer.close()
+        try:
+            return read_verdict(body, answers=len(material.answers))
+        except WireError:
+            return NoPick(reason="garbage")
+
+
+class Pause:
+    """When to stop asking for a while. Pure but for the clock that it is given."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._length_s = 0.0
+        self._until = 0.0
+
+    @property
+    def lasts(self) -> bool:
+        return self._failures >= FAILURES_IN_A_ROW and self._clock() < self._until
+
+    def note(self, *, failed: bool) -> None:
+        """Note how a question ended. The pause grows once each time that it was over, not once a
+        question: those that were in flight together fail together."""
+        if not failed:
+            self._failures, self._length_s = 0, 0.0
+            return
+        self._failures += 1
+        if self._failures < FAILURES_IN_A_ROW or self.lasts:
+            return
+        self._length_s = min(LAST_PAUSE_S, 2 * self._length_s or FIRST_PAUSE_S)
+        self._until = self._clock() + self._length_s

@@ -1,0 +1,285 @@
+"""Open the store, bring its schema up to date, and hand out transactions.
+
+SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE):
+one that read first and then tried to write would fail at once when another process wrote between.
+Text whose bytes are not UTF-8 is read with U+FFFD in their place: a damaged value is a wrong value
+of its own row, and not an error of every query that meets the row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sqlalchemy import URL, Dialect, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    OperationalError,
+    ProgrammingError,
+    SAWarning,
+    SQLAlchemyError,
+)
+from sqlalchemy.orm import Session
+
+from sidecar.errors import StoreError
+from sidecar.hiding import hide_in_url
+from sidecar.store.models import Base, CounterRow, FlagRow
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql, sqlite
+
+BUSY_TIMEOUT_S = 15.0
+"""How long a writer waits for another's lock before it gives up."""
+MIGRATIONS = Path(__file__).with_name("migrations")
+_OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
+"""Database errors that the statement or its values cause, and not the store."""
+DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+"""What reading a row comes to whose body, array, number or word is damaged."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_read_text = partial(str, encoding="utf-8", errors="replace")
+
+
+class Database:
+    """A store. Thread-safe; one per process."""
+
+    def __init__(self, url: str) -> None:
+        """Raises: StoreError when the URL or its file cannot be opened."""
+        self.url = url
+        self._shown_url = hide_in_url(url)
+        try:
+            refuse_bad_arguments(url)
+            parsed = make_url(url)
+            if parsed.get_backend_name() == "sqlite" and parsed.database:
+                _make_private(Path(parsed.database))
+            self._engine = _open(url)
+        except OSError as error:
+            raise StoreError(
+                f"store {self._shown_url}: cannot be made or opened ({error.strerror}: "
+                f"{error.filename}); make its folder writable, or set store.url"
+            ) from error
+        except ValueError as error:
+            raise StoreError(f"store {self._shown_url}: {error}") from None
+        self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def upgrade(self) -> None:
+        """Bring the schema to this version's revision. Safe to call from every process at start."""
+        # Imported here: whoever only reads or writes an existing store need not wait for it.
+        from alembic import command
+        from alembic.config import Config
+
+        try:
+            with self._writing.begin() as connection:
+                config = Config()
+                config.set_main_option("script_location", str(MIGRATIONS))
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+        except SQLAlchemyError as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            raise StoreError(
+                f"store {self._shown_url}: cannot be upgraded: {_say(cause)}"
+            ) from error
+
+    def upgrade_if_behind(self) -> None:
+        """As `upgrade`, without the libraries of it when the schema is this version's or newer."""
+        newest = max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+        with self.read() as session:
+            try:
+                present = session.scalar(text("SELECT version_num FROM alembic_version"))
+            except OperationalError:  # no such table: an empty store
+                present = None
+        if present is None or present < newest:
+            self.upgrade()
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A session for reading. Writers are not held up by it. Raises: StoreError, as `write`."""
+        with self._translated(), Session(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A session in one write transaction: committed at the end, rolled back on any error.
+
+        Raises: StoreError when the store is locked, full, read-only or away: try again later;
+            and when its file is damaged or no database, which the message says.
+        """
+        with (
+            self._translated(),
+            Session(self._writing, expire_on_commit=False) as session,
+            session.begin(),
+        ):
+            yield session
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseError as error:
+            if isinstance(error, _OF_THE_STATEMENT):
+                raise
+            raise StoreError(f"store {self._shown_url}: {_say(error.orig)}") from error
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def refuse_bad_arguments(url: str) -> None:
+    """Read the URL's parameters as the engine does. Opens no file, asks no network.
+
+    Raises: ValueError, one line without a value of theirs, when the driver is missing or does not
+    take them.
+    """
+    # `from None`: SQLAlchemy's errors quote the URL, and with it a password.
+    try:
+        parsed = make_url(url)
+        kind = parsed.get_dialect()
+        driver = kind.import_dbapi()
+        dialect: Dialect = kind(dbapi=driver)  # type: ignore[call-arg]  # every dialect takes it
+    except ImportError as error:
+        raise ValueError(
+            f"needs {error.name}, which is not installed; install it, or give "
+            "sqlite:///path/to/store.db"
+        ) from None
+    except (ArgumentError, ValueError):
+        raise ValueError("is no database URL; give sqlite:///path/to/store.db") from None
+    if _are_taken(dialect, parsed):
+        return
+    alone = (name for name in parsed.query if not _are_taken(dialect, _with_only(parsed, name)))
+    culprit = next(alone, "")
+    what = f"parameter {culprit}" if culprit else "user, host, port or parameters"
+    raise ValueError(f"its {what} is not what {dialect.driver} takes; correct it or leave it out")
+
+
+def _with_only(url: URL, name: str) -> URL:
+    return url.set(query={name: url.query[name]})
+
+
+def _are_taken(dialect: Dialect, url: URL) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a parameter that would be left out without a word
+            arguments, named = dialect.create_connect_args(url)
+        if dialect.name == "sqlite" and dialect.driver == "pysqlite":
+            dialect.connect(*[":memory:" for _ in arguments], **{**named, "uri": False}).close()
+    except (ArgumentError, SAWarning, ValueError, TypeError, OverflowError):
+        return False
+    return True
+
+
+def _make_private(path: Path) -> None:
+    """Prompts and answers are in it: a new file is for its owner alone (SQLite's -wal follows)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.touch(mode=0o600)
+
+
+def _open(url: str) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
+        connection.text_factory = _read_text
+        connection.isolation_level = None  # the driver must not begin transactions by itself
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        mode = connection.get_execution_options().get("sidecar_begin", "DEFERRED")
+        connection.exec_driver_sql(f"BEGIN {mode}")
+
+    return engine
+
+
+def _say(cause: BaseException | None) -> str:
+    """What the database says, on one line, with the cure when its file is damaged."""
+    said = " ".join(str(cause).split())
+    if getattr(cause, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # the low byte: its class
+        return said
+    return (
+        f"{said}; the file is damaged or is no SQLite database: stop all processes, then restore "
+        "it from a backup or salvage it with `sqlite3 FILE .recover`"
+    )
+
+
+def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that can say ON CONFLICT, in the words of the session's database."""
+    # The one in use is imported already, by the engine.
+    if session.get_bind().dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        return postgresql.insert(table)
+    from sqlalchemy.dialects import sqlite
+
+    return sqlite.insert(table)
+
+
+def count(session: Session, stage: str, reason: str, by: int = 1) -> None:
+    """Add to a durable counter, in the caller's transaction."""
+    if by == 0:
+        return
+    statement = insert_into(session, CounterRow).values(stage=stage, reason=reason, count=by)
+    session.execute(
+        statement.on_conflict_do_update(
+            index_elements=["stage", "reason"], set_={"count": CounterRow.count + by}
+        )
+    )
+
+
+def get_flag(session: Session, name: str) -> str | None:
+    """An operator's switch, or None when it was never set."""
+    row = session.get(FlagRow, name)
+    return row.value if row is not None else None
+
+
+def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
+    """Set an operator's switch, in the caller's transaction."""
+    session.merge(FlagRow(name=name, value=value, updated_at=now))
+
+
+def check_id(stored: str) -> str:
+    """An id as it is. Raises: ValueError when it is damaged: no query would find it again."""
+    if "\ufffd" in stored:
+        raise ValueError(f"the id {stored!r} holds bytes that are not UTF-8")
+    return stored
+
+
+def compress(body: bytes) -> bytes:
+    """Bodies are stored compressed; level 1 is where time stops buying size on JSON."""
+    return zlib.compress(body, 1)
+
+
+def decompress(data: bytes) -> bytes:
+    """Inverse of `compress`."""
+    return zlib.decompress(data)
+
+
+__all__ = [
+    "Base",
+    "Database",
+    "compress",
+    "count",
+    "decompress",
+    "get_flag",
+    "insert_into",
+    "refuse_bad_arguments",
+    "set_flag",
+]

@@ -1,0 +1,55 @@
+"""The names of the GenAI semantic conventions that we use, in one table.
+
+They are all "Development" and move: the conventions left semconv for a repository of their own
+(open-telemetry/semantic-conventions-genai) and renamed the metrics on the way. A backend that knows
+the names of 1.41 only is served by `telemetry.semantic_conventions = "1.41"`.
+Names that both have are written down once, where they are used (`sidecar/tracing/spans.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sidecar.records import Surface
+
+Conventions = Literal["latest", "1.41"]
+
+OPERATIONS: dict[Surface, str] = {
+    "chat": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "embeddings": "embeddings",
+}
+"""`gen_ai.operation.name` by surface."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricNames:
+    """Of the client's metrics."""
+
+    duration: str
+    first_chunk: str
+    input_tokens: str
+    output_tokens: str
+    tokens_are_histogram: bool
+    """1.41 has one histogram for tokens, with the kind as an attribute."""
+
+
+METRICS: dict[Conventions, MetricNames] = {
+    "latest": MetricNames(
+        duration="gen_ai.client.inference.duration",
+        first_chunk="gen_ai.client.inference.time_to_first_chunk",
+        input_tokens="gen_ai.client.inference.usage.input_tokens",
+        output_tokens="gen_ai.client.inference.usage.output_tokens",
+        tokens_are_histogram=False,
+    ),
+    "1.41": MetricNames(
+        duration="gen_ai.client.operation.duration",
+        first_chunk="gen_ai.client.operation.time_to_first_chunk",
+        input_tokens="gen_ai.client.token.usage",
+        output_tokens="gen_ai.client.token.usage",
+        tokens_are_histogram=True,
+    ),
+}

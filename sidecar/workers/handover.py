@@ -1,0 +1,107 @@
+"""What the parent of several proxy processes hands to each: listeners, memory, a line to it.
+
+It crosses as one hidden argument of the command line; the descriptors that it names are inherited.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from sidecar.metrics.table import MetricTable, map_regions
+
+READY, DRAINING, TAKE, LEAVE = "ready", "draining", "take", "leave"
+"""What a worker and its parent say to each other (`sidecar.workers.worker`)."""
+PARENT_REGION = 0
+"""The region of the metrics' memory that the parent writes; a worker writes the one of its slot.
+The last region is the breaker's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSeat:
+    """One worker's place."""
+
+    port: int
+    slot: int
+    """1 and up; no two living workers have the same. Names its socket and its metrics' region."""
+    listener: int
+    """Which of `listeners` is its own."""
+    listeners: tuple[tuple[int, ...], ...]
+    """Descriptors of every worker's listening sockets, one for each address of the host."""
+    control: int
+    """Descriptor of the line to the parent; at its end the parent is gone."""
+    metrics: int
+    """Descriptor of the memory that all workers' metrics are in."""
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    def descriptors(self) -> tuple[int, ...]:
+        """All that the worker must inherit."""
+        return (*(fd for one in self.listeners for fd in one), self.control, self.metrics)
+
+    def table(self) -> tuple[MetricTable, list[memoryview], memoryview]:
+        """This worker's numbers, the regions of all others, and the breaker's memory."""
+        regions = map_regions(self.metrics)
+        breaker = regions.pop()
+        own = regions.pop(self.slot)
+        return MetricTable(own), regions, breaker
+
+
+def decode_seat(text: str) -> WorkerSeat:
+    """Raises msgspec.MsgspecError."""
+    return msgspec.json.decode(text, type=WorkerSeat)
+
+
+def bind_listeners(host: str, port: int, count: int) -> list[tuple[socket.socket, ...]]:
+    """`count` listeners that share one port, each with a socket for every address of the host.
+
+    The kernel spreads new connections over them (SO_REUSEPORT).
+    Raises: OSError, also when any other process listens there: SO_REUSEPORT alone would let two
+    proxies of one user share a port unnoticed.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    if port:
+        for family, address in addresses:
+            _bind(family, address, port, shared=False).close()
+    listeners: list[tuple[socket.socket, ...]] = []
+    try:
+        for _ in range(count):
+            sockets = []
+            for family, address in addresses:
+                sockets.append(_bind(family, address, port, shared=True))
+                port = sockets[-1].getsockname()[1]
+            listeners.append(tuple(sockets))
+    except OSError:
+        close_all(listeners)
+        raise
+    return listeners
+
+
+def close_all(listeners: Iterable[Iterable[socket.socket]]) -> None:
+    for sockets in listeners:
+        for one in sockets:
+            one.close()
+
+
+def _bind(
+    family: socket.AddressFamily, address: tuple[object, ...], port: int, *, shared: bool
+) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((address[0], port, *address[2:]))
+        if shared:
+            made.listen()
+    except OSError:
+        made.close()
+        raise
+    return made

@@ -1,0 +1,300 @@
+"""Several proxy processes behind one port: start them, keep them alive, end them together.
+
+The parent relays nothing. It holds every worker's listener (SO_REUSEPORT, one port), so that a
+connection which waits for a worker that ends or dies is not reset by the kernel: while a listener
+has no worker of its own, another one is told to take its connections too. It holds the memory in
+which the workers count, so nothing that a worker counted dies with it.
+
+TERM or INT: all drain and end. HUP: each worker is replaced by a new one, one after the other; the
+old one drains. A worker that ends unasked is counted and started again, later each time; one whose
+loop stands still while it serves is ended first. Whoever starts or drains is not watched for that:
+it may wait for a disk, and takes no new connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from sidecar.metrics.hot import MetricSet
+from sidecar.metrics.proxy import worker_restarts
+from sidecar.metrics.table import (
+    MetricTable,
+    map_regions,
+    mark_dead,
+    shared_memory,
+    signs_of_life,
+)
+from sidecar.processes.children import own_environment, own_python
+from sidecar.processes.readiness import tell_ready
+from sidecar.settings import Settings
+from sidecar.settings.kinds import base_url
+from sidecar.workers.child import (
+    HUNG_AFTER_S,
+    LOOK_S,
+    RESTARTS,
+    Child,
+    first_of,
+    ready,
+    takers,
+)
+from sidecar.workers.handover import (
+    DRAINING,
+    LEAVE,
+    PARENT_REGION,
+    READY,
+    TAKE,
+    WorkerSeat,
+    bind_listeners,
+    close_all,
+)
+
+log = structlog.get_logger()
+STOP_LIMIT_S = 15.0
+"""Beyond the drain: for writing what is captured. Who takes longer is killed."""
+
+
+class Workers:
+    """`run` it once."""
+
+    def __init__(
+        self, settings: Settings, config: Path | None, *, hung_after_s: float = HUNG_AFTER_S
+    ) -> None:
+        """Raises: OSError when the port is taken."""
+        proxy = settings.proxy
+        self._config = config
+        self._hung_after_s = hung_after_s
+        self._drain_s = proxy.drain_timeout_s
+        self._listeners = bind_listeners(proxy.host, proxy.port, proxy.workers)
+        self._host, self.port = proxy.host, self._listeners[0][0].getsockname()[1]
+        # Twice as many places as workers: while one drains, its successor serves.
+        slots = range(1, 2 * proxy.workers + 1)
+        self._memory = shared_memory(1 + len(slots) + 1)
+        self._regions = map_regions(self._memory)
+        self._slots: asyncio.Queue[int] = asyncio.Queue()
+        for slot in slots:
+            self._slots.put_nowait(slot)
+        own = MetricTable(self._regions[PARENT_REGION])
+        self._restarts = worker_restarts(MetricSet(CollectorRegistry(), own))
+        self._serving: list[Child | None] = [None] * proxy.workers
+        """By position, which is also the number of its listener."""
+        self._takers: list[Child | None] = [None] * proxy.workers
+        """By listener: who takes its connections now."""
+        self._wanted = [asyncio.Event() for _ in self._serving]
+        """By position: a new worker is wanted in place of the one that serves."""
+        self._replaced = [asyncio.Event() for _ in self._serving]
+        """By position: a new worker serves."""
+        self._children: set[Child] = set()
+        self._lives: set[asyncio.Task[None]] = set()
+        """What starts workers and ends hung ones; cancelled at the end."""
+        self._watches: set[asyncio.Task[None]] = set()
+        """What follows a worker to its end."""
+        self._stopping = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Serve until a signal. Returns the exit code: 0; or that of a worker that could not even
+        start the first time; or 1 when one had to be killed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        loop.add_signal_handler(
+            signal.SIGHUP, lambda: self._begin(self._replace_all(), self._lives)
+        )
+        self._begin(self._start_all(), self._lives)
+        self._begin(self._end_hung(), self._lives)
+        await self._stopping.wait()
+        await self._stop()
+        return self._exit_code
+
+    # -- the workers' lives
+
+    async def _start_all(self) -> None:
+        # The first one alone: what is wrong with the settings is said once, and ends it all.
+        first = await self._spawn(0)
+        if not await ready(first):
+            self._exit_code = first.process.returncode or 1
+            self._stopping.set()
+            return
+        self._begin(self._keep(0, first), self._lives)
+        for position in range(1, len(self._serving)):
+            self._begin(self._keep(position, await self._surely(position)), self._lives)
+        log.info("workers_started", host=self._host, port=self.port, count=len(self._serving))
+        tell_ready(base_url(self._host, self.port))
+
+    async def _keep(self, position: int, child: Child) -> None:
+        """Have a worker at this position for as long as the process runs."""
+        wait_s: float | None = None
+        wanted = self._wanted[position]
+        while True:
+            if await ready(child):
+                before, self._serving[position] = self._serving[position], child
+                self._assign()
+                if before is not None:
+                    before.terminate()
+                wanted.clear()
+                self._replaced[position].set()
+                await first_of(child.left, wanted)
+                if not child.left.is_set():
+                    child = await self._surely(position)
+                    continue
+                self._serving[position] = None
+            reason = await self._why(child)
+            self._restarts.inc((reason,))
+            wait_s = RESTARTS.wait_s(wait_s, time.monotonic() - child.started)
+            log.warning("worker_ended", slot=child.seat.slot, reason=reason, again_in_s=wait_s)
+            if reason != "ended":
+                await asyncio.sleep(wait_s)
+            child = await self._surely(position)
+
+    async def _end_hung(self) -> None:
+        """End those whose loops stand still, so that `_keep` starts others in their place."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for child in [one for one in self._children if one.serves]:
+                silent_s = child.silence.look(signs_of_life(self._regions[child.seat.slot]))
+                if silent_s >= self._hung_after_s:
+                    slot, pid = child.seat.slot, child.process.pid
+                    log.error("worker_hung", slot=slot, pid=pid, silent_s=silent_s)
+                    child.end_hung()
+                    self._assign()
+
+    async def _why(self, child: Child) -> str:
+        if child.hung:
+            return "hung"
+        if not child.ended.is_set():
+            return "ended"
+        code = child.process.returncode or 0
+        return "killed" if code < 0 else "failed" if code else "ended"
+
+    async def _replace_all(self) -> None:
+        log.info("workers_replaced_one_by_one", count=len(self._serving))
+        for position, wanted in enumerate(self._wanted):
+            self._replaced[position].clear()
+            wanted.set()
+            await self._replaced[position].wait()
+
+    async def _surely(self, position: int) -> Child:
+        """Start a worker, however often the machine has no room for another process."""
+        wait_s: float | None = None
+        while True:
+            try:
+                return await self._spawn(position)
+            except OSError as error:
+                wait_s = RESTARTS.wait_s(wait_s, 0.0)
+                log.error("worker_not_started", why=str(error), again_in_s=wait_s)
+                await asyncio.sleep(wait_s)
+
+    async def _spawn(self, position: int) -> Child:
+        slot = await self._slots.get()
+        ours, theirs = socket.socketpair()
+        seat = WorkerSeat(
+            port=self.port,
+            slot=slot,
+            listener=position,
+            listeners=tuple(tuple(one.fileno() for one in item) for item in self._listeners),
+            control=theirs.fileno(),
+            metrics=self._memory,
+        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *own_python("sidecar", "--worker", seat.encode()),
+                *(("--config", str(self._config)) if self._config is not None else ()),
+                env=own_environment(os.environ),
+                pass_fds=seat.descriptors(),
+                # Ctrl-C in a terminal is for the parent, who passes it on in order.
+                process_group=0,
+            )
+        except OSError:
+            ours.close()
+            self._slots.put_nowait(slot)
+            raise
+        finally:
+            theirs.close()
+        child = Child(seat, process)
+        self._children.add(child)
+        self._begin(self._listen_to(child, ours), self._watches)
+        self._begin(self._await_end(child), self._watches)
+        return child
+
+    async def _listen_to(self, child: Child, line: socket.socket) -> None:
+        reader, child.writer = await asyncio.open_connection(sock=line)
+        try:
+            while word := (await reader.readline()).decode().strip():
+                if word == READY:
+                    child.ready.set()
+                elif word == DRAINING:
+                    child.left.set()
+                    self._assign()
+        except ConnectionError as error:  # killed with words of ours unread
+            log.debug("worker_line_cut", slot=child.seat.slot, why=str(error))
+        finally:
+            child.writer.close()
+
+    async def _await_end(self, child: Child) -> None:
+        await child.process.wait()
+        mark_dead(self._regions[child.seat.slot])
+        self._children.discard(child)
+        child.left.set()
+        child.ended.set()
+        self._assign()
+        self._slots.put_nowait(child.seat.slot)
+
+    # -- the listeners
+
+    def _assign(self) -> None:
+        """Give each listener to its own worker, or, while that one is away, to another."""
+        serving = [one if one is not None and one.serves else None for one in self._serving]
+        for listener, position in enumerate(takers([one is not None for one in serving])):
+            before = self._takers[listener]
+            after = serving[position] if position is not None else None
+            if after is before:
+                continue
+            self._takers[listener] = after
+            # A worker takes its own from the start, and leaves it by itself when it drains.
+            if after is not None and position != listener:
+                after.tell(TAKE, listener)
+            if before is not None and before.seat.listener != listener:
+                before.tell(LEAVE, listener)
+
+    # -- the end
+
+    async def _stop(self) -> None:
+        for task in self._lives:
+            task.cancel()
+        for child in list(self._children):
+            child.terminate()
+        close_all(self._listeners)
+        ends = [asyncio.create_task(child.ended.wait()) for child in self._children]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=self._drain_s + STOP_LIMIT_S)
+            for end in late:
+                end.cancel()
+        for child in list(self._children):
+            log.error("worker_killed", slot=child.seat.slot, why="it did not end in time")
+            self._exit_code = 1
+            child.process.kill()
+            await child.process.wait()
+        log.info("workers_stopped")
+
+    def _begin(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """A defect here must not leave workers unwatched: it ends them all, and is seen."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("workers_failed", exc_info=error)
+            self._exit_code = 1
+            self._stopping.set()

@@ -1,0 +1,219 @@
+"""Limits: the rule by hand, and one contract for the limiter in memory and the one in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sidecar.access.limits import DAY_S, Allowance, Limiter, MemoryLimiter, charge, fresh, take
+from sidecar.access.limits_file import FileLimiter
+
+MIDNIGHT = 20_000 * float(DAY_S)
+NOON = MIDNIGHT + 43_200.0
+
+
+def unexpected(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+def make_file(folder: Path) -> Limiter:
+    return FileLimiter(folder / "limits", unchecked=unexpected, lost=unexpected, lock_wait_s=10.0)
+
+
+@pytest.fixture(params=["memory", "file"])
+def limiter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Limiter]:
+    made = MemoryLimiter() if request.param == "memory" else make_file(tmp_path)
+    yield made
+    made.close()
+
+
+def let_through(limiter: Limiter, allowance: Allowance, times: list[float]) -> int:
+    return sum(limiter.take("k", allowance, now).refused is None for now in times)
+
+
+def test_a_minutes_requests_pass_at_once_and_no_more(limiter: Limiter) -> None:
+    allowance = Allowance(requests_per_minute=5)
+
+    assert let_through(limiter, allowance, [NOON] * 9) == 5
+
+
+def test_the_bucket_fills_evenly(limiter: Limiter) -> None:
+    allowance = Allowance(requests_per_minute=6)
+    let_through(limiter, allowance, [NOON] * 6)
+
+    refused = limiter.take("k", allowance, NOON + 4.0)
+    after_10_s = limiter.take("k", allowance, NOON + 10.0)
+
+    assert refused.refused == "requests_per_minute"
+    assert refused.retry_after_s == pytest.approx(6.0)
+    assert refused.requests_left == 0
+    assert refused.requests_reset_s == pytest.approx(56.0)
+    assert after_10_s.refused is None
+
+
+def test_a_refused_request_takes_nothing(limiter: Limiter) -> None:
+    allowance = Allowance(requests_per_minute=6)
+    let_through(limiter, allowance, [NOON] * 6)
+    let_through(limiter, allowance, [NOON + second for second in range(1, 10)])
+
+    assert limiter.take("k", allowance, NOON + 10.001).refused is None
+
+
+def test_a_standing_says_what_is_left(limiter: Limiter) -> None:
+    allowance = Allowance(requests_per_minute=60, tokens_per_day=1_000)
+    limiter.take("k", allowance, NOON)
+    limiter.charge("k", allowance, 250, NOON)
+
+    standing = limiter.take("k", allowance, NOON)
+
+    assert standing == (None, 58, 2.0, 750, 43_200.0, 0.0)
+
+
+def test_keys_do_not_touch_each_other(limiter: Limiter) -> None:
+    allowance = Allowance(requests_per_minute=1, tokens_per_day=10)
+    limiter.take("a", allowance, NOON)
+    limiter.charge("a", allowance, 10, NOON)
+
+    assert limiter.take("b", allowance, NOON).refused is None
+
+
+def test_tokens_of_the_day_end_at_midnight_utc(limiter: Limiter) -> None:
+    allowance = Allowance(tokens_per_day=100)
+    limiter.charge("k", allowance, 100, NOON)
+
+    spent = limiter.take("k", allowance, NOON + 43_199.0)
+    next_day = limiter.take("k", allowance, NOON + 43_200.0)
+
+    assert (spent.refused, spent.retry_after_s, spent.tokens_left) == ("tokens_per_day", 1.0, 0)
+    assert (next_day.refused, next_day.tokens_left) == (None, 100)
+
+
+def test_a_reply_may_cost_more_than_was_left_and_is_paid(limiter: Limiter) -> None:
+    allowance = Allowance(tokens_per_day=100)
+    limiter.charge("k", allowance, 99, NOON)
+
+    last = limiter.take("k", allowance, NOON)
+    limiter.charge("k", allowance, 5_000, NOON)
+
+    assert (last.refused, last.tokens_left) == (None, 1)
+    assert limiter.take("k", allowance, NOON).refused == "tokens_per_day"
+
+
+def test_a_request_refused_for_its_tokens_leaves_the_bucket_alone(limiter: Limiter) -> None:
+    allowance = Allowance(requests_per_minute=2, tokens_per_day=10)
+    limiter.charge("k", allowance, 10, NOON)
+    let_through(limiter, allowance, [NOON] * 5)
+
+    assert let_through(limiter, allowance, [MIDNIGHT + DAY_S] * 5) == 2
+
+
+def test_tokens_beyond_32_bits_are_counted(limiter: Limiter) -> None:
+    allowance = Allowance(tokens_per_day=10**13)
+    limiter.charge("k", allowance, 10**13 - 1, NOON)
+
+    assert limiter.take("k", allowance, NOON).tokens_left == 1
+
+
+@pytest.mark.parametrize("back_s", [0.5, 30.0, 3_600.0, 400 * float(DAY_S)])
+def test_a_clock_set_back_gives_nothing_and_locks_nobody_out(
+    limiter: Limiter, back_s: float
+) -> None:
+    allowance = Allowance(requests_per_minute=6, tokens_per_day=100)
+    let_through(limiter, allowance, [NOON] * 6)
+    limiter.charge("k", allowance, 40, NOON)
+
+    at_once = limiter.take("k", allowance, NOON - back_s)
+    later = limiter.take("k", allowance, NOON - back_s + 11.0)
+
+    assert (at_once.refused, at_once.tokens_left) == ("requests_per_minute", 60)
+    assert (later.refused, later.tokens_left) == (None, 60)
+
+
+def test_a_clock_set_back_over_midnight_does_not_renew_the_day(limiter: Limiter) -> None:
+    allowance = Allowance(tokens_per_day=100)
+    limiter.charge("k", allowance, 100, MIDNIGHT + 1.0)
+
+    before = limiter.take("k", allowance, MIDNIGHT - 1.0)
+    after = limiter.take("k", allowance, MIDNIGHT + 2.0)
+    next_day = limiter.take("k", allowance, MIDNIGHT + DAY_S)
+
+    assert (before.refused, before.retry_after_s) == ("tokens_per_day", DAY_S + 1.0)
+    assert (after.refused, next_day.refused) == ("tokens_per_day", None)
+
+
+def test_a_clock_that_was_years_ahead_locks_the_key_until_midnight_only(limiter: Limiter) -> None:
+    allowance = Allowance(tokens_per_day=100)
+    limiter.charge("k", allowance, 100, NOON + 5_000 * DAY_S)
+
+    today = limiter.take("k", allowance, NOON)
+    tomorrow = limiter.take("k", allowance, MIDNIGHT + DAY_S)
+
+    assert (today.refused, tomorrow.refused) == ("tokens_per_day", None)
+
+
+def test_processes_that_read_the_clock_a_moment_apart_fill_the_bucket_once() -> None:
+    allowance = Allowance(requests_per_minute=60_000)
+    usage, passed = fresh(allowance, NOON), 0
+    for step in range(200_000):
+        # Two processes, one of them 50 ms behind: over 10 s of the clock.
+        now = NOON + step * 0.00005 - (0.05 if step % 2 else 0.0)
+        usage, standing = take(usage, allowance, now)
+        passed += standing.refused is None
+
+    assert 69_990 <= passed <= 70_001  # one minute's burst, and 10 s of filling
+
+
+@given(
+    st.integers(1, 50),
+    st.lists(st.floats(0.0, 30.0, allow_nan=False), min_size=1, max_size=200),
+)
+def test_never_more_than_a_burst_and_the_filling(per_minute: int, gaps: list[float]) -> None:
+    allowance = Allowance(requests_per_minute=per_minute)
+    usage, now, passed = fresh(allowance, NOON), NOON, 0
+    for gap in gaps:
+        now += gap
+        usage, standing = take(usage, allowance, now)
+        passed += standing.refused is None
+        assert 0.0 <= usage.requests <= per_minute
+
+    assert passed <= per_minute + (now - NOON) * per_minute / 60.0 + 1e-6
+
+
+@given(st.lists(st.tuples(st.floats(-9e5, 9e5), st.integers(0, 100)), max_size=60))
+def test_no_clock_forgets_tokens_of_the_newest_day(moves: list[tuple[float, int]]) -> None:
+    """Only a day that is newer than any seen begins at zero."""
+    allowance = Allowance(tokens_per_day=10**9)
+    usage = charge(fresh(allowance, NOON), allowance, 7, NOON)
+    for offset, tokens in moves:
+        before = usage
+        usage = charge(usage, allowance, tokens, NOON + offset)
+        newer_day = int((NOON + offset) // DAY_S) > before.day
+        assert usage.tokens == tokens + (0 if newer_day else before.tokens)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c"]),
+            st.floats(-2e5, 2e5, allow_nan=False),
+            st.integers(0, 40),
+        ),
+        max_size=40,
+    )
+)
+def test_the_file_says_what_the_memory_says(
+    tmp_path: Path, asks: list[tuple[str, float, int]]
+) -> None:
+    (tmp_path / "limits").unlink(missing_ok=True)
+    allowance = Allowance(requests_per_minute=3, tokens_per_day=100)
+    one, other = MemoryLimiter(), make_file(tmp_path)
+    for key, offset, tokens in asks:
+        assert one.take(key, allowance, NOON + offset) == other.take(key, allowance, NOON + offset)
+        one.charge(key, allowance, tokens, NOON + offset)
+        other.charge(key, allowance, tokens, NOON + offset)
+    other.close()

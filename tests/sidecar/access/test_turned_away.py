@@ -1,0 +1,474 @@
+"""Who will be refused is refused before much of the body is held; all others notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.registry import api_keys
+from sidecar.access.keys import ApiKey
+from sidecar.relay.client.body_watch import MAX_STRANGERS_BYTES
+from sidecar.store.database import Database
+
+PIECE = bytes(16 * 1024)
+ANNOUNCED = 10 * 2**20
+SENT = 2**20
+NOW = 1_000_000.0
+CHAT = "/v1/chat/completions"
+UNKNOWN = "sk-sidecar-0123456789ab-x"
+
+
+class KeyStore:
+    def __init__(self, folder: Path) -> None:
+        self.database = Database(f"sqlite:///{folder / 'store.db'}")
+        self.database.upgrade()
+
+    def create(self, **changes: Any) -> str:
+        """Returns: the key."""
+        _, presented = api_keys.create(
+            self.database,
+            lambda fresh: ApiKey(
+                key_id=fresh.key_id, secret_hash=fresh.secret_hash, project="shop", **changes
+            ),
+            randomness=os.urandom,
+            actor="test",
+            now=0.0,
+        )
+        return presented
+
+    def revoke(self, presented: str) -> None:
+        key_id = presented.split("-")[2]
+        api_keys.revoke(self.database, key_id, reason="test", actor="test", now=1.0)
+
+
+@pytest.fixture
+def keys(state_dir: Path) -> Iterator[KeyStore]:
+    store = KeyStore(state_dir)
+    yield store
+    store.database.close()
+
+
+@pytest.fixture
+def guarded(start_proxy: Any, fake_vllm: Any, wire: Any) -> Any:
+    """Start a proxy that asks for keys, before a vLLM that answers as it was recorded; its clock
+    stands at NOW."""
+
+    async def start(**sections: Any) -> Any:
+        fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
+        running = await start_proxy(
+            access={"mode": "keys"}, capture={"sample_rate": 0.0}, **sections
+        )
+        running.proxy._relay._context.clock = lambda: NOW
+        return running
+
+    return start
+
+
+@dataclass
+class Client:
+    """One connection, and the proxy's end of it."""
+
+    running: Any
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    connection: Any
+
+    @property
+    def held(self) -> int:
+        return int(self.connection._parser.body_bytes)
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.connection._closing)
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def send_slowly(self, size: int, *, chunked: bool = False) -> int:
+        """Send a body piece by piece, each when the one before has arrived, until it is refused.
+
+        Returns: how much was sent."""
+        sent = 0
+        while sent < size and not self.refused:
+            framed = b"%x\r\n%b\r\n" % (len(PIECE), PIECE) if chunked else PIECE
+            await self.say(framed)
+            sent += len(PIECE)
+            while self.held < sent and not self.refused:
+                await asyncio.sleep(0.001)
+        return sent
+
+    async def hear(self) -> tuple[str, dict[str, str], bytes]:
+        """One whole reply."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        line, *lines = head.decode().strip().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (i.partition(": ") for i in lines)}
+        return line, headers, await self.reader.readexactly(int(headers["content-length"]))
+
+    async def gone(self) -> None:
+        """The proxy has let go of it."""
+        async with asyncio.timeout(60):
+            while self.running.proxy._relay._connections:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def dialled(running: Any) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    try:
+        async with asyncio.timeout(60):
+            while not running.proxy._relay._connections:
+                await asyncio.sleep(0.001)
+            [connection] = running.proxy._relay._connections
+            yield Client(running, reader, writer, connection)
+    finally:
+        writer.transport.abort()
+
+
+def head(
+    length: int | None, key: str = "", *, path: str = CHAT, more: str = "", header: str = ""
+) -> bytes:
+    """length: None for a chunked body. header: how the key is shown."""
+    framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    shown = (header or "Authorization: Bearer {}").format(key) + "\r\n" if key else ""
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{framing}\r\n{shown}{more}\r\n".encode()
+
+
+def large_body(wire: Any, size: int = 300_000) -> bytes:
+    """A request that vLLM would take."""
+    asked = json.loads(wire.recording("chat.plain").request)
+    asked["messages"] = [{"role": "user", "content": "x" * size}]
+    return json.dumps(asked).encode()
+
+
+STRANGERS = ["no_key", "unknown", "expired", "revoked", "two_keys"]
+
+
+def stranger(kind: str, keys: KeyStore) -> bytes:
+    """A head of somebody who is refused for this reason."""
+    if kind == "no_key":
+        return head(ANNOUNCED)
+    if kind == "unknown":
+        return head(ANNOUNCED, UNKNOWN)
+    if kind == "expired":
+        return head(ANNOUNCED, keys.create(expires_at=NOW))
+    key = keys.create()
+    if kind == "revoked":
+        keys.revoke(key)
+        return head(ANNOUNCED, key)
+    return head(ANNOUNCED, key, more="x-api-key: another\r\n")
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+async def test_a_stranger_is_refused_while_the_body_is_still_coming(
+    kind: str, keys: KeyStore, guarded: Any, fake_vllm: Any
+) -> None:
+    opening = stranger(kind, keys)
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(opening)
+        sent = await client.send_slowly(SENT)
+        # The first piece that goes beyond 64 kB is the fifth of 16.
+        assert sent == 5 * len(PIECE)
+        held = client.held
+        assert MAX_STRANGERS_BYTES < held <= 128 * 1024
+        for _ in range((SENT - sent) // len(PIECE)):
+            await client.say(PIECE)
+
+        line, headers, body = await client.hear()
+
+        assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        assert await client.reader.read() == b""
+        assert client.held == held
+    assert fake_vllm.requests == []
+    assert running.metric("sidecar_access_denied_total", reason=kind) == 1
+    assert running.metric("sidecar_requests_total", status="401") == 1
+
+
+async def test_a_stranger_who_never_stops_sending_is_let_go(keys: KeyStore, guarded: Any) -> None:
+    keys.create()
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED))
+        await client.send_slowly(SENT)
+        await client.gone()
+
+
+async def test_a_stranger_who_sends_in_chunks_is_refused_as_early(
+    keys: KeyStore, guarded: Any, fake_vllm: Any
+) -> None:
+    keys.create()
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(head(None))
+        assert await client.send_slowly(SENT, chunked=True) == 5 * len(PIECE)
+        line, headers, _ = await client.hear()
+
+    assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
+    assert fake_vllm.requests == []
+
+
+async def test_each_surface_is_refused_in_its_own_shape(keys: KeyStore, guarded: Any) -> None:
+    keys.create()
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED, UNKNOWN, path="/v1/messages", header="x-api-key: {}"))
+        await client.send_slowly(SENT)
+        line, _, body = await client.hear()
+
+    assert line == "HTTP/1.1 401 Unauthorized"
+    told = json.loads(body)
+    assert (told["type"], told["error"]["type"]) == ("error", "authentication_error")
+
+
+async def test_who_may_not_name_an_adapter_is_told_so_before_the_body_is_here(
+    keys: KeyStore, guarded: Any, fake_vllm: Any
+) -> None:
+    key = keys.create()
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED, key, more="x-sidecar-adapter: canary\r\n"))
+        assert await client.send_slowly(SENT) == 5 * len(PIECE)
+        line, headers, _ = await client.hear()
+
+    assert (line, headers["connection"]) == ("HTTP/1.1 403 Forbidden", "close")
+    assert fake_vllm.requests == []
+
+
+async def test_a_head_that_was_good_before_is_looked_at_again(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    """Heads that come again are recognised, and what they showed is remembered with them."""
+    key = keys.create(expires_at=NOW)
+    running = await guarded()
+    running.proxy._relay._context.clock = lambda: NOW - 1
+    body = large_body(wire)
+    async with dialled(running) as client:
+        for _ in range(3):
+            await client.say(head(len(body), key))
+            await client.say(body)
+            assert (await client.hear())[0] == "HTTP/1.1 200 OK"
+        running.proxy._relay._context.clock = lambda: NOW
+
+        await client.say(head(len(body), key))
+        sent = await client.send_slowly(len(body))
+
+        assert sent == 5 * len(PIECE)
+        line, headers, _ = await client.hear()
+    assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
+    assert len(fake_vllm.requests) == 3
+
+
+@pytest.mark.parametrize("key", ["", UNKNOWN])
+async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
+    key: str, keys: KeyStore, guarded: Any, fake_vllm: Any
+) -> None:
+    keys.create()
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(head(10, key, more="Expect: 100-continue\r\n"))
+
+        line, headers, _ = await client.hear()
+
+        assert (line, headers["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
+        assert await client.reader.read() == b""
+        assert client.held == 0
+    assert fake_vllm.requests == []
+
+
+async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    key = keys.create(requests_per_minute=3)
+    running = await guarded()
+    body = large_body(wire)
+    async with dialled(running) as client:
+        for left in ("2", "1"):
+            await client.say(head(len(body), key, more="Expect: 100-continue\r\n"))
+            told = await client.reader.readuntil(b"\r\n\r\n")
+            assert told == b"HTTP/1.1 100 Continue\r\n\r\n"
+            for start in range(0, len(body), len(PIECE)):
+                await client.say(body[start : start + len(PIECE)])
+
+            line, headers, _ = await client.hear()
+
+            assert (line, headers["x-ratelimit-remaining-requests"]) == ("HTTP/1.1 200 OK", left)
+    assert [
+        len(json.loads(seen.body)["messages"][0]["content"]) for seen in fake_vllm.requests
+    ] == [
+        300_000,
+        300_000,
+    ]
+
+
+@pytest.mark.parametrize("expects", [False, True])
+async def test_where_nothing_is_no_large_body_is_taken(
+    expects: bool, keys: KeyStore, guarded: Any, fake_vllm: Any
+) -> None:
+    key = keys.create()
+    running = await guarded()
+    more = "Expect: 100-continue\r\n" if expects else ""
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED, key, path="/v1/nowhere", more=more))
+        sent = 0 if expects else await client.send_slowly(SENT)
+        line, headers, body = await client.hear()
+
+        assert sent == (0 if expects else 5 * len(PIECE))
+        assert (line, headers["connection"]) == ("HTTP/1.1 404 Not Found", "close")
+        assert json.loads(body)["error"]["message"] == "Not Found"
+        assert await client.reader.read() == b""
+    assert fake_vllm.requests == []
+    assert running.metric("sidecar_requests_total", status="404") == 1
+
+
+@pytest.mark.parametrize("size", [2, MAX_STRANGERS_BYTES])
+async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
+    size: int, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    key = keys.create()
+    running = await guarded()
+    request = wire.recording("chat.plain").request
+    async with dialled(running) as client:
+        for path, status in ((CHAT, "401 Unauthorized"), ("/v1/nowhere", "404 Not Found")):
+            await client.say(head(size, UNKNOWN, path=path))
+            await client.say(b"x" * size)
+            line, headers, _ = await client.hear()
+            assert line == f"HTTP/1.1 {status}"
+            assert "connection" not in headers
+
+        await client.say(head(len(request), key) + request)
+        line, _, _ = await client.hear()
+
+    assert line == "HTTP/1.1 200 OK"
+    assert len(fake_vllm.requests) == 1
+    assert running.metric("sidecar_access_denied_total", reason="unknown") == 1
+
+
+async def test_a_good_request_before_a_strangers_is_answered_first(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    key = keys.create()
+    running = await guarded()
+    item, may_answer = wire.recording("chat.plain"), asyncio.Event()
+    fake_vllm.script = lambda _: [may_answer, item.reply]
+    async with dialled(running) as client:
+        await client.say(head(len(item.request), key) + item.request + head(ANNOUNCED))
+        for _ in range(8):
+            await client.say(PIECE)
+        while not fake_vllm.requests or client.connection._early.size == 0:
+            await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.reader.readexactly(1), 0.1)
+        may_answer.set()
+
+        first, second = await client.hear(), await client.hear()
+
+        assert (first[0], first[2]) == ("HTTP/1.1 200 OK", item.body)
+        assert (second[0], second[1]["connection"]) == ("HTTP/1.1 401 Unauthorized", "close")
+        assert await client.reader.read() == b""
+    assert len(fake_vllm.requests) == 1
+
+
+async def test_a_large_upload_counts_once_against_the_requests_of_a_minute(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    key = keys.create(requests_per_minute=2)
+    running = await guarded()
+    body = large_body(wire)
+    seen = []
+    for _ in range(3):
+        async with dialled(running) as client:
+            await client.say(head(len(body), key))
+            for start in range(0, len(body), len(PIECE)):
+                await client.say(body[start : start + len(PIECE)])
+                await asyncio.sleep(0.001)
+            line, headers, _ = await client.hear()
+            seen.append((line.split()[1], headers["x-ratelimit-remaining-requests"]))
+        await client.gone()
+
+    assert seen == [("200", "1"), ("200", "0"), ("429", "0")]
+    assert len(fake_vllm.requests) == 2
+
+
+async def test_an_upload_that_was_broken_off_counts_as_a_request(
+    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    key = keys.create(requests_per_minute=2)
+    running = await guarded()
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED, key))
+        assert await client.send_slowly(8 * len(PIECE)) == 8 * len(PIECE)
+    await client.gone()
+
+    request = wire.recording("chat.plain").request
+    async with dialled(running) as client:
+        await client.say(head(len(request), key) + request)
+        line, headers, _ = await client.hear()
+
+    assert (line, headers["x-ratelimit-remaining-requests"]) == ("HTTP/1.1 200 OK", "0")
+    assert running.metric("sidecar_requests_total", status="401") == 0
+
+
+async def test_without_keys_large_bodies_go_through(
+    start_proxy: Any, fake_vllm: Any, wire: Any
+) -> None:
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
+    body = large_body(wire)
+    async with dialled(running) as client:
+        await client.say(head(len(body)))
+        for start in range(0, len(body), len(PIECE)):
+            await client.say(body[start : start + len(PIECE)])
+            await asyncio.sleep(0.001)
+        line, headers, _ = await client.hear()
+
+    assert line == "HTTP/1.1 200 OK"
+    assert "connection" not in headers
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+async def test_what_asks_for_no_key_takes_no_long_body(
+    path: str, start_proxy: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    async with dialled(running) as client:
+        await client.say(head(ANNOUNCED, path=path))
+        sent = await client.send_slowly(SENT)
+
+        line, headers, body = await client.hear()
+
+        assert sent == 5 * len(PIECE)
+        assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
+        assert "takes no body" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("length", [ANNOUNCED, None])
+async def test_what_asks_for_no_key_invites_no_long_body(
+    length: int | None, start_proxy: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy()
+    async with dialled(running) as client:
+        await client.say(head(length, path="/healthz", more="Expect: 100-continue\r\n"))
+
+        line, headers, _ = await client.hear()
+
+        assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
+
+
+async def test_a_short_body_is_nothing_to_a_path_of_ours(start_proxy: Any, fake_vllm: Any) -> None:
+    running = await start_proxy()
+    async with dialled(running) as client:
+        await client.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+
+        line, _, _ = await client.hear()
+
+        assert line == "HTTP/1.1 200 OK"

@@ -1,0 +1,424 @@
+"""The queue between the relay and the sink: bounded, counted, never in the way."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from sidecar.capture.outbox import Outbox, OutboxReader
+from sidecar.capture.recorder import Capture
+from sidecar.errors import OutboxError
+from sidecar.metrics.proxy import Metrics
+from sidecar.records import Assignment, Exchange, RawCapture, Timings
+from sidecar.settings import Capture as CaptureSettings
+from sidecar.tracing.spans import RequestSpans
+
+REPLY = json.dumps(
+    {
+        "model": "m",
+        "prompt_token_ids": [1, 2],
+        "choices": [
+            {
+                "message": {"role": "assistant", "content": "ok"},
+                "token_ids": [7],
+                "logprobs": {"content": [{"token": "ok", "logprob": -0.5}]},
+            }
+        ],
+        "usage": {"completion_tokens": 1},
+    }
+).encode()
+
+
+def _raw(name: str = "ex_1", reply: tuple[bytes, ...] | None = (REPLY,)) -> RawCapture:
+    return RawCapture(
+        exchange_id=name,
+        public_model="m",
+        route=Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m"),
+        replica="http://vllm",
+        session_key="h:s",
+        user="",
+        request=b'{"temperature":0.5}',
+        reply=reply,
+        streamed=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=1_000.0, first_byte_s=0.5, total_s=2.0, overhead_s=0.001),
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    )
+
+
+class Bench:
+    """A capture whose thread runs only when the test says so."""
+
+    def __init__(self, sink: Any, *, traced: bool = True, **settings: Any) -> None:
+        self.metrics = Metrics()
+        self.spans = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.spans))
+        self.sink = sink
+        spans = RequestSpans(self.provider) if traced else None
+        self.capture = Capture(CaptureSettings(**settings), sink, self.metrics, spans)
+
+    def flush(self) -> None:
+        self.capture.start()
+        assert self.capture.stop(5.0)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"sidecar_{name}_total", labels) or 0.0
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    made: list[Bench] = []
+    yield made
+    for bench in made:
+        bench.provider.shutdown()
+
+
+@pytest.fixture
+def make_bench(benches: list[Bench], wire: Any) -> Any:
+    def make(sink: Any = None, **settings: Any) -> Bench:
+        benches.append(Bench(sink if sink is not None else wire.Sink(), **settings))
+        return benches[-1]
+
+    return make
+
+
+def test_what_is_offered_before_the_stop_is_written(make_bench: Any) -> None:
+    bench = make_bench()
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0", "ex_1", "ex_2"]
+    assert bench.metric("captures_kept") == 3
+    assert bench.sink.closed
+
+
+def test_the_newest_is_dropped_when_too_many_wait(make_bench: Any) -> None:
+    bench = make_bench(max_pending=2)
+    for number in range(5):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0", "ex_1"]
+    assert bench.metric("captures_lost", reason="queue_full") == 3
+
+
+def test_the_newest_is_dropped_when_too_many_bytes_wait(make_bench: Any) -> None:
+    bench = make_bench(max_pending_bytes=2 * _raw().size)
+    for number in range(5):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert len(bench.sink.exchanges) == 2
+    assert bench.metric("captures_lost", reason="memory_full") == 3
+
+
+def test_replies_that_still_pass_count_against_the_same_bytes(make_bench: Any) -> None:
+    bench = make_bench(max_pending_bytes=1000)
+    first, second = bench.capture.tee(), bench.capture.tee()
+    first.add(b"x" * 600)
+    second.add(b"x" * 600)
+
+    assert (first.lost_reason, second.lost_reason) == (None, "memory_full")
+
+    first.clear()
+    third = bench.capture.tee()
+    third.add(b"x" * 600)
+    assert third.take() == (b"x" * 600,)
+
+
+def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: Any) -> None:
+    bench = make_bench(max_reply_bytes=10, max_pending_bytes=1000)
+    tee = bench.capture.tee()
+
+    tee.add(b"12345678")
+    tee.add(b"901")
+    tee.add(b"2")
+
+    assert (tee.lost_reason, tee.take()) == ("reply_too_long", ())
+    assert bench.capture.held.refuse(10, 1000) is None  # all of the memory is free again
+
+
+def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Any) -> None:
+    bench = make_bench(wire.Sink(room=1))
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0"]
+    assert bench.metric("captures_kept") == 1
+    assert bench.metric("captures_lost", reason="outbox_full") == 2
+
+
+def test_a_defect_in_reading_one_capture_costs_that_one_only(
+    make_bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sidecar.capture import recorder as module
+
+    def assemble(raw: RawCapture, turns: Any) -> Any:
+        if raw.exchange_id == "ex_0":
+            raise ZeroDivisionError("what the user wrote")
+        return original(raw, turns)
+
+    original = module.assemble
+    monkeypatch.setattr(module, "assemble", assemble)
+    bench = make_bench()
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_1", "ex_2"]
+    assert bench.metric("captures_lost", reason="unreadable") == 1
+    logged = capsys.readouterr()
+    assert "ZeroDivisionError" in logged.out + logged.err
+    assert "what the user wrote" not in logged.out + logged.err
+
+
+def test_an_exchange_that_must_not_be_learned_from_is_kept_and_counted(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.capture.offer(_raw(reply=(REPLY.replace(b"[7]", b"null"),)))
+
+    bench.flush()
+
+    assert bench.sink.exchanges[0].untrainable_reason == "ids_missing"
+    assert bench.metric("exchanges_untrainable", reason="ids_missing") == 1
+
+
+def test_spans_are_made_from_the_record_under_the_clients_trace(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.capture.offer(_raw())
+
+    bench.flush()
+
+    request, capture = sorted(bench.spans.get_finished_spans(), key=lambda span: span.start_time)
+    assert (request.name, capture.name) == ("chat m", "capture")
+    assert (request.start_time, request.end_time) == (1_000 * 10**9, 1_002 * 10**9)
+    assert request.parent.span_id == 0xB7AD6B7169203331
+    assert capture.parent.span_id == request.context.span_id
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    assert f"{request.context.trace_id:032x}" == bench.sink.exchanges[0].trace_id == trace
+    attributes = dict(request.attributes)
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.provider.name"] == "vllm"
+    assert attributes["gen_ai.request.temperature"] == 0.5
+    assert attributes["gen_ai.response.time_to_first_chunk"] == 0.5
+    assert attributes["gen_ai.usage.input_tokens"] == 2
+    assert attributes["gen_ai.usage.output_tokens"] == 1
+    del attributes["sidecar.outcome"]
+    assert "ok" not in attributes.values(), "content never stands in a span"
+
+
+def test_a_request_that_is_not_captured_has_a_span_and_no_record(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.capture.offer(_raw(reply=None))
+
+    bench.flush()
+
+    assert [span.name for span in bench.spans.get_finished_spans()] == ["chat m"]
+    assert bench.sink.exchanges == []
+
+
+def test_without_an_exporter_the_trace_is_the_clients_and_no_span_is_made(make_bench: Any) -> None:
+    bench = make_bench(traced=False)
+    bench.capture.offer(_raw())
+    bench.capture.offer(_raw(reply=None))
+
+    bench.flush()
+
+    assert not bench.capture.traced
+    assert bench.spans.get_finished_spans() == ()
+    assert [item.trace_id for item in bench.sink.exchanges] == ["0af7651916cd43dd8448eb211c80319c"]
+
+
+class SlowSink:
+    """A sink that is stuck in its first batch until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, exchanges: Sequence[Exchange]) -> int:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        return len(exchanges)
+
+    def close(self) -> None: ...
+
+
+def test_what_a_stop_does_not_wait_for_is_counted_once(make_bench: Any) -> None:
+    sink = SlowSink()
+    bench = make_bench(sink, flush_interval_s=0.001)
+    bench.capture.offer(_raw("ex_0"))
+    bench.capture.start()
+    assert sink.entered.wait(10)
+    for number in range(1, 4):  # behind the batch that is stuck
+        bench.capture.offer(_raw(f"ex_{number}"))
+    bench.capture.offer(_raw(reply=None))  # only its span is wanted
+
+    assert not bench.capture.stop(0.01)
+
+    assert bench.metric("captures_lost", reason="stopped") == 4
+    bench.capture.offer(_raw("ex_9"))
+    assert bench.metric("captures_lost", reason="stopped") == 5
+    sink.go_on.set()
+    bench.capture._thread.join(10)
+    assert bench.metric("captures_kept") == 0, "they are counted as lost already"
+    assert bench.metric("captures_lost", reason="stopped") == 5
+
+
+def test_one_exchange_that_cannot_be_written_costs_that_one_only(
+    make_bench: Any, wire: Any
+) -> None:
+    class PickySink(wire.Sink):  # type: ignore[misc, name-defined]
+        def write(self, exchanges: Sequence[Exchange]) -> int:
+            if any(item.exchange_id == "ex_1" for item in exchanges):
+                raise OverflowError("no room for it in msgpack")
+            kept: int = super().write(exchanges)
+            return kept
+
+    bench = make_bench(PickySink())
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert [item.exchange_id for item in bench.sink.exchanges] == ["ex_0", "ex_2"]
+    assert bench.metric("captures_lost", reason="unwritable") == 1
+    assert bench.metric("captures_kept") == 2
+
+
+def test_batches_are_cut_by_their_bytes(
+    make_bench: Any, wire: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    class Counting(wire.Sink):  # type: ignore[misc, name-defined]
+        def write(self, exchanges: Sequence[Exchange]) -> int:
+            sizes.append(len(exchanges))
+            kept: int = super().write(exchanges)
+            return kept
+
+    monkeypatch.setattr("sidecar.capture.recorder.BATCH_BYTES", 2 * _raw().size)
+    bench = make_bench(Counting())
+    for number in range(5):
+        bench.capture.offer(_raw(f"ex_{number}"))
+
+    bench.flush()
+
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.parametrize("fault", ["locked", "disk_full", "read_only", "unreachable", "corrupt"])
+def test_whatever_happens_to_the_sink_the_counters_add_up(
+    make_bench: Any, wire: Any, fault: str
+) -> None:
+    sink = wire.Sink()
+    sink.fail_with = fault
+    bench = make_bench(sink, max_pending=5)
+    for number in range(8):
+        bench.capture.offer(_raw(f"ex_{number}"))
+    bench.flush()
+
+    assert bench.metric("captures_lost", reason=fault) == 5
+    assert bench.metric("captures_lost", reason="queue_full") == 3
+    assert bench.metric("captures_kept") == 0
+
+
+def test_the_memory_of_what_was_written_is_free_again(make_bench: Any) -> None:
+    bench = make_bench(max_pending_bytes=2 * _raw().size)
+    tee = bench.capture.tee()
+    tee.add(REPLY)
+    assert tee.size == len(REPLY)
+    bench.capture.offer(_raw(reply=tee.take()))
+    bench.flush()
+
+    assert bench.capture.held.refuse(0, 2 * _raw().size) is None
+    assert bench.metrics.registry.get_sample_value("sidecar_capture_pending_bytes") == 0
+
+
+def test_a_locked_outbox_costs_what_came_meanwhile_and_nothing_later(
+    make_bench: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "outbox.db"
+    bench = make_bench(Outbox(path, max_rows=9, busy_timeout_s=0.01), flush_interval_s=0.001)
+    locker = sqlite3.connect(path, isolation_level=None)
+    locker.execute("PRAGMA journal_mode=WAL")
+    locker.execute("BEGIN IMMEDIATE")
+    bench.capture.offer(_raw("ex_0"))
+    bench.capture.start()
+    deadline = time.monotonic() + 60
+    while bench.metric("captures_lost", reason="locked") == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    locker.execute("ROLLBACK")
+    locker.close()
+    bench.capture.offer(_raw("ex_1"))
+    assert bench.capture.stop(10)
+
+    reader = OutboxReader(path)
+    assert [row.exchange_id for row in reader.read(0, 9)] == ["ex_1"]
+    reader.close()
+    assert (bench.metric("captures_lost", reason="locked"), bench.metric("captures_kept")) == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kept_and_lost_are_all_that_was_offered(
+    make_bench: Any, wire: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults at random, in the reading and in the sink, and a queue that is too short."""
+    rng = random.Random(seed)
+
+    class Unlucky(wire.Sink):  # type: ignore[misc, name-defined]
+        def write(self, exchanges: Sequence[Exchange]) -> int:
+            fault = rng.choice([None, None, OutboxError("locked", ""), OverflowError(), "full"])
+            if isinstance(fault, Exception):
+                raise fault
+            self.room = len(self.exchanges) + rng.randrange(3) if fault else 1_000_000
+            kept: int = super().write(exchanges)
+            return kept
+
+    monkeypatch.setattr("sidecar.capture.recorder.BATCH", 4)
+    bench = make_bench(Unlucky(), max_pending=20)
+    bad = (REPLY[:50], b"\xff", b"[]", b"")
+    offered = rng.randrange(10, 30)
+    for number in range(offered):
+        bench.capture.offer(_raw(f"ex_{number}", reply=(rng.choice((REPLY, *bad)),)))
+        bench.capture.offer(_raw(reply=None))
+    bench.flush()
+
+    lost = sum(
+        sample.value
+        for family in bench.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "sidecar_captures_lost_total"
+    )
+    assert bench.metric("captures_kept") == len(bench.sink.exchanges)
+    assert bench.metric("captures_kept") + lost == offered
+
+
+def test_a_reply_of_another_model_raises_the_alarm(make_bench: Any) -> None:
+    bench = make_bench()
+    for number in range(3):
+        bench.capture.offer(_raw(f"ex_{number}", reply=(REPLY.replace(b'"m"', b'"other"'),)))
+
+    bench.flush()
+
+    assert bench.metric("model_mismatch") == 3
+    assert bench.metric("exchanges_untrainable", reason="model_mismatch") == 3

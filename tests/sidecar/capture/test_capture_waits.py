@@ -1,0 +1,482 @@
+"""The capture's thread sleeps while there is nothing to do, and misses nothing by it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from sidecar.capture.assemble import assemble
+from sidecar.capture.outbox import ROWS_AT_ONCE, Outbox, OutboxReader
+from sidecar.capture.recorder import EARLY, Capture
+from sidecar.capture.reply_buffer import HeldBytes, Tee
+from sidecar.capture.turns import Turns
+from sidecar.metrics.proxy import Metrics
+from sidecar.records import Assignment, Exchange, RawCapture, Timings
+from sidecar.settings import Capture as CaptureSettings
+
+LONG_S = 600.0
+"""A flush interval that no test outlives."""
+
+
+def raw(number: int = 0, reply: tuple[bytes, ...] | None = (b'{"model":"m"}',)) -> RawCapture:
+    return RawCapture(
+        exchange_id=f"ex_{number}",
+        public_model="m",
+        route=Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model="m"),
+        replica="http://vllm",
+        session_key="h:s",
+        user="",
+        request=b"{}",
+        reply=reply,
+        streamed=False,
+        status=200,
+        outcome="ok",
+        timings=Timings(started_at=1_000.0, first_byte_s=0.5, total_s=2.0, overhead_s=0.001),
+        traceparent="",
+    )
+
+
+class SpiedEvent(threading.Event):
+    """Remembers how it was waited for; `before_wait` runs before the wait itself, `after_wake`
+    when the thread was woken and has done nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+        self.began = threading.Semaphore(0)
+        self.before_wait: Callable[[], None] | None = None
+        self.after_wake: Callable[[], None] | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        self.began.release()
+        hook, self.before_wait = self.before_wait, None
+        if hook is not None:
+            hook()
+        woken = super().wait(timeout)
+        hook, self.after_wake = self.after_wake, None
+        if hook is not None:
+            hook()
+        return woken
+
+
+class TrickyQueue(deque[tuple[RawCapture, int]]):
+    """Once it is armed: right after the thread has looked how much there is, more comes."""
+
+    after_look: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        if threading.current_thread().name == "capture":
+            hook, self.after_look = self.after_look, None
+            if hook is not None:
+                hook()
+        return length
+
+
+class Waiting:
+    """A capture with its thread, spied upon."""
+
+    def __init__(self, sink: Any, **settings: Any) -> None:
+        self.sink = sink
+        self.metrics = Metrics()
+        self.capture = Capture(CaptureSettings(**settings), sink, self.metrics, None)
+        self.work = SpiedEvent()
+        self.capture._work = self.work
+        self.queue = TrickyQueue()
+        self.capture._queue = self.queue
+
+    def start(self) -> None:
+        """And wait until the thread sleeps, or waits."""
+        self.capture.start()
+        self.await_wait()
+
+    def await_wait(self) -> None:
+        assert self.work.began.acquire(timeout=30), "the thread went not to sleep"
+
+    def names(self) -> list[str]:
+        return [item.exchange_id for item in self.sink.exchanges]
+
+    def lost(self, reason: str) -> float:
+        labels = {"reason": reason}
+        return self.metrics.registry.get_sample_value("sidecar_captures_lost_total", labels) or 0.0
+
+
+@pytest.fixture
+def make(wire: Any) -> Iterator[Callable[..., Waiting]]:
+    made: list[Waiting] = []
+
+    def start(**settings: Any) -> Waiting:
+        made.append(Waiting(wire.Sink(), **settings))
+        return made[-1]
+
+    yield start
+    for item in made:
+        if item.capture._thread.is_alive():
+            item.capture.stop(30.0)
+
+
+def test_while_nothing_is_offered_the_thread_does_not_wake(make: Any) -> None:
+    waiting = make(flush_interval_s=0.001)
+    waiting.start()
+
+    time.sleep(0.2)  # two hundred intervals
+
+    assert waiting.work.waits == [None]
+
+
+def test_a_single_capture_is_written_after_the_interval_and_then_the_thread_sleeps(
+    make: Any,
+) -> None:
+    waiting = make(flush_interval_s=0.05)
+    waiting.start()
+    offered_at = time.monotonic()
+    waiting.capture.offer(raw(1))
+
+    waiting.sink.wait_for(1, 30.0)
+
+    assert time.monotonic() - offered_at >= 0.045
+    waiting.await_wait()
+    waiting.await_wait()
+    time.sleep(0.1)
+    assert waiting.work.waits == [None, 0.05, None]
+    assert waiting.names() == ["ex_1"]
+
+
+def test_many_captures_do_not_wait_for_the_interval(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S)
+    waiting.start()
+    waiting.capture.offer(raw(0))
+    waiting.await_wait()  # for the interval
+
+    for number in range(1, EARLY):
+        waiting.capture.offer(raw(number))
+
+    waiting.sink.wait_for(EARLY, 30.0)
+    assert waiting.names() == [f"ex_{number}" for number in range(EARLY)]
+
+
+def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S)
+    waiting.start()
+    for number in range(EARLY - 1):
+        waiting.capture.offer(raw(number))
+    time.sleep(0.1)
+    assert waiting.names() == []
+
+    assert waiting.capture.stop(30.0)
+
+    assert waiting.names() == [f"ex_{number}" for number in range(EARLY - 1)]
+    assert waiting.sink.closed
+
+
+def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S)
+    waiting.start()
+
+    assert waiting.capture.stop(30.0)
+
+    assert waiting.sink.closed
+    assert waiting.work.waits == [None]
+
+
+def test_a_stop_before_the_start_is_obeyed_and_nothing_is_left(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S)
+    waiting.capture.offer(raw(1))
+    waiting.capture._stopping.set()
+
+    waiting.capture.start()
+    assert waiting.capture.stop(30.0)
+
+    assert waiting.names() == ["ex_1"]
+
+
+def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S, max_pending=2)
+    waiting.start()
+    waiting.capture.offer(raw(0))
+    waiting.await_wait()
+
+    waiting.capture.offer(raw(1))
+
+    waiting.sink.wait_for(2, 30.0)
+    assert waiting.names() == ["ex_0", "ex_1"]
+    assert waiting.lost("queue_full") == 0
+
+
+def test_a_queue_that_is_full_while_the_sink_writes_drops_the_newest(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S, max_pending=2)
+    waiting.sink.go_on.clear()
+    waiting.start()
+    for number in range(2):
+        waiting.capture.offer(raw(number))
+    assert waiting.sink.writing.wait(30), "the full queue did not wake the thread"
+
+    for number in range(2, 5):
+        waiting.capture.offer(raw(number))
+    waiting.sink.go_on.set()
+
+    waiting.sink.wait_for(4, 30.0)
+    assert waiting.names() == ["ex_0", "ex_1", "ex_2", "ex_3"]
+    assert waiting.lost("queue_full") == 1
+
+
+FULL: dict[str, dict[str, int]] = {
+    "queue_full": {"max_pending": 2},
+    "memory_full": {"max_pending_bytes": 2 * raw().size},
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "dropped"),
+    [("queue_full", 0), ("queue_full", 1), ("queue_full", 3), ("memory_full", 1)],
+)
+def test_a_queue_that_fills_before_the_woken_thread_runs_does_not_wait_for_the_interval(
+    make: Any, reason: str, dropped: int
+) -> None:
+    """The first capture wakes the thread; before it runs, the others come."""
+    waiting = make(flush_interval_s=LONG_S, **FULL[reason])
+
+    def fill() -> None:
+        for number in range(1, 2 + dropped):
+            waiting.capture.offer(raw(number))
+
+    waiting.work.after_wake = fill
+    waiting.start()
+
+    waiting.capture.offer(raw(0))
+
+    waiting.sink.wait_for(2, 10.0)
+    assert waiting.names() == ["ex_0", "ex_1"]
+    assert waiting.lost(reason) == dropped
+
+
+def losses(logs: list[Any]) -> list[tuple[str, int]]:
+    return [(item["reason"], item["count"]) for item in logs if item["event"] == "captures_lost"]
+
+
+def test_a_loss_is_logged_though_nothing_is_queued(make: Any) -> None:
+    waiting = make(flush_interval_s=0.01)
+    with capture_logs() as logs:
+        waiting.start()
+
+        waiting.capture.lose("reply_too_long", 1)
+        waiting.await_wait()  # for the interval
+        waiting.await_wait()  # for work: all is done
+
+        assert losses(logs) == [("reply_too_long", 1)]
+
+
+def test_many_losses_make_one_line_an_interval(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S)
+    with capture_logs() as logs:
+        waiting.start()
+        waiting.capture.lose("reply_too_long", 1)
+        waiting.await_wait()
+        for _ in range(1000):
+            waiting.capture.lose("reply_too_long", 1)
+            time.sleep(0)
+        assert losses(logs) == []
+
+        assert waiting.capture.stop(30.0)
+
+        assert losses(logs) == [("reply_too_long", 1001)]
+    assert waiting.lost("reply_too_long") == 1001
+
+
+def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S, max_pending_bytes=100)
+    passing = waiting.capture.tee()
+    passing.add(b"x" * 99)
+    with capture_logs() as logs:
+        waiting.start()
+        waiting.capture.offer(raw(0))
+        waiting.await_wait()
+        for number in range(1, 100):
+            waiting.capture.offer(raw(number))
+            time.sleep(0)
+        assert losses(logs) == []
+
+        assert waiting.capture.stop(30.0)
+
+        assert losses(logs) == [("memory_full", 100)]
+
+
+def test_a_capture_that_comes_right_after_the_look_for_work_wakes_the_thread(make: Any) -> None:
+    waiting = make(flush_interval_s=0.001)
+    waiting.queue.after_look = lambda: waiting.capture.offer(raw(1))
+    waiting.start()
+
+    waiting.sink.wait_for(1, 30.0)
+
+
+def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> None:
+    waiting = make(flush_interval_s=0.001)
+    waiting.work.before_wait = lambda: waiting.capture.offer(raw(1))
+    waiting.start()
+
+    waiting.sink.wait_for(1, 30.0)
+
+
+def test_a_loss_that_comes_right_after_the_look_for_work_is_logged(make: Any) -> None:
+    waiting = make(flush_interval_s=0.001)
+    waiting.queue.after_look = lambda: waiting.capture.lose("reply_too_long", 1)
+    with capture_logs() as logs:
+        waiting.start()  # it waits for the interval
+        waiting.await_wait()
+
+        assert losses(logs) == [("reply_too_long", 1)]
+
+
+def test_a_loss_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> None:
+    waiting = make(flush_interval_s=0.001)
+    waiting.work.before_wait = lambda: waiting.capture.lose("reply_too_long", 1)
+    with capture_logs() as logs:
+        waiting.start()
+        waiting.await_wait()
+        waiting.await_wait()
+
+        assert losses(logs) == [("reply_too_long", 1)]
+
+
+def test_the_capture_that_makes_enough_right_after_the_look_wakes_the_thread(make: Any) -> None:
+    waiting = make(flush_interval_s=LONG_S)
+    waiting.start()
+    for number in range(EARLY - 1):
+        waiting.queue.append((raw(number), raw(number).size))
+        waiting.capture.held.offered += raw(number).size
+    # The thread sleeps still. It is woken by hand, and looks whether there is enough.
+    waiting.queue.after_look = lambda: waiting.capture.offer(raw(EARLY - 1))
+    waiting.capture._wake()
+
+    waiting.sink.wait_for(EARLY, 30.0)
+    assert waiting.names()[-1] == f"ex_{EARLY - 1}"
+
+
+@pytest.mark.parametrize("flush_interval_s", [1e-6, 2e-4])
+def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, make: Any) -> None:
+    """Intervals shorter than the settings allow: more chances to go wrong."""
+    waiting = make()
+    shorter = waiting.capture._settings.model_copy(update={"flush_interval_s": flush_interval_s})
+    waiting.capture._settings = shorter
+    rng = random.Random(7)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        waiting.start()
+        for number in range(4000):
+            waiting.capture.offer(raw(number))
+            if rng.random() < 0.3:
+                time.sleep(rng.random() * 3e-4)
+        waiting.sink.wait_for(4000, 30.0)  # nobody stops it, nothing comes after the last
+    finally:
+        sys.setswitchinterval(before)
+
+    assert waiting.names() == [f"ex_{number}" for number in range(4000)]
+    assert waiting.work.waits.count(None) > 10, "it never slept, so nothing was tried"
+    deadline = time.monotonic() + 30.0
+    while waiting.capture.held.now and time.monotonic() < deadline:
+        time.sleep(0.001)  # given back by the thread after the sink has them
+    assert waiting.capture.held.now == 0
+
+
+def test_the_thread_rests_between_captures_unless_it_must_keep_up(wire: Any) -> None:
+    rests: list[int] = []
+    capture = Capture(
+        CaptureSettings(max_pending=200),
+        wire.Sink(),
+        Metrics(),
+        None,
+        lambda: rests.append(len(capture._queue)),
+    )
+    for number in range(200):
+        capture.offer(raw(number))
+
+    capture.start()
+    assert capture.stop(30.0)
+
+    # Batches of 64: behind the first 136 wait, more than half of what may; then 72, 8, none.
+    assert rests == [72] * 64 + [8] * 64 + [0] * 8
+
+
+def exchange(number: int) -> Exchange:
+    return assemble(raw(number), Turns())
+
+
+@pytest.mark.parametrize(
+    ("room", "rests", "kept"), [(100, 3, 20), (16, 2, 16), (9, 2, 9), (1, 1, 1), (0, 0, 0)]
+)
+def test_the_outbox_rests_behind_every_eight_rows_that_it_writes(
+    room: int, rests: int, kept: int, tmp_path: Path
+) -> None:
+    assert ROWS_AT_ONCE == 8
+    rested: list[None] = []
+    path = tmp_path / "outbox.db"
+    outbox = Outbox(path, max_rows=room, rest=lambda: rested.append(None))
+
+    assert outbox.write([exchange(number) for number in range(20)]) == kept
+
+    assert len(rested) == rests
+    outbox.close()
+    reader = OutboxReader(path)
+    names = [row.exchange_id for row in reader.read(0, 100)]
+    reader.close()
+    assert names == [f"ex_{number}" for number in range(kept)]
+
+
+def test_a_batch_is_seen_whole_or_not_at_all_however_often_its_writer_rests(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "outbox.db"
+    reader = OutboxReader(path)
+    seen: list[int] = []
+    outbox = Outbox(path, max_rows=100, rest=lambda: seen.append(reader.count()))
+
+    outbox.write([exchange(number) for number in range(20)])
+    outbox.write([exchange(number) for number in range(20, 30)])
+
+    assert seen == [0, 0, 0, 20, 20]
+    assert reader.count() == 30
+    reader.close()
+    outbox.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-2, 12)), max_size=40))
+def test_what_the_tees_hold_is_what_is_counted(steps: list[tuple[int, int]]) -> None:
+    """Bytes to add; -1 takes, -2 clears. 10 for one reply, 20 for all three."""
+    held = HeldBytes(max_reply=10, max_pending=20)
+    tees = [Tee(held) for _ in range(3)]
+    kept: list[list[bytes]] = [[] for _ in tees]
+
+    for which, size in steps:
+        tee, mine = tees[which], kept[which]
+        if size < 0:
+            if size == -1:
+                assert tee.take() == tuple(mine)
+            else:
+                tee.clear()
+            mine.clear()
+            continue
+        others = sum(len(piece) for pieces in kept for piece in pieces)
+        whole = sum(map(len, mine)) + size
+        was_lost = tee.lost_reason
+        tee.add(b"x" * size)
+        if was_lost is None and whole <= 10 and others + size <= 20:
+            assert tee.lost_reason is None
+            mine.append(b"x" * size)
+        elif was_lost is None:
+            assert tee.lost_reason == ("reply_too_long" if whole > 10 else "memory_full")
+            mine.clear()
+        assert held.teed == held.now == sum(len(piece) for pieces in kept for piece in pieces)
+        assert tee.size == sum(map(len, mine))

@@ -1,0 +1,258 @@
+"""What is remembered changes no answer: not of an assignment, a session's name or a counter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.metrics.proxy import Metrics
+from sidecar.records import Assignment
+from sidecar.relay.flight.accounts import Accounts
+from sidecar.routing import assignment, session_key
+from sidecar.routing.assignment import CompiledRouting, bucket
+from sidecar.routing.session_key import session_key as name_of
+from sidecar.routing.table import RoutingTable
+
+TABLE = RoutingTable(
+    model="m", champion="m--v1", canary="m--v2", canary_weight_bp=3_000, salt="s", generation=1
+)
+FULL = [f"h:full-{number}" for number in range(assignment.REMEMBERED)]
+keys = st.text(max_size=20) | st.sampled_from(FULL)
+
+
+def expected(table: RoutingTable, key: str) -> list[str]:
+    """Who answers, and who instead, worked out without the class."""
+    in_canary = bucket(table.salt, key) < table.canary_weight_bp
+    return ["m--v2", "m--v1", "base"] if in_canary else ["m--v1", "base"]
+
+
+def adapters(routing: CompiledRouting, key: str) -> list[str]:
+    return [route.adapter for route in routing.routes(key)]
+
+
+@pytest.fixture(scope="module")
+def full_routing() -> CompiledRouting:
+    routing = CompiledRouting(TABLE)
+    for key in FULL:
+        routing.routes(key)
+    return routing
+
+
+@given(st.lists(keys, max_size=30))
+def test_an_assignment_is_the_same_whatever_was_asked_before(
+    full_routing: CompiledRouting, asked: list[str]
+) -> None:
+    fresh = CompiledRouting(TABLE)
+    for key in asked:
+        assert adapters(fresh, key) == expected(TABLE, key)
+        assert fresh.routes(key) is fresh.routes(key)
+        assert adapters(full_routing, key) == expected(TABLE, key)
+
+
+def test_more_sessions_than_are_remembered_keep_their_assignment() -> None:
+    routing = CompiledRouting(TABLE)
+    sessions = [f"m:{number}" for number in range(2 * assignment.REMEMBERED + 3)]
+
+    first = [adapters(routing, key) for key in sessions]
+    again = [adapters(routing, key) for key in sessions]
+
+    assert first == again == [expected(TABLE, key) for key in sessions]
+    arms = Counter(routes[0] for routes in first)
+    assert 2_200 < arms["m--v2"] < 2_720  # 30 % of 8195, six deviations each way
+    assert 0 < len(routing._known) <= assignment.REMEMBERED
+
+
+def test_names_as_long_as_a_head_are_answered_and_not_kept() -> None:
+    routing = CompiledRouting(TABLE)
+    longest = assignment.REMEMBERED_CHARS
+    keys = [f"h:{number}-".ljust(length, "x") for number in range(20) for length in (256, 257)]
+    assert longest == 256
+
+    for _ in range(2):
+        assert [adapters(routing, key) for key in keys] == [expected(TABLE, key) for key in keys]
+
+    assert {len(key) for key in routing._known} == {256}
+
+
+def test_a_new_table_remembers_nothing_of_the_old_one() -> None:
+    sessions = [f"m:{number}" for number in range(500)]
+    old, new = CompiledRouting(TABLE), CompiledRouting(replace(TABLE, salt="other"))
+    changed = [key for key in sessions if expected(TABLE, key) != expected(new.table, key)]
+    assert len(changed) > 100
+
+    for key in sessions:
+        assert adapters(old, key) == expected(TABLE, key)
+        assert adapters(new, key) == expected(new.table, key)
+
+
+def test_where_nobody_is_split_no_session_is_remembered() -> None:
+    for table in (replace(TABLE, canary_weight_bp=0), RoutingTable(model="m")):
+        routing = CompiledRouting(table)
+        assert {routing.routes(f"k{number}") for number in range(100)} == {routing.routes("")}
+        assert routing._known == {}
+
+
+# -- session keys
+
+openings = st.lists(st.binary(max_size=12).map(lambda text: text.replace(b"\x00", b"")), max_size=4)
+words = st.text(st.characters(exclude_characters="\x00"), max_size=6)
+
+
+def hashed(opening: list[bytes], user: str, project: str, key_id: str) -> str:
+    """The name of a session, worked out without what is remembered."""
+    who = [user, project] if opening else [user, project, "key:" + key_id]
+    pieces = [*opening, *(word.encode("utf-8", "surrogatepass") for word in who)]
+    return "m:" + sha256(b"\x00".join(pieces)).hexdigest()[:32]
+
+
+@pytest.fixture(autouse=True)
+def forget_names() -> Iterator[None]:
+    session_key._NAMES.clear()
+    yield
+    session_key._NAMES.clear()
+
+
+def named(opening: list[bytes], user: str, project: str, key_id: str) -> str:
+    return name_of(header=None, user=user, opening=opening, project=project, key_id=key_id)
+
+
+@given(openings, words, words, words)
+def test_a_session_is_named_alike_before_and_after_it_is_remembered(
+    opening: list[bytes], user: str, project: str, key_id: str
+) -> None:
+    session_key._NAMES.clear()
+    name = hashed(opening, user, project, key_id)
+
+    assert named(opening, user, project, key_id) == name  # not known
+    assert len(session_key._NAMES) == 1
+    assert named(opening, user, project, key_id) == name  # known
+    session_key._NAMES.clear()
+    for number in range(session_key.REMEMBERED):
+        session_key._NAMES[b"no name is without zeros: %d" % number] = (b"", "m:other")
+    assert named(opening, user, project, key_id) == name  # one too many
+    assert len(session_key._NAMES) == 1
+
+
+def test_more_sessions_than_are_remembered_keep_their_names() -> None:
+    sessions = [[b'"user"', b'"%d"' % number] for number in range(2 * session_key.REMEMBERED + 3)]
+
+    first = [named(opening, "ann", "shop", "") for opening in sessions]
+    again = [named(opening, "ann", "shop", "") for opening in sessions]
+
+    assert first == again == [hashed(opening, "ann", "shop", "") for opening in sessions]
+    assert len(set(first)) == len(sessions)
+    assert 0 < len(session_key._NAMES) <= session_key.REMEMBERED
+
+
+def test_a_long_opening_is_named_and_not_kept() -> None:
+    who = len(b"\x00ann\x00shop")
+    fits = [b"x" * (session_key.REMEMBERED_BYTES - who)]
+    longer = [b"x" * (session_key.REMEMBERED_BYTES - who + 1)]
+
+    for opening in (fits, longer, fits, longer):
+        assert named(opening, "ann", "shop", "") == hashed(opening, "ann", "shop", "")
+
+    [(whole, _)] = session_key._NAMES.values()
+    assert len(whole) == session_key.REMEMBERED_BYTES
+
+
+def test_openings_that_end_alike_are_told_apart() -> None:
+    end = b"x" * session_key.END_BYTES
+    alike = [[b"a" + end], [b"b" + end]]
+
+    for opening in (*alike, *alike):
+        assert named(opening, "ann", "shop", "") == hashed(opening, "ann", "shop", "")
+
+
+def test_the_agents_own_name_is_never_looked_up() -> None:
+    for header in ("s", "m:x"):
+        assert name_of(header=header, user="ann", opening=[b"a"]) == f"h:{header}"
+    assert session_key._NAMES == {}
+
+
+# -- counters
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.accounts = Accounts(self.metrics)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"sidecar_{name}_total", labels) or 0.0
+
+
+def route(adapter: str, arm: str = "champion") -> Assignment:
+    return Assignment(
+        adapter=adapter,
+        arm=arm,  # type: ignore[arg-type]
+        propensity=1.0,
+        upstream_model=adapter,
+    )
+
+
+def answered(counted: Counted, adapter: str, arm: str = "champion") -> float:
+    return counted.value("adapter_replies", adapter=adapter, arm=arm)
+
+
+def test_a_new_routing_table_moves_other_counters() -> None:
+    counted = Counted()
+    before = CompiledRouting(replace(TABLE, canary=None))
+    after = CompiledRouting(replace(TABLE, champion="m--v2", canary=None))
+
+    for routing, times in ((before, 3), (after, 2), (before, 1)):
+        for number in range(times):
+            counted.accounts.exchange("ok", routing.routes(f"k{number}")[0])
+
+    assert (answered(counted, "m--v1"), answered(counted, "m--v2")) == (4, 2)
+
+
+def test_the_same_adapter_in_two_arms_and_two_tables_is_counted_by_its_labels() -> None:
+    counted = Counted()
+    for arm in ("champion", "canary", "champion"):
+        counted.accounts.exchange("ok", route("m--v1", arm))  # each time another object
+
+    assert answered(counted, "m--v1", "champion") == 2
+    assert answered(counted, "m--v1", "canary") == 1
+
+
+def test_assignments_that_come_and_go_are_counted_right_however_many_there_are() -> None:
+    """They are known by their address, which Python gives to another when one is gone."""
+    counted = Counted()
+    told: Counter[str] = Counter()
+    for number in range(1_000):
+        adapter = f"m--v{number % 7}"
+        counted.accounts.exchange("ok", route(adapter))
+        told[adapter] += 1
+
+    assert {adapter: answered(counted, adapter) for adapter in told} == dict(told)
+    assert counted.value("exchanges", outcome="ok") == 1_000
+    assert len(counted.accounts._adapters) <= 65
+
+
+@given(st.lists(st.sampled_from([200, 401, 404, 429, 500, 0]), max_size=30))
+def test_requests_are_counted_by_their_status(statuses: list[int]) -> None:
+    counted = Counted()
+    for status in statuses:
+        counted.accounts.request(status)
+
+    for status, label in ((200, "200"), (401, "401"), (404, "404"), (0, "499")):
+        assert counted.value("requests", status=label) == statuses.count(status)
+
+
+@given(st.lists(st.sampled_from(["ok", "client_abort", "upstream_error"]), max_size=30))
+def test_exchanges_are_counted_by_their_outcome(outcomes: list[str]) -> None:
+    counted = Counted()
+    one = route("base")
+    for outcome in outcomes:
+        counted.accounts.exchange(outcome, one)  # type: ignore[arg-type]
+
+    for outcome in set(outcomes):
+        assert counted.value("exchanges", outcome=outcome) == outcomes.count(outcome)
+    assert answered(counted, "base") == len(outcomes)

@@ -1,0 +1,137 @@
+"""What passes between the two connections, and what does not."""
+
+from __future__ import annotations
+
+from sidecar.relay.client.request_parser import RequestParser
+from sidecar.relay.flight.client_request import ClientRequest
+from sidecar.relay.http1.heads import (
+    ReplyHeaders,
+    RequestHeaders,
+    reply_head,
+    reply_lines,
+    request_lines,
+)
+from sidecar.relay.http1.reply_parser import ReplyHead, ReplyParser, ReplyReader
+
+
+def sorted_request(*headers: tuple[bytes, bytes]) -> RequestHeaders:
+    lines = (name + b": " + value for name, value in ((b"Host", b"proxy:8080"), *headers))
+    parser = RequestParser(max_body_bytes=1000)
+    chunked = any(name == b"Transfer-Encoding" for name, _ in headers)
+    end = b"\r\n0\r\n\r\n" if chunked else b"\r\n"
+    parser.feed(b"\r\n".join((b"POST / HTTP/1.1", *lines, end)))
+    request = parser.ready.popleft()
+    assert isinstance(request, ClientRequest)
+    return request.head.headers
+
+
+def sorted_reply(*headers: tuple[bytes, bytes]) -> ReplyHeaders:
+    heads: list[ReplyHead] = []
+
+    class Reader(ReplyReader):
+        def reply_head(self, head: ReplyHead) -> None:
+            heads.append(head)
+
+        def reply_body(self, data: bytes) -> None: ...
+
+        def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+            return False
+
+        def batch_end(self, *, complete: bool, received_at: float) -> None: ...
+
+        def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
+
+    parser = ReplyParser()
+    parser.expect(Reader(), head_only=False)
+    lines = (name + b": " + value for name, value in headers)
+    parser.feed(b"\r\n".join((b"HTTP/1.1 200 OK", *lines, b"\r\n")))
+    return heads[-1].headers
+
+
+def test_a_request_head_keeps_order_and_spelling_and_drops_what_is_the_connections() -> None:
+    headers = sorted_request(
+        (b"User-AGENT", b"me"),
+        (b"Connection", b"keep-alive, X-Hop"),
+        (b"X-Hop", b"1"),
+        (b"Keep-Alive", b"timeout=5"),
+        (b"Transfer-Encoding", b"chunked"),
+        (b"Expect", b"100-continue"),
+        (b"X-Sidecar-Session", b"s"),
+        (b"idempotency-key", b"k"),
+        (b"x-dup", b"1"),
+        (b"x-dup", b"2"),
+    )
+
+    head = request_lines(
+        b"POST", b"/v1/x?y", headers.lines, host=b"vllm:8000",
+        sent_on_demand=[b"Authorization: Bearer a"],
+    )  # fmt: skip
+
+    assert head == (
+        b"POST /v1/x?y HTTP/1.1\r\nHost: vllm:8000\r\nUser-AGENT: me\r\nidempotency-key: k\r\n"
+        b"x-dup: 1\r\nx-dup: 2\r\nAuthorization: Bearer a"
+    )
+    assert headers.text(b"idempotency-key") == "k"
+
+
+def test_headers_about_which_somebody_decides_are_kept_aside_and_a_doubled_key_shows() -> None:
+    headers = sorted_request(
+        (b"AUTHORIZATION", b"Bearer a"),
+        (b"authorization", b"Bearer b"),
+        (b"Accept-Encoding", b"gzip"),
+        (b"X-Api-Key", b"k"),
+        (b"traceparent", b"00-1-2-01"),
+    )
+
+    assert headers.lines == []
+    assert headers.aside == {
+        b"host": b"proxy:8080",
+        b"authorization": b"Bearer a,Bearer b",
+        b"accept-encoding": b"gzip",
+        b"x-api-key": b"k",
+        b"traceparent": b"00-1-2-01",
+    }
+
+
+def test_what_any_connection_header_names_is_not_passed_on() -> None:
+    headers = sorted_request(
+        (b"Connection", b"close"),
+        (b"X-One", b"1"),
+        (b"connection", b"x-one ,\tAuthorization"),
+        (b"Authorization", b"Bearer a"),
+        (b"X-Two", b"2"),
+    )
+
+    assert headers.lines == [b"X-Two: 2"]
+    assert b"authorization" not in headers.aside
+
+
+def test_a_reply_head_gets_our_headers_and_the_framing() -> None:
+    headers = sorted_reply(
+        (b"server", b"uvicorn"),
+        (b"transfer-encoding", b"chunked"),
+        (b"connection", b"keep-alive, x-hop"),
+        (b"x-hop", b"1"),
+        (b"x-sidecar-adapter", b"forged"),
+    )
+
+    head = reply_head(
+        reply_lines(200, b"OK", headers.lines),
+        own=(b"x-sidecar-adapter: base",),
+        content_length=None,
+        chunked=True,
+        close=True,
+    )
+
+    assert head == (
+        b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\nx-sidecar-adapter: base\r\n"
+        b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    )
+    assert (headers.content_length, headers.chunked) == (None, True)
+
+
+def test_headers_are_read_without_regard_to_case_and_never_raise() -> None:
+    headers = sorted_request((b"X-Sidecar-User", b" \xff "))
+
+    assert headers.text(b"x-sidecar-user") == "\\xff"
+    assert headers.text(b"x-other") == ""

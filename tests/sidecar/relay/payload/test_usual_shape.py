@@ -1,0 +1,518 @@
+"""What is edited by its shape is edited as it would have been by reading it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sidecar.relay.flight.reply_body import LESSONS, EventBody
+from sidecar.relay.http1.sse import EventSplitter
+from sidecar.relay.payload.reply_edit import (
+    STRIP_USUAL,
+    _cuts,
+    _NotCertainError,
+    _replace,
+    _spans,
+    strip_event,
+)
+from sidecar.relay.payload.reply_fields import REPLY
+from sidecar.relay.payload.template import EventShape, learn_shape, strip_usual_reply
+
+Recorded = Callable[[str], bytes]
+DONE = b"data: [DONE]\n\n"
+
+
+def carefully(body: bytes) -> bytes:
+    """A reply, edited by reading it."""
+    try:
+        return _replace(body, _spans(body, REPLY.decode(body), STRIP_USUAL))
+    except _NotCertainError:
+        return _replace(body, _cuts(body, 0, len(body), STRIP_USUAL)[0])
+
+
+def each_carefully(stream: bytes) -> bytes:
+    """A stream, edited event by event."""
+    splitter = EventSplitter()
+    events = splitter.feed(stream)
+    return b"".join(strip_event(event, STRIP_USUAL) for event in events) + splitter.rest()
+
+
+# -- as vLLM writes them
+
+MARKS = (
+    *(',"logprobs":{"content":[', '"top_logprobs":[]}]},"finish_reason":null,"token_ids":['),
+    *('"top_logprobs":[]}]}', ',"token_ids":[1,2]', ',"prompt_token_ids":[3]', '"delta":{}'),
+    *('"', "\\", '\\"', "]", "}]}", "{", "]}]}\n\ndata: ", "\n\n", "\r\n", "null", "\0", "é", "🌱"),
+)
+TEXTS = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=4)), max_size=5).map("".join)
+IDS = st.lists(st.integers(0, 200_000), max_size=4)
+
+
+def token(text: str, top: bool = False) -> dict[str, Any]:
+    written = {"token": text, "logprob": -1.5e-05, "bytes": [*text.encode()[:4]]}
+    others = [{"token": text, "logprob": -0.5, "bytes": None}] if top else []
+    return {**written, "top_logprobs": others}
+
+
+TWIN = "#2"
+"""Behind the name of a member that comes a second time; it is not written."""
+
+
+def written(value: Any, ascii_only: bool = False) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=ascii_only)
+    return text.replace(f'{TWIN}":', '":').encode()
+
+
+OURS_AGAIN: list[dict[str, Any]] = [
+    {f"logprobs{TWIN}": {"content": [token("a")]}},
+    {f"logprobs{TWIN}": {"content": [token("a")], "refusal": None}},
+    {f"logprobs{TWIN}": {"content": []}},
+    {f"logprobs{TWIN}": [1]},
+    {f"logprobs{TWIN}": None},
+    {"prompt_token_ids": [4, 5]},
+    {"prompt_token_ids": None},
+    {f"token_ids{TWIN}": [6]},
+    {f"token_ids{TWIN}": "6"},
+    {"x": 1},
+    {"x": {"logprobs": {"content": [token("a")]}, "finish_reason": None, "token_ids": [5]}},
+]
+"""What may stand between a choice's text and its log-probabilities, or behind them."""
+INSIDE: list[dict[str, Any]] = [
+    {"refusal": None},
+    {"refusal": [token("a")]},
+    {"refusal": []},
+    {"x": {"content": [token("a")]}},
+]
+"""What may stand behind the list in the log-probabilities."""
+
+
+def one_of(members: list[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Mostly nothing."""
+    return st.one_of(st.just({}), st.just({}), st.sampled_from(members))
+
+
+def event(value: Any, ascii_only: bool = False) -> bytes:
+    return b"data: " + written(value, ascii_only) + b"\n\n"
+
+
+def delta_event(
+    delta: Any = None,
+    *,
+    tokens: tuple[str, ...] = ("a",),
+    ids: tuple[int, ...] = (7,),
+    finish: str | None = None,
+    before: dict[str, Any] | None = None,
+    inside: dict[str, Any] | None = None,
+    between: dict[str, Any] | None = None,
+    behind: dict[str, Any] | None = None,
+    index: int = 0,
+) -> dict[str, Any]:
+    """One event of a chat stream, as vLLM writes it. before: members before the log-probabilities.
+    inside: in them. between: behind them. behind: members behind the choices."""
+    choice: dict[str, Any] = {
+        "index": index,
+        "delta": {"content": "a"} if delta is None else delta,
+        **(before or {}),
+        "logprobs": {"content": [token(text) for text in tokens], **(inside or {})},
+        **(between or {}),
+        "finish_reason": finish,
+        **({} if finish is None else {"stop_reason": None}),
+        "token_ids": [*ids],
+    }
+    return {"id": "1", "model": "m", "choices": [choice], **(behind or {})}
+
+
+USUAL_EVENT = event(delta_event())
+
+
+def learned(sample: bytes = USUAL_EVENT) -> EventShape:
+    shape = learn_shape(sample, strip_event(sample, STRIP_USUAL))
+    assert shape is not None
+    return shape
+
+
+# -- events
+
+
+@pytest.mark.parametrize("name", ["whole", "tools", "two"])
+def test_the_recorded_events_are_learned_from_and_equal_the_careful_way(
+    name: str, recorded: Recorded
+) -> None:
+    events = EventSplitter().feed(recorded(f"{name}_stream_asked.sse"))
+    careful = [strip_event(one, STRIP_USUAL) for one in events]
+    usual = [
+        b'"delta":{"' in one and b'"finish_reason":null' in one and b'"logprobs":{' in one
+        for one in events
+    ]
+    assert sum(usual) >= 5
+
+    for teacher, stripped, teaches in zip(events, careful, usual, strict=True):
+        shape = learn_shape(teacher, stripped)
+        assert (shape is not None) == teaches
+        if shape is None:
+            continue
+        choice = teacher[: teacher.index(b'"delta"')]
+        for one, expected, expect_usual in zip(events, careful, usual, strict=True):
+            found = shape.strip(one)
+            assert found == (expected if expect_usual and one.startswith(choice) else None)
+
+
+def test_an_event_of_several_tokens_is_a_usual_one() -> None:
+    two = event(delta_event(tokens=("a", "b"), ids=(7, 8)))
+
+    assert learned().strip(two) == strip_event(two, STRIP_USUAL)
+    assert learned(two).strip(USUAL_EVENT) == strip_event(USUAL_EVENT, STRIP_USUAL)
+
+
+ODD_EVENTS = {
+    "finish": delta_event(finish="stop"),
+    "held back": delta_event(delta={}),
+    "empty ids": delta_event(ids=()),
+    "no log-probabilities": delta_event(tokens=()),
+    "usage": delta_event(behind={"usage": {"total_tokens": 3}}),
+    "usage alone": {"id": "1", "model": "m", "choices": [], "usage": {"total_tokens": 3}},
+    "prompt ids": delta_event(behind={"prompt_token_ids": [1, 2]}),
+    "a member between": delta_event(between={"x": 1}),
+    "a list between": delta_event(between={"x": [{"top_logprobs": []}]}),
+    "the same end between": delta_event(between={"x": {"y": [{"top_logprobs": []}]}}),
+    "another choice": delta_event(index=1),
+    "another id": {**delta_event(), "id": "2"},
+    "ids of no numbers": delta_event(ids=("1",)),  # type: ignore[arg-type]
+    **{f"again {number}": delta_event(before=said) for number, said in enumerate(OURS_AGAIN)},
+    **{f"inside {number}": delta_event(inside=said) for number, said in enumerate(INSIDE)},
+    "in the delta": delta_event({"content": "a", "logprobs": {"content": [token("a")]}}),
+    "prompt ids in the delta": delta_event({"content": "a", "prompt_token_ids": [1]}),
+}
+
+
+@pytest.mark.parametrize("name", ODD_EVENTS)
+def test_an_odd_event_is_left_to_the_careful_way(name: str) -> None:
+    assert learned().strip(event(ODD_EVENTS[name])) is None
+
+
+@pytest.mark.parametrize("name", ODD_EVENTS)
+def test_what_is_learned_from_an_odd_event_is_right_too(name: str) -> None:
+    odd = event(ODD_EVENTS[name])
+    shape = learn_shape(odd, strip_event(odd, STRIP_USUAL))
+
+    for one in (odd, USUAL_EVENT, *map(event, ODD_EVENTS.values())):
+        found = None if shape is None else shape.strip(one)
+        assert found in (None, strip_event(one, STRIP_USUAL))
+
+
+@pytest.mark.parametrize("first", [*ODD_EVENTS, "no fields", "null fields", "comment", "done"])
+def test_two_events_in_one_read_are_not_one(first: str) -> None:
+    """What begins like a usual event and ends like one is not one."""
+    choice = {"index": 0, "delta": {"content": "a"}}
+    fields = {"logprobs": None, "finish_reason": None, "token_ids": [5]}
+    others = {
+        "no fields": event({"id": "1", "model": "m", "choices": [{**choice, "token_ids": [5]}]}),
+        "null fields": event({"id": "1", "model": "m", "choices": [{**choice, **fields}]}),
+        "comment": b": ping\n\n",
+        "done": DONE,
+    }
+    other = others[first] if first in others else event(ODD_EVENTS[first])
+    shape = learned()
+
+    for read in (other + USUAL_EVENT, USUAL_EVENT + other, USUAL_EVENT * 2):
+        assert shape.strip(read) in (None, each_carefully(read))
+
+
+def test_two_choices_in_one_event_are_not_one() -> None:
+    for fields in (
+        {"logprobs": None, "finish_reason": None, "token_ids": [5]},
+        {"finish_reason": None, "token_ids": [5]},
+        {"logprobs": {"content": []}, "finish_reason": None, "token_ids": [5]},
+        {"logprobs": {"content": [token("a", top=True)]}, "finish_reason": None, "token_ids": [5]},
+    ):
+        both = delta_event()
+        both["choices"].insert(0, {"index": 0, "delta": {"content": "b"}, **fields})
+        assert learned().strip(event(both)) in (None, strip_event(event(both), STRIP_USUAL))
+
+
+@st.composite
+def events(draw: st.DrawFn) -> bytes:
+    if not draw(st.integers(0, 6)):
+        odd = [*map(event, ODD_EVENTS.values()), DONE, b": ping\n\n", b"data: {}\r\n\r\n"]
+        return draw(st.sampled_from(odd))
+    text = draw(TEXTS)
+    call = {"index": 0, "function": {"arguments": text}}
+    value = delta_event(
+        draw(
+            st.sampled_from(
+                [{"content": text}, {"reasoning": text}, {"content": None, "tool_calls": [call]}]
+            )
+        ),
+        tokens=tuple(draw(st.lists(TEXTS, min_size=1, max_size=2))),
+        ids=tuple(draw(IDS)),
+        before=draw(one_of(OURS_AGAIN)),
+        inside=draw(one_of(INSIDE)),
+        between=draw(one_of(OURS_AGAIN)),
+        behind=draw(one_of([*OURS_AGAIN, {"usage": {"total_tokens": 1}}])),
+    )
+    if not draw(st.integers(0, 4)):
+        another = delta_event({"content": text}, inside=draw(one_of(INSIDE)), index=1)
+        value["choices"].insert(draw(st.integers(0, 1)), another["choices"][0])
+    return event(value, draw(st.booleans()))
+
+
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(events(), min_size=2, max_size=5))
+def test_whatever_is_said_in_events_the_short_way_gives_what_the_careful_one_gives(
+    sent: list[bytes],
+) -> None:
+    shapes = [learn_shape(one, strip_event(one, STRIP_USUAL)) for one in sent]
+
+    for shape in [learned(), *(shape for shape in shapes if shape is not None)]:
+        for first, second in pairwise(sent):
+            assert shape.strip(first) in (None, strip_event(first, STRIP_USUAL))
+            assert shape.strip(first + second) in (None, each_carefully(first + second))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3), IDS.filter(len), st.booleans())
+def test_whatever_is_said_a_usual_event_is_a_usual_one(
+    text: str, tokens: list[str], ids: list[int], ascii_only: bool
+) -> None:
+    value = delta_event({"content": text}, tokens=tuple(tokens), ids=tuple(ids))
+    sent = event(value, ascii_only)
+
+    assert learned().strip(sent) == strip_event(sent, STRIP_USUAL)
+    assert learned(sent).strip(USUAL_EVENT) == strip_event(USUAL_EVENT, STRIP_USUAL)
+
+
+# -- streams
+
+
+def fed(body: EventBody, pieces: list[bytes]) -> bytes:
+    return b"".join([*map(body.feed, pieces), body.end()])
+
+
+@pytest.mark.parametrize("name", ["whole", "tools", "two"])
+@settings(max_examples=100, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_a_recorded_stream_cut_anywhere_is_the_stream_edited_event_by_event(
+    name: str, data: st.DataObject, recorded: Recorded
+) -> None:
+    stream = recorded(f"{name}_stream_asked.sse")
+    ends, at = [0], 0
+    for one in EventSplitter().feed(stream):
+        at += len(one)
+        ends.append(at)
+    kept = data.draw(st.lists(st.booleans(), min_size=len(ends), max_size=len(ends)))
+    cuts = {end for end, keep in zip(ends, kept, strict=True) if keep}
+    cuts.update(data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
+    pieces = [stream[a:b] for a, b in pairwise([0, *sorted(cuts), len(stream)]) if a < b]
+
+    assert fed(EventBody(STRIP_USUAL), pieces) == each_carefully(stream)
+
+
+@pytest.mark.parametrize("name", ["whole", "tools", "two"])
+def test_with_every_event_a_read_most_are_usual_ones(name: str, recorded: Recorded) -> None:
+    sent = EventSplitter().feed(recorded(f"{name}_stream_asked.sse"))
+    body = EventBody(STRIP_USUAL)
+
+    out = [body.feed(one) for one in sent]
+
+    assert out == [strip_event(one, STRIP_USUAL) for one in sent]
+    shape = body._shape
+    assert shape is not None
+    assert sum(shape.strip(one) is not None for one in sent) >= 3  # of one choice
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(events(), max_size=6), st.lists(st.integers(0, 5000), max_size=6))
+def test_any_stream_cut_anywhere_is_the_stream_edited_event_by_event(
+    sent: list[bytes], places: list[int]
+) -> None:
+    stream = b"".join([USUAL_EVENT, *sent, DONE])
+    cuts = {0, len(USUAL_EVENT), len(stream), *(place for place in places if place < len(stream))}
+    pieces = [stream[a:b] for a, b in pairwise(sorted(cuts))]
+
+    assert fed(EventBody(STRIP_USUAL), pieces) == each_carefully(stream)
+
+
+def test_a_choice_that_ends_in_the_read_of_anothers_event_ends() -> None:
+    """Two answers in one stream: the read begins like the one that was learned, and ends so."""
+    finish = event(delta_event({"content": "the end"}, finish="stop"))
+    other = event(delta_event({"content": "goes on"}, index=1))
+    body = EventBody(STRIP_USUAL)
+
+    out = [body.feed(one) for one in (USUAL_EVENT, finish + other)]
+
+    assert out == [each_carefully(USUAL_EVENT), each_carefully(finish + other)]
+    assert b"the end" in out[1]
+    assert b"goes on" in out[1]
+
+
+def test_a_stream_of_another_kind_is_looked_at_a_few_times_only() -> None:
+    body = EventBody(STRIP_USUAL)
+    odd = event(ODD_EVENTS["finish"])
+    for _ in range(LESSONS):
+        body.feed(odd)
+
+    body.feed(USUAL_EVENT)
+
+    assert body._shape is None
+    assert body.feed(USUAL_EVENT) == strip_event(USUAL_EVENT, STRIP_USUAL)
+
+
+# -- replies
+
+
+def choice_of(
+    content: str = "a",
+    *,
+    tokens: tuple[str, ...] = ("a",),
+    ids: tuple[int, ...] = (7,),
+    finish: str = "stop",
+    stop: str | int | None = None,
+    before: dict[str, Any] | None = None,
+    inside: dict[str, Any] | None = None,
+    between: dict[str, Any] | None = None,
+    index: int = 0,
+) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": content}}
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": content, "tool_calls": [call]},
+        **(before or {}),
+        "logprobs": {"content": [token(text) for text in tokens], **(inside or {})},
+        **(between or {}),
+        "finish_reason": finish,
+        "stop_reason": stop,
+        "token_ids": [*ids],
+        "routed_experts": None,
+    }
+
+
+def reply_of(*choices: dict[str, Any], prompt: Any = (1, 2), **behind: Any) -> dict[str, Any]:
+    ids = [*prompt] if isinstance(prompt, tuple) else prompt
+    usage = {"prompt_tokens": 2, "total_tokens": 3}
+    last = {"usage": usage, "prompt_logprobs": None, "prompt_token_ids": ids, "metrics": None}
+    return {"id": "1", "model": "m", "choices": [*choices], **last, **behind}
+
+
+@pytest.mark.parametrize("name", ["whole", "tools"])
+def test_the_recorded_reply_of_one_answer_is_a_usual_one(name: str, recorded: Recorded) -> None:
+    sent = recorded(f"{name}_reply_asked.json")
+
+    found = strip_usual_reply(sent)
+
+    assert found == carefully(sent)
+    assert found == recorded(f"{name}_reply_plain.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("two_reply_asked", "whole_reply_plain", "called_reply_plain", "stop_reply"),
+        *("completions_reply", "completions_list_reply", "completions_stop_reply"),
+        *("completions_two_reply", "messages_reply", "messages_tools_reply", "responses_reply"),
+    ],
+)
+def test_other_recorded_replies_are_left_to_the_careful_way(name: str, recorded: Recorded) -> None:
+    sent = recorded(f"{name}.json")
+
+    assert strip_usual_reply(sent) in (None, carefully(sent))
+
+
+ANOTHER = choice_of(index=1)
+TOP_CHOICE = {**choice_of(), "logprobs": {"content": [token("a", top=True)]}}
+ODD_REPLIES = {
+    "two answers": reply_of(choice_of(), ANOTHER),
+    "no log-probabilities": reply_of({**choice_of(), "logprobs": None}),
+    "an answer of no tokens": reply_of(choice_of(tokens=(), ids=())),
+    "an answer of no tokens first": reply_of(choice_of(tokens=(), ids=()), ANOTHER),
+    "an answer of no tokens last": reply_of(choice_of(), choice_of(tokens=(), ids=(), index=1)),
+    "an answer without them first": reply_of({**choice_of(), "logprobs": None}, ANOTHER),
+    "an answer without the key first": reply_of({"index": 0, "token_ids": [5]}, ANOTHER),
+    "an answer without the key last": reply_of(choice_of(), {"index": 1, "token_ids": [5]}),
+    "other tokens named": reply_of(TOP_CHOICE),
+    "other tokens named first": reply_of(TOP_CHOICE, ANOTHER),
+    "a member between": reply_of(choice_of(between={"x": 1})),
+    "a member between first": reply_of(choice_of(between={"x": 1}), ANOTHER),
+    "the same end between": reply_of(choice_of(between={"x": {"y": [{"top_logprobs": []}]}})),
+    "no ids": reply_of({**choice_of(), "token_ids": None}),
+    "no ids first": reply_of({**choice_of(), "token_ids": None}, ANOTHER),
+    "no prompt's ids": reply_of(choice_of(), prompt=None),
+    "empty prompt's ids": reply_of(choice_of(), prompt=()),
+    "a long stop": reply_of(choice_of(stop="x" * 500)),
+    "ids of no numbers": reply_of(choice_of(ids=("1",))),  # type: ignore[arg-type]
+    "prompt's ids of lists": reply_of(choice_of(), prompt=([1], [2])),
+    "ids behind": reply_of(choice_of(), last={"x": 1, "token_ids": [9]}),
+    "ids before the prompt's": {**reply_of(choice_of()), "usage": {"x": 1, "token_ids": [9]}},
+    "log-probabilities behind": reply_of(choice_of(), logprobs={"content": []}),
+    **{
+        f"again {number}": reply_of(choice_of(before=said))
+        for number, said in enumerate(OURS_AGAIN)
+    },
+    **{
+        f"inside {number} first": reply_of(choice_of("the first", inside=said), ANOTHER)
+        for number, said in enumerate(INSIDE)
+    },
+    **{
+        f"inside {number} last": reply_of(choice_of(), choice_of(inside=said, index=1))
+        for number, said in enumerate(INSIDE)
+    },
+    "tops in the last token of the first": reply_of(
+        {**choice_of(), "logprobs": {"content": [token("a"), token("b", top=True)]}}, ANOTHER
+    ),
+    "no answer": reply_of(),
+}
+
+
+@pytest.mark.parametrize("name", ODD_REPLIES)
+def test_an_odd_reply_is_left_to_the_careful_way_or_equal_to_it(name: str) -> None:
+    sent = written(ODD_REPLIES[name])
+
+    assert strip_usual_reply(sent) in (None, carefully(sent))
+
+
+CHOICES = st.builds(
+    choice_of,
+    TEXTS,
+    tokens=st.lists(TEXTS, max_size=3).map(tuple),
+    ids=IDS.map(tuple),
+    finish=st.sampled_from(["stop", "length", "tool_calls"]),
+    stop=st.one_of(st.none(), TEXTS, st.integers(0, 9)),
+    before=one_of(OURS_AGAIN),
+    inside=one_of(INSIDE),
+    between=one_of([*OURS_AGAIN, {"x": [{"top_logprobs": []}]}]),
+    index=st.integers(0, 1),
+)
+
+
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(CHOICES, min_size=1, max_size=2),
+    st.one_of(st.none(), IDS.map(tuple)),
+    TEXTS,
+    st.booleans(),
+)
+def test_whatever_is_said_in_replies_the_short_way_gives_what_the_careful_one_gives(
+    choices: list[dict[str, Any]], prompt: tuple[int, ...] | None, text: str, ascii_only: bool
+) -> None:
+    sent = written(reply_of(*choices, prompt=prompt, prompt_text=text), ascii_only)
+
+    assert strip_usual_reply(sent) in (None, carefully(sent))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3), IDS, IDS, TEXTS)
+def test_whatever_is_said_a_usual_reply_is_a_usual_one(
+    text: str, tokens: list[str], ids: list[int], prompt: list[int], stop: str
+) -> None:
+    choice = choice_of(text, tokens=tuple(tokens), ids=tuple(ids), stop=stop[:40])
+    sent = written(reply_of(choice, prompt=tuple(prompt), prompt_text=text))
+
+    found = strip_usual_reply(sent)
+
+    assert found is not None
+    assert found == carefully(sent)

@@ -1,0 +1,402 @@
+"""What the sidecar asks vLLM on its own account, against a server that plays every trick."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from sidecar.relay.upstream import vllm_status
+from sidecar.relay.upstream.vllm_status import AGENT, VllmStatus
+
+SILENCE = b"silence"
+HANG_UP = b"hang up"
+"""Close without a word."""
+
+
+def reply(body: bytes = b"", status: str = "200 OK", more: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode() + body
+
+
+@dataclass
+class Server:
+    """Answers by `script`: the question's number, from 0, to the bytes that are sent."""
+
+    script: Callable[[int], bytes] = lambda _: reply()
+    asked: list[bytes] = field(default_factory=list)
+    """The heads of the questions."""
+    accepted: int = 0
+    left: int = 0
+    """Connections that are over."""
+    port: int = 0
+    greet: Callable[[asyncio.StreamWriter], None] | None = None
+    """What is done with a new connection instead of all else."""
+    _server: asyncio.Server | None = None
+    _writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        self._writers.append(writer)
+        try:
+            if self.greet is not None:
+                self.greet(writer)
+                return
+            while True:
+                self.asked.append(await reader.readuntil(b"\r\n\r\n"))
+                answer = self.script(len(self.asked) - 1)
+                if answer == HANG_UP:
+                    self.left += 1
+                    return
+                if answer != SILENCE:
+                    writer.write(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left += 1
+        finally:
+            writer.close()
+
+    async def all_left(self) -> None:
+        async with asyncio.timeout(60):
+            while self.left < self.accepted:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def status(server: Server) -> AsyncIterator[VllmStatus]:
+    status = VllmStatus(f"http://127.0.0.1:{server.port}")
+    yield status
+    await status.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "healthy"),
+    [
+        ("200 OK", True),
+        ("503 Service Unavailable", False),
+        ("404 Not Found", False),
+        ("204 No Content", False),
+    ],
+)
+async def test_only_200_is_healthy(
+    line: str, healthy: bool, server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda _: reply(status=line)
+
+    assert await status.reachable() is healthy
+
+    [asked] = server.asked
+    host = f"127.0.0.1:{server.port}".encode()
+    assert asked == b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
+
+
+async def test_many_questions_use_one_connection(server: Server, status: VllmStatus) -> None:
+    server.script = lambda number: reply(b'{"n":%d}' % number)
+
+    for number in range(0, 40, 2):
+        assert await status.reachable()
+        answer = await status.models(None)
+        assert answer is not None
+        assert answer.body == {"n": number + 1}
+
+    assert (server.accepted, len(server.asked)) == (1, 40)
+
+
+async def test_two_questions_at_once_do_not_mix(server: Server, status: VllmStatus) -> None:
+    server.script = lambda number: reply(b'{"n":%d}' % number)
+
+    answers = await asyncio.gather(*[status.models(None) for _ in range(5)])
+
+    assert sorted(item.body["n"] for item in answers if item is not None) == [0, 1, 2, 3, 4]
+    assert server.accepted == 5
+
+
+async def test_silence_is_no_answer_and_the_connection_is_given_up(
+    server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.script = lambda number: SILENCE if number < 2 else reply(b"{}")
+    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 0.05)
+
+    assert await status.reachable() is False
+    assert await status.models(None) is None
+    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 30.0)
+    assert await status.reachable()
+
+    assert server.accepted == 3
+    await status.close()
+    await server.all_left()
+
+
+async def test_half_an_answer_is_none(
+    server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.script = lambda _: reply(b"{}")[:-1]
+    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 0.05)
+
+    assert await status.models(None) is None
+    await server.all_left()
+
+
+async def test_a_kept_connection_that_died_is_followed_by_a_new_one(
+    server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda number: HANG_UP if number == 1 else reply()
+
+    assert await status.reachable()
+    assert await status.reachable()
+
+    assert (server.accepted, len(server.asked)) == (2, 3)
+
+
+async def test_only_one_new_connection_is_tried(server: Server, status: VllmStatus) -> None:
+    server.script = lambda number: HANG_UP if number else reply()
+
+    assert await status.reachable()
+    assert await status.reachable() is False
+
+    assert (server.accepted, len(server.asked)) == (2, 3)
+
+
+async def test_a_connection_that_the_server_ends_politely_is_not_used_again(
+    server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda _: reply(more="Connection: close\r\n")
+
+    assert await status.reachable()
+    assert await status.reachable()
+
+    assert (server.accepted, len(server.asked)) == (2, 2)
+
+
+async def test_a_server_that_closes_every_connection_at_once_is_unreachable(
+    server: Server, status: VllmStatus
+) -> None:
+    server.greet = lambda writer: writer.transport.abort()
+
+    for _ in range(20):
+        assert await status.reachable() is False
+        assert await status.models(None) is None
+
+
+class DeadOnArrival:
+    """A pool whose connections are closed before they are handed out."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.endpoint = pool.endpoint
+        self.connected = 0
+
+    def take_idle(self) -> None:
+        return None
+
+    async def connect(self) -> Any:
+        self.connected += 1
+        connection = await self._pool.connect()
+        connection.abort()
+        while connection._transport is not None:
+            await asyncio.sleep(0)
+        return connection
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+async def test_a_connection_that_is_gone_when_it_is_open_is_no_defect(
+    server: Server, status: VllmStatus
+) -> None:
+    status._pool = pool = DeadOnArrival(status._pool)  # type: ignore[assignment]
+
+    assert await status.reachable() is False
+    assert await status.models(None) is None
+
+    assert pool.connected == 4
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 OK\r\n\r\n",
+        b"\x00" * 100,
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_what_is_no_http_is_no_answer(
+    said: bytes, server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda _: said
+
+    assert await status.reachable() is False
+    assert await status.models(None) is None
+
+    assert server.accepted == 2
+    await server.all_left()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no JSON",
+        b"[1, 2]",
+        b"null",
+        b'"text"',
+        b'{"data": [',
+        b'{"data": "\xff"}',
+        pytest.param(b"[" * 200_000, id="deep"),
+        pytest.param(b'{"data":' * 200_000, id="deep_objects"),
+    ],
+)
+async def test_a_list_that_is_none_is_none(body: bytes, server: Server, status: VllmStatus) -> None:
+    server.script = lambda _: reply(body)
+
+    assert await status.models(None) is None
+
+    server.script = lambda _: reply(b"{}")
+    assert await status.models(None) is not None
+    assert server.accepted == 1  # the reply was whole
+
+
+async def test_a_body_may_be_as_long_as_was_said_and_no_longer(
+    server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_status, "MAX_BODY_BYTES", 100)
+    fits, longer = b'{"x":"%b"}' % (b"y" * 92), b'{"x":"%b"}' % (b"y" * 93)
+    assert (len(fits), len(longer)) == (100, 101)
+    server.script = lambda number: reply(longer if number == 1 else fits)
+
+    assert await status.models(None) is not None
+    assert await status.models(None) is None
+    assert await status.models(None) is not None
+
+
+async def test_a_body_without_end_is_given_up(
+    server: Server, status: VllmStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_status, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(vllm_status, "TIMEOUT_S", 30.0)
+    server.script = lambda _: reply(b"x" * 2_000_000)[:-1]
+
+    assert await status.models(None) is None
+
+    await server.all_left()
+
+
+async def test_nobody_there_is_unreachable(free_port: Any) -> None:
+    status = VllmStatus(f"http://127.0.0.1:{free_port()}")
+
+    assert await status.reachable() is False
+    assert await status.models("Bearer k") is None
+    await status.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        ("200 OK", {"object": "list", "data": [{"id": "m", "max_model_len": 2048}]}),
+        ("401 Unauthorized", {"error": "Unauthorized"}),
+        ("500 Internal Server Error", {"error": {"message": "ü"}}),
+    ],
+)
+async def test_status_and_body_of_the_list_are_passed_on(
+    line: str, body: dict[str, Any], server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda _: reply(json.dumps(body).encode(), line)
+
+    answer = await status.models(None)
+
+    assert answer is not None
+    assert (answer.status, answer.body) == (int(line[:3]), body)
+
+
+async def test_a_list_in_chunks_is_put_together(server: Server, status: VllmStatus) -> None:
+    server.script = lambda _: (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b'6\r\n{"data\r\n5\r\n":[]}\r\n0\r\n\r\n'
+    )
+
+    answer = await status.models(None)
+
+    assert answer is not None
+    assert answer.body == {"data": []}
+
+
+async def test_the_authorization_that_was_given_is_sent_and_none_otherwise(
+    server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda _: reply(b"{}")
+
+    await status.models("Bearer secret")
+    await status.models(None, agent="learning-sidecar-watch")
+
+    host = f"127.0.0.1:{server.port}"
+    first = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nUser-Agent: "
+    assert [asked.decode() for asked in server.asked] == [
+        f"{first}{AGENT}\r\nAuthorization: Bearer secret\r\n\r\n",
+        f"{first}learning-sidecar-watch\r\n\r\n",
+    ]
+
+
+async def test_the_path_of_the_base_url_comes_first(server: Server) -> None:
+    status = VllmStatus(f"http://127.0.0.1:{server.port}/behind/")
+
+    assert await status.reachable()
+    await status.close()
+
+    assert server.asked[0].startswith(b"GET /behind/health HTTP/1.1\r\n")
+
+
+async def test_nothing_is_left_behind_by_a_close(server: Server) -> None:
+    """Warnings of what is left to the garbage collector are errors here."""
+    tasks = asyncio.all_tasks()
+    status = VllmStatus(f"http://127.0.0.1:{server.port}")
+    server.script = lambda number: [reply(), HANG_UP, reply(), b"rubbish\r\n\r\n"][number % 4]
+    for _ in range(8):
+        await status.reachable()
+
+    await status.close()
+    await server.all_left()
+    left = [task for task in asyncio.all_tasks() - tasks if "_serve" not in repr(task)]
+    assert left == []
+    del status
+    gc.collect()
+
+
+async def test_a_question_that_is_cancelled_drops_its_connection(
+    server: Server, status: VllmStatus
+) -> None:
+    server.script = lambda _: SILENCE
+    question = asyncio.create_task(status.reachable())
+    async with asyncio.timeout(60):
+        while not server.asked:
+            await asyncio.sleep(0.001)
+
+    question.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await question
+
+    await server.all_left()

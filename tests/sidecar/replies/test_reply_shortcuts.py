@@ -1,0 +1,479 @@
+"""Replies that llhttp does not see give what it would have made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sidecar.relay.http1.reply_parser import (
+    BrokenReplyError,
+    ReplyHead,
+    ReplyParser,
+    ReplyReader,
+    chunk_at,
+)
+
+OK = b"HTTP/1.1 200 OK\r\n"
+KNOWN = OK + b"server: uvicorn\r\ncontent-length: %b\r\ncontent-type: application/json\r\n\r\n"
+STREAM = OK + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+LAST = b"0\r\n\r\n"
+EVIL = b"\r\n0\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n5\r\nabcde\r\n"
+"""Inside a body it is a body."""
+
+
+def known(body: bytes) -> bytes:
+    return KNOWN % str(len(body)).encode() + body
+
+
+def chunk(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+@dataclass
+class Reader(ReplyReader):
+    heads: list[Any] = field(default_factory=list)
+    body: list[bytes] = field(default_factory=list)
+
+    def reply_head(self, head: ReplyHead) -> None:
+        headers = head.headers
+        kind = (headers.content_type, headers.chunked, headers.connection)
+        line = (head.status, head.reason, head.content_length)
+        self.heads.append((line, kind, tuple(headers.lines)))
+
+    def reply_body(self, data: bytes) -> None:
+        assert self.heads, "a body before its head"
+        self.body.append(data)
+
+    def pass_chunks(self, framed: bytes, received_at: float) -> bool:
+        return False
+
+    def batch_end(self, *, complete: bool, received_at: float) -> None: ...
+
+    def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
+
+
+class Watched:
+    """In the place of a parser's llhttp: the same, and it keeps what it was fed."""
+
+    def __init__(self, parser: ReplyParser) -> None:
+        self.fed: list[bytes] = []
+        self._inner: Any = parser._parser
+        parser._parser = self
+
+    def feed_data(self, data: bytes) -> None:
+        self.fed.append(data)
+        self._inner.feed_data(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def new_parser() -> tuple[ReplyParser, Watched]:
+    parser = ReplyParser()
+    return parser, Watched(parser)
+
+
+def receive(parser: ReplyParser, data: bytes) -> None:
+    """As `UpstreamConnection.data_received`."""
+    if parser.whole_chunks(data):
+        parser.unframe(data)
+    else:
+        parser.feed(data)
+
+
+def reply(parser: ReplyParser, *pieces: bytes, head_only: bool = False) -> Reader:
+    reader = Reader()
+    parser.expect(reader, head_only=head_only)
+    for piece in pieces:
+        receive(parser, piece)
+    return reader
+
+
+# -- any replies, any cuts: as with neither short-cut
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One reply, as it is read."""
+
+    pieces: tuple[bytes, ...]
+    head_only: bool = False
+
+
+def stands(parser: ReplyParser, reader: Reader) -> Any:
+    """What is known behind one read."""
+    ends = (parser.complete, parser.complete and parser.keep_alive, parser.ends_with_close)
+    return (*ends, parser.nothing_came, tuple(reader.heads), b"".join(reader.body))
+
+
+def history(replies: list[Sent], *, shortcuts: bool) -> list[Any]:
+    """How all stood behind every read of one connection, up to its end."""
+    parser = ReplyParser()
+    steps: list[Any] = []
+    for sent in replies:
+        reader = Reader()
+        parser.expect(reader, head_only=sent.head_only)
+        for piece in sent.pieces:
+            try:
+                if shortcuts:
+                    receive(parser, piece)
+                else:
+                    parser._remembered = None
+                    parser.feed(piece)
+            except BrokenReplyError as error:
+                return [*steps, (tuple(reader.heads), b"".join(reader.body), str(error))]
+            steps.append(stands(parser, reader))
+            if parser.complete:
+                break
+        parser.forget()
+        if not (parser.complete and parser.keep_alive):
+            break
+    return steps
+
+
+HEADS = (
+    *(KNOWN,) * 4,
+    KNOWN.replace(b"uvicorn", b"other"),
+    KNOWN.replace(b"content-length", b"Content-Length"),
+    KNOWN.replace(b"200 OK", b"404 Not Found"),
+    KNOWN.replace(b"200 OK", b"204 No Content"),
+    KNOWN.replace(b"200 OK", b"304 Not Modified"),
+    KNOWN.replace(b"server: uvicorn", b"connection: close"),
+    KNOWN.replace(b"server: uvicorn", b"connection: keep-alive, server\r\nserver: 1"),
+    KNOWN.replace(b"server: uvicorn", b"content-length: 2"),
+    KNOWN.replace(b"server: uvicorn", b"transfer-encoding: chunked"),
+    KNOWN.replace(b"HTTP/1.1", b"HTTP/1.0"),
+    KNOWN.replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"server: uvicorn", b"connection: keep-alive"),
+    OK + b"server: no length\r\n\r\n",
+)
+LENGTHS = (*(b"%d",) * 12, b"0%d", b"%d ", b" %d", b"+%d", b"%d1", b"0000000000000000%d", b"")
+STREAM_HEADS = (*(STREAM,) * 3, STREAM.replace(b"text/", b"x/"))
+STREAM_HEADS += (STREAM.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),)
+SIZES = (1, 1, 2, 5, 15, 16, 17, 255, 256, 2040, 2042, 4095, 4096)
+SPELLINGS = (*(b"%x",) * 12, b"%X", b"%X", b"0%x", b"0000000%x", b"0000000000%x", b"%x;a=b")
+SPELLINGS += (b"%x;", b"0x%x", b"+%x", b" %x", b"%x ", b"\t%x", b"%x_0", b"-%x", b"", b"\n%x")
+CHUNK_ENDS = (*(b"\r\n",) * 20, b"", b"\n", b"\r", b"ab", b"a\r\n", b"\r\n\r\n")
+ENDS = (*(LAST,) * 4, b"000" + LAST, b"0;a=b\r\n\r\n", b"0\r\nx-t: 1\r\nconnection: close\r\n\r\n")
+ENDS += (b"", b"0\r\n", b"rubbish\r\n")
+INTERIM = (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+BEHIND = (*(b"",) * 5, b"x", b"abc\r\n", known(b"ab"), b"\r\n" + known(b"ab"), STREAM + LAST)
+
+
+def spelled(spelling: bytes, body: bytes) -> bytes:
+    size = b"%X" if b"%X" in spelling else b"%x"
+    return spelling.replace(size, size % len(body)) + b"\r\n" + body
+
+
+@st.composite
+def units(draw: st.DrawFn) -> list[bytes]:
+    """One reply: its head, and what its body is written in."""
+    interim = [draw(st.sampled_from(INTERIM))] if not draw(st.integers(0, 9)) else []
+    if draw(st.booleans()):
+        body = draw(st.sampled_from([b"", b"{}", EVIL, b"x" * 300]))
+        length = draw(st.sampled_from(LENGTHS)).replace(b"%d", b"%d" % len(body))
+        head = draw(st.sampled_from(HEADS)).replace(b"%b", length)
+        return [*interim, head, body, draw(st.sampled_from(BEHIND))]
+    chunks = [
+        spelled(spelling, (EVIL * (size // len(EVIL) + 1))[start : start + size]) + end
+        for size, start, spelling, end in draw(
+            st.lists(
+                st.tuples(
+                    st.sampled_from(SIZES),
+                    st.sampled_from((0, 2, 5)),
+                    st.sampled_from(SPELLINGS),
+                    st.sampled_from(CHUNK_ENDS),
+                ),
+                max_size=6,
+            )
+        )
+    ]
+    head, end = draw(st.sampled_from(STREAM_HEADS)), draw(st.sampled_from(ENDS))
+    return [*interim, head, *chunks, end, draw(st.sampled_from(BEHIND))]
+
+
+@st.composite
+def sent_replies(draw: st.DrawFn) -> Sent:
+    """Most reads are whole units; the cuts are anywhere."""
+    parts = draw(units())
+    cuts, size = {0}, 0
+    for part in parts:
+        size += len(part)
+        if draw(st.integers(0, 4)):
+            cuts.add(size)
+    cuts.update(draw(st.lists(st.integers(0, size), max_size=3)))
+    joined = b"".join(parts)
+    pieces = [joined[a:b] for a, b in pairwise([*sorted(cuts), size]) if a < b]
+    return Sent(tuple(pieces), head_only=not draw(st.integers(0, 9)))
+
+
+def alone(*pieces: bytes) -> list[Sent]:
+    return [Sent(pieces)]
+
+
+@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(sent_replies(), min_size=1, max_size=4))
+@example([Sent((known(b"ab"),)), Sent((known(b"abc"),)), Sent((KNOWN % b"2", b"a", b"bc"))])
+@example([Sent((known(b"ab"),)), Sent((known(b""),)), Sent((known(b"ab") + b"x",))])
+@example([Sent((known(b"ab"),)), Sent((KNOWN % b"9",), head_only=True), Sent((known(b"a"),))])
+@example([Sent((known(b"ab"),)), Sent((INTERIM[0], known(b"a"))), Sent((known(b"a"),))])
+@example([Sent((known(b"ab"),)), Sent((STREAM, chunk(b"a"), LAST)), Sent((known(b"a"),))])
+@example(alone(STREAM, chunk(b"a"), chunk(b"b") + b"c", b"\r\nb\r\n"))
+@example(alone(STREAM, chunk(b"a") + b"1", b"\r\nb\r\n", LAST))
+@example(alone(STREAM, b"1\r\n", b"1\r\n", b"\r\n", b"1\r", b"\na\r", b"\n", LAST))
+@example(alone(STREAM, chunk(b"a" * 16) + chunk(b"b" * 15), b"10\r\n" + b"c" * 16, b"\r\n", LAST))
+def test_with_the_short_cuts_every_read_gives_the_same(replies: list[Sent]) -> None:
+    assert history(replies, shortcuts=True) == history(replies, shortcuts=False)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 14, 15, 16, 17, 255, 256, 4095, 4096, 4097, 70_000])
+def test_every_cut_near_a_chunks_ends_gives_the_same(size: int) -> None:
+    first, second = chunk(b"a"), chunk((EVIL * 1000)[:size]) if size else b""
+    near = [*range(-12, 13)]
+    places = {len(first) + at for at in near} | {len(first + second) + at for at in near}
+    stream = first + second + chunk(b"b" * 17) + LAST
+
+    for place in sorted(places & {*range(1, len(stream))}):
+        sent = alone(STREAM, stream[:place], stream[place:])
+        assert history(sent, shortcuts=True) == history(sent, shortcuts=False), place
+
+
+# -- replies of a known length
+
+
+def test_the_second_like_reply_is_not_parsed() -> None:
+    parser, llhttp = new_parser()
+    first = reply(parser, known(b"ab"))
+
+    second = reply(parser, known(b"0123456789"))
+
+    assert llhttp.fed == [known(b"ab")]
+    assert second.body == [b"0123456789"]
+    ((line, *same),) = second.heads
+    assert line == (200, b"OK", 10)
+    assert same == list(first.heads[0][1:])
+    assert (parser.complete, parser.keep_alive, parser.nothing_came) == (True, True, False)
+
+
+def test_its_body_may_come_in_any_number_of_reads() -> None:
+    parser, llhttp = new_parser()
+    reply(parser, KNOWN % b"2", b"a", b"b")
+
+    second = reply(parser, KNOWN % b"4", b"ab", b"c")
+    assert not parser.complete
+    receive(parser, b"d")
+
+    assert llhttp.fed == [KNOWN % b"2", b"a", b"b"]
+    assert second.body == [b"ab", b"c", b"d"]
+    assert (parser.complete, parser.keep_alive) == (True, True)
+
+
+@pytest.mark.parametrize("behind", [b"x", b"\r\n", b"\n", known(b"ab")])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_connection_with_bytes_behind_a_counted_body_is_not_kept(
+    behind: bytes, apart: bool
+) -> None:
+    """Blank lines too, which llhttp passes over: vLLM writes none."""
+    parser, _ = new_parser()
+    reply(parser, known(b"ab"))
+
+    sent = (KNOWN % b"3" + b"a", b"bc" + behind) if apart else (known(b"abc") + behind,)
+    second = reply(parser, *sent)
+
+    assert b"".join(second.body) == b"abc"
+    assert (parser.complete, parser.keep_alive) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        KNOWN.replace(b"200 OK", b"204 No Content"),
+        KNOWN.replace(b"200 OK", b"304 Not Modified"),
+        KNOWN.replace(b"content-length: ", b"content-length:"),
+        KNOWN.replace(b"content-length: %b", b"transfer-encoding: chunked"),
+    ],
+)
+def test_other_replies_are_parsed_each_time(head: bytes) -> None:
+    parser, llhttp = new_parser()
+    sent = head.replace(b"%b", b"0") + (LAST if b"chunked" in head else b"")
+
+    for _ in range(3):
+        reply(parser, sent)
+        assert (parser.complete, parser.keep_alive) == (True, True)
+
+    assert llhttp.fed == [sent] * 3
+
+
+def test_a_head_that_was_asked_for_alone_is_parsed() -> None:
+    parser, llhttp = new_parser()
+    reply(parser, known(b"ab"))
+
+    head = reply(parser, KNOWN % b"9", head_only=True)
+
+    assert (head.heads[0][0], head.body) == ((200, b"OK", 9), [])
+    assert (parser.complete, parser.keep_alive) == (True, False)
+    assert llhttp.fed == [known(b"ab"), KNOWN % b"9"]
+
+
+def test_a_reply_behind_an_interim_one_is_not_remembered_by_it() -> None:
+    parser, llhttp = new_parser()
+    odd = b"HTTP/1.1 103 Early Hints\r\ncontent-length: 2\r\n\r\n"
+    sent = [INTERIM[0] + known(b"ab"), odd + known(b"ab"), odd + known(b"ab"), known(b"ab")]
+
+    assert [reply(parser, one).body for one in [*sent, known(b"abc")]] == [[b"ab"]] * 4 + [[b"abc"]]
+
+    assert llhttp.fed == sent
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        KNOWN.replace(b"server: uvicorn", b"connection: close"),
+        KNOWN.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        OK + b"server: no length\r\n\r\n",
+    ],
+)
+def test_a_reply_behind_which_nothing_may_follow_is_not_remembered(head: bytes) -> None:
+    parser, _ = new_parser()
+
+    reply(parser, head.replace(b"%b", b"2") + b"ab")
+
+    assert not parser.keep_alive
+    assert parser._remembered is None
+
+
+# -- streams
+
+
+def in_stream(*pieces: bytes) -> tuple[ReplyParser, Watched, Reader]:
+    parser, llhttp = new_parser()
+    reader = reply(parser, STREAM, *pieces)
+    return parser, llhttp, reader
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 255, 256, 2040, 2041, 2048, 4096, 70_000])
+def test_one_usual_chunk_is_recognised(size: int) -> None:
+    _, llhttp, reader = in_stream(chunk(b"\r" * size), chunk(b"\n" * size))
+
+    assert llhttp.fed == [STREAM]
+    assert reader.body == [b"\r" * size, b"\n" * size]
+
+
+@pytest.mark.parametrize("spelling", [b"%X", b"0%x", b"00000%x"])
+def test_other_spellings_of_a_size_are_recognised(spelling: bytes) -> None:
+    _, llhttp, reader = in_stream(spelled(spelling, b"x" * 171) + b"\r\n")
+
+    assert llhttp.fed == [STREAM]
+    assert reader.body == [b"x" * 171]
+
+
+def test_several_whole_chunks_are_recognised_and_handed_on_one_by_one() -> None:
+    _, llhttp, reader = in_stream(chunk(b"ab") + chunk(b"c" * 300), chunk(b"d") * 3)
+
+    assert llhttp.fed == [STREAM]
+    assert reader.body == [b"ab", b"c" * 300, b"d", b"d", b"d"]
+
+
+AB = chunk(b"ab")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        AB + b"2\r\na",  # and half of the next
+        AB + b"2\r\n",
+        AB + b"2",
+        AB[:-1],
+        AB[:-2],
+        AB + b"\r\n",
+        AB + b"x",
+        AB + LAST,
+        LAST,
+        b"2;a=b\r\nab\r\n",
+        b"0x2\r\nab\r\n",
+        b"000000002\r\nab\r\n",
+        b"1\r\nab\r\n",
+        b"3\r\nab\r\n",
+        b"f" * 8 + b"\r\nab\r\n",
+        b"2\nab\n",
+        b"2\r\nab\n\r",
+        b"\r\n",
+        b"no chunk has this length" + b"x" * 236 + b"\r\n",
+    ],
+)
+def test_anything_but_whole_chunks_is_not(data: bytes) -> None:
+    parser, _, _ = in_stream(AB)
+    assert parser.whole_chunks(AB)
+
+    assert not parser.whole_chunks(data)
+
+
+def test_no_read_of_any_length_is_taken_for_a_chunk_that_it_is_not() -> None:
+    parser, _, _ = in_stream()
+
+    for length in range(1, 2100):
+        size = max(0, length - 4 - len(b"%x" % max(1, length - 5)))
+        for wrong in (size - 1, size + 1):
+            data = b"%x\r\n" % max(0, wrong)
+            data += b"x" * (length - len(data) - 2) + b"\r\n"
+            taken = parser.whole_chunks(data)
+            start, end = chunk_at(data, 0)
+            assert taken == (start > 0 and end + 2 == len(data)), data[:20]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        (),
+        (OK[:10],),
+        (KNOWN % b"20",),
+        (KNOWN % b"20", b"abc"),
+        (OK + b"x: 1\r\n\r\n",),
+        (INTERIM[0],),
+        (STREAM, AB, LAST),
+        (STREAM, AB + b"2"),
+        (STREAM, AB + b"2\r\n"),
+        (STREAM, b"c\r\n" + AB),
+        (STREAM, b"1;a=b\r\n"),
+        (STREAM, AB, b"0\r\n"),
+        (STREAM, AB, b"0\r\nx-trailer: 1\r\n"),
+    ],
+)
+def test_a_chunk_is_one_only_where_a_chunk_may_begin(before: tuple[bytes, ...]) -> None:
+    parser, _ = new_parser()
+    reply(parser, *before)
+
+    assert not parser.whole_chunks(AB)
+
+
+def test_the_next_reply_begins_with_its_head() -> None:
+    parser, _, _ = in_stream(AB)
+    parser.expect(Reader(), head_only=False)
+
+    assert not parser.whole_chunks(AB)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *(b"0x1f", b"1_0", b" 5", b"5 ", b"+5", b"-5", b"\t5", b"5;", b"5;a=b", b"g", b"", b"0"),
+        *(b"000", b"5\n", b"\n5", b"\xd9\xa5", b"\xb2", b"5.0", b"0" * 8 + b"5", b"5\x00"),
+    ],
+)
+def test_only_plain_digits_are_a_size(size: bytes) -> None:
+    data = size + b"\r\nabcde" + b"x" * 40 + b"\r\n"
+
+    assert chunk_at(data, 0) == (-1, -1)
+
+
+@pytest.mark.parametrize(
+    ("size", "length"), [(b"5", 5), (b"1F", 31), (b"1f", 31), (b"00000aB", 171)]
+)
+def test_a_size_is_read_in_both_cases(size: bytes, length: int) -> None:
+    start = 2 + len(size) + 2
+
+    assert chunk_at(b"xx" + size + b"\r\n...", 2) == (start, start + length)

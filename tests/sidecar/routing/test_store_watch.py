@@ -1,0 +1,337 @@
+"""One connection for everything that is polled in the store, and no work when nothing changed."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sqlalchemy import Connection, text
+
+from sidecar.routing import store_watch
+from sidecar.routing.store_watch import LOOKS_BETWEEN_READS, SETTLED_NS, StoreWatch
+
+
+class Reader:
+    """Reads one number, and counts."""
+
+    def __init__(self) -> None:
+        self.read_values: list[int] = []
+        self.away: list[str] = []
+
+    def read(self, connection: Connection) -> None:
+        self.read_values.append(connection.execute(text("SELECT n FROM t")).scalar_one())
+
+    def store_away(self, why: str) -> None:
+        self.away.append(why)
+
+
+def write(path: Path, value: int) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("CREATE TABLE IF NOT EXISTS t(n INTEGER)")
+    connection.execute("DELETE FROM t")
+    connection.execute("INSERT INTO t VALUES (?)", (value,))
+    connection.commit()
+    connection.close()
+
+
+def test_an_unchanged_file_is_not_read_again_and_a_change_is_seen_at_once(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    write(path, 1)
+    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
+
+    watch.look()
+    watch.look()
+    watch.look()
+    write(path, 2)
+    watch.look()
+    watch.stop()
+
+    assert reader.read_values == [1, 2]
+    assert reader.away == []
+
+
+def test_even_an_unchanged_file_is_read_now_and_then(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    write(path, 1)
+    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
+
+    for _ in range(2 * LOOKS_BETWEEN_READS):
+        watch.look()
+    watch.stop()
+
+    assert len(reader.read_values) == 3  # the first look, and every fiftieth
+
+
+def test_a_file_that_was_replaced_is_followed_and_one_that_is_gone_is_told(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    write(path, 1)
+    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
+    watch.look()
+
+    other = tmp_path / "other.db"
+    write(other, 7)
+    other.replace(path)
+    watch.look()
+    path.unlink()
+    watch.look()
+    write(path, 8)
+    watch.look()
+    watch.stop()
+
+    assert reader.read_values == [1, 7, 8]
+    assert len(reader.away) == 1
+
+
+def test_a_read_that_failed_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    sqlite3.connect(path).close()
+    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
+
+    watch.look()
+    watch.look()
+    watch.stop()
+
+    assert len(reader.away) == 2
+    assert "no such table" in reader.away[0]
+
+
+@contextmanager
+def watched(path: Path, reader: Reader) -> Iterator[StoreWatch]:
+    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+@contextmanager
+def writer(path: Path, journal: str = "WAL") -> Iterator[sqlite3.Connection]:
+    """A connection that stays open, as those of the other programs do. Commits each statement; each
+    begins the log anew, so that its length tells nothing."""
+    write(path, 0)
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        assert connection.execute(f"PRAGMA journal_mode={journal}").fetchone() == (journal.lower(),)
+        connection.execute("PRAGMA wal_autocheckpoint=1")
+        yield connection
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that tells the time in ticks of 10 ms, as Linux did until 6.13."""
+
+    def stat(path: Path) -> SimpleNamespace:
+        told = os.stat(path)
+        return SimpleNamespace(
+            st_dev=told.st_dev,
+            st_ino=told.st_ino,
+            st_size=told.st_size,
+            st_mtime_ns=told.st_mtime_ns // 10_000_000 * 10_000_000,
+        )
+
+    monkeypatch.setattr(store_watch, "os", SimpleNamespace(stat=stat))
+
+
+def put(connection: sqlite3.Connection, value: int) -> None:
+    connection.execute("UPDATE t SET n = ?", (value,))
+
+
+def statements(watch: StoreWatch) -> list[str]:
+    """What SQLite will be asked from now on, over the connection that is open."""
+    asked: list[str] = []
+    assert watch._kept is not None
+    assert watch._kept._connection is not None
+    driver = watch._kept._connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.set_trace_callback(asked.append)
+    return asked
+
+
+def age(path: Path, seconds: float) -> None:
+    """As if the last write to the file and its log had been so long ago."""
+    at = time.time_ns() - int(seconds * 1e9)
+    for file in (path, Path(f"{path}-wal")):
+        os.utime(file, ns=(at, at))
+
+
+@pytest.mark.parametrize(
+    ("journal", "changes"), [("WAL", 200), ("DELETE", 50), ("TRUNCATE", 50), ("PERSIST", 50)]
+)
+def test_every_change_is_seen_by_the_look_behind_it(
+    journal: str, changes: int, ticks: None, tmp_path: Path
+) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    rng = random.Random(5)
+    with writer(path, journal) as connection, watched(path, reader) as watch:
+        watch.look()
+        for value in range(1, changes + 1):
+            time.sleep(rng.choice((0.0, rng.random() * 0.03)))
+            if rng.random() < 0.2:
+                watch.look()  # also one behind which nothing is new
+            put(connection, value)
+            watch.look()
+            assert reader.read_values[-1] == value
+    assert reader.away == []
+
+
+def test_changes_at_every_distance_from_the_moment_of_settling_are_seen(
+    ticks: None, tmp_path: Path
+) -> None:
+    """The look before each change comes just before or just after its file counts as settled."""
+    path, reader = tmp_path / "store.db", Reader()
+    with writer(path) as connection, watched(path, reader) as watch:
+        for value in range(1, 16):
+            put(connection, value)
+            watch.look()
+            time.sleep(SETTLED_NS / 1e9 + (value % 5 - 2) * 0.002)
+            watch.look()
+            put(connection, -value)
+            watch.look()
+            assert reader.read_values[-1] == -value
+
+
+def test_changes_of_writers_that_come_and_go_are_seen(ticks: None, tmp_path: Path) -> None:
+    """Each checkpoints the log when it goes, if it is the last, and begins a new one."""
+    path, reader = tmp_path / "store.db", Reader()
+    write(path, 0)
+    with watched(path, reader) as watch:
+        for value in range(1, 41):
+            write(path, value)
+            watch.look()
+            assert reader.read_values[-1] == value
+            if value % 10 == 0:
+                age(path, 10)
+                watch.look()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+def test_a_change_that_has_settled_before_anybody_looks_is_seen(
+    checkpoints: int, tmp_path: Path
+) -> None:
+    """Without checkpoints nothing but the log's own time and length tells of it."""
+    path, reader = tmp_path / "store.db", Reader()
+    with writer(path) as connection, watched(path, reader) as watch:
+        connection.execute(f"PRAGMA wal_autocheckpoint={checkpoints}")
+        for value in range(1, 21):
+            file_ns = os.stat(path).st_mtime_ns
+            put(connection, value)
+            assert (os.stat(path).st_mtime_ns == file_ns) is (checkpoints == 0)
+            age(path, 1000 - value)
+            if not checkpoints:
+                os.utime(path, ns=(10**18, 10**18))
+            watch.look()
+            assert reader.read_values[-1] == value
+
+
+def test_sqlite_is_not_asked_about_a_file_that_has_settled(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    with writer(path) as connection, watched(path, reader) as watch:
+        put(connection, 7)
+        watch.look()
+        age(path, 10)
+        watch.look()  # the times are others than at the look before
+        asked = statements(watch)
+
+        for _ in range(10):
+            watch.look()
+        assert asked == []
+
+        put(connection, 8)
+        watch.look()
+        assert asked[0] == "PRAGMA data_version"
+    assert reader.read_values == [7, 8]
+
+
+def test_sqlite_is_asked_about_a_file_that_has_not_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    with writer(path) as connection, watched(path, reader) as watch:
+        connection.execute("PRAGMA wal_autocheckpoint=0")  # only the log is new
+        put(connection, 7)
+        os.utime(path, ns=(10**18, 10**18))
+        watch.look()
+        asked = statements(watch)
+        written = os.stat(f"{path}-wal").st_mtime_ns
+        for since, times in ((0, 1), (SETTLED_NS - 1, 2), (SETTLED_NS, 3), (SETTLED_NS, 3)):
+            monkeypatch.setattr(time, "time_ns", lambda since=since: written + since)
+            watch.look()
+            # Once more when it has settled: something may have come since the look before.
+            assert asked == ["PRAGMA data_version"] * times
+    assert reader.read_values == [7]
+
+
+@pytest.mark.parametrize("back_s", [0.02, 3600.0])
+def test_a_clock_that_stands_back_hides_nothing(
+    back_s: float, ticks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    now_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() - int(back_s * 1e9))
+    with writer(path) as connection, watched(path, reader) as watch:
+        watch.look()
+        for value in range(1, 51):
+            watch.look()
+            put(connection, value)
+            watch.look()
+            assert reader.read_values[-1] == value
+
+
+def test_a_store_without_a_log_is_always_asked_about(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    with writer(path, "DELETE") as connection, watched(path, reader) as watch:
+        at = time.time_ns() - 10**10
+        os.utime(path, ns=(at, at))
+        assert not Path(f"{path}-wal").exists()
+        watch.look()
+        asked = statements(watch)
+
+        for _ in range(3):
+            watch.look()
+        assert asked == ["PRAGMA data_version"] * 3
+
+        put(connection, 1)
+        os.utime(path, ns=(at, at))  # and nothing in the file's times tells of it
+        watch.look()
+    assert reader.read_values == [0, 1]
+
+
+def test_a_settled_file_that_was_replaced_by_one_as_old_is_read(tmp_path: Path) -> None:
+    """What is in it, with the log of the other beside it, is for SQLite to say."""
+    path, other, reader = tmp_path / "store.db", tmp_path / "other.db", Reader()
+    write(path, 1)
+    with writer(path) as connection, watched(path, reader) as watch:
+        put(connection, 1)
+        age(path, 10)
+        for _ in range(3):
+            watch.look()
+        write(other, 2)
+        times = os.stat(path)
+        os.utime(other, ns=(times.st_mtime_ns, times.st_mtime_ns))
+
+        other.replace(path)
+        watch.look()
+
+    assert len(reader.read_values) == 2
+
+
+def test_a_settled_file_whose_reading_failed_is_read_again(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    with writer(path) as connection, watched(path, reader) as watch:
+        connection.execute("ALTER TABLE t RENAME TO u")
+        age(path, 10)
+
+        for _ in range(4):
+            watch.look()
+
+    assert len(reader.away) == 4

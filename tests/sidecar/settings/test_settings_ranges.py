@@ -1,0 +1,513 @@
+"""Every setting has a range or a check: what would break a process is refused with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import socket
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from deploy.cli.main import main
+from deploy.process import make_controller
+from ingest.best_of.questions import BestOfJudge
+from ingest.intake.bus import open_bus
+from ingest.intake.loop import Intake
+from ingest.ruler.judge import LiteLlmJudge
+from ingest.ruler.judging import JudgingWorker
+from ingest.sampling.worker import SamplingWorker
+from ingest.vllm.replicas import open_replicas
+from learner.runs.schedule import Schedule, start_clock
+from sidecar.errors import SettingsError
+from sidecar.proxy import Proxy
+from sidecar.settings import Settings, load_settings
+from sidecar.settings.kinds import Between, base_url
+from sidecar.store.database import Database
+from sidecar.tracing.telemetry import configure_tracing
+
+TRIED = ("0", "-1", "nan", "inf", "-inf", "1e300", "1e400", "1" + "0" * 30, "1" + "0" * 400, "true")
+SECRET = "s3cret-value"
+
+
+def numbers(kind: Any) -> bool:
+    """Whether a value of this annotated kind is a number, or holds numbers."""
+    if kind in (int, float):
+        return True
+    return any(numbers(inner) for inner in typing.get_args(kind) if inner is not Ellipsis)
+
+
+def mapping_key(kind: Any) -> str | None:
+    """A key that the mapping takes; None when the kind is no mapping."""
+    if typing.get_origin(kind) in (dict, Mapping):
+        names = typing.get_args(typing.get_args(kind)[0])
+        return str(names[0]) if names else "chat"
+    found = (mapping_key(inner) for inner in typing.get_args(kind) if inner is not Ellipsis)
+    return next((name for name in found if name is not None), None)
+
+
+def numeric_keys() -> Iterator[tuple[str, str, str]]:
+    """Section, key, and how TOML writes a value of it: `{}` is the number."""
+    for section, field in Settings.model_fields.items():
+        kind = field.annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            continue
+        for key, inner in typing.get_type_hints(kind, include_extras=True).items():
+            if key not in kind.model_fields or key == "params" or not numbers(inner):
+                continue
+            default = kind.model_fields[key].get_default(call_default_factory=True)
+            written = "{}"
+            if isinstance(default, tuple):
+                written = "[{}]"
+            elif (name := mapping_key(inner)) is not None:
+                written = f"{{{{{name} = {{}}}}}}"
+            yield section, key, written
+
+
+NUMERIC = list(numeric_keys())
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "sidecar.toml"
+    places = f'state_dir = "{folder}/state"\n'
+    path.write_text(places + text)
+    return path
+
+
+def why_refused(path: Path) -> str | None:
+    try:
+        load_settings(path)
+    except SettingsError as error:
+        return str(error)
+    return None
+
+
+def build_all(settings: Settings, folder: Path) -> None:
+    """What each process makes of its settings when it starts. Raises what a bad one would."""
+    Proxy(settings)
+    database = Database(f"sqlite:///{folder}/store.db")
+    bus = open_bus(f"sqlite:///{folder}/outbox.db")
+    Intake(bus, database, settings)
+    judge = LiteLlmJudge(settings.judge)
+    engine = open_replicas(settings.serving.upstreams, None, settings.groups.timeout_s)
+    SamplingWorker(database, engine, engine, settings.groups, model="m", logprobs_mode="x")
+    JudgingWorker(database, judge, settings.judge)
+    BestOfJudge(database, judge, settings)
+    make_controller(settings, database, {}, engine, judge, lambda: None)
+
+    class StandStill(Schedule):
+        def look(self) -> None:
+            return None
+
+    schedule = StandStill(settings, database, lambda _: pytest.fail("a run"), clock=lambda: 0.0)
+    start_clock(settings, schedule).shutdown()
+    configure_tracing(settings.telemetry, "test").shutdown()
+    bus.close()
+    database.close()
+    asyncio.run(engine.aclose())
+
+
+def test_every_numeric_setting_is_found() -> None:
+    assert len(NUMERIC) > 60
+    assert ("canary", "steps", "[{}]") in NUMERIC
+    assert ("capture", "projects", "{{chat = {}}}") in NUMERIC
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "written"), NUMERIC, ids=[f"{s}.{k}" for s, k, _ in NUMERIC]
+)
+def test_a_number_is_refused_in_one_line_or_every_process_can_be_built(
+    tmp_path: Path, section: str, key: str, written: str
+) -> None:
+    refused = []
+    for value in TRIED:
+        path = write(tmp_path, f"[{section}]\n{key} = {written.format(value)}\n")
+        if (message := why_refused(path)) is None:
+            build_all(load_settings(path), tmp_path)
+            continue
+        refused.append(value)
+        assert f"{section}.{key}" in message
+        assert "\n" not in message
+        assert len(message) < 400
+
+    kind = Settings.model_fields[section].annotation
+    assert isinstance(kind, type)
+    # A number below 0 means something to a few: -1 is every token, as vLLM's top_k.
+    below_0 = {"-1"} - ({"-1"} if limits(kind, key).holds(-1) else set())
+    assert below_0 | {"nan", "inf", "-inf", "1e300", "1e400", "true"} <= set(refused)
+
+
+def limits(kind: type[BaseModel], key: str) -> Between:
+    """The limits that the setting's annotation names."""
+    found = list(_betweens(typing.get_type_hints(kind, include_extras=True)[key]))
+    assert found, f"{key} has no limits"
+    return found[0]
+
+
+def takes(kind: type[BaseModel], key: str, written: str, value: float) -> bool:
+    """Whether the section alone takes the value."""
+    one: object = (value,) if written == "[{}]" else value
+    if (match := re.fullmatch(r"\{\{(\w+) = \{\}\}\}", written)) is not None:
+        one = {match[1]: value}
+    try:
+        kind.model_validate({key: one})
+    except ValidationError:
+        return False
+    return True
+
+
+def _betweens(kind: Any) -> Iterator[Between]:
+    for inner in typing.get_args(kind):
+        if isinstance(inner, Between):
+            yield inner
+        elif not isinstance(inner, types.EllipsisType):
+            yield from _betweens(inner)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "written"), NUMERIC, ids=[f"{s}.{k}" for s, k, _ in NUMERIC]
+)
+def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
+    section: str, key: str, written: str
+) -> None:
+    kind = Settings.model_fields[section].annotation
+    assert isinstance(kind, type)
+    between = limits(kind, key)
+    low = math.nextafter(between.low, math.inf) if between.above_low else between.low
+    high = math.nextafter(between.high, -math.inf) if between.below_high else between.high
+    expected = {
+        low: True,
+        high: True,
+        between.low - 1: False,
+        between.high + 1: False,
+        **({between.low: False} if between.above_low else {}),
+        **({between.high: False} if between.below_high else {}),
+    }
+
+    taken = {value: takes(kind, key, written, value) for value in expected}
+
+    assert taken == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[canary]\nsteps = []", "setting canary.steps is empty; give at least one weight"),
+        ("[canary]\nsteps = [20000]", "setting canary.steps: 20000 is out of range; give 100"),
+        ("[canary]\nsteps = [-5]", "setting canary.steps: -5 is out of range; give 100 to"),
+        ("[canary]\nsteps = [5000, 2000]", r"setting canary.steps is [5000, 2000]; a ramp goes up"),
+        ("[canary]\nsteps = [2000, 2000]", "setting canary.steps is [2000, 2000]; a ramp goes up"),
+        ("[canary]\nsteps = [10, 50]", "setting canary.steps: 10 is out of range; give 100 to"),
+        ("[canary]\nsteps = 2000", "setting canary.steps: Input should be a valid tuple"),
+        ("[canary]\ngate_answers = 0", "setting canary.gate_answers: 0 is out of range; give 1 to"),
+        ("[canary]\ngate_min_prompts = 13", "setting canary.gate_min_prompts is 13 and canary.gat"),
+        ("[canary]\nstep_min_s = 100\nstep_max_s = 50", "setting canary.step_min_s is 100 and can"),
+        ("[learner]\nalpha = 0", "setting learner.alpha: 0 is out of range; give 1 to 65536"),
+        ("[learner]\nrank = 32", "setting learner.rank is 32 and serving.max_lora_rank is 16"),
+        (
+            "[learner]\nclip_low = 1.5",
+            "setting learner.clip_low: 1.5 is out of range; give above 0",
+        ),
+        ("[learner]\nmin_groups = 0", "setting learner.min_groups: 0 is out of range; give 1 to"),
+        ("[learner]\nmin_groups = 65", "setting learner.min_groups is 65 and learner.max_groups"),
+        ("[learner]\nmin_groups = 20\n[groups]\nmax_pending_groups = 19", "so no run would ever"),
+        ("[learner]\ninterval_s = -5", "setting learner.interval_s: -5 is out of range; give 1 to"),
+        ('[learner]\ndevice = "cuda:x"', "setting learner.device: is no torch device"),
+        ('[admin]\nhost = "[::1]"', "setting admin.host: write an IPv6 address without brackets"),
+        ('[admin]\nhost = "http://x"', "setting admin.host: is no address and no host name"),
+        ('[admin]\nhost = "127.0.0.999"', "setting admin.host: is no address and no host name"),
+        ('[admin]\nhost = ""', "setting admin.host: is empty; 127.0.0.1 is this machine"),
+        ("[admin]\nport = 99999", "setting admin.port: 99999 is out of range; give 0 to 65535"),
+        ("[admin]\nport = 8080", "setting admin.port is 8080, as proxy.port"),
+        (
+            '[proxy]\nhost = "localhost"\n[admin]\nport = 8080',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[proxy]\nhost = "::1"\n[admin]\nport = 8080\nhost = "0:0:0:0:0:0:0:1"',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[admin]\nport = 8080\nhost = "::ffff:127.0.0.1"',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[proxy]\nhost = "0:0:0:0:0:0:0:0"\nallow_remote_without_keys = true\n'
+            '[admin]\nport = 8080\nhost = "127.0.0.2"',
+            "setting admin.port is 8080, as proxy.port",
+        ),
+        (
+            '[serving]\nupstreams = ["http://[0:0::1]:8081"]',
+            "names the sidecar's own admin.host",
+        ),
+        ('[learner]\nadapters_dir = " "', "setting learner.adapters_dir: is empty; give a folder"),
+        (
+            "[judge]\nparams = " + "{a = " * 33 + "1" + "}" * 33,
+            "setting judge.params nests deeper than 32 levels",
+        ),
+        *(
+            (
+                f'[store]\nurl = "sqlite:////tmp/s.db?{name}={SECRET}"',
+                f"setting store.url: its parameter {name} is not what pysqlite takes",
+            )
+            for name in ("timeout", "check_same_thread", "cached_statements", "detect_types")
+        ),
+        (
+            '[store]\nurl = "sqlite:////tmp/s.db?timeout=9&cached_statements=1' + "0" * 30 + '"',
+            "setting store.url: its parameter cached_statements is not what pysqlite takes",
+        ),
+        ('[store]\nurl = "sqlite:////tmp/s.db?mode=ro"', "its parameter mode is not what"),
+        ('[store]\nurl = "sqlite:///file:/tmp/s.db?uri=true"', "names a URI, not a path"),
+        ('[admin]\nport = "x"', "setting admin.port: Input should be a valid integer"),
+        (f'[admin]\ntokens = ["{SECRET}"]', "setting admin.tokens: is no SHA-256 digest"),
+        ("[serving]\nupstreams = []", "setting serving.upstreams is empty; name at least one"),
+        ('[serving]\nupstreams = ["http://a:1", "http://A:1/"]', "names one vLLM twice"),
+        (
+            '[serving]\nupstreams = ["http://a:1/v1"]',
+            "setting serving.upstreams: http://a:1/v1 ends in /v1",
+        ),
+        (
+            '[serving]\nupstreams = ["127.0.0.1:8000"]',
+            "upstreams: 127.0.0.1:8000 is not http://host:port",
+        ),
+        (
+            '[serving]\nupstreams = ["http://h:99999"]',
+            "upstreams: http://h:99999 is no URL; give http",
+        ),
+        ('[serving]\nupstreams = ["http://[::1"]', "upstreams: http://[::1 is no URL; give http"),
+        (f'[serving]\nupstreams = ["http://u:{SECRET}@h"]', "holds a user name or a password"),
+        ('[serving]\nupstreams = ["http://localhost:8080"]', "names the sidecar's own proxy.host"),
+        (f'[serving]\napi_key = "{SECRET}\\n"', "setting serving.api_key: holds a space around"),
+        (f'[serving]\napi_key = ["{SECRET}"]', "setting serving.api_key: Input should be a valid"),
+        ("serving = 5", "setting serving: must be a table; write [serving] above its keys"),
+        ('[serving]\nmodel = ""', "setting serving.model: is empty; give a name"),
+        ('[serving]\nmodel = "a\\nb"', "setting serving.model: must be one line"),
+        ('[judge]\napi_base = "localhost:9"', "setting judge.api_base: localhost:9 is not http://"),
+        ("[judge]\nparams = {temperature = nan}", "setting judge.params is sent as JSON and holds"),
+        ("[judge]\nparams = {when = 2020-01-01}", "setting judge.params is sent as JSON and holds"),
+        ("[judge]\nparams = {stream = true}", "setting judge.params holds stream"),
+        ('[judge]\nparams = {model = "x"}', "setting judge.params holds model"),
+        ('[judge]\nrubric = " "', "setting judge.rubric: is empty"),
+        ('[engine]\ncommand = [""]', "setting engine.command begins with an empty word"),
+        ('[engine]\ncommand = ["a\\u0000"]', "setting engine.command: holds a NUL byte"),
+        ('[engine.env]\n"A=B" = "1"', "setting engine.env 'A=B' is no name of a variable"),
+        ('[bus]\nurl = "kafka://h/t"', "setting bus.url: this release has the embedded bus only"),
+        ('[bus]\nurl = "sqlite:///:memory:"', "setting bus.url: memory is not shared"),
+        ('[store]\nurl = "sqlite://"', "setting store.url names no file"),
+        (f'[store]\nurl = "nonsense:{SECRET}"', "setting store.url is no database URL"),
+        (f'[store]\nurl = "nosuch://u:{SECRET}@h/d"', "setting store.url is no database URL"),
+        (f'[store]\nurl = "postgresql://u:{SECRET}@h:x/d"', "setting store.url is no database URL"),
+        ('[bus]\nurl = "sqlite:///x.db"\n[store]\nurl = "sqlite:///x.db"', "name one file"),
+        (
+            '[store]\nurl = "sqlite:////tmp"',
+            "setting store.url must name a file, and /tmp is a fol",
+        ),
+        (
+            '[learner]\nadapters_dir = "/etc/passwd/x"',
+            "adapters_dir must be a folder, and /etc/pas",
+        ),
+        ('[telemetry]\nspans_file = "/tmp"', "setting telemetry.spans_file must name a file"),
+        ('[telemetry]\notlp_endpoint = "x"', "setting telemetry.otlp_endpoint: x is not http"),
+        ('"\\u001b[31m" = 1', "unknown setting \\x1b[31m; did you mean"),
+        ("a = [" + "[" * 3000, "is not readable as settings"),
+        ("a = " + "1" * 5000, "is not readable as settings"),
+    ],
+)
+def test_what_would_break_a_process_is_refused_with_what_why_and_what_to_do(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, text + "\n")
+
+    code = main(["--config", str(path), "config", "check"])
+
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in said
+    assert said.count("\n") == 1
+    assert SECRET not in said
+    assert "Value error" not in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize(
+    ("cron", "message"),
+    [
+        ("0 3 * *", "Wrong number of fields; got 4, expected 5; give five fields, UTC"),
+        ("0 3 * * * *", "Wrong number of fields; got 6, expected 5"),
+        ("61 3 * * *", "is higher than the maximum value (59)"),
+        ("* * * * nosuchday", "Invalid weekday name"),
+        ("0 0 31 2 *", "names a day that never comes"),
+        ("", "Wrong number of fields; got 0"),
+    ],
+)
+def test_a_cron_line_is_read_at_the_check(
+    tmp_path: Path, cron: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, f'[learner]\nschedule = "cron"\ncron = "{cron}"\n')
+
+    code = main(["--config", str(path), "config", "check"])
+
+    said = capsys.readouterr().err
+    assert code == 2
+    assert said.startswith("sidecar: setting learner.cron: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_state_dir_that_is_a_file_or_too_long_for_its_sockets_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    path = tmp_path / "sidecar.toml"
+    path.write_text(f'state_dir = "{file}/below"\n')
+    with pytest.raises(SettingsError, match=f"state_dir must be a folder, and {file} is a file"):
+        load_settings(path)
+
+    path.write_text(f'state_dir = "/tmp/{"x" * 100}"\n')
+    with pytest.raises(SettingsError, match="state_dir is too long: the path of a unix socket"):
+        load_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("SIDECAR_CANARY__GATE_ANSWERS", "0", "setting SIDECAR_CANARY__GATE_ANSWERS: 0 is out of"),
+        ("SIDECAR_ADMIN__PORT", "99999", "setting SIDECAR_ADMIN__PORT: 99999 is out of range"),
+        ("SIDECAR_LEARNER__CLIP_LOW", "nan", "setting SIDECAR_LEARNER__CLIP_LOW: nan is out of"),
+        ("SIDECAR_CANARY__STEPS", "[]", "setting SIDECAR_CANARY__STEPS is empty"),
+        ("SIDECAR_CANARY__STEPS", "[-1]", "setting SIDECAR_CANARY__STEPS: -1 is out of range"),
+        ("SIDECAR_CANARY", '{"gate_answers": 0}', "setting SIDECAR_CANARY: 0 is out of range"),
+        ("SIDECAR_SERVING__API_KEY", f"{SECRET}\n", "setting SIDECAR_SERVING__API_KEY: holds a sp"),
+        ("SIDECAR_PROXY__PORT", "eighty", "setting SIDECAR_PROXY__PORT: Input should be a valid"),
+        ("SIDECAR_STATE_DIR", "/etc/passwd", "setting SIDECAR_STATE_DIR must be a folder"),
+        ("SIDECAR_STATE_DIR", "", "setting SIDECAR_STATE_DIR: is empty; give a folder"),
+        (
+            "SIDECAR_JUDGE__PARAMS__TEMPERATURE",
+            SECRET,
+            "environment variable SIDECAR_JUDGE__PARAMS__TEMPERATURE goes into the table "
+            "judge.params, which is one JSON value in the environment; give "
+            "SIDECAR_JUDGE__PARAMS='{\"TEMPERATURE\": ...}'",
+        ),
+        (
+            "sidecar_engine__env__CUDA__x",
+            SECRET,
+            "goes into the table engine.env, which is one JSON value in the environment; give "
+            "SIDECAR_ENGINE__ENV='{\"CUDA__x\": ...}'",
+        ),
+        ("SIDECAR_SERVING__SAMPLING_DEFAULTS__TOP_P", "1", "give SIDECAR_SERVING__SAMPLING_DEFA"),
+        ("SIDECAR_CAPTURE__PROJECTS__A", "1", "give SIDECAR_CAPTURE__PROJECTS='{\"A\": ...}'"),
+        ("SIDECAR_LEARNER__STEPS__X", "3", "did you mean SIDECAR_LEARNER__STEPS?"),
+        ("SIDECAR_STATE_DIR__X", "3", "unknown environment variable SIDECAR_STATE_DIR__X; "),
+        ("sidecar_lerner__steps", SECRET, "variable sidecar_lerner__steps; did you mean learner?"),
+        ("Sidecar_learner__Step", SECRET, "Sidecar_learner__Step; did you mean learner.steps?"),
+        ("sidecar_admin_token", SECRET, "sidecar_admin_token; did you mean SIDECAR_ADMIN_TOKEN?"),
+        ("SIDECAR_JUDGE__PARAMS", "[" * 100_000, "environment variable SIDECAR_JUDGE__PARAMS: lis"),
+        ("SIDECAR_JUDGE__PARAMS", '{"a":' * 900 + "1" + "}" * 900, "SIDECAR_JUDGE__PARAMS"),
+    ],
+)
+def test_the_environment_goes_through_the_same_checks_and_is_named_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings(write(tmp_path, ""))
+
+    assert message in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_in_the_environment_keeps_its_names_and_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_JUDGE__PARAMS", '{"temperature": 0.2, "seed": 7}')
+    monkeypatch.setenv("sidecar_engine__env", '{"CUDA_VISIBLE_DEVICES": "0"}')
+
+    settings = load_settings(write(tmp_path, "[judge.params]\nmax_tokens = 9\n"))
+
+    assert settings.judge.params == {"temperature": 0.2, "seed": 7, "max_tokens": 9}
+    assert settings.engine.env == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_one_setting_in_two_variables_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_LEARNER__STEPS", "3")
+    monkeypatch.setenv("sidecar_learner__steps", "4")
+
+    with pytest.raises(SettingsError, match="are one setting; unset one of them"):
+        load_settings(write(tmp_path, ""))
+
+
+def test_two_listeners_with_addresses_of_their_own_may_have_one_port(tmp_path: Path) -> None:
+    for one, other in (("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "::1")):
+        path = write(tmp_path, f'[proxy]\nhost = "{one}"\n[admin]\nhost = "{other}"\nport = 8080\n')
+        assert load_settings(path).admin.port == 8080
+
+
+def test_a_name_and_the_address_that_it_stands_for_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    path = write(
+        tmp_path,
+        '[proxy]\nhost = "my.host"\nallow_remote_without_keys = true\n'
+        f'[admin]\nport = 8080\nhost = "10.0.0.7"\ntokens = ["{"0" * 64}"]\n',
+    )
+
+    why = why_refused(path)
+
+    assert why is not None
+    assert why.startswith("setting admin.port is 8080, as proxy.port")
+
+
+def test_an_empty_key_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_JUDGE__API_KEY", "")
+
+    assert load_settings(write(tmp_path, "")).judge.api_key is None
+
+
+def test_a_file_from_another_editor_is_read_or_says_why_not(tmp_path: Path) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_bytes(b'\xef\xbb\xbf[serving]\nmodel = "m"\n')
+    marked = load_settings(path)
+    path.write_bytes('[serving]\nmodel = "m"\n'.encode("utf-16"))
+    with pytest.raises(SettingsError, match="is not UTF-8; save it as that"):
+        load_settings(path)
+
+    assert marked.serving.model == "m"
+
+
+def test_what_is_asked_for_often_is_taken(tmp_path: Path) -> None:
+    settings = load_settings(
+        write(
+            tmp_path,
+            '[serving]\nupstreams = ["http://[::1]:8000", "https://gpu_1.lan/vllm/"]\n'
+            '[admin]\nhost = "::1"\n[canary]\nsteps = [100, 500, 10000]\nstep_min_s = 0\n'
+            "gate_margin = -0.05\n[proxy]\nport = 0\ndrain_timeout_s = 0\n"
+            f'[judge.params]\ntemperature = 0\n[store]\nurl = "sqlite:///{tmp_path}/a b.db"\n',
+        )
+    )
+
+    assert settings.canary.steps == (100, 500, 10_000)
+    assert json.loads(settings.model_dump_json())["admin"]["host"] == "::1"
+
+
+def test_a_listener_is_reached_at_a_url_that_can_be_asked() -> None:
+    urls = [base_url(host, 1) for host in ("127.0.0.1", "::1", "0.0.0.0", "::", "my.host")]
+
+    assert urls == [
+        "http://127.0.0.1:1",
+        "http://[::1]:1",
+        "http://127.0.0.1:1",
+        "http://[::1]:1",
+        "http://my.host:1",
+    ]
