@@ -19,7 +19,7 @@ class RoundTimeoutError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One training run and the trial of its adapter."""
+    """One training run and the canary of its adapter."""
 
     candidate: str
     state: str
@@ -33,7 +33,7 @@ class Round:
 
 
 class RoundWatcher:
-    """Says what happens as it happens, and hands out each round when its trial has ended."""
+    """Says what happens as it happens, and hands out each round when its canary has ended."""
 
     def __init__(self, admin_url: str, say: Callable[[str], None]) -> None:
         self._url = f"{admin_url}/admin/v1"
@@ -42,7 +42,7 @@ class RoundWatcher:
         self._seen: set[tuple[str, ...]] = set()
 
     async def next_round(self) -> Round:
-        """Wait for the next trial to end."""
+        """Wait for the next canary to end."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ROUND_TIMEOUT_S
         async with httpx.AsyncClient(timeout=30.0) as client:
@@ -128,7 +128,7 @@ def describe_run(run: dict[str, Any]) -> str:
 
 
 def describe_canary(canary: dict[str, Any]) -> str:
-    """One line of a trial's state."""
+    """One line of a canary's state."""
     if canary["state"] == "ramping":
         return f"  canary: {canary['candidate']} answers {canary['weight_bp'] / 100:g}% of sessions"
     words = {"loading": "is loaded and probed", "gating": "meets the champion at the gate"}

@@ -21,7 +21,7 @@ from typing import IO, Any
 import httpx
 
 from sidecar.processes.children import own_python
-from sidecar.processes.parent_death import leash
+from sidecar.processes.parent_death import guarded_command
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
@@ -220,7 +220,7 @@ class Stack:
         log_file = (self.folder / f"{name}.log").open("ab")
         self._logs.append(log_file)
         return subprocess.Popen(
-            [*leash(), *command],  # it ends with us, also when we are killed
+            [*guarded_command(), *command],  # it ends with us, also when we are killed
             cwd=ROOT,
             env=self.environment(),
             stdin=subprocess.DEVNULL,

@@ -2,7 +2,7 @@
 
 DeployError
 ├── UnknownAdapterError (LookupError)   no such version: list them with `sidecar adapters ls`
-├── UnknownTrialError (LookupError)     no canary has this id
+├── UnknownCanaryError (LookupError)     no canary has this id
 ├── UnknownRecordError (LookupError)    no group, run or exchange has this id
 ├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
@@ -23,7 +23,7 @@ class UnknownAdapterError(DeployError, LookupError):
     """No adapter version answers to this name, number or alias."""
 
 
-class UnknownTrialError(DeployError, LookupError):
+class UnknownCanaryError(DeployError, LookupError):
     """No canary has this id."""
 
 

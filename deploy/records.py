@@ -1,6 +1,6 @@
-"""The records of deploy: an adapter version, and the trial that it must pass to serve users.
+"""The records of deploy: an adapter version, and the canary that it must pass to serve users.
 
-A `Trial` is one row of the `canary` table, frozen: the pure rules read it, and only the store's
+A `Canary` is one row of the `canary` table, frozen: the pure rules read it, and only the store's
 shells (`transitions`, `rollback`) change the row.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 AdapterState = Literal[
     "registered", "gating", "ramping", "champion", "retired", "rejected", "rolled_back"
 ]
-"""registered: waits for its trial; rejected: never answered a user (invalid, not live, or it lost
+"""registered: waits for its canary; rejected: never answered a user (invalid, not live, or it lost
 the gate); rolled_back: had traffic and lost it; retired: made room for another, nothing wrong."""
 
 Phase = Literal["loading", "gating", "ramping", "promoted", "rolled_back", "inconclusive"]
@@ -38,7 +38,7 @@ class AdapterVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Canary:
     """One candidate's way from the first load to promotion, or out."""
 
     canary_id: str
@@ -53,7 +53,7 @@ class Trial:
     step: int
     """Index into `steps` while ramping."""
     steps: tuple[int, ...]
-    """Weights of the ramp in basis points, frozen when the trial began."""
+    """Weights of the ramp in basis points, frozen when the canary began."""
     salt: str
     created_at: float
     step_started_at: float
@@ -65,9 +65,9 @@ class Trial:
     ended_at: float | None
     generation: int
     taken_out: str | None = None
-    """Why the proxy's breaker took the candidate out while the trial was paused."""
+    """Why the proxy's breaker took the candidate out while the canary was paused."""
     tick_errors: int = 0
-    """Ticks in a row that ended with an error of this trial's own."""
+    """Ticks in a row that ended with an error of this canary's own."""
     tick_error_at: float = 0.0
     """Unix seconds of the last of them."""
 

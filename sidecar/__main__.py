@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sidecar proxy", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="the settings file (TOML)")
     parser.add_argument("--workers", type=int, default=None, help="processes that share the port")
-    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)  # see worker_seat.py
+    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)  # see handover.py
     arguments = parser.parse_args(argv)
 
     from sidecar.errors import SettingsError
@@ -66,17 +66,17 @@ def _run_proxy(settings: Settings, worker: str | None) -> int:
     from sidecar.proxy import Proxy
     from sidecar.tracing.spans import GivenIds
     from sidecar.tracing.telemetry import configure_tracing
-    from sidecar.workers.handover import decode_seat
+    from sidecar.workers.handover import decode_handover
 
-    seat = decode_seat(worker) if worker is not None else None
-    if seat is not None:
-        structlog.contextvars.bind_contextvars(worker=seat.slot)
+    handover = decode_handover(worker) if worker is not None else None
+    if handover is not None:
+        structlog.contextvars.bind_contextvars(worker=handover.slot)
     tracing = configure_tracing(settings.telemetry, "proxy", GivenIds())
-    proxy = Proxy(settings, tracing, seat=seat)
+    proxy = Proxy(settings, tracing, handover=handover)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(proxy, settings.proxy.host, is_worker=seat is not None))
+        runner.run(_serve(proxy, settings.proxy.host, is_worker=handover is not None))
     tracing.shutdown()
     return 0
 

@@ -17,7 +17,7 @@ from sidecar.app import make_app
 from sidecar.capture.outbox import Outbox, outbox_path
 from sidecar.capture.recorder import Capture, ExchangeSink
 from sidecar.capture.sampling_rule import SamplingRule
-from sidecar.capture.yielding import Rests
+from sidecar.capture.yielding import Yielding
 from sidecar.errors import SettingsError
 from sidecar.metrics.loop_lag import LoopLag
 from sidecar.metrics.proxy import Metrics
@@ -25,7 +25,7 @@ from sidecar.metrics.table import MetricTable
 from sidecar.relay.client.server import RelayServer
 from sidecar.relay.flight import flight
 from sidecar.relay.flight.context import RelayContext
-from sidecar.relay.flight.rate_limited_log import RareLog
+from sidecar.relay.flight.rate_limited_log import RateLimitedLog
 from sidecar.relay.upstream.connection import Endpoint, endpoint
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.relay.upstream.watch import ReplicaWatch
@@ -39,7 +39,7 @@ from sidecar.settings.checks import MAX_UNIX_PATH
 from sidecar.tracing.spans import request_spans
 from sidecar.tracing.telemetry import Tracing
 from sidecar.tracing.trace_context import Propagation
-from sidecar.workers.handover import READY, WorkerSeat
+from sidecar.workers.handover import READY, Handover
 from sidecar.workers.worker import ORPHAN_DRAIN_S, ParentLine
 
 log = structlog.get_logger()
@@ -54,18 +54,18 @@ class Proxy:
         settings: Settings,
         tracing: Tracing | None = None,
         sink: ExchangeSink | None = None,
-        seat: WorkerSeat | None = None,
+        handover: Handover | None = None,
     ) -> None:
         """tracing: None exports neither spans nor OpenTelemetry metrics.
         sink: where exchanges go; None takes the one that `bus.url` names.
-        seat: its place among several; None when it has the port to itself."""
+        handover: its place among several; None when it has the port to itself."""
         self._settings = settings
         others: list[memoryview] = []
         shared: memoryview | None = None
         self._table, row = MetricTable(), 0
-        if seat is not None:
-            self._table, others, shared = seat.table()
-            row = seat.slot - 1
+        if handover is not None:
+            self._table, others, shared = handover.table()
+            row = handover.slot - 1
         self.metrics = Metrics(self._table, others)
         self._reporter = TripReporter(settings.store.url, settings.state_dir)
         self.breaker = Breaker(
@@ -73,11 +73,11 @@ class Proxy:
         )
         endpoints = [endpoint(url) for url in settings.serving.upstreams]
         self._socket_path = settings.state_dir / f"proxy-{settings.proxy.port}.sock"
-        if seat is not None:
-            name = f"proxy-{seat.port}-{seat.slot}.sock"
+        if handover is not None:
+            name = f"proxy-{handover.port}-{handover.slot}.sock"
             self._socket_path = settings.state_dir / name
         bus = outbox_path(settings.bus.url)
-        rest = Rests()
+        rest = Yielding()
         sink = sink or Outbox(
             bus,
             max_rows=settings.bus.max_rows,
@@ -135,11 +135,11 @@ class Proxy:
                 slow_first_byte_s=settings.proxy.slow_first_byte_s,
                 best_of=settings.best_of,
                 picker=_picker(settings),
-                rare_log=RareLog(),
+                rate_limited_log=RateLimitedLog(),
                 outgoing_trace=propagation.outgoing if traced else None,
             )
         )
-        self._parent = ParentLine(seat, self._relay) if seat is not None else None
+        self._parent = ParentLine(handover, self._relay) if handover is not None else None
         self._lag = LoopLag(self.metrics.event_loop_lag, self._table.give_sign)
         self._app_server = _AppServer(
             uvicorn.Config(

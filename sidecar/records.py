@@ -119,7 +119,8 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     fallback_from: str = ""
     """The adapter that was to answer and that vLLM did not know."""
     reply_bytes: int = -1
-    """Length of the reply's body, if the relay has counted it (`Tee.size`); -1: it has not."""
+    """Length of the reply's body, if the relay has counted it (`ReplyBuffer.size`); -1: it has
+    not."""
     returned_index: int = 0
     """As `Exchange.returned_index`."""
 

@@ -18,8 +18,8 @@ from deploy.admin.problems import ConflictError, PreconditionRequiredError, Stal
 from deploy.admin.reads import read_learner
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
-from deploy.records import Trial
-from deploy.registry import learner_switches, transitions, trials
+from deploy.records import Canary
+from deploy.registry import canaries, learner_switches, transitions
 from deploy.registry.rollback import rollback
 from sidecar.hiding import hide_in_url
 from sidecar.records import BASE
@@ -102,12 +102,12 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         body: Reason = None,
         if_match: IfMatch = None,
     ) -> CanaryOut:
-        """Pause, resume, promote or abort a trial."""
+        """Pause, resume, promote or abort a canary."""
         reason = (body.reason if body is not None else "") or NO_REASON
-        trial = _act(context, canary_id, action, reason, actor, if_match)
+        canary = _act(context, canary_id, action, reason, actor, if_match)
         context.on_change()
-        response.headers["etag"] = trials.etag(trial)
-        return CanaryOut.of(trial, context.rules)
+        response.headers["etag"] = canaries.etag(canary)
+        return CanaryOut.of(canary, context.rules)
 
 
 def _act(
@@ -117,7 +117,7 @@ def _act(
     reason: str,
     actor: str,
     if_match: str | None,
-) -> Trial:
+) -> Canary:
     do = {
         "pause": transitions.pause,
         "resume": transitions.resume,
@@ -125,10 +125,10 @@ def _act(
         "abort": transitions.abort,
     }[action]
     with context.database.write() as session:
-        row = trials.find_row(session, canary_id)
-        before = trials.to_trial(row)
+        row = canaries.find_row(session, canary_id)
+        before = canaries.to_canary(row)
         if action in ("resume", "promote"):
-            _check_match(if_match, trials.etag(before))
+            _check_match(if_match, canaries.etag(before))
         try:
             return do(session, row, reason=reason, now=context.clock(), actor=actor)
         except TransitionError as error:

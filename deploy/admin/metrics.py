@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import RefusalReason
 from deploy.engine.reconcile import EngineView
-from deploy.registry import learner_switches, trials
+from deploy.registry import canaries, learner_switches
 from deploy.supervise.loops import LoopView
 from sidecar.store.database import Database
 from sidecar.store.models import (
@@ -79,7 +79,7 @@ class StoreCollector(Collector):
             ),
             (
                 "canaries",
-                "Trials by state.",
+                "Canaries by state.",
                 "state",
                 CanaryRow.state,
                 (CanaryRow.model == self._model,),
@@ -94,15 +94,15 @@ class StoreCollector(Collector):
 
     def _singles(self, session: Session) -> Iterator[Metric]:
         engine = self._engine()
-        trial = trials.active(session, self._model)
+        canary = canaries.active(session, self._model)
         routing = session.get(RoutingRow, self._model)
         singles = (
             (
                 "canary_weight",
                 "Share of sessions that the canary answers, 0..1.",
-                trial.weight_bp / 10_000 if trial is not None else 0.0,
+                canary.weight_bp / 10_000 if canary is not None else 0.0,
             ),
-            ("canary_paused", "1: paused.", float(trial is not None and trial.paused)),
+            ("canary_paused", "1: paused.", float(canary is not None and canary.paused)),
             ("routing_generation", "Of the table.", routing.generation if routing else 0),
             ("learner_paused", "1: paused.", float(learner_switches.read(session).paused)),
             ("engine_reachable", "1: a vLLM answers.", float(engine.away is None)),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from deploy.engine.reconcile import EngineView
-from deploy.records import AdapterState, AdapterVersion, Phase, Trial
+from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
 from deploy.registry.rollback import RollbackResult
 from deploy.supervise.loops import LoopView
@@ -76,7 +76,7 @@ class AliasOut(BaseModel):
 
 
 class CanaryOut(BaseModel):
-    """A trial. Its ETag is `"g<generation>"`."""
+    """A canary. Its ETag is `"g<generation>"`."""
 
     canary_id: str
     candidate: str
@@ -98,25 +98,25 @@ class CanaryOut(BaseModel):
     allowed_actions: list[str]
 
     @classmethod
-    def of(cls, trial: Trial, rules: CanarySettings) -> CanaryOut:
-        running = trial.phase == "ramping" and trial.stopped_at is None
-        earliest = trial.step_started_at + trial.stopped_s + rules.step_min_s
+    def of(cls, canary: Canary, rules: CanarySettings) -> CanaryOut:
+        running = canary.phase == "ramping" and canary.stopped_at is None
+        earliest = canary.step_started_at + canary.stopped_s + rules.step_min_s
         return cls(
-            canary_id=trial.canary_id,
-            candidate=trial.candidate,
-            champion=trial.champion,
-            state=trial.phase,
-            paused=trial.paused,
-            reason=trial.reason,
-            step=trial.step,
-            steps=list(trial.steps),
-            weight_bp=trial.weight_bp,
-            created_at=trial.created_at,
-            step_started_at=trial.step_started_at,
+            canary_id=canary.canary_id,
+            candidate=canary.candidate,
+            champion=canary.champion,
+            state=canary.phase,
+            paused=canary.paused,
+            reason=canary.reason,
+            step=canary.step,
+            steps=list(canary.steps),
+            weight_bp=canary.weight_bp,
+            created_at=canary.created_at,
+            step_started_at=canary.step_started_at,
             next_step_earliest_at=earliest if running else None,
-            ended_at=trial.ended_at,
-            generation=trial.generation,
-            allowed_actions=transitions.allowed_actions(trial),
+            ended_at=canary.ended_at,
+            generation=canary.generation,
+            allowed_actions=transitions.allowed_actions(canary),
         )
 
 
@@ -304,7 +304,7 @@ class LoopOut(BaseModel):
 
 
 class StatusOut(BaseModel):
-    """What serves, what is on trial, what the learner does."""
+    """What serves, what is on canary, what the learner does."""
 
     model: str
     champion: str
@@ -314,7 +314,7 @@ class StatusOut(BaseModel):
     learner: LearnerOut
     engine: EngineOut
     control: dict[str, LoopOut]
-    """Control's own loops, by name: the trial (`tick`), and each vLLM (`reconcile URL`)."""
+    """Control's own loops, by name: the canary (`tick`), and each vLLM (`reconcile URL`)."""
     adapters: dict[str, int]
     """Versions by state."""
     groups: dict[str, int]

@@ -19,8 +19,8 @@ from deploy.errors import (
     EngineError,
     TransitionError,
     UnknownAdapterError,
+    UnknownCanaryError,
     UnknownRecordError,
-    UnknownTrialError,
 )
 from sidecar.errors import StoreError
 
@@ -51,7 +51,7 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     UnauthorizedError: (401, "unauthorized", "A token is needed"),
     ForbiddenError: (403, "forbidden", "Not from here"),
     UnknownAdapterError: (404, "unknown-adapter", "No such adapter"),
-    UnknownTrialError: (404, "unknown-canary", "No such canary"),
+    UnknownCanaryError: (404, "unknown-canary", "No such canary"),
     UnknownRecordError: (404, "unknown-record", "No such record"),
     ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
     TransitionError: (409, "not-allowed-now", "Not allowed in this state"),

@@ -27,7 +27,7 @@ from deploy.admin.models import (
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
 from deploy.admin.records import run_out
 from deploy.errors import UnknownAdapterError
-from deploy.registry import learner_switches, routing_writer, trials, versions
+from deploy.registry import canaries, learner_switches, routing_writer, versions
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
 from sidecar.store.database import get_flag
@@ -60,7 +60,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
             table = routing_writer.current(session, model)
-            trial = trials.active(session, model)
+            canary = canaries.active(session, model)
             return StatusOut(
                 model=model,
                 champion=aliases.get("champion", BASE),
@@ -73,7 +73,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     canary_weight_bp=table.canary_weight_bp,
                     generation=table.generation,
                 ),
-                canary=None if trial is None else CanaryOut.of(trial, context.rules),
+                canary=None if canary is None else CanaryOut.of(canary, context.rules),
                 learner=read_learner(session, model),
                 engine=EngineOut.of(context.engine),
                 control={name: LoopOut.of(view) for name, view in context.loops().items()},
@@ -151,26 +151,26 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
     database, model = context.database, context.model
 
     @router.get("/canaries")
-    def canaries(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[CanaryOut]:
+    def list_canaries(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[CanaryOut]:
         statement = select(CanaryRow).where(CanaryRow.model == model)
         key = {CanaryRow.created_at: float, CanaryRow.canary_id: str}
         statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
-        items = [CanaryOut.of(trials.to_trial(row), context.rules) for row in rows]
+        items = [CanaryOut.of(canaries.to_canary(row), context.rules) for row in rows]
         return page(items, limit, lambda last: encode_cursor(last.created_at, last.canary_id))
 
     @router.get("/canaries/{canary_id}")
-    def canary(canary_id: str, response: Response) -> CanaryOut:
+    def read_canary(canary_id: str, response: Response) -> CanaryOut:
         with database.read() as session:
-            trial = trials.to_trial(trials.find_row(session, canary_id))
-        response.headers["etag"] = trials.etag(trial)
-        return CanaryOut.of(trial, context.rules)
+            canary = canaries.to_canary(canaries.find_row(session, canary_id))
+        response.headers["etag"] = canaries.etag(canary)
+        return CanaryOut.of(canary, context.rules)
 
     @router.get("/canaries/{canary_id}/evidence")
     def evidence(canary_id: str) -> EvidenceOut:
         with database.read() as session:
-            row = trials.find_row(session, canary_id)
+            row = canaries.find_row(session, canary_id)
             made = session.scalars(
                 select(GateComparisonRow)
                 .where(GateComparisonRow.canary_id == canary_id)
@@ -178,7 +178,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
             )
             return EvidenceOut(
                 canary_id=canary_id,
-                state=trials.to_trial(row).phase,
+                state=canaries.to_canary(row).phase,
                 evidence=row.evidence,
                 comparisons=[
                     ComparisonOut(

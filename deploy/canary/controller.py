@@ -1,9 +1,9 @@
-"""The controller: every tick, look at the one active trial and take it one step on.
+"""The controller: every tick, look at the one active canary and take it one step on.
 
-It holds no state between ticks that matters: where a trial stands, since when, and on what
+It holds no state between ticks that matters: where a canary stands, since when, and on what
 evidence is in the store, so that a new controller goes on where a killed one was. It gathers
 evidence (disk, vLLM, judge, store), asks the pure rule (`deploy.registry.canary_rule`) and writes
-the decision in one transaction, which is discarded when an operator changed the trial meanwhile.
+the decision in one transaction, which is discarded when an operator changed the canary meanwhile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from deploy.canary.loading import Facts, load_everywhere
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import error_line
-from deploy.records import AdapterVersion, Trial
-from deploy.registry import candidates, transitions, trials, versions
+from deploy.records import AdapterVersion, Canary
+from deploy.registry import canaries, candidates, transitions, versions
 from deploy.registry.canary_rule import (
     Decision,
     Evidence,
@@ -68,99 +68,99 @@ class Controller:
         self._last_hold: tuple[object, ...] = ()
 
     async def tick(self) -> None:
-        """Take the active trial one step on, or begin the next.
+        """Take the active canary one step on, or begin the next.
 
-        Raises: StoreError, EngineError or another OSError, which are no trial's fault. Any other
-        error counts against the trial, and too many end it.
+        Raises: StoreError, EngineError or another OSError, which are no canary's fault. Any other
+        error counts against the canary, and too many end it.
         """
-        trial = await asyncio.to_thread(self._active_trial)
-        if trial is None:
+        canary = await asyncio.to_thread(self._active_canary)
+        if canary is None:
             return
         try:
-            moved = await self._step(trial)
+            moved = await self._step(canary)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - one bad candidate must not end the others
-            moved = await asyncio.to_thread(self._count_error, trial, error)
+            moved = await asyncio.to_thread(self._count_error, canary, error)
         if moved:
             self._on_change()
 
-    async def _step(self, trial: Trial) -> bool:
-        """Returns: True when the trial moved."""
-        if trial.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, trial):
+    async def _step(self, canary: Canary) -> bool:
+        """Returns: True when the canary moved."""
+        if canary.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, canary):
             return True
-        if trial.paused or tick_errors.waits(trial, self._clock()):
+        if canary.paused or tick_errors.waits(canary, self._clock()):
             return False
-        evidence, facts = await self._gather(trial)
-        if trial.tick_errors:
+        evidence, facts = await self._gather(canary)
+        if canary.tick_errors:
             facts = {**facts, "tick_errors": {}}
-        decision = decide(trial, evidence, self._rules, self._clock())
-        return await asyncio.to_thread(self._apply, trial, decision, facts)
+        decision = decide(canary, evidence, self._rules, self._clock())
+        return await asyncio.to_thread(self._apply, canary, decision, facts)
 
-    def _count_error(self, trial: Trial, error: Exception) -> bool:
+    def _count_error(self, canary: Canary, error: Exception) -> bool:
         log.error(
             "canary_tick_failed",
-            canary=trial.canary_id,
-            candidate=trial.candidate,
+            canary=canary.canary_id,
+            candidate=canary.candidate,
             error=error_line(error),
-            tries=trial.tick_errors + 1,
-            exc_info=error if not trial.tick_errors else None,
+            tries=canary.tick_errors + 1,
+            exc_info=error if not canary.tick_errors else None,
         )
         with self._database.write() as session:
-            return tick_errors.record(session, trial, error, now=self._clock())
+            return tick_errors.record(session, canary, error, now=self._clock())
 
-    def _active_trial(self) -> Trial | None:
+    def _active_canary(self) -> Canary | None:
         with self._database.read() as session:
-            trial = trials.active(session, self._model)
-            if trial is not None or not candidates.has_waiting(session, self._model):
-                return trial
+            canary = canaries.active(session, self._model)
+            if canary is not None or not candidates.has_waiting(session, self._model):
+                return canary
         with self._database.write() as session:
-            trial = candidates.begin_next(
+            canary = candidates.begin_next(
                 session, self._model, steps=self._rules.steps, now=self._clock()
             )
-        if trial is not None:
-            log.info("canary_began", canary=trial.canary_id, candidate=trial.candidate)
-        return trial
+        if canary is not None:
+            log.info("canary_began", canary=canary.canary_id, candidate=canary.candidate)
+        return canary
 
-    def _obey_breaker(self, trial: Trial) -> bool:
-        """Returns: True when a breaker took the candidate out and the trial now says so."""
+    def _obey_breaker(self, canary: Canary) -> bool:
+        """Returns: True when a breaker took the candidate out and the canary now says so."""
         with self._database.read() as session:
-            why = trials.breaker_trip(session, trial)
-        if why is None or trial.taken_out is not None:
+            why = canaries.breaker_trip(session, canary)
+        if why is None or canary.taken_out is not None:
             return False
         with self._database.write() as session:
-            row = trials.find_row(session, trial.canary_id)
-            if (row.salt, row.generation) != (trial.salt, trial.generation):
+            row = canaries.find_row(session, canary.canary_id)
+            if (row.salt, row.generation) != (canary.salt, canary.generation):
                 return False  # an operator was faster: the next tick looks again
             after = transitions.take_out(session, row, why=why, now=self._clock())
         log.warning(
             "canary_taken_out_by_breaker",
-            canary=trial.canary_id,
-            candidate=trial.candidate,
+            canary=canary.canary_id,
+            candidate=canary.candidate,
             after=after.phase,
             paused=after.paused,
             reason=why,
         )
         return True
 
-    async def _gather(self, trial: Trial) -> tuple[Evidence, Facts]:
-        if trial.phase == "loading":
-            return await self._load(trial)
-        if trial.phase == "gating":
-            gate = await self._gate.advance(trial)
+    async def _gather(self, canary: Canary) -> tuple[Evidence, Facts]:
+        if canary.phase == "loading":
+            return await self._load(canary)
+        if canary.phase == "gating":
+            gate = await self._gate.advance(canary)
             return gate, {"gate": _gate_facts(gate)}
-        counts = await asyncio.to_thread(self._count_ramp, trial)
-        facts = {"weight_bp": trial.weight_bp, **asdict(counts)}
-        return counts, {f"step_{trial.step + 1}": facts}
+        counts = await asyncio.to_thread(self._count_ramp, canary)
+        facts = {"weight_bp": canary.weight_bp, **asdict(counts)}
+        return counts, {f"step_{canary.step + 1}": facts}
 
-    def _count_ramp(self, trial: Trial) -> Evidence:
+    def _count_ramp(self, canary: Canary) -> Evidence:
         with self._database.read() as session:
             return ramp_counts.count_ramp(
-                session, trial, step_min_exchanges=self._rules.step_min_exchanges
+                session, canary, step_min_exchanges=self._rules.step_min_exchanges
             )
 
-    async def _load(self, trial: Trial) -> tuple[LoadEvidence, Facts]:
-        version, registered, loading = await asyncio.to_thread(self._candidate, trial)
+    async def _load(self, canary: Canary) -> tuple[LoadEvidence, Facts]:
+        version, registered, loading = await asyncio.to_thread(self._candidate, canary)
         failures, now = loading.get("failures", 0), self._clock()
         if failures and 0.0 <= now - loading["at"] < load_wait_s(failures):
             return LoadEvidence(away=loading["reason"], load_failures=failures), {}
@@ -169,7 +169,7 @@ class Controller:
             await asyncio.to_thread(validate_folder, Path(version.path), registered, self._limits)
 
         evidence, facts = await load_everywhere(
-            self._replicas, version, model=trial.model, failures=failures, validate=validate
+            self._replicas, version, model=canary.model, failures=failures, validate=validate
         )
         if evidence.load_failures > failures:
             facts["loading"] = {
@@ -179,39 +179,41 @@ class Controller:
             }
         return evidence, facts
 
-    def _candidate(self, trial: Trial) -> tuple[AdapterVersion, Registered, Facts]:
+    def _candidate(self, canary: Canary) -> tuple[AdapterVersion, Registered, Facts]:
         """The candidate, what its files were, and the loads that vLLM failed so far."""
         with self._database.read() as session:
-            row = trials.find_row(session, trial.canary_id)
+            row = canaries.find_row(session, canary.canary_id)
             loading = row.evidence.get("loading", {})
-            version = versions.find(session, trial.candidate)
-            documents = versions.document_digests(session, trial.candidate)
+            version = versions.find(session, canary.candidate)
+            documents = versions.document_digests(session, canary.candidate)
             return version, Registered(digest=version.digest, documents=documents), loading
 
-    def _apply(self, trial: Trial, decision: Decision, facts: Facts) -> bool:
-        """Write a decision. Returns: True when the trial moved."""
+    def _apply(self, canary: Canary, decision: Decision, facts: Facts) -> bool:
+        """Write a decision. Returns: True when the canary moved."""
         # The same hold on the same facts again needs no write, and no lock that others want.
-        hold = (trial.canary_id, trial.generation, decision, facts)
+        hold = (canary.canary_id, canary.generation, decision, facts)
         if isinstance(decision, Hold) and hold == self._last_hold:
             return False
         with self._database.write() as session:
-            applied = transitions.apply(session, trial, decision, evidence=facts, now=self._clock())
+            applied = transitions.apply(
+                session, canary, decision, evidence=facts, now=self._clock()
+            )
         self._last_hold = hold
         if not applied:
-            log.info("canary_changed_meanwhile", canary=trial.canary_id)
+            log.info("canary_changed_meanwhile", canary=canary.canary_id)
             return False
         if isinstance(decision, Move):
             log.info(
                 "canary_moved",
-                canary=trial.canary_id,
-                candidate=trial.candidate,
-                before=trial.phase,
+                canary=canary.canary_id,
+                candidate=canary.candidate,
+                before=canary.phase,
                 after=decision.to,
                 step=decision.step,
                 reason=decision.reason,
             )
-        elif decision.reason != trial.reason:
-            log.info("canary_holds", canary=trial.canary_id, reason=decision.reason)
+        elif decision.reason != canary.reason:
+            log.info("canary_holds", canary=canary.canary_id, reason=decision.reason)
         return isinstance(decision, Move)
 
 

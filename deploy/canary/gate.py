@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from deploy.canary import gate_store
 from deploy.canary.gate_answers import Answered, FreshAnswers, as_rows, seed_of
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
-from deploy.records import Trial
+from deploy.records import Canary
 from deploy.registry.canary_rule import GateEvidence
 from deploy.registry.gate_rule import judge_gate, mean_difference
 from ingest.errors import (
@@ -121,15 +121,15 @@ class Gate:
         self._attempts: Counter[str] = Counter()
         """Failed attempts by comparison, in memory: after a restart they begin anew."""
 
-    async def advance(self, trial: Trial) -> GateEvidence:
+    async def advance(self, canary: Canary) -> GateEvidence:
         """Make up to `parallel` missing comparisons, then add up all there are."""
-        prompts, missing = await asyncio.to_thread(self._prompts, trial)
+        prompts, missing = await asyncio.to_thread(self._prompts, canary)
         away: str | None = None
         if missing and len(prompts) >= self._rules.gate_min_prompts:
-            away = await self._make(trial, missing)
-        return await asyncio.to_thread(self._evidence, trial, away)
+            away = await self._make(canary, missing)
+        return await asyncio.to_thread(self._evidence, canary, away)
 
-    async def _make(self, trial: Trial, missing: list[HeldOutPrompt]) -> str | None:
+    async def _make(self, canary: Canary, missing: list[HeldOutPrompt]) -> str | None:
         """Make a batch of comparisons. Returns: why they cannot be made now, or None."""
         if not self._judge.model:
             return "no judge is set: name one in judge.model"
@@ -139,34 +139,34 @@ class Gate:
             if not await self._room.is_open():
                 return "vLLM is busy with users"
         except SamplingError as error:
-            return self._wait(trial, str(error))
+            return self._wait(canary, str(error))
         # After an outage one comparison shows whether it is over.
-        missing = sorted(missing, key=lambda prompt: self._attempts[comparison_id(trial, prompt)])
+        missing = sorted(missing, key=lambda prompt: self._attempts[comparison_id(canary, prompt)])
         batch = missing[: 1 if self._retry.reason else self._parallel]
-        ends = await asyncio.gather(*(self._compare(trial, one) for one in batch))
+        ends = await asyncio.gather(*(self._compare(canary, one) for one in batch))
         unjudged = [end for end in ends if isinstance(end, Unjudged)]
         away = next((end for end in ends if isinstance(end, str)), None)
         if unjudged and away is None:
             away = await self._probe()
         if away is not None:
-            return self._wait(trial, away)
+            return self._wait(canary, away)
         for one in unjudged:
-            await self._count_attempt(trial, one)
+            await self._count_attempt(canary, one)
         self._retry = Retry()
         return None
 
     async def _probe(self) -> str | None:
         """Ask the judge about something else. Returns: why it does not work, or None."""
         calls: list[JudgeCall] = []
-        fate = await ask_probe(
+        outcome = await ask_probe(
             self._judge, self._judging, seed=secrets.randbits(SEED_BITS), on_call=calls.append
         )
         await asyncio.to_thread(self._save_calls, SUBJECT, calls)
-        return None if isinstance(fate, Scored) else fate.detail
+        return None if isinstance(outcome, Scored) else outcome.detail
 
-    async def _count_attempt(self, trial: Trial, one: Unjudged) -> None:
+    async def _count_attempt(self, canary: Canary, one: Unjudged) -> None:
         """The judge works, so the prompt is at fault: after a few attempts set it aside."""
-        name = comparison_id(trial, one.prompt)
+        name = comparison_id(canary, one.prompt)
         self._attempts[name] += 1
         if not one.final and self._attempts[name] < ATTEMPTS:
             return
@@ -174,37 +174,37 @@ class Gate:
         log.warning(
             "gate_set_aside", exchange=one.prompt.exchange_id, status=one.reason, reason=one.detail
         )
-        await self._keep(trial, one.prompt, one.reason, one.answered, (), (), one.calls)
+        await self._keep(canary, one.prompt, one.reason, one.answered, (), (), one.calls)
 
-    def _wait(self, trial: Trial, reason: str) -> str:
+    def _wait(self, canary: Canary, reason: str) -> str:
         self._retry = self._retry.later(self._clock(), reason)
-        log.warning("gate_waits", canary=trial.canary_id, reason=reason)
+        log.warning("gate_waits", canary=canary.canary_id, reason=reason)
         return reason
 
-    def _prompts(self, trial: Trial) -> tuple[set[str], list[HeldOutPrompt]]:
+    def _prompts(self, canary: Canary) -> tuple[set[str], list[HeldOutPrompt]]:
         """(keys of all sessions that take part, prompts not compared yet)."""
         limit = SPARE_PROMPTS * self._rules.gate_prompts
         with self._database.read() as session:
-            done = gate_store.compared_sessions(session, trial)
-            newest = gate_store.held_out_prompts(session, trial.model, limit=limit)
-            made = gate_store.comparisons(session, trial.canary_id)
+            done = gate_store.compared_sessions(session, canary)
+            newest = gate_store.held_out_prompts(session, canary.model, limit=limit)
+            made = gate_store.comparisons(session, canary.canary_id)
         scored = [one for one in made if one.difference is not None]
         missing = [prompt for prompt in newest if prompt.session_key not in done]
         room = min(limit - len(done), self._rules.gate_prompts - len(scored))
         return done | {p.session_key for p in newest}, missing[: max(0, room)]
 
-    def _evidence(self, trial: Trial, away: str | None) -> GateEvidence:
-        prompts, missing = self._prompts(trial)
+    def _evidence(self, canary: Canary, away: str | None) -> GateEvidence:
+        prompts, missing = self._prompts(canary)
         with self._database.read() as session:
-            made = gate_store.comparisons(session, trial.canary_id)
+            made = gate_store.comparisons(session, canary.canary_id)
         return GateEvidence(
             prompts=len(prompts),
             pending=len(missing),
-            verdict=judge_gate(made, self._rules, seed=seed_of(trial, "bootstrap")),
+            verdict=judge_gate(made, self._rules, seed=seed_of(canary, "bootstrap")),
             away=away,
         )
 
-    async def _compare(self, trial: Trial, prompt: HeldOutPrompt) -> Unjudged | str | None:
+    async def _compare(self, canary: Canary, prompt: HeldOutPrompt) -> Unjudged | str | None:
         """Make and store one comparison.
 
         Returns: None when it is stored; why it could not be made yet; what the judge failed over.
@@ -213,13 +213,13 @@ class Gate:
         answered: list[Answered] = []
         if not prompt.request:
             log.warning("gate_set_aside", exchange=prompt.exchange_id, status="unreadable")
-            await self._keep(trial, prompt, "unreadable", answered, (), (), calls)
+            await self._keep(canary, prompt, "unreadable", answered, (), (), calls)
             return None
         status = "scored"
         scores: tuple[float, ...] = ()
         explanations: tuple[str, ...] = ()
         try:
-            answered = await self._answers.get(trial, prompt)
+            answered = await self._answers.get(canary, prompt)
             judgement = await score_answers(
                 self._judge,
                 context=prompt.request["messages"],
@@ -227,9 +227,9 @@ class Gate:
                 answers=[one.message for one in answered],
                 rubric=self._judging.rubric,
                 passes=self._judging.passes,
-                seed=seed_of(trial, f"judge\x00{prompt.exchange_id}"),
+                seed=seed_of(canary, f"judge\x00{prompt.exchange_id}"),
                 on_call=calls.append,
-                subject=comparison_id(trial, prompt),
+                subject=comparison_id(canary, prompt),
             )
             scores, explanations = judgement.scores, judgement.explanations
         except _AWAY as error:
@@ -249,12 +249,12 @@ class Gate:
         except JudgeReplyError as error:
             status = "judge_rubbish"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        await self._keep(trial, prompt, status, answered, scores, explanations, calls)
+        await self._keep(canary, prompt, status, answered, scores, explanations, calls)
         return None
 
     async def _keep(
         self,
-        trial: Trial,
+        canary: Canary,
         prompt: HeldOutPrompt,
         status: str,
         answered: list[Answered],
@@ -262,13 +262,13 @@ class Gate:
         explanations: tuple[str, ...],
         calls: list[JudgeCall],
     ) -> None:
-        self._answers.forget(trial, prompt)
+        self._answers.forget(canary, prompt)
         rows = as_rows(answered, scores, explanations)
-        await asyncio.to_thread(self._save, trial, prompt, status, rows, calls)
+        await asyncio.to_thread(self._save, canary, prompt, status, rows, calls)
 
     def _save(
         self,
-        trial: Trial,
+        canary: Canary,
         prompt: HeldOutPrompt,
         status: str,
         answers: list[dict[str, Any]],
@@ -282,14 +282,14 @@ class Gate:
         with self._database.write() as session:
             saved = gate_store.save_comparison(
                 session,
-                trial,
+                canary,
                 prompt,
                 status=status,
                 difference=mean_difference(**scores) if scored else None,
                 answers=answers,
             )
             if saved:
-                self._add_calls(session, comparison_id(trial, prompt), calls)
+                self._add_calls(session, comparison_id(canary, prompt), calls)
 
     def _save_calls(self, subject: str, calls: list[JudgeCall]) -> None:
         with self._database.write() as session:

@@ -15,7 +15,7 @@ from typing import Any
 
 from deploy.canary.answer_shape import is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
-from deploy.records import Trial
+from deploy.records import Canary
 from ingest.errors import AdapterGoneError, EngineDownError
 from ingest.vllm.sampler import SampledAnswer, Sampler
 from sidecar.routing.table import upstream_model
@@ -41,23 +41,23 @@ class FreshAnswers:
         self._rules = rules
         self._kept: dict[str, list[Answered]] = {}
 
-    async def get(self, trial: Trial, prompt: HeldOutPrompt) -> list[Answered]:
+    async def get(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
         """`gate_answers` answers of each arm, shuffled. Raises: as `Sampler.sample`."""
-        key = comparison_id(trial, prompt)
+        key = comparison_id(canary, prompt)
         if key not in self._kept:
-            self._kept[key] = await self._sample_all(trial, prompt)
+            self._kept[key] = await self._sample_all(canary, prompt)
         return self._kept[key]
 
-    def forget(self, trial: Trial, prompt: HeldOutPrompt) -> None:
+    def forget(self, canary: Canary, prompt: HeldOutPrompt) -> None:
         """The answers were judged and stored, or never will be."""
-        self._kept.pop(comparison_id(trial, prompt), None)
+        self._kept.pop(comparison_id(canary, prompt), None)
 
-    async def _sample_all(self, trial: Trial, prompt: HeldOutPrompt) -> list[Answered]:
-        arms = [("candidate", trial.candidate), ("champion", trial.champion)]
+    async def _sample_all(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
+        arms = [("candidate", canary.candidate), ("champion", canary.champion)]
         asked = [pair for pair in arms for _ in range(self._rules.gate_answers)]
-        random.Random(seed_of(trial, f"order\x00{prompt.exchange_id}")).shuffle(asked)
+        random.Random(seed_of(canary, f"order\x00{prompt.exchange_id}")).shuffle(asked)
         sampled = await asyncio.gather(
-            *(self._sample(trial, prompt, adapter) for _, adapter in asked), return_exceptions=True
+            *(self._sample(canary, prompt, adapter) for _, adapter in asked), return_exceptions=True
         )
         errors = [one for one in sampled if isinstance(one, BaseException)]
         # An engine that is down, or has lost an adapter, explains the other errors.
@@ -75,11 +75,11 @@ class FreshAnswers:
             if isinstance(answer, SampledAnswer)
         ]
 
-    async def _sample(self, trial: Trial, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
+    async def _sample(self, canary: Canary, prompt: HeldOutPrompt, adapter: str) -> SampledAnswer:
         asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
         limit = self._rules.max_tokens
         return await self._sampler.sample(
-            upstream_model=upstream_model(trial.model, adapter),
+            upstream_model=upstream_model(canary.model, adapter),
             request=prompt.request,
             temperature=1.0,
             max_tokens=min(asked, limit) if isinstance(asked, int) else limit,
@@ -105,7 +105,7 @@ def as_rows(
     ]
 
 
-def seed_of(trial: Trial, purpose: str) -> int:
-    """A seed that nobody who writes prompts can guess: it hangs on the trial's random salt."""
-    digest = hashlib.sha256(f"{trial.salt}\x00{purpose}".encode()).digest()
+def seed_of(canary: Canary, purpose: str) -> int:
+    """A seed that nobody who writes prompts can guess: it hangs on the canary's random salt."""
+    digest = hashlib.sha256(f"{canary.salt}\x00{purpose}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 2**29

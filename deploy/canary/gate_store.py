@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from deploy.records import Trial
+from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison
 from ingest.grouping.selection import CHOSEN_SURFACES
 from sidecar.store.database import DAMAGE, count, decompress, insert_into
@@ -28,9 +28,9 @@ class HeldOutPrompt:
     """Empty when the store's is damaged."""
 
 
-def comparison_id(trial: Trial, prompt: HeldOutPrompt) -> str:
+def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
     """The same for the same canary and prompt, so that no comparison is stored twice."""
-    text = f"{trial.canary_id}\x00{prompt.exchange_id}"
+    text = f"{canary.canary_id}\x00{prompt.exchange_id}"
     return "c-" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -70,18 +70,18 @@ def _request(body: bytes) -> dict[str, Any]:
     return request if usable else {}
 
 
-def compared_sessions(session: Session, trial: Trial) -> set[str]:
-    """Keys of the sessions that this trial has a comparison of, scored or set aside."""
+def compared_sessions(session: Session, canary: Canary) -> set[str]:
+    """Keys of the sessions that this canary has a comparison of, scored or set aside."""
     statement = (
         select(ExchangeRow.session_key)
         .join(GateComparisonRow, GateComparisonRow.exchange_id == ExchangeRow.exchange_id)
-        .where(GateComparisonRow.canary_id == trial.canary_id)
+        .where(GateComparisonRow.canary_id == canary.canary_id)
     )
     return set(session.scalars(statement))
 
 
 def comparisons(session: Session, canary_id: str) -> list[Comparison]:
-    """What the trial's comparisons showed, in a fixed order."""
+    """What the canary's comparisons showed, in a fixed order."""
     statement = (
         select(GateComparisonRow)
         .where(GateComparisonRow.canary_id == canary_id)
@@ -92,26 +92,26 @@ def comparisons(session: Session, canary_id: str) -> list[Comparison]:
 
 def save_comparison(
     session: Session,
-    trial: Trial,
+    canary: Canary,
     prompt: HeldOutPrompt,
     *,
     status: str,
     difference: float | None,
     answers: Sequence[dict[str, Any]],
 ) -> bool:
-    """Store one comparison, unless the trial left its gate meanwhile or holds it already.
+    """Store one comparison, unless the canary left its gate meanwhile or holds it already.
 
     status: scored, or why it was set aside: `set_aside` is stored, and the reason is counted.
     """
-    state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == trial.canary_id))
+    state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == canary.canary_id))
     if state != "gating":
         return False
     statement = (
         insert_into(session, GateComparisonRow)
         .on_conflict_do_nothing()
         .values(
-            comparison_id=comparison_id(trial, prompt),
-            canary_id=trial.canary_id,
+            comparison_id=comparison_id(canary, prompt),
+            canary_id=canary.canary_id,
             exchange_id=prompt.exchange_id,
             status="scored" if difference is not None else "set_aside",
             difference=difference,

@@ -1,9 +1,9 @@
 """Load a candidate into every replica that answers, and prove on each that it is live.
 
-A replica that is down is left out: it must not block a trial for ever. When it comes back its
+A replica that is down is left out: it must not block a canary for ever. When it comes back its
 reconciler loads the candidate there, and until its list of models has it the proxy sends the
 candidate's users elsewhere. All that answer must take the adapter: one that refuses it, or on
-which it does nothing, is enough to reject it. Without any replica the trial waits.
+which it does nothing, is enough to reject it. Without any replica the canary waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deploy.registry.canary_rule import LoadEvidence
 log = structlog.get_logger()
 
 Facts = dict[str, Any]
-"""Evidence as JSON, by the key under which the trial keeps it."""
+"""Evidence as JSON, by the key under which the canary keeps it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import is_short
-from deploy.records import Trial
+from deploy.records import Canary
 from deploy.registry.canary_rule import ArmCounts, RampEvidence
 from sidecar.store.database import decompress
 from sidecar.store.models import ChoiceRow, ExchangeRow
@@ -89,13 +89,13 @@ class _AskedFor(msgspec.Struct):
 _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 
-def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> RampEvidence:
-    """Both arms' counts in the present step of a ramping trial."""
+def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> RampEvidence:
+    """Both arms' counts in the present step of a ramping canary."""
     window = max(WINDOW, MOST_TRIES * step_min_exchanges)
     champion_window = max(CHAMPION_WINDOW, window)
-    since = ExchangeRow.started_at >= trial.step_started_at
-    candidate = _newest(session, trial, trial.candidate, "canary", window, since)
-    champion = _newest(session, trial, trial.champion, "champion", champion_window, since)
+    since = ExchangeRow.started_at >= canary.step_started_at
+    candidate = _newest(session, canary, canary.candidate, "canary", window, since)
+    champion = _newest(session, canary, canary.champion, "champion", champion_window, since)
     # Where a window is full there are older rows, which are not seen, of that arm only.
     edge = max(
         (
@@ -110,8 +110,8 @@ def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> Ra
     earlier: list[Seen] = []
     lacking = step_min_exchanges - len(_turns(champion))
     if lacking > 0:
-        before = or_(ExchangeRow.started_at < trial.step_started_at, ExchangeRow.seq < edge)
-        earlier = _newest(session, trial, trial.champion, "champion", window, before)
+        before = or_(ExchangeRow.started_at < canary.step_started_at, ExchangeRow.seq < edge)
+        earlier = _newest(session, canary, canary.champion, "champion", window, before)
         earlier = _newest_turns(earlier, lacking)
     text_edge = max(_text_edge(compared), _text_edge(champion))
     return RampEvidence(
@@ -124,7 +124,7 @@ def count_ramp(session: Session, trial: Trial, *, step_min_exchanges: int) -> Ra
 
 
 def _newest(
-    session: Session, trial: Trial, adapter: str, arm: str, limit: int, when: ColumnElement[bool]
+    session: Session, canary: Canary, adapter: str, arm: str, limit: int, when: ColumnElement[bool]
 ) -> list[Seen]:
     """What an arm answered, or was to answer, the newest first."""
     # A request that vLLM refused as the client's fault says nothing of the arm. That vLLM did not
@@ -143,7 +143,7 @@ def _newest(
     for which in (answered, taken_over):
         statement = (
             select(*_COLUMNS)
-            .where(ExchangeRow.public_model == trial.model, which, when)
+            .where(ExchangeRow.public_model == canary.model, which, when)
             .order_by(ExchangeRow.seq.desc())
             .limit(limit)
         )

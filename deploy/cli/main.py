@@ -26,10 +26,10 @@ import typer
 from deploy.cli.groups import groups_app
 from deploy.cli.keys import keys_app
 from deploy.cli.output import Output, note, print_found, require_store, say, say_json
-from deploy.errors import DeployError, UnknownTrialError
+from deploy.errors import DeployError, UnknownCanaryError
 from deploy.supervise.processes import MODULES
 from ingest.errors import IngestError
-from sidecar.errors import InvalidKeyError, SettingsError, StateLockError
+from sidecar.errors import InvalidKeyError, SettingsError, StateLockError, StoreError
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A sidecar in front of vLLM that learns from live agent traffic.",
 )
-canary_app = typer.Typer(no_args_is_help=True, help="The trial of a new adapter.")
+canary_app = typer.Typer(no_args_is_help=True, help="The canary of a new adapter.")
 adapters_app = typer.Typer(no_args_is_help=True, help="Adapter versions.")
 config_app = typer.Typer(no_args_is_help=True, help="Settings.")
 app.add_typer(canary_app, name="canary")
@@ -138,7 +138,7 @@ def control(context: typer.Context) -> None:
 
 @app.command()
 def status(context: typer.Context, output: Output = "text") -> None:
-    """What serves, what is on trial, what the learner does, where records stop."""
+    """What serves, what is on canary, what the learner does, where records stop."""
     print_found(_client(context).get("/status"), output)
 
 
@@ -243,15 +243,15 @@ def adapters_show(context: typer.Context, version: str, output: Output = "text")
 def _newest_canary(client: AdminClient) -> dict[str, Any]:
     items = client.get("/canaries", limit=1)["items"]
     if not items:
-        raise UnknownTrialError(
-            "no adapter has been on trial yet; `sidecar learn --once` makes one"
+        raise UnknownCanaryError(
+            "no adapter has been on canary yet; `sidecar learn --once` makes one"
         )
     return dict(items[0])
 
 
 @canary_app.command("get")
 def canary_get(context: typer.Context, canary: Canary = "", output: Output = "text") -> None:
-    """The newest trial, or the one named."""
+    """The newest canary, or the one named."""
     client = _client(context)
     found = client.get("/canaries", canary) if canary else _newest_canary(client)
     print_found(found, output)
@@ -269,7 +269,7 @@ def _act(context: typer.Context, action: str, canary: str, reason: str, output: 
 def canary_pause(
     context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
 ) -> None:
-    """Hold the trial where it is."""
+    """Hold the canary where it is."""
     _act(context, "pause", canary, reason, output)
 
 
@@ -277,7 +277,7 @@ def canary_pause(
 def canary_resume(
     context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
 ) -> None:
-    """Go on with a paused trial."""
+    """Go on with a paused canary."""
     _act(context, "resume", canary, reason, output)
 
 
@@ -293,7 +293,7 @@ def canary_promote(
 def canary_abort(
     context: typer.Context, canary: Canary = "", reason: Reason = "", output: Output = "text"
 ) -> None:
-    """End the trial; the champion keeps the traffic."""
+    """End the canary; the champion keeps the traffic."""
     _act(context, "abort", canary, reason, output)
 
 
@@ -303,7 +303,7 @@ def canary_wait(
     canary: Canary = "",
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
 ) -> None:
-    """Wait for a trial to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 124 timed out."""
+    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 124 timed out."""
     client = _client(context)
     name = canary or str(_newest_canary(client)["canary_id"])
     deadline = time.monotonic() + timeout_s
@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingsError, InvalidKeyError) as error:
         note(str(error))
         return 2
-    except (DeployError, IngestError, StateLockError) as error:
+    except (DeployError, IngestError, StateLockError, StoreError) as error:
         note(str(error))
         return 1
     return 0

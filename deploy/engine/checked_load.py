@@ -1,7 +1,7 @@
 """The one way by which an adapter gets into vLLM: only with the bytes that were registered.
 
 The digest is taken again before every load, also after a restart of vLLM: files change on disk
-(a fault, a person, an attacker) long after their trial. vLLM opens the files by their path, a
+(a fault, a person, an attacker) long after their canary. vLLM opens the files by their path, a
 moment after they were hashed; so their marks are compared once more after the load, and an
 adapter whose files changed in between is unloaded again.
 """

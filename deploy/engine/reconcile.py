@@ -3,7 +3,7 @@
 Adapters loaded at run time vanish when vLLM restarts, so what should be loaded is in the store and
 vLLM is compared with it, on a timer and after every change. Wanted are the champion, what the
 routing table sends anyone to, `previous` (a rollback must find it warm) and the candidate once its
-trial has validated it. Others stay while there is room: they are unloaded the oldest first,
+canary has validated it. Others stay while there is room: they are unloaded the oldest first,
 only beyond `max_loras`, and only some time after the last route to them went, because proxies and
 requests under way still use them. Adapters that this registry does not know are never touched.
 """
@@ -20,7 +20,7 @@ import structlog
 from deploy.engine.checked_load import load_checked
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
-from deploy.registry import routing_writer, trials, versions
+from deploy.registry import canaries, routing_writer, versions
 from deploy.registry.altered import record_altered
 from sidecar.errors import StoreError
 from sidecar.records import BASE
@@ -95,13 +95,13 @@ def read_desired(database: Database, model: str) -> Desired:
     with database.read() as session:
         aliases = versions.aliases_of(session, model)
         table = routing_writer.current(session, model)
-        trial = trials.active(session, model)
+        canary = canaries.active(session, model)
         registered = versions.versions(session, model)
     names = [aliases.get("champion", BASE)]
     if table is not None:
         names += [table.champion, table.canary or BASE]
-    if trial is not None and trial.phase != "loading":
-        names.append(trial.candidate)
+    if canary is not None and canary.phase != "loading":
+        names.append(canary.candidate)
     names.append(aliases.get("previous", BASE))
     return Desired(
         wanted=tuple(dict.fromkeys(name for name in names if name != BASE)),

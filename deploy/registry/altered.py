@@ -2,7 +2,7 @@
 
 The aliases stay: a person may restore the folder, and then it is loaded again. Until then the
 proxy answers its sessions by the champion or the base, as for any adapter that vLLM does not
-have. A trial of it ends, because what it would promote is not what was judged.
+have. A canary of it ends, because what it would promote is not what was judged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import structlog
 
 from deploy.records import AdapterState
-from deploy.registry import audit, transitions, trials, versions
+from deploy.registry import audit, canaries, transitions, versions
 from deploy.registry.canary_rule import Move
 from sidecar.store.database import Database, count
 
@@ -22,7 +22,7 @@ ACTION = "adapter.altered"
 def record_altered(
     database: Database, model: str, name: str, *, replica: str, reason: str, now: float
 ) -> None:
-    """Write the audit row and the count, and end the adapter's trial. Raises: StoreError."""
+    """Write the audit row and the count, and end the adapter's canary. Raises: StoreError."""
     log.error("adapter_altered", adapter=name, replica=replica, reason=reason)
     with database.write() as session:
         count(session, "adapter", "altered")
@@ -36,9 +36,9 @@ def record_altered(
             after={"loaded": False, "replica": replica},
             reason=reason,
         )
-        trial = trials.active(session, model)
-        if trial is None or trial.candidate != name:
+        canary = canaries.active(session, model)
+        if canary is None or canary.candidate != name:
             return
-        state: AdapterState = "rolled_back" if trial.phase == "ramping" else "rejected"
+        state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
         move = Move(to="rolled_back", candidate_state=state, reason=f"altered: {reason}")
-        transitions.apply(session, trial, move, evidence={}, now=now)
+        transitions.apply(session, canary, move, evidence={}, now=now)

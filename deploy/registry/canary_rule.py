@@ -1,4 +1,4 @@
-"""The rule of a trial: given where it stands and what was seen, what happens next. Pure.
+"""The rule of a canary: given where it stands and what was seen, what happens next. Pure.
 
 In plain words:
 
@@ -23,10 +23,10 @@ In plain words:
    A step that reaches `step_max_s` first is inconclusive.
 
 A candidate that the proxy's breaker took out (`sidecar.routing.breaker`) is rolled back at once; a
-paused trial then stays paused, without traffic, until a person resumes or aborts it.
+paused canary then stays paused, without traffic, until a person resumes or aborts it.
 
-Inconclusive keeps the champion and retires the candidate. A paused trial does nothing else. An
-ended trial never changes.
+Inconclusive keeps the champion and retires the candidate. A paused canary does nothing else. An
+ended canary never changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deploy.records import AdapterState, Phase, Trial
+from deploy.records import AdapterState, Canary, Phase
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
 
@@ -158,25 +158,25 @@ def load_wait_s(failures: int) -> float:
     return FIRST_LOAD_WAIT_S * 2.0 ** (failures - 1)
 
 
-def elapsed_s(trial: Trial, now: float) -> float:
+def elapsed_s(canary: Canary, now: float) -> float:
     """Seconds on the clock of the present phase or step, without those in which it stood."""
-    until = trial.stopped_at if trial.stopped_at is not None else now
-    return max(0.0, until - trial.step_started_at - trial.stopped_s)
+    until = canary.stopped_at if canary.stopped_at is not None else now
+    return max(0.0, until - canary.step_started_at - canary.stopped_s)
 
 
-def decide(trial: Trial, evidence: Evidence, rules: CanarySettings, now: float) -> Decision:
-    """The next transition of a trial, or the reason why there is none. `now`: unix seconds."""
-    if not trial.active:
-        return Hold(reason=trial.reason or "ended")
-    if trial.paused:
-        return Hold(reason=trial.reason or "paused", stops_clock=True)
-    if trial.phase == "loading" and isinstance(evidence, LoadEvidence):
+def decide(canary: Canary, evidence: Evidence, rules: CanarySettings, now: float) -> Decision:
+    """The next transition of a canary, or the reason why there is none. `now`: unix seconds."""
+    if not canary.active:
+        return Hold(reason=canary.reason or "ended")
+    if canary.paused:
+        return Hold(reason=canary.reason or "paused", stops_clock=True)
+    if canary.phase == "loading" and isinstance(evidence, LoadEvidence):
         return _after_loading(evidence)
-    if trial.phase == "gating" and isinstance(evidence, GateEvidence):
-        return _after_gating(trial, evidence, rules, now)
-    if trial.phase == "ramping" and isinstance(evidence, RampEvidence):
-        return _after_ramping(trial, evidence, rules, now)
-    raise TypeError(f"{type(evidence).__name__} is not the evidence of {trial.phase}")
+    if canary.phase == "gating" and isinstance(evidence, GateEvidence):
+        return _after_gating(canary, evidence, rules, now)
+    if canary.phase == "ramping" and isinstance(evidence, RampEvidence):
+        return _after_ramping(canary, evidence, rules, now)
+    raise TypeError(f"{type(evidence).__name__} is not the evidence of {canary.phase}")
 
 
 def _after_loading(evidence: LoadEvidence) -> Decision:
@@ -190,11 +190,11 @@ def _after_loading(evidence: LoadEvidence) -> Decision:
 
 
 def _after_gating(
-    trial: Trial, evidence: GateEvidence, rules: CanarySettings, now: float
+    canary: Canary, evidence: GateEvidence, rules: CanarySettings, now: float
 ) -> Decision:
     verdict, wanted = evidence.verdict, min(rules.gate_prompts, evidence.prompts)
     enough = verdict.scored >= rules.gate_min_prompts
-    timed_out = elapsed_s(trial, now) >= rules.gate_timeout_s
+    timed_out = elapsed_s(canary, now) >= rules.gate_timeout_s
     if evidence.away is not None:
         return Hold(reason=f"gate waits: {evidence.away}", stops_clock=True)
     if enough and (verdict.scored >= wanted or evidence.pending == 0 or timed_out):
@@ -216,36 +216,36 @@ def _after_gating(
 
 
 def _after_ramping(
-    trial: Trial, evidence: RampEvidence, rules: CanarySettings, now: float
+    canary: Canary, evidence: RampEvidence, rules: CanarySettings, now: float
 ) -> Decision:
     tripped = _tripped_guard(evidence, rules)
     if tripped is not None:
         return Move(to="rolled_back", candidate_state="rolled_back", reason=tripped)
     seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
-    spent_s = elapsed_s(trial, now)
+    spent_s = elapsed_s(canary, now)
     missing = evidence.missing_in_a_row >= BREAKER_FAILURES
     if seen >= rules.step_min_exchanges and spent_s >= rules.step_min_s and not missing:
-        return _next_step(trial, seen)
+        return _next_step(canary, seen)
     if spent_s >= rules.step_max_s:
         return _inconclusive(
-            f"step {trial.step + 1}: {seen} of {rules.step_min_exchanges} exchanges in "
+            f"step {canary.step + 1}: {seen} of {rules.step_min_exchanges} exchanges in "
             f"{rules.step_max_s:g} s"
         )
     if missing:
         # Enough good replies from before must not carry it on while nobody gets it.
         return Hold(
-            reason=f"step {trial.step + 1} stands: vLLM did not know the adapter for its last "
+            reason=f"step {canary.step + 1} stands: vLLM did not know the adapter for its last "
             f"{evidence.missing_in_a_row} requests"
         )
     return Hold(
-        reason=f"step {trial.step + 1} of {len(trial.steps)} at {trial.weight_bp / 100:g}%: "
+        reason=f"step {canary.step + 1} of {len(canary.steps)} at {canary.weight_bp / 100:g}%: "
         f"{seen} of {rules.step_min_exchanges} exchanges"
     )
 
 
-def _next_step(trial: Trial, seen: int) -> Move:
-    following = trial.step + 1
-    if following == len(trial.steps):
+def _next_step(canary: Canary, seen: int) -> Move:
+    following = canary.step + 1
+    if following == len(canary.steps):
         return Move(
             to="promoted",
             candidate_state="champion",
@@ -255,7 +255,7 @@ def _next_step(trial: Trial, seen: int) -> Move:
         to="ramping",
         candidate_state="ramping",
         step=following,
-        reason=f"step {following} of {len(trial.steps)} passed with {seen} exchanges",
+        reason=f"step {following} of {len(canary.steps)} passed with {seen} exchanges",
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from sqlalchemy.orm import Session
 
-from deploy.records import AdapterVersion, Trial
-from deploy.registry import audit, transitions, trials, versions
+from deploy.records import AdapterVersion, Canary
+from deploy.registry import audit, canaries, transitions, versions
 
 
-def begin_next(session: Session, model: str, *, steps: tuple[int, ...], now: float) -> Trial | None:
-    """The active trial, or the new trial of the newest registered adapter, or None.
+def begin_next(
+    session: Session, model: str, *, steps: tuple[int, ...], now: float
+) -> Canary | None:
+    """The active canary, or the new canary of the newest registered adapter, or None.
 
     Works in the caller's write transaction.
     """
-    active = trials.active(session, model)
+    active = canaries.active(session, model)
     if active is not None:
         return active
     waiting = [one for one in versions.versions(session, model) if one.state == "registered"]
@@ -39,7 +41,7 @@ def begin_next(session: Session, model: str, *, steps: tuple[int, ...], now: flo
 
 def has_waiting(session: Session, model: str) -> bool:
     """True when `begin_next` would have something to do."""
-    if trials.active(session, model) is not None:
+    if canaries.active(session, model) is not None:
         return False
     return any(one.state == "registered" for one in versions.versions(session, model))
 

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.records import AdapterVersion
-from deploy.registry import trials, versions
+from deploy.registry import canaries, versions
 from sidecar.records import BASE
 from sidecar.store.models import AnswerRow, GateComparisonRow, GroupRow, JudgeCallRow, RunRow
 from sidecar.visible import visible
@@ -51,8 +51,8 @@ class LineageRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineageTrial:
-    """The trial that a version went through, with what it was decided on."""
+class LineageCanary:
+    """The canary that a version went through, with what it was decided on."""
 
     canary_id: str
     state: str
@@ -74,7 +74,7 @@ class LineageStep:
 
     adapter: AdapterVersion
     run: LineageRun | None
-    trial: LineageTrial | None
+    canary: LineageCanary | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def trace_lineage(session: Session, model: str, reference: str) -> Lineage:
     name = versions.resolve(session, model, reference)
     steps = tuple(
         LineageStep(
-            adapter=version, run=_run(session, version), trial=_trial(session, version.name)
+            adapter=version, run=_run(session, version), canary=_canary(session, version.name)
         )
         for version in versions.ancestors(session, name)
     )
@@ -107,7 +107,7 @@ def render_lineage(lineage: Lineage) -> str:
     for step in lineage.steps:
         lines += ["", *_render_adapter(step.adapter)]
         lines += _render_run(step.run) if step.run is not None else ["  no training run recorded"]
-        lines += _render_trial(step.trial) if step.trial is not None else ["  no trial yet"]
+        lines += _render_canary(step.canary) if step.canary is not None else ["  no canary yet"]
     # Reasons are what people and judges wrote: none may end its line or move the cursor.
     return "\n".join(visible(line) for line in [*lines, "", f"base: {lineage.model}"])
 
@@ -156,8 +156,8 @@ def _scores(session: Session, group_ids: list[str]) -> dict[str, list[float | No
     return found
 
 
-def _trial(session: Session, name: str) -> LineageTrial | None:
-    row = trials.trial_of(session, name)
+def _canary(session: Session, name: str) -> LineageCanary | None:
+    row = canaries.canary_of(session, name)
     if row is None:
         return None
     compared = session.scalars(
@@ -170,7 +170,7 @@ def _trial(session: Session, name: str) -> LineageTrial | None:
         .where(JudgeCallRow.group_id.in_([one.comparison_id for one in compared]))
         .distinct()
     )
-    return LineageTrial(
+    return LineageCanary(
         canary_id=row.canary_id,
         state=row.state,
         reason=row.reason,
@@ -202,32 +202,34 @@ def _render_run(run: LineageRun) -> list[str]:
     ]
     for group in run.groups:
         scores = " ".join("-" if score is None else f"{score:.2f}" for score in group.scores)
-        fate = group.status if group.reason is None else f"{group.status}: {group.reason}"
+        outcome = group.status if group.reason is None else f"{group.status}: {group.reason}"
         lines.append(
-            f"    group {group.group_id} [{fate}] exchange {group.exchange_id}, answers of "
+            f"    group {group.group_id} [{outcome}] exchange {group.exchange_id}, answers of "
             f"{group.adapter}, scores {scores} by {group.judge_model} "
             f"rubric {(group.rubric_hash or '')[:12]}"
         )
     return lines
 
 
-def _render_trial(trial: LineageTrial) -> list[str]:
-    lines = [f"  trial {trial.canary_id} [{trial.state}] against {trial.champion}: {trial.reason}"]
-    probe = trial.evidence.get("probe")
+def _render_canary(canary: LineageCanary) -> list[str]:
+    lines = [
+        f"  canary {canary.canary_id} [{canary.state}] against {canary.champion}: {canary.reason}"
+    ]
+    probe = canary.evidence.get("probe")
     if probe:
         lines.append(f"    probe {probe['reason']}")
-    gate = trial.evidence.get("gate")
+    gate = canary.evidence.get("gate")
     if gate:
         low, high = gate["low"], gate["high"]
         interval = "" if low is None else f"; 95% interval {low:+.3f} to {high:+.3f}"
         lines.append(f"    {gate['reason']}{interval}")
-        lines += [f"    gate judged by {judge}" for judge in trial.gate_judges]
+        lines += [f"    gate judged by {judge}" for judge in canary.gate_judges]
     for exchange_id, difference in zip(
-        trial.gate_exchange_ids, trial.gate_differences, strict=True
+        canary.gate_exchange_ids, canary.gate_differences, strict=True
     ):
         shown = "set aside" if difference is None else f"{difference:+.3f}"
         lines.append(f"    gate prompt {exchange_id}: {shown}")
-    for key, step in trial.evidence.items():
+    for key, step in canary.evidence.items():
         if key.startswith("step_"):
             candidate, champion = step["candidate"], step["champion"]
             lines.append(

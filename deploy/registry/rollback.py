@@ -3,7 +3,7 @@
 It needs the store and nothing else: not vLLM, not the judge, not the control process. It ends the
 active canary, moves the aliases and rewrites the routing table; proxies obey at their next look.
 
-The adapter that was champion is marked `rolled_back`, and no descendant of it gets a trial; the
+The adapter that was champion is marked `rolled_back`, and no descendant of it gets a canary; the
 learner's next run starts from the champion that this leaves.
 
 `previous` after a rollback is the new champion itself. So a second call, or an operator's retry
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.registry import audit, routing_writer, transitions, trials, versions
+from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from sidecar.store.database import Database, count
 
 
@@ -43,7 +43,7 @@ def rollback(
     """Make `to` the champion and end any canary. The same call again changes nothing.
 
     to: "previous", "base", a version or a full name. A version must have been champion before.
-    Raises: UnknownAdapterError; TransitionError when the version never passed a trial.
+    Raises: UnknownAdapterError; TransitionError when the version never passed a canary.
     """
     with database.write() as session:
         before = versions.champion(session, model)
@@ -79,7 +79,7 @@ def rollback(
 
 
 def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: float) -> str | None:
-    row = trials.active_row(session, model)
+    row = canaries.active_row(session, model)
     if row is None:
         return None
     transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
-from deploy.registry import trials, versions
+from deploy.registry import canaries, versions
 from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable, decode_table, encode_table
 from sidecar.store.models import RoutingRow
@@ -64,13 +64,13 @@ def initialise(session: Session, model: str, *, now: float, actor: str) -> Routi
 def _derive(session: Session, model: str) -> RoutingTable:
     session.flush()
     champion = versions.champion(session, model)
-    trial = trials.active(session, model)
-    if trial is None or trial.weight_bp == 0:
+    canary = canaries.active(session, model)
+    if canary is None or canary.weight_bp == 0:
         return RoutingTable(model=model, champion=champion)
     return RoutingTable(
         model=model,
         champion=champion,
-        canary=trial.candidate,
-        canary_weight_bp=trial.weight_bp,
-        salt=trial.salt,
+        canary=canary.candidate,
+        canary_weight_bp=canary.weight_bp,
+        salt=canary.salt,
     )

@@ -1,8 +1,8 @@
-"""Change trials in the store: begin, move on, hold, pause, resume, abort, promote.
+"""Change canaries in the store: begin, move on, hold, pause, resume, abort, promote.
 
 Every function works in the caller's write transaction, and does all that belongs together: the
-trial, the adapters' states, the aliases, the routing table, the audit row. `apply` compares before
-it sets: a decision made on a trial that an operator changed meanwhile is discarded.
+canary, the adapters' states, the aliases, the routing table, the audit row. `apply` compares before
+it sets: a decision made on a canary that an operator changed meanwhile is discarded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.records import AdapterState, Phase, Trial
-from deploy.registry import audit, routing_writer, trials, versions
+from deploy.records import AdapterState, Canary, Phase
+from deploy.registry import audit, canaries, routing_writer, versions
 from deploy.registry.canary_rule import Hold, Move
 from sidecar.store.database import count
 from sidecar.store.models import CanaryRow
@@ -23,8 +23,8 @@ from sidecar.store.models import CanaryRow
 
 def begin(
     session: Session, *, model: str, candidate: str, steps: tuple[int, ...], now: float, actor: str
-) -> Trial:
-    """Open the trial of a registered adapter against the champion of this moment."""
+) -> Canary:
+    """Open the canary of a registered adapter against the champion of this moment."""
     row = CanaryRow(
         canary_id=uuid.uuid4().hex,
         model=model,
@@ -44,28 +44,28 @@ def begin(
     session.add(row)
     versions.set_state(session, candidate, "gating")
     session.flush()
-    trial = trials.to_trial(row)
-    _audit(session, None, trial, now=now, actor=actor, reason="a registered adapter waits")
-    return trial
+    canary = canaries.to_canary(row)
+    _audit(session, None, canary, now=now, actor=actor, reason="a registered adapter waits")
+    return canary
 
 
 def apply(
     session: Session,
-    trial: Trial,
+    canary: Canary,
     decision: Hold | Move,
     *,
     evidence: Mapping[str, Any],
     now: float,
     actor: str = audit.CONTROL,
 ) -> bool:
-    """Write what was decided on `trial`, with the evidence that it rests on.
+    """Write what was decided on `canary`, with the evidence that it rests on.
 
     Returns: False, with nothing written, when the row is not as it was when the decision was made.
     """
-    row = trials.find_row(session, trial.canary_id)
-    if (row.state, row.generation, row.paused) != (trial.phase, trial.generation, trial.paused):
+    row = canaries.find_row(session, canary.canary_id)
+    if (row.state, row.generation, row.paused) != (canary.phase, canary.generation, canary.paused):
         return False
-    if trials.breaker_trip(session, trial) is not None and trial.phase == "ramping":
+    if canaries.breaker_trip(session, canary) is not None and canary.phase == "ramping":
         return False  # it came while this was decided; the next tick obeys it
     row.evidence = {**row.evidence, **evidence}
     if isinstance(decision, Hold):
@@ -75,9 +75,9 @@ def apply(
     return True
 
 
-def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
-    """Stop all decisions; the weight stays. A paused or ended trial is left as it is."""
-    before = trials.to_trial(row)
+def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
+    """Stop all decisions; the weight stays. A paused or ended canary is left as it is."""
+    before = canaries.to_canary(row)
     if before.paused or not before.active:
         return before
     row.paused = True
@@ -89,20 +89,20 @@ def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
 
 def take_out(
     session: Session, row: CanaryRow, *, why: str, now: float, actor: str = audit.CONTROL
-) -> Trial:
-    """Obey the proxy's breaker: roll the candidate back, or leave a paused trial without traffic.
+) -> Canary:
+    """Obey the proxy's breaker: roll the candidate back, or leave a paused canary without traffic.
 
-    A person who paused a trial decides what becomes of it, so it stays paused: `resume` gives the
-    candidate its traffic back, `abort` ends the trial. The same trip again changes nothing.
+    A person who paused a canary decides what becomes of it, so it stays paused: `resume` gives the
+    candidate its traffic back, `abort` ends the canary. The same trip again changes nothing.
     """
-    before = trials.to_trial(row)
+    before = canaries.to_canary(row)
     reason = f"the proxy's breaker took it out: {why}"
     if before.phase != "ramping" or before.taken_out is not None:
         return before
     if not before.paused:
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
         _move(session, row, move, now=now, actor=actor)
-        return trials.to_trial(row)
+        return canaries.to_canary(row)
     row.evidence = {**row.evidence, "breaker": why}
     row.reason = f"paused; {reason}"
     row.generation += 1
@@ -110,14 +110,14 @@ def take_out(
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
 
-def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
+def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
     """Go on where it was paused, also when the breaker took the candidate out meanwhile.
 
     Raises: TransitionError when it is not paused."""
-    before = trials.to_trial(row)
+    before = canaries.to_canary(row)
     if not before.active or not before.paused:
         raise TransitionError(f"canary {row.canary_id} is not paused, it is {before.phase}")
-    tripped = before.taken_out or trials.breaker_trip(session, before)
+    tripped = before.taken_out or canaries.breaker_trip(session, before)
     row.paused = False
     row.reason = None
     row.generation += 1
@@ -131,27 +131,27 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
 
-def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
-    """Take the candidate's traffic away for good. A trial that ended without promotion is left.
+def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
+    """Take the candidate's traffic away for good. A canary that ended without promotion is left.
 
     Raises: TransitionError when the candidate was promoted: that is undone by a rollback.
     """
-    before = trials.to_trial(row)
+    before = canaries.to_canary(row)
     if before.phase == "promoted":
         raise TransitionError(f"{row.candidate} was promoted already; use rollback")
     if before.active:
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
         _move(session, row, move, now=now, actor=actor)
-    return trials.to_trial(row)
+    return canaries.to_canary(row)
 
 
-def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Trial:
+def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
     """Make the candidate champion now, without the rest of the ramp.
 
     Raises: TransitionError unless it is ramping: nothing skips the gate.
     """
-    trial = trials.to_trial(row)
-    if trial.taken_out is not None or trials.breaker_trip(session, trial) is not None:
+    canary = canaries.to_canary(row)
+    if canary.taken_out is not None or canaries.breaker_trip(session, canary) is not None:
         raise TransitionError(
             f"the proxy's breaker took {row.candidate} out; resume the canary before promoting it"
         )
@@ -161,15 +161,15 @@ def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor:
         )
     move = Move(to="promoted", candidate_state="champion", reason=reason)
     _move(session, row, move, now=now, actor=actor)
-    return trials.to_trial(row)
+    return canaries.to_canary(row)
 
 
-def allowed_actions(trial: Trial) -> list[str]:
-    """What an operator may do with a trial now."""
-    if not trial.active:
-        return ["rollback"] if trial.phase == "promoted" else []
-    actions = ["resume" if trial.paused else "pause", "abort"]
-    return [*actions, "promote"] if trial.phase == "ramping" else actions
+def allowed_actions(canary: Canary) -> list[str]:
+    """What an operator may do with a canary now."""
+    if not canary.active:
+        return ["rollback"] if canary.phase == "promoted" else []
+    actions = ["resume" if canary.paused else "pause", "abort"]
+    return [*actions, "promote"] if canary.phase == "ramping" else actions
 
 
 def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
@@ -183,7 +183,7 @@ def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
 
 
 def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: str) -> None:
-    before = trials.to_trial(row)
+    before = canaries.to_canary(row)
     ended: tuple[Phase, ...] = ("promoted", "rolled_back", "inconclusive")
     row.state = move.to
     row.step = move.step if move.to not in ended else row.step
@@ -216,17 +216,17 @@ def _promote(session: Session, row: CanaryRow, *, now: float, actor: str, reason
 
 
 def _changed(
-    session: Session, row: CanaryRow, before: Trial, *, now: float, actor: str, reason: str
-) -> Trial:
+    session: Session, row: CanaryRow, before: Canary, *, now: float, actor: str, reason: str
+) -> Canary:
     session.flush()
     routing_writer.write(session, row.model, now=now)
-    after = trials.to_trial(row)
+    after = canaries.to_canary(row)
     _audit(session, before, after, now=now, actor=actor, reason=reason)
     return after
 
 
 def _audit(
-    session: Session, before: Trial | None, after: Trial, *, now: float, actor: str, reason: str
+    session: Session, before: Canary | None, after: Canary, *, now: float, actor: str, reason: str
 ) -> None:
     action: str = "paused" if after.paused else after.phase
     if before is not None and before.paused and before.phase == after.phase:
@@ -245,13 +245,13 @@ def _audit(
     )
 
 
-def _summary(trial: Trial) -> dict[str, Any]:
+def _summary(canary: Canary) -> dict[str, Any]:
     return {
-        "canary_id": trial.canary_id,
-        "phase": trial.phase,
-        "step": trial.step,
-        "weight_bp": trial.weight_bp,
-        "paused": trial.paused,
+        "canary_id": canary.canary_id,
+        "phase": canary.phase,
+        "step": canary.step,
+        "weight_bp": canary.weight_bp,
+        "paused": canary.paused,
     }
 
 

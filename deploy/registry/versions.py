@@ -125,7 +125,7 @@ def ancestors(session: Session, name: str) -> list[AdapterVersion]:
 
 
 def has_been_champion(session: Session, name: str) -> bool:
-    """True for the base, and for a version that a trial promoted."""
+    """True for the base, and for a version that a canary promoted."""
     if name == BASE:
         return True
     statement = select(CanaryRow.canary_id).where(
@@ -166,8 +166,8 @@ def move_alias(
 def set_state(session: Session, name: str, state: AdapterState, reason: str | None = None) -> None:
     """Say where a version stands. The base has no row: nothing is written for it.
 
-    Nor has one that somebody deleted: what ends its trial, or takes its users away, must not fail.
-    The trial's or the rollback's own audit row names it.
+    Nor has one that somebody deleted: what ends its canary, or takes its users away, must not fail.
+    The canary's or the rollback's own audit row names it.
     """
     if name == BASE:
         return

@@ -18,7 +18,7 @@ import structlog
 from deploy.supervise.processes import RESTARTS, ProcessSpec, describe_exit, is_hopeless
 from sidecar.backoff import STEADY_S
 from sidecar.processes.children import own_environment
-from sidecar.processes.parent_death import leash
+from sidecar.processes.parent_death import guarded_command
 from sidecar.processes.readiness import VARIABLE as READY_VARIABLE
 from sidecar.processes.readiness import read_ready
 
@@ -73,7 +73,7 @@ class Child:
         self.started_at, self.address = now, None
         try:
             self.process = subprocess.Popen(
-                (*leash(), *self.spec.command),
+                (*guarded_command(), *self.spec.command),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log_file,

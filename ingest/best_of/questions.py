@@ -24,7 +24,7 @@ from ingest.grouping.rules import live_adapters, rules_now, rules_of
 from ingest.grouping.selection import group_id_of
 from ingest.records import Answer, Group
 from ingest.ruler.calls import save_judge_calls
-from ingest.ruler.group import REFUSED, Fate, Scored, SetAside, Unanswered, judge_group
+from ingest.ruler.group import REFUSED, GroupOutcome, Scored, SetAside, Unanswered, judge_group
 from ingest.ruler.judge import Judge
 from ingest.ruler.material import read_material
 from ingest.ruler.outage import Outage
@@ -52,7 +52,7 @@ class Judged:
 
     material: Material
     group: Group
-    fate: Fate
+    outcome: GroupOutcome
     calls: tuple[JudgeCall, ...]
 
 
@@ -116,23 +116,23 @@ class BestOfJudge:
     async def _judge_now(self, material: Material) -> Verdict:
         group = _as_group(material)
         calls: list[JudgeCall] = []
-        fate = await judge_group(
+        outcome = await judge_group(
             group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
         )
-        self._note_outage(fate)
-        judged = Judged(material=material, group=group, fate=fate, calls=tuple(calls))
+        self._note_outage(outcome)
+        judged = Judged(material=material, group=group, outcome=outcome, calls=tuple(calls))
         keeping = asyncio.create_task(self._keep(judged))
         self._keeping.add(keeping)
         keeping.add_done_callback(self._keeping.discard)
-        return _verdict(fate)
+        return _verdict(outcome)
 
-    def _note_outage(self, fate: Fate) -> None:
-        if isinstance(fate, Unanswered):
-            if _why_unanswered(fate) == REFUSED:
+    def _note_outage(self, outcome: GroupOutcome) -> None:
+        if isinstance(outcome, Unanswered):
+            if _why_unanswered(outcome) == REFUSED:
                 return  # nobody else's question is declined for it
-            if self._outage.unanswered(self._clock(), retry_after_s=fate.retry_after_s):
-                log.warning("best_of_judge_down", model=self._judge.model, error=fate.detail)
-        elif isinstance(fate, Scored) or fate.asked:
+            if self._outage.unanswered(self._clock(), retry_after_s=outcome.retry_after_s):
+                log.warning("best_of_judge_down", model=self._judge.model, error=outcome.detail)
+        elif isinstance(outcome, Scored) or outcome.asked:
             lasted_s = self._outage.answered(self._clock())
             if lasted_s is not None:
                 log.warning("best_of_judge_up", lasted_s=round(lasted_s, 1))
@@ -146,7 +146,7 @@ class BestOfJudge:
             log.warning("best_of_scores_lost", exchange_id=exchange_id, error=str(error))
 
     def _store(self, judged: Judged) -> None:
-        now, fate, keep = self._clock(), judged.fate, judged.material.keep
+        now, outcome, keep = self._clock(), judged.outcome, judged.material.keep
         with self._database.write() as session:
             if keep:
                 save_judge_calls(
@@ -159,16 +159,16 @@ class BestOfJudge:
             else:  # a judge's words quote what it judges
                 for call in judged.calls:
                     count(session, "judge_calls", "good" if call.ok else "bad")
-            if isinstance(fate, Unanswered):
+            if isinstance(outcome, Unanswered):
                 count(session, "judge_calls", "unanswered")
-                count(session, "judge_failures", fate.reason)
-                count(session, STAGE, _why_unanswered(fate))
-            elif isinstance(fate, SetAside):
-                count(session, STAGE, fate.reason)
+                count(session, "judge_failures", outcome.reason)
+                count(session, STAGE, _why_unanswered(outcome))
+            elif isinstance(outcome, SetAside):
+                count(session, STAGE, outcome.reason)
             elif not keep:
                 count(session, STAGE, NOT_KEPT)
             else:
-                scores = self._scores(judged.group, fate, now)
+                scores = self._scores(judged.group, outcome, now)
                 save_scores(session, scores)
                 stored = self._exchange(session, scores.exchange_id)
                 if stored is not None and stored.selection != NEW:  # selection has been here
@@ -177,13 +177,13 @@ class BestOfJudge:
                         session, stored, scores, rules_now(session, self._rules), live=live, now=now
                     )
 
-    def _scores(self, group: Group, fate: Scored, now: float) -> BestOfScores:
+    def _scores(self, group: Group, outcome: Scored, now: float) -> BestOfScores:
         return BestOfScores(
             exchange_id=group.exchange_id,
             at=now,
             answers_digest=answers_digest(read_material(group).answers),
-            scores=fate.judgement.scores,
-            explanations=fate.judgement.explanations,
+            scores=outcome.judgement.scores,
+            explanations=outcome.judgement.explanations,
             judge_model=self._judge.model,
             rubric_hash=self._rubric_hash,
         )
@@ -231,17 +231,17 @@ def _as_group(material: Material) -> Group:
     )
 
 
-def _why_unanswered(fate: Unanswered) -> str:
+def _why_unanswered(outcome: Unanswered) -> str:
     """What the user is told: that the judge is down, or that it refuses this one question."""
     refused = (JudgeRejectedError.reason, JudgeGarbledError.reason)
-    return REFUSED if fate.reason in refused else "judge_down"
+    return REFUSED if outcome.reason in refused else "judge_down"
 
 
-def _verdict(fate: Fate) -> Verdict:
-    if isinstance(fate, Unanswered):
-        return NoPick(reason=_why_unanswered(fate))
-    if isinstance(fate, SetAside):
-        return NoPick(reason=fate.reason)
-    scores = fate.judgement.scores
+def _verdict(outcome: GroupOutcome) -> Verdict:
+    if isinstance(outcome, Unanswered):
+        return NoPick(reason=_why_unanswered(outcome))
+    if isinstance(outcome, SetAside):
+        return NoPick(reason=outcome.reason)
+    scores = outcome.judgement.scores
     # Of equals the first: where the judge sees no difference, nothing changes for the user.
     return Pick(index=scores.index(max(scores)), scores=scores)

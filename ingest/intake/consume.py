@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from ingest.grouping.held_out import is_held_out
 from ingest.intake.bus import BusReader, Envelope
-from ingest.store.exchanges import bury, save_exchange
+from ingest.store.exchanges import dead_letter, save_exchange
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.records import Exchange, decode_exchange
 from sidecar.store.database import Database, count
@@ -60,7 +60,7 @@ class _Read:
 
 @dataclass(slots=True)
 class _Tally:
-    fates: dict[str, int] = field(default_factory=lambda: {STORED: 0, REPEATED: 0, POISON: 0})
+    outcomes: dict[str, int] = field(default_factory=lambda: {STORED: 0, REPEATED: 0, POISON: 0})
     tokens: Counter[str] = field(default_factory=Counter)
     """Fates of the token check, of what was stored."""
 
@@ -77,7 +77,7 @@ def consume(
     """Take one batch from the bus to the store.
 
     held_out_rate: share of sessions that are marked as never to be trained on.
-    check_tokens: a fate of `ingest.tokens.check`, which is counted.
+    check_tokens: a outcome of `ingest.tokens.check`, which is counted.
     Raises: BusError or StoreError; then nothing is lost, and the batch comes again.
     """
     envelopes = bus.read(limit)
@@ -109,21 +109,21 @@ def _store(
     tally = _Tally()
     with database.write() as session:
         for record in records:
-            fate = _save(session, record, held_out_rate=held_out_rate, now=now)
-            tally.fates[fate] += 1
-            if fate == STORED:
+            outcome = _save(session, record, held_out_rate=held_out_rate, now=now)
+            tally.outcomes[outcome] += 1
+            if outcome == STORED:
                 tally.tokens[record.tokens] += 1
-        for reason, number in tally.fates.items():
+        for reason, number in tally.outcomes.items():
             count(session, STAGE, reason, number)
         for reason, number in tally.tokens.items():
             count(session, TOKEN_STAGE, reason, number)
-    return Consumed(**tally.fates)
+    return Consumed(**tally.outcomes)
 
 
 def _store_one_by_one(
     database: Database, records: Sequence[_Read], *, held_out_rate: float, now: float
 ) -> Consumed:
-    fates = {STORED: 0, REPEATED: 0, POISON: 0}
+    outcomes = {STORED: 0, REPEATED: 0, POISON: 0}
     for record in records:
         try:
             one = _store(database, [record], held_out_rate=held_out_rate, now=now)
@@ -132,8 +132,8 @@ def _store_one_by_one(
                 _put_aside(session, record.envelope, error, now=now)
                 count(session, STAGE, POISON)
             one = Consumed(stored=0, repeated=0, poison=1)
-        fates = {reason: number + getattr(one, reason) for reason, number in fates.items()}
-    return Consumed(**fates)
+        outcomes = {reason: number + getattr(one, reason) for reason, number in outcomes.items()}
+    return Consumed(**outcomes)
 
 
 def _save(session: Session, record: _Read, *, held_out_rate: float, now: float) -> str:
@@ -162,4 +162,4 @@ def _save(session: Session, record: _Read, *, held_out_rate: float, now: float) 
 def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> None:
     reason = f"{type(error).__name__}: {error}"[:500]
     log.error("record_put_aside", position=envelope.position, reason=reason)
-    bury(session, envelope.payload, reason=reason, now=now)
+    dead_letter(session, envelope.payload, reason=reason, now=now)

@@ -53,7 +53,7 @@ class Unanswered:
     """The judge asks to be left alone for so long."""
 
 
-Fate = Scored | SetAside | Unanswered
+GroupOutcome = Scored | SetAside | Unanswered
 
 
 async def judge_group(
@@ -63,7 +63,7 @@ async def judge_group(
     *,
     seed: int,
     on_call: Callable[[JudgeCall], None],
-) -> Fate:
+) -> GroupOutcome:
     """Have one group judged.
 
     seed: as `score_answers` takes it.
@@ -98,8 +98,8 @@ async def judge_group(
     return Scored(judgement=judgement)
 
 
-def failure_of(fate: Fate | None) -> str | None:
+def failure_of(outcome: GroupOutcome | None) -> str | None:
     """Why a group that the judge was asked about has no scores."""
-    if isinstance(fate, Unanswered) or (isinstance(fate, SetAside) and fate.asked):
-        return fate.reason
+    if isinstance(outcome, Unanswered) or (isinstance(outcome, SetAside) and outcome.asked):
+        return outcome.reason
     return None

@@ -29,7 +29,7 @@ from ingest.ruler.attempts import (
 )
 from ingest.ruler.blame import DEFECT, Blame, Cleared, Failed
 from ingest.ruler.calls import save_judge_calls
-from ingest.ruler.group import Fate, Scored, SetAside, Unanswered, failure_of, judge_group
+from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failure_of, judge_group
 from ingest.ruler.judge import Judge
 from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
 from ingest.ruler.outage import LAST_DELAY_S, LONGEST_RETRY_AFTER_S, Outage
@@ -173,13 +173,13 @@ class JudgingWorker:
         if group is None:
             return
         calls: list[JudgeCall] = []
-        fate = await judge_group(
+        outcome = await judge_group(
             group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
         )
-        failed = self._failed(group_id, fate)
-        await asyncio.to_thread(self._record, group_id, calls, fate, failed)
+        failed = self._failed(group_id, outcome)
+        await asyncio.to_thread(self._record, group_id, calls, outcome, failed)
         self._store.answered(self._clock())
-        if isinstance(fate, Scored):
+        if isinstance(outcome, Scored):
             await self._clear(self._blame.works(self._clock()))
         elif failed is not None:
             await self._hold_against(failed)
@@ -192,17 +192,19 @@ class JudgingWorker:
             until = self._blame.outage.retry_at + GIVEN_BACK_S
             await asyncio.to_thread(self._give_back, [failed.group_id], until)
 
-    def _failed(self, group_id: str, fate: Fate) -> Failed | None:
+    def _failed(self, group_id: str, outcome: GroupOutcome) -> Failed | None:
         """What is to be held against the group or the judge, once it is known which."""
-        if isinstance(fate, Unanswered):
+        if isinstance(outcome, Unanswered):
             return Failed(
                 group_id=group_id,
-                reason=fate.reason,
-                detail=fate.detail,
-                retry_after_s=fate.retry_after_s,
+                reason=outcome.reason,
+                detail=outcome.detail,
+                retry_after_s=outcome.retry_after_s,
             )
-        if isinstance(fate, SetAside) and fate.asked and not self._blame.unusable():
-            return Failed(group_id=group_id, reason=fate.reason, detail=fate.detail, final=True)
+        if isinstance(outcome, SetAside) and outcome.asked and not self._blame.unusable():
+            return Failed(
+                group_id=group_id, reason=outcome.reason, detail=outcome.detail, final=True
+            )
         return None
 
     async def _probe(self) -> None:
@@ -226,7 +228,7 @@ class JudgingWorker:
         except StoreError as error:
             self._not_stored(SUBJECT, error)
 
-    async def _ask_probe(self, group: Group | None, calls: list[JudgeCall]) -> Fate:
+    async def _ask_probe(self, group: Group | None, calls: list[JudgeCall]) -> GroupOutcome:
         try:
             return await ask_probe(
                 self._judge,
@@ -247,7 +249,7 @@ class JudgingWorker:
         if faults:
             await asyncio.to_thread(self._charge, faults, charge)
 
-    async def _doubt(self, again: Fate | None) -> None:
+    async def _doubt(self, again: GroupOutcome | None) -> None:
         """The judge answers a sum: what failed before that may be anybody's fault."""
         doubted = self._blame.answers(
             self._clock(),
@@ -272,16 +274,16 @@ class JudgingWorker:
             self._said = None
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
 
-    async def _wait(self, fate: SetAside | Unanswered) -> None:
+    async def _wait(self, outcome: SetAside | Unanswered) -> None:
         """The judge does not work: nobody is to blame, and all wait."""
-        passes = isinstance(fate, Unanswered) and fate.reason in _PASSING
+        passes = isinstance(outcome, Unanswered) and outcome.reason in _PASSING
         self._blame.down(
             self._clock(),
             longest_s=LAST_DELAY_S if passes else LONGEST_SETUP_WAIT_S,
-            retry_after_s=fate.retry_after_s if isinstance(fate, Unanswered) else 0.0,
+            retry_after_s=outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0,
         )
-        if self._said != fate.reason:
-            self._said = fate.reason
+        if self._said != outcome.reason:
+            self._said = outcome.reason
             say = log.warning if passes else log.error
             to_do = (
                 "" if passes else "it refuses even a sum: see judge.model, api_base, key, params"
@@ -289,8 +291,8 @@ class JudgingWorker:
             say(
                 "judge_down",
                 model=self._judge.model,
-                reason=fate.reason,
-                error=fate.detail,
+                reason=outcome.reason,
+                error=outcome.detail,
                 to_do=to_do,
             )
         released = [failed.group_id for failed in self._blame.release()]
@@ -312,7 +314,11 @@ class JudgingWorker:
                 return None
 
     def _record(
-        self, group_id: str, calls: Sequence[JudgeCall], fate: Fate, failed: Failed | None
+        self,
+        group_id: str,
+        calls: Sequence[JudgeCall],
+        outcome: GroupOutcome,
+        failed: Failed | None,
     ) -> None:
         now = self._clock()
         bad_replies = sum(not call.ok for call in calls)
@@ -324,34 +330,38 @@ class JudgingWorker:
                 .values(attempts=GroupRow.attempts + bad_replies)
             )
             if failed is not None:
-                if isinstance(fate, Unanswered):
+                if isinstance(outcome, Unanswered):
                     count(session, "judge_calls", "unanswered")
-                    count(session, "judge_failures", fate.reason)
+                    count(session, "judge_failures", outcome.reason)
                 hold(session, group_id, until=now + LONGEST_RETRY_AFTER_S + self._lease_s)
                 return
             changed = False
-            if isinstance(fate, SetAside):
-                changed = set_aside(session, group_id, fate.reason, detail=storable(fate.detail))
-            elif isinstance(fate, Scored):
+            if isinstance(outcome, SetAside):
+                changed = set_aside(
+                    session, group_id, outcome.reason, detail=storable(outcome.detail)
+                )
+            elif isinstance(outcome, Scored):
                 changed = mark_scored(
                     session,
                     group_id,
-                    fate.judgement.scores,
-                    fate.judgement.explanations,
+                    outcome.judgement.scores,
+                    outcome.judgement.explanations,
                     self._judge.model,
                     self._rubric_hash,
                     now,
                 )
-        _log_fate(group_id, fate, changed)
+        _log_outcome(group_id, outcome, changed)
 
-    def _record_probe(self, calls: Sequence[JudgeCall], fates: tuple[Fate | None, Fate]) -> None:
+    def _record_probe(
+        self, calls: Sequence[JudgeCall], outcomes: tuple[GroupOutcome | None, GroupOutcome]
+    ) -> None:
         with self._database.write() as session:
             save_judge_calls(
                 session, SUBJECT, calls, rubric_hash=self._rubric_hash, now=self._clock()
             )
-            again, last = fates
-            for fate in (last,) if again is last or again is None else (again, last):
-                count(session, "judge_probes", failure_of(fate) or "scored")
+            again, last = outcomes
+            for outcome in (last,) if again is last or again is None else (again, last):
+                count(session, "judge_probes", failure_of(outcome) or "scored")
 
     def _charge(self, failures: Sequence[Failed], write: Callable[..., bool]) -> None:
         now = self._clock()
@@ -386,11 +396,13 @@ def _defect(group_id: str, error: Exception) -> Failed:
     return Failed(group_id=group_id, reason=DEFECT, detail=said)
 
 
-def _log_fate(group_id: str, fate: Fate, changed: bool) -> None:
+def _log_outcome(group_id: str, outcome: GroupOutcome, changed: bool) -> None:
     if not changed:
         log.info("judgement_came_second", group_id=group_id)
-    elif isinstance(fate, SetAside):
-        log.warning("group_set_aside", group_id=group_id, reason=fate.reason, detail=fate.detail)
-    elif isinstance(fate, Scored):
-        scores = fate.judgement.scores
+    elif isinstance(outcome, SetAside):
+        log.warning(
+            "group_set_aside", group_id=group_id, reason=outcome.reason, detail=outcome.detail
+        )
+    elif isinstance(outcome, Scored):
+        scores = outcome.judgement.scores
         log.info("group_scored", group_id=group_id, low=min(scores), high=max(scores))

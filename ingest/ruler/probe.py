@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 
 from ingest.records import Answer, Group
-from ingest.ruler.group import Fate, judge_group
+from ingest.ruler.group import GroupOutcome, judge_group
 from ingest.ruler.judge import Judge
 from ingest.ruler.ruler import JudgeCall
 from sidecar.settings import Judge as JudgeSettings
@@ -28,7 +28,7 @@ async def ask_probe(
     seed: int,
     on_call: Callable[[JudgeCall], None],
     group: Group | None = None,
-) -> Fate:
+) -> GroupOutcome:
     """Have the probe judged, in one pass.
 
     group: one that was scored before; None: the sum.

@@ -131,7 +131,7 @@ def put_aside(session: Session, seqs: Collection[int], selection: str) -> None:
     )
 
 
-def bury(session: Session, payload: bytes, *, reason: str, now: float) -> None:
+def dead_letter(session: Session, payload: bytes, *, reason: str, now: float) -> None:
     """Keep a bus record that cannot be stored as an exchange, whole."""
     session.add(DeadLetterRow(at=now, reason=reason, payload=payload))
     session.flush()

@@ -60,7 +60,7 @@ class TokenCheck:
         return True
 
     def __call__(self, exchange: Exchange) -> str:
-        """A fate of `ingest.tokens.check`, or "off"."""
+        """A outcome of `ingest.tokens.check`, or "off"."""
         return OFF if self._vocabulary is None else check_exchange(exchange, self._vocabulary)
 
     def answer(self, choice: Choice, request: Mapping[str, Any], prompt: Sequence[int]) -> str:

@@ -37,7 +37,7 @@ DISAGREES: Final = "ids_do_not_decode"
 AGREES: Final = "agrees"
 IN_PARTS: Final = "agrees_in_parts"
 NOT_CHECKED: Final = "not_checked"
-Fate = Literal["agrees", "agrees_in_parts", "ids_do_not_decode", "not_checked"]
+GroupOutcome = Literal["agrees", "agrees_in_parts", "ids_do_not_decode", "not_checked"]
 """not_checked: it has no ids, or must not be trained on anyway."""
 
 CHECKED_SURFACES = frozenset({"chat", "completions"})
@@ -68,7 +68,7 @@ class Vocabulary:
     """Not shown as text."""
 
 
-def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> Fate:
+def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> GroupOutcome:
     """Compare each answer's ids with its message. Never raises for what an agent or vLLM sent.
 
     Returns: the worst that any of the answers came to.
@@ -78,15 +78,15 @@ def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> Fate:
     if not exchange.choices or not all(choice.token_ids for choice in exchange.choices):
         return NOT_CHECKED
     request, prompt = _object(exchange.request), exchange.prompt_token_ids
-    fates = {check_answer(choice, request, prompt, vocabulary) for choice in exchange.choices}
-    if DISAGREES in fates:
+    outcomes = {check_answer(choice, request, prompt, vocabulary) for choice in exchange.choices}
+    if DISAGREES in outcomes:
         return DISAGREES
-    return IN_PARTS if IN_PARTS in fates else AGREES
+    return IN_PARTS if IN_PARTS in outcomes else AGREES
 
 
 def check_answer(
     choice: Choice, request: Mapping[str, Any], prompt: Sequence[int], vocabulary: Vocabulary
-) -> Fate:
+) -> GroupOutcome:
     """Compare one answer's ids, one at least, with its message. As `check_exchange`."""
     ids = choice.token_ids
     if (

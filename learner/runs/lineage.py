@@ -1,7 +1,7 @@
 """What an adapter was made from: `lineage.json` and the model card. Pure.
 
 It tells everything that is known when the folder is sealed. What happens to the adapter later (its
-version, its trial, its end) is in the store's audit, because the folder never changes.
+version, its canary, its end) is in the store's audit, because the folder never changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the learner on its schedule. Each run is a child process, so that its memory goes with it.
 
-It looks every few seconds (`learner.poll_s`): at the operator's flags, at open trials, at the
+It looks every few seconds (`learner.poll_s`): at the operator's flags, at open canaries, at the
 groups that wait, and at its child. Flags `learner_paused` and `learner_run_requested` ("1" or "0")
 are the admin API's words to it.
 """
@@ -30,7 +30,7 @@ from learner.runs.schedule_rule import Decision, Situation, decide, hold_s
 from learner.runs.source import count_fresh
 from sidecar.errors import StoreError
 from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.parent_death import leash
+from sidecar.processes.parent_death import guarded_command
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
@@ -65,7 +65,7 @@ class ChildProcess:
     or the thread, which here is APScheduler's and lives as long as the process."""
 
     def __init__(self, run_id: str, config: Path | None) -> None:
-        command = [*leash(), *own_python("learner", "--once", "--run-id", run_id)]
+        command = [*guarded_command(), *own_python("learner", "--once", "--run-id", run_id)]
         command += ["--nice", str(NICENESS)]
         command += ["--config", str(config)] if config is not None else []
         self._process = subprocess.Popen(
@@ -171,7 +171,7 @@ class Schedule:
             paused=get_flag(session, PAUSED_FLAG) == "1",
             requested=get_flag(session, REQUESTED_FLAG) == "1",
             due=self._due,
-            trial=_undecided(session, model),
+            canary=_undecided(session, model),
             groups=groups,
             min_groups=settings.min_groups,
             now=self._clock(),
@@ -180,14 +180,14 @@ class Schedule:
 
 
 def _undecided(session: Session, model: str) -> str | None:
-    """A version on trial, or one that waits for its trial; None when all are decided."""
-    on_trial = select(CanaryRow.candidate).where(
+    """A version on canary, or one that waits for its canary; None when all are decided."""
+    on_canary = select(CanaryRow.candidate).where(
         CanaryRow.model == model, CanaryRow.state.in_(UNDECIDED)
     )
     registered = select(AdapterRow.name).where(
         AdapterRow.model == model, AdapterRow.state == "registered"
     )
-    return session.scalar(on_trial.limit(1)) or session.scalar(registered.limit(1))
+    return session.scalar(on_canary.limit(1)) or session.scalar(registered.limit(1))
 
 
 def start_clock(settings: Settings, schedule: Schedule) -> BackgroundScheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["start", "running", "paused", "not_due", "trial", "held_back", "too_few_groups"]
+Kind = Literal["start", "running", "paused", "not_due", "canary", "held_back", "too_few_groups"]
 FIRST_HOLD_S = 30.0
 LAST_HOLD_S = 3600.0
 
@@ -20,8 +20,8 @@ class Situation:
     """The operator asked for a run; it starts even with few groups, and says what it found."""
     due: bool
     """The clock says so; always, when the schedule goes by groups alone."""
-    trial: str | None
-    """The adapter whose fate is undecided; None when the champion stands."""
+    canary: str | None
+    """The adapter whose outcome is undecided; None when the champion stands."""
     groups: int
     """Fresh scored groups that wait."""
     min_groups: int
@@ -47,15 +47,15 @@ class Decision:
 
 def decide(seen: Situation) -> Decision:
     """What to do now. A pause holds everything, a request only goes past the clock and the
-    hold: the next run must start from the champion that an open trial decides."""
+    hold: the next run must start from the champion that an open canary decides."""
     if seen.running:
         return Decision("running", "a run is in progress")
     if seen.paused:
         return Decision("paused", "paused by the operator")
     if not (seen.requested or seen.due):
         return Decision("not_due", "the schedule has not come round")
-    if seen.trial is not None:
-        return Decision("trial", f"the trial of {seen.trial} is not decided")
+    if seen.canary is not None:
+        return Decision("canary", f"the canary of {seen.canary} is not decided")
     if seen.requested:
         return Decision("start", "the operator asked for it")
     if seen.now < seen.hold_until:

@@ -1,7 +1,7 @@
 """How far apart two adapter versions are. Pure.
 
 Counted in training runs along the tree of parents and not in version numbers: a candidate that
-lost its trial uses up a number and changes nothing for the champion's answers.
+lost its canary uses up a number and changes nothing for the champion's answers.
 """
 
 from __future__ import annotations

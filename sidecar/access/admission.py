@@ -162,7 +162,7 @@ class Access:
             return self._metered(admission, now)
         return admission
 
-    def turn_away(self, shown: Credentials, now: float) -> Denial | None:
+    def reject(self, shown: Credentials, now: float) -> Denial | None:
         """Who will not be let in, before the body of the request is here. Nothing is counted
         against a key's limits."""
         admission = self._judge(shown, now)

@@ -86,7 +86,7 @@ class FileLimiter:
         self._memory = MemoryLimiter()
         self._places: dict[str, int] = {}
         """Key id -> offset of the slot that it had when last seen; checked at each use."""
-        self._homeless: dict[str, float] = {}
+        self._unallocated: dict[str, float] = {}
         """Key id -> when it found no slot."""
         self._fd = -1
         self._closed = False
@@ -217,7 +217,7 @@ class FileLimiter:
 
     def _find(self, key_id: str, owner: bytes, allowance: Allowance, now: float) -> int:
         """The key's slot, or a free one made its own. Raises: _UnusableError, OSError."""
-        if 0.0 <= now - self._homeless.get(key_id, -RETRY_S) < RETRY_S:
+        if 0.0 <= now - self._unallocated.get(key_id, -RETRY_S) < RETRY_S:
             raise _UnusableError("full")
         first = SLOT_BYTES * (1 + zlib.crc32(owner) % (SLOTS - WINDOW + 1))
         self._lock(0, self._lock_wait_s)  # nobody else gives out slots meanwhile
@@ -236,11 +236,11 @@ class FileLimiter:
                 if free is None and (slot is None or is_spent_record(slot.usage, now)):
                     free = first + start, data
             if free is None:
-                self._homeless[key_id] = now
+                self._unallocated[key_id] = now
                 raise _UnusableError("full")
             offset, data = free
             self._claim(offset, key_id, fresh(allowance, now), torn_if=data)
-            self._homeless.pop(key_id, None)
+            self._unallocated.pop(key_id, None)
             return offset
         finally:
             self._unlock(0)

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from sidecar.capture.assemble import assemble
-from sidecar.capture.reply_buffer import HeldBytes, Tee
+from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.capture.turns import Turns
 from sidecar.capture.yielding import Rest, never
 from sidecar.errors import OutboxError
@@ -99,8 +99,8 @@ class Capture:
         """Whether a request that is not recorded is of any use here: a span is made of it."""
         return self._spans is not None
 
-    def tee(self) -> Tee:
-        return Tee(self.held)
+    def reply_buffer(self) -> ReplyBuffer:
+        return ReplyBuffer(self.held)
 
     def offer(self, raw: RawCapture) -> None:
         """Hand over a finished request. Dropped and counted when the queue is full."""

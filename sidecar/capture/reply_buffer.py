@@ -7,13 +7,13 @@ class HeldBytes:
     """What is held in memory for the capture. Each number has one writing thread, so that the
     relay takes no lock."""
 
-    __slots__ = ("_max_pending", "_max_reply", "done", "offered", "teed")
+    __slots__ = ("_max_pending", "_max_reply", "buffered", "done", "offered")
 
     def __init__(self, *, max_reply: int, max_pending: int) -> None:
         """max_reply: bytes of one reply. max_pending: of all replies that are passing or wait."""
         self._max_reply = max_reply
         self._max_pending = max_pending
-        self.teed = 0
+        self.buffered = 0
         """Of replies still passing; the relay's."""
         self.offered = 0
         """Ever; the relay's."""
@@ -22,7 +22,7 @@ class HeldBytes:
 
     @property
     def now(self) -> int:
-        return self.teed + self.offered - self.done
+        return self.buffered + self.offered - self.done
 
     def has_room(self, more: int) -> bool:
         return self.now + more <= self._max_pending
@@ -31,13 +31,13 @@ class HeldBytes:
         """Why `more` bytes of a reply cannot be kept; None when they can, and are counted."""
         if reply_bytes > self._max_reply:
             return "reply_too_long"
-        if self.teed + self.offered - self.done + more > self._max_pending:
+        if self.buffered + self.offered - self.done + more > self._max_pending:
             return "memory_full"
-        self.teed += more
+        self.buffered += more
         return None
 
 
-class Tee:
+class ReplyBuffer:
     """The chunks of one reply."""
 
     __slots__ = ("_chunks", "_held", "lost_reason", "size")
@@ -63,7 +63,7 @@ class Tee:
 
     def clear(self) -> None:
         """Forget everything: the reply is too long, or another one takes its place."""
-        self._held.teed -= self.size
+        self._held.buffered -= self.size
         self.size = 0
         self._chunks = []
 

@@ -29,7 +29,7 @@ def never() -> None:
     """For a thread that nobody waits for."""
 
 
-class Rests:
+class Yielding:
     """For one thread."""
 
     def __init__(

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         return 127
 
 
-def leash() -> tuple[str, ...]:
+def guarded_command() -> tuple[str, ...]:
     """Put before a command line: the command ends with the process that calls this."""
     return (sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()))
 

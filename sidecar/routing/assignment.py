@@ -54,10 +54,10 @@ class CompiledRouting:
         "_salt",
         "_weight",
         "base",
+        "canary_tag",
         "public_name",
         "splits",
         "table",
-        "trial",
     )
 
     def __init__(self, table: RoutingTable) -> None:
@@ -67,7 +67,7 @@ class CompiledRouting:
         self._known: dict[str, tuple[Assignment, ...]] = {}
         self.splits = table.canary is not None and table.canary_weight_bp > 0
         """Sessions are answered by different adapters, so a request's session must be known."""
-        self.trial = canary_tag(table) if self.splits else NO_CANARY
+        self.canary_tag = canary_tag(table) if self.splits else NO_CANARY
         """The breaker's tag for the canary that takes part in the split."""
         share = table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0
         base = _assignment(table, BASE, "champion", 1 - share)

@@ -119,7 +119,7 @@ class Breaker:
 
     def reply(self, tag: float, arm: Arm, session: str, bad: int, *, counted: bool = False) -> None:
         """Count a reply. tag: the canary's when the request was assigned; the replies of another
-        trial are left out. bad: bits of what was wrong; 0 when nothing was. counted: the reply
+        canary are left out. bad: bits of what was wrong; 0 when nothing was. counted: the reply
         itself was counted before, and only `bad` is new."""
         if tag != self._tag or tag == NO_CANARY:
             return
@@ -143,9 +143,9 @@ class Breaker:
         """Whether this reply of a session counts; see `FADE`. Workers may write one place at once:
         then a reply more or less counts."""
         place = self._sessions + xxh3_64_intdigest(session.encode("utf-8", "replace")) % SESSIONS
-        # The trial's tag and the replies since the first bad one, modulo FADE, in one number.
-        trial, since = divmod(self._cells[place], FADE)
-        if trial != self._tag:
+        # The canary's tag and the replies since the first bad one, modulo FADE, in one number.
+        tag, since = divmod(self._cells[place], FADE)
+        if tag != self._tag:
             if bad:
                 self._cells[place] = self._tag * FADE
             return True

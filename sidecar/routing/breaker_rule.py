@@ -135,7 +135,7 @@ def _differ(canary: tuple[float, float], champion: tuple[float, float], *, weigh
     """Whether the canary's rate is higher than the champion's in one span of time by `PAIR_ODDS`.
 
     canary, champion: bad replies and all replies in the span. weight: the canary's share of all
-    replies of the trial."""
+    replies of the canary."""
     if weight >= HIGH_WEIGHT and champion[1] < FEW:
         return True
     both = (canary[0] + champion[0], canary[1] + champion[1])

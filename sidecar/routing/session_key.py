@@ -15,14 +15,14 @@ REMEMBERED: Final = 2048
 """Openings whose names are known: those of the conversations that go on now, whose every turn
 begins with them. To hash one takes two microseconds, to find it half of one."""
 REMEMBERED_BYTES: Final = 4096
-"""Of an opening that is remembered: 8 MB for all of them at most."""
+"""Of an conversation_prefix that is remembered: 8 MB for all of them at most."""
 LONG_PIECE_BYTES: Final = 64 * 1024
 """A message longer than this has its XXH3 digest in the name instead of itself: SHA-256 of a
 megabyte takes 0.7 ms, which is another look at the whole prompt, and XXH3 0.02. Who makes two that
 collide has two conversations of his own taken for one."""
 END_BYTES: Final = 96
-"""Of an opening, by which it is looked up: what users wrote differs at its end, and to hash all of
-it would take half as long as the name itself."""
+"""Of an conversation_prefix, by which it is looked up: what users wrote differs at its end, and to
+hash all of it would take half as long as the name itself."""
 _NAMES: Final[dict[bytes, tuple[bytes, str]]] = {}
 
 
@@ -30,7 +30,7 @@ def session_key(
     *,
     header: str | None,
     user: str,
-    opening: Iterable[Any],
+    conversation_prefix: Iterable[Any],
     project: str = DEFAULT_PROJECT,
     key_id: str = "",
 ) -> str:
@@ -39,17 +39,16 @@ def session_key(
     header: the agent's own `x-sidecar-session`, which wins when it is sent.
     user: `short_name` of `x-sidecar-user` or of the body's `user`; two users that open alike stay
     apart.
-    opening: bytes or msgspec's Raw (which its types call bytes, so that mypyc would insist on
-    them): what the conversation opens with, up to and including the first user message, as it
-    stands in the body: every later turn repeats it. With nothing the key and the user name it.
-    project: sessions of two projects are never the same one. Its name holds no "/" and no ":".
-    key_id: of the API key, for requests that open with nothing.
-    Returns: "h:" + header, "hx:" + 64 hex digits for a header that is too long, or "m:" + 32 hex
-    digits.
+    conversation_prefix: bytes or msgspec's Raw (which its types call bytes, so that mypyc would
+    insist on them): what the conversation opens with, up to and including the first user message,
+    as it stands in the body: every later turn repeats it. With nothing the key and the user name
+    it. project: sessions of two projects are never the same one. Its name holds no "/" and no ":".
+    key_id: of the API key, for requests that open with nothing. Returns: "h:" + header, "hx:" + 64
+    hex digits for a header that is too long, or "m:" + 32 hex digits.
     """
     if header:
         return _of_header(header, project)
-    pieces: list[Any] = [_short(piece) for piece in opening]
+    pieces: list[Any] = [_short(piece) for piece in conversation_prefix]
     named_by_key = not pieces
     pieces.append(user.encode("utf-8", "surrogatepass"))
     pieces.append(project.encode("utf-8", "surrogatepass"))
@@ -116,12 +115,12 @@ def _of_header(header: str, project: str) -> str:
     return "hx:" + sha256(encoded).hexdigest()
 
 
-def _short(piece: Any) -> Any:  # Any: as in `opening`
+def _short(piece: Any) -> Any:  # Any: as in `conversation_prefix`
     """The piece, or what stands for a long one; JSON begins with no letter `x`."""
     if len(piece) <= LONG_PIECE_BYTES:
         return piece
     return b"xxh3:" + xxh3_128_digest(piece)
 
 
-def _name(opening: bytes) -> str:
-    return "m:" + sha256(opening).digest()[:16].hex()
+def _name(conversation_prefix: bytes) -> str:
+    return "m:" + sha256(conversation_prefix).digest()[:16].hex()

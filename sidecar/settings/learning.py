@@ -149,7 +149,7 @@ class Learner(Section):
     device: Device = "cpu"
     """A torch device. This release is tested on the CPU only."""
     poll_s: Interval = 2.0
-    """How often the schedule looks at flags, trials and waiting groups."""
+    """How often the schedule looks at flags, canaries and waiting groups."""
 
 
 class Canary(Section):

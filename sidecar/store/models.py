@@ -218,7 +218,7 @@ class RunRow(Base):
     """Adapter name that it started from, or "base"."""
     settings: Mapped[dict[str, Any]]
     counts: Mapped[dict[str, Any]]
-    """Groups by fate: used, and dropped by reason."""
+    """Groups by outcome: used, and dropped by reason."""
     metrics: Mapped[list[Any]]
     """One object per optimiser step."""
     adapter: Mapped[str | None] = mapped_column(String(255))
@@ -273,7 +273,7 @@ class AuditRow(Base):
 
 
 class CanaryRow(Base):
-    """One candidate's trial.
+    """One candidate's canary.
 
     state: loading -> gating -> ramping -> promoted | rolled_back | inconclusive; paused is a flag.
     Decisions latch: an ended canary never changes.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from sidecar.backoff import Backoff
-from sidecar.workers.handover import WorkerSeat
+from sidecar.workers.handover import Handover
 
 RESTARTS = Backoff(first_s=0.1, last_s=10.0)
 LOOK_S = 1.0
@@ -22,8 +22,8 @@ default, and what Kubernetes' liveness probe comes to (3 failures, 10 s apart)."
 class Child:
     """A worker as its parent sees it."""
 
-    def __init__(self, seat: WorkerSeat, process: asyncio.subprocess.Process) -> None:
-        self.seat = seat
+    def __init__(self, handover: Handover, process: asyncio.subprocess.Process) -> None:
+        self.handover = handover
         self.process = process
         self.started = time.monotonic()
         self.ready = asyncio.Event()

@@ -21,7 +21,7 @@ The last region is the breaker's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSeat:
+class Handover:
     """One worker's place."""
 
     port: int
@@ -51,9 +51,9 @@ class WorkerSeat:
         return MetricTable(own), regions, breaker
 
 
-def decode_seat(text: str) -> WorkerSeat:
+def decode_handover(text: str) -> Handover:
     """Raises msgspec.MsgspecError."""
-    return msgspec.json.decode(text, type=WorkerSeat)
+    return msgspec.json.decode(text, type=Handover)
 
 
 def bind_listeners(host: str, port: int, count: int) -> list[tuple[socket.socket, ...]]:

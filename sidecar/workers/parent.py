@@ -52,7 +52,7 @@ from sidecar.workers.handover import (
     PARENT_REGION,
     READY,
     TAKE,
-    WorkerSeat,
+    Handover,
     bind_listeners,
     close_all,
 )
@@ -150,7 +150,7 @@ class Workers:
             reason = await self._why(child)
             self._restarts.inc((reason,))
             wait_s = RESTARTS.wait_s(wait_s, time.monotonic() - child.started)
-            log.warning("worker_ended", slot=child.seat.slot, reason=reason, again_in_s=wait_s)
+            log.warning("worker_ended", slot=child.handover.slot, reason=reason, again_in_s=wait_s)
             if reason != "ended":
                 await asyncio.sleep(wait_s)
             child = await self._surely(position)
@@ -160,9 +160,9 @@ class Workers:
         while True:
             await asyncio.sleep(LOOK_S)
             for child in [one for one in self._children if one.serves]:
-                silent_s = child.silence.look(signs_of_life(self._regions[child.seat.slot]))
+                silent_s = child.silence.look(signs_of_life(self._regions[child.handover.slot]))
                 if silent_s >= self._hung_after_s:
-                    slot, pid = child.seat.slot, child.process.pid
+                    slot, pid = child.handover.slot, child.process.pid
                     log.error("worker_hung", slot=slot, pid=pid, silent_s=silent_s)
                     child.end_hung()
                     self._assign()
@@ -196,7 +196,7 @@ class Workers:
     async def _spawn(self, position: int) -> Child:
         slot = await self._slots.get()
         ours, theirs = socket.socketpair()
-        seat = WorkerSeat(
+        handover = Handover(
             port=self.port,
             slot=slot,
             listener=position,
@@ -206,10 +206,10 @@ class Workers:
         )
         try:
             process = await asyncio.create_subprocess_exec(
-                *own_python("sidecar", "--worker", seat.encode()),
+                *own_python("sidecar", "--worker", handover.encode()),
                 *(("--config", str(self._config)) if self._config is not None else ()),
                 env=own_environment(os.environ),
-                pass_fds=seat.descriptors(),
+                pass_fds=handover.descriptors(),
                 # Ctrl-C in a terminal is for the parent, who passes it on in order.
                 process_group=0,
             )
@@ -219,7 +219,7 @@ class Workers:
             raise
         finally:
             theirs.close()
-        child = Child(seat, process)
+        child = Child(handover, process)
         self._children.add(child)
         self._begin(self._listen_to(child, ours), self._watches)
         self._begin(self._await_end(child), self._watches)
@@ -235,18 +235,18 @@ class Workers:
                     child.left.set()
                     self._assign()
         except ConnectionError as error:  # killed with words of ours unread
-            log.debug("worker_line_cut", slot=child.seat.slot, why=str(error))
+            log.debug("worker_line_cut", slot=child.handover.slot, why=str(error))
         finally:
             child.writer.close()
 
     async def _await_end(self, child: Child) -> None:
         await child.process.wait()
-        mark_dead(self._regions[child.seat.slot])
+        mark_dead(self._regions[child.handover.slot])
         self._children.discard(child)
         child.left.set()
         child.ended.set()
         self._assign()
-        self._slots.put_nowait(child.seat.slot)
+        self._slots.put_nowait(child.handover.slot)
 
     # -- the listeners
 
@@ -262,7 +262,7 @@ class Workers:
             # A worker takes its own from the start, and leaves it by itself when it drains.
             if after is not None and position != listener:
                 after.tell(TAKE, listener)
-            if before is not None and before.seat.listener != listener:
+            if before is not None and before.handover.listener != listener:
                 before.tell(LEAVE, listener)
 
     # -- the end
@@ -279,7 +279,7 @@ class Workers:
             for end in late:
                 end.cancel()
         for child in list(self._children):
-            log.error("worker_killed", slot=child.seat.slot, why="it did not end in time")
+            log.error("worker_killed", slot=child.handover.slot, why="it did not end in time")
             self._exit_code = 1
             child.process.kill()
             await child.process.wait()

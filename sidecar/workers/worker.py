@@ -17,7 +17,7 @@ from collections.abc import Callable
 import structlog
 
 from sidecar.relay.client.server import RelayServer
-from sidecar.workers.handover import DRAINING, LEAVE, TAKE, WorkerSeat, close_all
+from sidecar.workers.handover import DRAINING, LEAVE, TAKE, Handover, close_all
 
 log = structlog.get_logger()
 ORPHAN_DRAIN_S = 1.0
@@ -30,17 +30,19 @@ EXIT_ORPHANED = 3
 class ParentLine:
     """The worker's end. `open` it, `say` on it, `close` it."""
 
-    def __init__(self, seat: WorkerSeat, relay: RelayServer) -> None:
-        self._seat = seat
+    def __init__(self, handover: Handover, relay: RelayServer) -> None:
+        self._handover = handover
         self._relay = relay
         self.orphaned = False
-        self._line = socket.socket(fileno=seat.control)
-        self.listeners = [tuple(socket.socket(fileno=fd) for fd in one) for one in seat.listeners]
+        self._line = socket.socket(fileno=handover.control)
+        self.listeners = [
+            tuple(socket.socket(fileno=fd) for fd in one) for one in handover.listeners
+        ]
         self._task: asyncio.Task[None] | None = None
 
     @property
     def own(self) -> tuple[socket.socket, ...]:
-        return self.listeners[self._seat.listener]
+        return self.listeners[self._handover.listener]
 
     def open(self, gone: Callable[[], None] | None) -> None:
         """gone: called once when the parent is gone."""
@@ -70,7 +72,7 @@ class ParentLine:
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 await self._obey(line.decode())
-        log.error("parent_gone", slot=self._seat.slot)
+        log.error("parent_gone", slot=self._handover.slot)
         self.orphaned = True
         end_within(ORPHAN_EXIT_S)
         if gone is not None:

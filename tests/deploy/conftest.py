@@ -25,8 +25,8 @@ from deploy.engine.probe import Probe
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.errors import EngineError, InvalidAdapterError
-from deploy.records import AdapterVersion, Trial
-from deploy.registry import audit, routing_writer, transitions, trials, versions
+from deploy.records import AdapterVersion, Canary
+from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.supervise.loops import LoopView
 from ingest.errors import JudgeUnavailableError
@@ -381,7 +381,7 @@ class World:
             self.serve(f"held-{number}", held_out=True)
 
     def promote(self, name: str) -> None:
-        """Take a registered adapter through a trial that passes, without the controller."""
+        """Take a registered adapter through a canary that passes, without the controller."""
         with self.database.write() as session:
             begun = transitions.begin(
                 session, model=MODEL, candidate=name, steps=(5000,), now=self.clock.now, actor="t"
@@ -389,19 +389,19 @@ class World:
             for phase, state in (("gating", "gating"), ("ramping", "ramping")):
                 move = Move(to=phase, candidate_state=state, reason=phase)
                 transitions.apply(session, begun, move, evidence={}, now=self.clock.now)
-                begun = trials.active(session, MODEL)
+                begun = canaries.active(session, MODEL)
             move = Move(to="promoted", candidate_state="champion", reason="good")
             transitions.apply(session, begun, move, evidence={}, now=self.clock.now)
 
-    def trial(self, candidate: str) -> Trial:
+    def canary(self, candidate: str) -> Canary:
         with self.database.read() as session:
-            row = trials.trial_of(session, candidate)
+            row = canaries.canary_of(session, candidate)
             assert row is not None
-            return trials.to_trial(row)
+            return canaries.to_canary(row)
 
     def evidence(self, candidate: str) -> dict[str, Any]:
         with self.database.read() as session:
-            row = trials.trial_of(session, candidate)
+            row = canaries.canary_of(session, candidate)
             assert row is not None
             return row.evidence
 

@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from deploy.admin.actions import until_loaded
 from deploy.engine.reconcile import EngineView
-from deploy.registry import transitions, trials
+from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from deploy.supervise.loops import LoopView
@@ -37,7 +37,7 @@ def ramping(world: World, version: int = 1, parent: str = "base") -> str:
         with world.database.write() as session:
             move = Move(to=phase, candidate_state=phase, reason="on")
             transitions.apply(
-                session, world.trial(name), move, evidence={"probe": {"live": True}}, now=950.0
+                session, world.canary(name), move, evidence={"probe": {"live": True}}, now=950.0
             )
     return name
 
@@ -108,7 +108,7 @@ async def test_aliases(world: World, api: Api) -> None:
 
 async def test_a_canary_and_its_evidence(world: World, api: Api) -> None:
     name = ramping(world)
-    canary_id = world.trial(name).canary_id
+    canary_id = world.canary(name).canary_id
 
     reply = await api.get(f"/canaries/{canary_id}")
     evidence = (await api.get(f"/canaries/{canary_id}/evidence")).json()
@@ -490,7 +490,7 @@ async def test_a_wrong_rollback_is_a_problem_and_changes_nothing(
 
 async def test_promote_and_resume_need_the_etag_of_what_was_seen(world: World, api: Api) -> None:
     name = ramping(world)
-    path = f"/canaries/{world.trial(name).canary_id}"
+    path = f"/canaries/{world.canary(name).canary_id}"
     etag = (await api.get(path)).headers["etag"]
 
     assert_problem(await api.post(f"{path}/promote"), 428, "if-match-needed")
@@ -508,7 +508,7 @@ async def test_promote_and_resume_need_the_etag_of_what_was_seen(world: World, a
 
 async def test_pause_and_abort_need_none_and_may_be_repeated(world: World, api: Api) -> None:
     name = ramping(world)
-    path = f"/canaries/{world.trial(name).canary_id}"
+    path = f"/canaries/{world.canary(name).canary_id}"
 
     paused = [await api.post(f"{path}/pause", if_match='"g1"') for _ in range(2)]
     aborted = [await api.post(f"{path}/abort") for _ in range(2)]
@@ -523,7 +523,7 @@ async def test_pause_and_abort_need_none_and_may_be_repeated(world: World, api: 
 
 async def test_what_the_state_does_not_allow_says_what_it_does(world: World, api: Api) -> None:
     name = ramping(world)
-    path = f"/canaries/{world.trial(name).canary_id}"
+    path = f"/canaries/{world.canary(name).canary_id}"
 
     body = assert_problem(await api.post(f"{path}/resume", if_match="*"), 409, "not-allowed-now")
 
@@ -533,7 +533,7 @@ async def test_what_the_state_does_not_allow_says_what_it_does(world: World, api
 async def test_an_unknown_action_is_a_problem(world: World, api: Api) -> None:
     name = ramping(world)
 
-    reply = await api.post(f"/canaries/{world.trial(name).canary_id}/explode")
+    reply = await api.post(f"/canaries/{world.canary(name).canary_id}/explode")
 
     assert_problem(reply, 422, "bad-request")
 
@@ -694,10 +694,10 @@ async def test_openapi_names_every_path(api: Api) -> None:
 async def test_a_paused_canary_shows_no_next_step_time(world: World, api: Api) -> None:
     name = ramping(world)
     with world.database.write() as session:
-        row = trials.trial_of(session, name)
+        row = canaries.canary_of(session, name)
         transitions.pause(session, row, reason="look", now=955.0, actor="me")
 
-    body = (await api.get(f"/canaries/{world.trial(name).canary_id}")).json()
+    body = (await api.get(f"/canaries/{world.canary(name).canary_id}")).json()
 
     assert body["next_step_earliest_at"] is None
     assert body["reason"] == "paused: look"

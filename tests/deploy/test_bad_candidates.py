@@ -1,4 +1,4 @@
-"""One bad candidate ends its own trial: not the controller, not the next candidate."""
+"""One bad candidate ends its own canary: not the controller, not the next candidate."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ async def test_a_bad_folder_is_rejected_and_the_next_candidate_is_tried(
     assert world.adapter(bad).state == "rejected"
     assert str(world.adapter(bad).reason).startswith("invalid: ")
     assert words in str(world.adapter(bad).reason)
-    assert world.trial(bad).phase == "rolled_back"
-    assert world.trial(good).phase == "gating"
+    assert world.canary(bad).phase == "rolled_back"
+    assert world.canary(good).phase == "gating"
     assert world.control.calls == [("load", good)]
     assert counters(world) == {("adapter", "rejected"): 1, ("canary", "rolled_back"): 1}
 
@@ -167,12 +167,12 @@ async def test_an_error_nobody_expected_ends_the_trial_after_five_tries(
     defect(TypeError("unhashable type: \ud800"))
 
     await tick_for(world, 29.0)
-    assert world.trial(bad).phase == "loading"
-    assert world.trial(bad).reason == r"try 4 of 5: TypeError: unhashable type: \ud800"
+    assert world.canary(bad).phase == "loading"
+    assert world.canary(bad).reason == r"try 4 of 5: TypeError: unhashable type: \ud800"
     await tick_for(world, 2.0)
 
     assert world.adapter(bad).state == "rejected"
-    assert world.trial(bad).reason == (
+    assert world.canary(bad).reason == (
         r"5 tries in a row ended with an error, the last with TypeError: unhashable type: \ud800"
     )
     assert counters(world)[("tick", "TypeError")] == MAX_TICK_ERRORS == 5
@@ -181,7 +181,7 @@ async def test_an_error_nobody_expected_ends_the_trial_after_five_tries(
     monkeypatch.undo()
     good = world.register(2)
     await world.controller().tick()
-    assert world.trial(good).phase == "gating"
+    assert world.canary(good).phase == "gating"
 
 
 async def test_tries_that_end_well_in_between_start_the_count_anew(
@@ -190,13 +190,13 @@ async def test_tries_that_end_well_in_between_start_the_count_anew(
     name = world.register(1)
     defect(RuntimeError("can't start new thread"))
     await tick_for(world, 10.0)
-    assert world.trial(name).tick_errors == 3
+    assert world.canary(name).tick_errors == 3
 
     monkeypatch.undo()
     await tick_for(world, 20.0)
 
-    assert world.trial(name).phase == "gating"
-    assert world.trial(name).tick_errors == 0
+    assert world.canary(name).phase == "gating"
+    assert world.canary(name).tick_errors == 0
 
 
 async def test_an_error_in_the_ramp_takes_the_candidate_s_users_away(
@@ -214,7 +214,7 @@ async def test_an_error_in_the_ramp_takes_the_candidate_s_users_away(
     monkeypatch.setattr(ramp_counts, "count_ramp", count)
     await tick_for(world, 31.0)
 
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert world.adapter(name).state == "rolled_back"
     assert world.table().canary is None
 
@@ -231,8 +231,8 @@ async def test_an_adapter_whose_row_is_gone_does_not_hold_up_the_next(world: Wor
     good = world.register(2)
     await world.controller().tick()
 
-    assert world.trial(name).phase == "rolled_back"
-    assert world.trial(good).phase == "gating"
+    assert world.canary(name).phase == "rolled_back"
+    assert world.canary(good).phase == "gating"
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ async def test_an_error_that_is_not_the_candidate_s_is_never_held_against_it(
             await world.controller().tick()
         world.clock.now += 60.0
 
-    assert world.trial(name).phase == "loading"
-    assert world.trial(name).tick_errors == 0
+    assert world.canary(name).phase == "loading"
+    assert world.canary(name).tick_errors == 0
 
 
 async def test_a_disk_that_fails_while_a_folder_is_hashed_is_not_the_folder_s_fault(
@@ -273,10 +273,10 @@ async def test_a_disk_that_fails_while_a_folder_is_hashed_is_not_the_folder_s_fa
         patch.setattr("hashlib.file_digest", fail)
         with pytest.raises(OSError, match="Input/output error"):
             await world.controller().tick()
-    assert world.trial(name).phase == "loading"
+    assert world.canary(name).phase == "loading"
 
     await world.controller().tick()
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
 
 
 async def test_a_folder_that_changes_while_vllm_reads_it_is_unloaded_and_rejected(

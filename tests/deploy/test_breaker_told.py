@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.errors import TransitionError
-from deploy.registry import transitions, trials
+from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
 from sidecar.store.models import BreakerTripRow
 
@@ -26,24 +26,28 @@ async def name(world: World) -> str:
     world.hold_out(4)
     world.clock.now += 1.0
     await tick(world, 3)
-    assert world.trial(found).phase == "ramping"
+    assert world.canary(found).phase == "ramping"
     return found
 
 
 def trip(world: World, name: str) -> None:
     """What a proxy writes."""
-    trial = world.trial(name)
+    canary = world.canary(name)
     with world.database.write() as session:
         session.add(
             BreakerTripRow(
-                model=trial.model, canary=name, salt=trial.salt, at=1.0, reason="8 of 8 were empty"
+                model=canary.model,
+                canary=name,
+                salt=canary.salt,
+                at=1.0,
+                reason="8 of 8 were empty",
             )
         )
 
 
 def act(world: World, name: str, action: str) -> None:
     with world.database.write() as session:
-        row = trials.trial_of(session, name)
+        row = canaries.canary_of(session, name)
         getattr(transitions, action)(
             session, row, reason="by hand", now=world.clock.now, actor="test"
         )
@@ -54,9 +58,9 @@ async def test_a_canary_that_the_breaker_took_out_is_rolled_back(world: World, n
 
     await tick(world)
 
-    trial = world.trial(name)
-    assert trial.phase == "rolled_back"
-    assert trial.reason == "the proxy's breaker took it out: 8 of 8 were empty"
+    canary = world.canary(name)
+    assert canary.phase == "rolled_back"
+    assert canary.reason == "the proxy's breaker took it out: 8 of 8 were empty"
     assert world.table().canary is None
     assert world.adapter(name).state == "rolled_back"
 
@@ -68,9 +72,9 @@ async def test_a_paused_canary_loses_its_traffic_and_stays_paused(world: World, 
 
     await tick(world, 3)
 
-    trial = world.trial(name)
-    assert (trial.phase, trial.paused, trial.weight_bp) == ("ramping", True, 0)
-    assert trial.reason == "paused; the proxy's breaker took it out: 8 of 8 were empty"
+    canary = world.canary(name)
+    assert (canary.phase, canary.paused, canary.weight_bp) == ("ramping", True, 0)
+    assert canary.reason == "paused; the proxy's breaker took it out: 8 of 8 were empty"
     assert world.table().canary is None
     assert world.actions().count("canary.taken_out") == 1
 
@@ -86,8 +90,8 @@ async def test_a_resume_gives_the_canary_its_traffic_under_a_new_salt(
     act(world, name, "resume")
     await tick(world, 2)
 
-    assert world.trial(name).phase == "ramping"
-    assert world.trial(name).weight_bp == 2_000
+    assert world.canary(name).phase == "ramping"
+    assert world.canary(name).weight_bp == 2_000
     assert world.table().canary == name
     assert world.table().salt not in ("", before)
 
@@ -104,12 +108,12 @@ async def test_the_replies_that_tripped_the_breaker_are_not_judged_again_after_a
     world.clock.now += 60.0
 
     with world.database.write() as session:
-        row = trials.trial_of(session, name)
+        row = canaries.canary_of(session, name)
         transitions.resume(session, row, reason="mended", now=world.clock.now, actor="test")
     await tick(world, 3)
 
-    assert world.trial(name).phase == "ramping"
-    assert world.trial(name).weight_bp == 2_000
+    assert world.canary(name).phase == "ramping"
+    assert world.canary(name).weight_bp == 2_000
 
 
 async def test_a_pause_and_resume_without_a_trip_keep_the_sessions_where_they_are(
@@ -153,17 +157,17 @@ async def test_a_resume_before_control_has_seen_the_trip_gives_a_new_salt(
     act(world, name, "resume")
     await tick(world, 2)
 
-    assert world.trial(name).weight_bp == 2_000
+    assert world.canary(name).weight_bp == 2_000
     assert world.table().salt != before
 
 
 async def test_a_trip_that_comes_while_the_ramp_decides_wins(world: World, name: str) -> None:
-    trial = world.trial(name)
+    canary = world.canary(name)
     move = Move(to="promoted", candidate_state="champion", reason="passed")
     trip(world, name)
 
     with world.database.write() as session:
-        applied = transitions.apply(session, trial, move, evidence={}, now=1.0)
+        applied = transitions.apply(session, canary, move, evidence={}, now=1.0)
 
     assert not applied
     assert world.aliases()["champion"] == "base"
@@ -178,8 +182,8 @@ async def test_a_canary_that_hangs_is_rolled_back_although_no_reply_came(
 
     await tick(world)
 
-    assert world.trial(name).phase == "rolled_back"
-    assert "were cut by the client" in world.trial(name).reason
+    assert world.canary(name).phase == "rolled_back"
+    assert "were cut by the client" in world.canary(name).reason
 
 
 @pytest.mark.parametrize("canary_share", [1, 4], ids=["half", "four fifths"])
@@ -203,4 +207,4 @@ async def test_an_outage_of_both_arms_leaves_the_canary_in(
 
     await tick(world)
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"

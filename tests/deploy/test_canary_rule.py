@@ -1,4 +1,4 @@
-"""The rule of a trial, by hand-made evidence for every transition."""
+"""The rule of a canary, by hand-made evidence for every transition."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.records import Trial
+from deploy.records import Canary
 from deploy.registry.canary_rule import (
     ArmCounts,
     GateEvidence,
@@ -20,7 +20,7 @@ from deploy.registry.canary_rule import (
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
 
-TRIAL = Trial(
+TRIAL = Canary(
     canary_id="c1",
     model="m",
     candidate="m--v2",
@@ -266,6 +266,6 @@ def test_evidence_of_another_phase_is_a_defect(rules: CanarySettings) -> None:
 def test_the_clock_stands_while_stopped(
     stopped_s: float, stopped_at: float | None, elapsed: float
 ) -> None:
-    trial = replace(TRIAL, stopped_s=stopped_s, stopped_at=stopped_at)
+    canary = replace(TRIAL, stopped_s=stopped_s, stopped_at=stopped_at)
 
-    assert elapsed_s(trial, 150.0) == elapsed
+    assert elapsed_s(canary, 150.0) == elapsed

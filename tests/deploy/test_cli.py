@@ -271,10 +271,10 @@ def test_lineage_shows_reasons_without_escape_codes(
     with database.write() as session:
         session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
         session.flush()
-        trials = transitions.begin(
+        canaries = transitions.begin(
             session, model="m", candidate="m--v1-0a0b0c0d0e0f", steps=(1,), now=1.0, actor="t"
         )
-        row = session.get(CanaryRow, trials.canary_id)
+        row = session.get(CanaryRow, canaries.canary_id)
         transitions.abort(session, row, reason=ESCAPES, now=2.0, actor="t")
     database.close()
 

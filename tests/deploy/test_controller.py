@@ -1,4 +1,5 @@
-"""The controller over a real store and fakes of vLLM and the judge: whole trials, and restarts."""
+"""The controller over a real store and fakes of vLLM and the judge: whole canaries, and
+restarts."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.registry import transitions, trials
+from deploy.registry import canaries, transitions
 from deploy.registry.rollback import rollback
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from sidecar.store.models import CounterRow, JudgeCallRow
@@ -43,7 +44,7 @@ async def to_ramp(world: World, name: str) -> None:
     world.hold_out(4)
     world.clock.now += 1.0
     await tick(world, 3)
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
 
 
 async def test_a_good_candidate_goes_all_the_way(world: World) -> None:
@@ -58,7 +59,7 @@ async def test_a_good_candidate_goes_all_the_way(world: World) -> None:
         await tick(world)
         assert world.table().canary_weight_bp == weight
 
-    assert world.trial(name).phase == "promoted"
+    assert world.canary(name).phase == "promoted"
     assert world.aliases() == {"champion": name, "previous": "base"}
     assert world.table().champion == name
     assert world.adapter(name).state == "champion"
@@ -102,7 +103,7 @@ async def test_the_newest_waiting_adapter_is_tried_and_older_ones_retired(world:
 
     await tick(world)
 
-    assert world.trial(newer).phase == "gating"
+    assert world.canary(newer).phase == "gating"
     assert (world.adapter(older).state, world.adapter(older).reason) == (
         "retired",
         f"superseded by {newer}",
@@ -116,7 +117,7 @@ async def test_one_candidate_at_a_time(world: World) -> None:
 
     await tick(world, 2)
 
-    assert world.trial(first).active
+    assert world.canary(first).active
     assert world.adapter(second).state == "registered"
 
 
@@ -139,7 +140,7 @@ async def test_an_invalid_adapter_is_rejected_and_never_loaded(world: World) -> 
 
     assert world.adapter(name).state == "rejected"
     assert "infinity or NaN" in world.adapter(name).reason
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert world.control.calls == []
     counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
     assert counts[("adapter", "rejected")] == 1
@@ -163,7 +164,7 @@ async def test_an_adapter_that_vllm_refuses_is_rejected(world: World) -> None:
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert "rank 64" in world.trial(name).reason
+    assert "rank 64" in world.canary(name).reason
 
 
 async def test_an_absent_vllm_is_waited_for(world: World) -> None:
@@ -172,13 +173,13 @@ async def test_an_absent_vllm_is_waited_for(world: World) -> None:
     await tick(world)
     world.clock.now += 86_400.0
     await tick(world, 9)
-    assert world.trial(name).phase == "loading"
-    assert world.trial(name).reason == "waiting for vLLM: vLLM gave no reply"
+    assert world.canary(name).phase == "loading"
+    assert world.canary(name).reason == "waiting for vLLM: vLLM gave no reply"
 
     world.control.away = False
     await tick(world)
 
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
 
 
 async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> None:
@@ -188,12 +189,12 @@ async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> Non
     for failures in range(1, 8):
         await tick(world, 3)  # the next try is not due: the waits double from 2 s
         assert world.control.fails_to_load == 8 - failures
-        assert world.trial(name).phase == "loading"
+        assert world.canary(name).phase == "loading"
         world.clock.now += 2.0**failures
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert "8 times" in world.trial(name).reason
+    assert "8 times" in world.canary(name).reason
 
 
 async def test_a_vllm_that_fails_to_load_for_a_minute_costs_no_candidate(world: World) -> None:
@@ -201,13 +202,13 @@ async def test_a_vllm_that_fails_to_load_for_a_minute_costs_no_candidate(world: 
     began = world.clock.now
     world.control.fails_to_load = 1_000
     await tick(world)
-    while world.trial(name).phase == "loading":
+    while world.canary(name).phase == "loading":
         if world.clock.now - began >= 60.0:
             world.control.fails_to_load = 0
         await tick(world)
         world.clock.now += 0.5
 
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
 
 
 async def test_a_worse_candidate_is_rejected_by_the_gate(world: World) -> None:
@@ -217,7 +218,7 @@ async def test_a_worse_candidate_is_rejected_by_the_gate(world: World) -> None:
 
     await tick(world, 3)
 
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert world.adapter(name).state == "rejected"
     assert world.evidence(name)["gate"]["mean_difference"] == -0.5
     assert world.table().canary is None
@@ -230,14 +231,14 @@ async def test_the_gate_waits_for_held_out_prompts(world: World) -> None:
     await tick(world, 2)
     world.clock.now += 1_000.0
     await tick(world)
-    assert world.trial(name).phase == "gating"
-    assert world.trial(name).reason == "gate waits for held-out prompts: 1 of the 2 it needs"
+    assert world.canary(name).phase == "gating"
+    assert world.canary(name).reason == "gate waits for held-out prompts: 1 of the 2 it needs"
     assert world.sampler.asked == []
 
     world.serve("held-late", held_out=True)
     await tick(world)
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
 
 
 async def test_only_good_exchanges_of_held_out_sessions_are_prompts(world: World) -> None:
@@ -252,7 +253,7 @@ async def test_only_good_exchanges_of_held_out_sessions_are_prompts(world: World
     await tick(world, 2)
 
     assert {row.exchange_id for row in world.comparisons()} == {newest, other}
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
 
 
 async def test_a_killed_control_makes_only_the_missing_comparisons(world: World) -> None:
@@ -266,7 +267,7 @@ async def test_a_killed_control_makes_only_the_missing_comparisons(world: World)
 
     await tick(world)
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
     assert len(world.comparisons()) == 4
     assert done <= {row.comparison_id for row in world.comparisons()}
     assert len(world.sampler.asked) == 8
@@ -314,14 +315,14 @@ async def test_an_absent_judge_makes_the_gate_wait_and_nothing_else(world: World
     await tick(world, 3)
     world.clock.now += 10_000.0
     await tick(world, 3)
-    assert world.trial(name).phase == "gating"
-    assert world.trial(name).reason == "gate waits: judge is down"
+    assert world.canary(name).phase == "gating"
+    assert world.canary(name).reason == "gate waits: judge is down"
     assert world.comparisons() == []
 
     world.judge.away = False
     await tick(world, 2)
 
-    assert world.trial(name).phase == "ramping", "the outage did not use up the gate's time"
+    assert world.canary(name).phase == "ramping", "the outage did not use up the gate's time"
 
 
 async def test_an_absent_judge_costs_vllm_no_second_answers(world: World) -> None:
@@ -340,7 +341,7 @@ async def test_an_absent_judge_costs_vllm_no_second_answers(world: World) -> Non
         await controller.tick()
         world.clock.now += 0.5
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
     assert len(world.sampler.asked) == 8
 
 
@@ -368,13 +369,13 @@ async def test_the_gate_yields_to_users(world: World) -> None:
     world.hold_out(4)
     world.room.open = False
     await tick(world, 3)
-    assert world.trial(name).reason == "gate waits: vLLM is busy with users"
+    assert world.canary(name).reason == "gate waits: vLLM is busy with users"
     assert world.sampler.asked == []
 
     world.room.open = True
     await tick(world, 2)
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
 
 
 async def test_a_load_that_cannot_be_told_makes_the_gate_wait(world: World) -> None:
@@ -384,7 +385,7 @@ async def test_a_load_that_cannot_be_told_makes_the_gate_wait(world: World) -> N
 
     await tick(world, 2)
 
-    assert world.trial(name).reason == "gate waits: no metrics"
+    assert world.canary(name).reason == "gate waits: no metrics"
 
 
 async def test_without_a_judge_the_gate_says_so(world: World) -> None:
@@ -394,7 +395,7 @@ async def test_without_a_judge_the_gate_says_so(world: World) -> None:
 
     await tick(world, 2)
 
-    assert world.trial(name).reason == "gate waits: no judge is set: name one in judge.model"
+    assert world.canary(name).reason == "gate waits: no judge is set: name one in judge.model"
     assert world.sampler.asked == []
 
 
@@ -403,7 +404,7 @@ async def test_rubbish_is_set_aside_and_ends_inconclusive_in_time(world: World) 
     world.hold_out(20)
     world.judge.rubbish = True
     await tick(world, 8)
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
     set_aside = world.comparisons()
     assert len(set_aside) == 8, "at most twice the wanted prompts are tried"
     assert {row.status for row in set_aside} == {"set_aside"}
@@ -412,7 +413,7 @@ async def test_rubbish_is_set_aside_and_ends_inconclusive_in_time(world: World) 
     world.clock.now += 100.0
     await tick(world)
 
-    assert world.trial(name).phase == "inconclusive"
+    assert world.canary(name).phase == "inconclusive"
     assert world.adapter(name).state == "retired"
     assert world.aliases()["champion"] == "base"
     calls = world.rows(JudgeCallRow)
@@ -430,7 +431,7 @@ async def test_rubbish_on_one_prompt_is_made_up_for_by_another(world: World) -> 
 
     await tick(world, 2)
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
     assert world.evidence(name)["gate"]["scored"] == 4
     assert world.evidence(name)["gate"]["set_aside"] == 2
 
@@ -444,7 +445,7 @@ async def test_answers_cut_short_fail_the_gate_whatever_the_judge_says(world: Wo
     await tick(world, 3)
 
     assert world.adapter(name).state == "rejected"
-    assert "100% of the candidate's answers were cut short or empty" in world.trial(name).reason
+    assert "100% of the candidate's answers were cut short or empty" in world.canary(name).reason
 
 
 @pytest.mark.parametrize("error", [EngineDownError("down"), AdapterGoneError("gone")])
@@ -457,7 +458,7 @@ async def test_a_vllm_that_is_away_or_lost_the_adapter_makes_the_gate_wait(
 
     await tick(world, 4)
 
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
     assert world.comparisons() == []
 
 
@@ -469,7 +470,7 @@ async def test_a_prompt_that_vllm_cannot_answer_is_set_aside(world: World) -> No
     await tick(world, 2)
 
     assert [row.status for row in world.comparisons()] == ["set_aside", "set_aside"]
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
     counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
     assert counts[("gate", "sampling_failed")] == 2
 
@@ -480,11 +481,11 @@ async def test_a_ramp_goes_on_where_a_killed_control_left_it(world: World) -> No
     serve_step(world, name)
     world.clock.now += 10.0
     await tick(world)
-    before = (world.trial(name), world.table(), world.actions())
+    before = (world.canary(name), world.table(), world.actions())
 
     await tick(world, 3)
 
-    after = (world.trial(name), world.table(), world.actions())
+    after = (world.canary(name), world.table(), world.actions())
     assert after[1:] == before[1:]
     assert (after[0].step, after[0].step_started_at) == (1, 1_011.0)
 
@@ -499,8 +500,8 @@ async def test_replies_of_an_earlier_step_do_not_count(world: World) -> None:
 
     await tick(world)
 
-    assert world.trial(name).step == 1
-    assert world.trial(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges"
+    assert world.canary(name).step == 1
+    assert world.canary(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges"
 
 
 async def test_failing_replies_roll_back(world: World) -> None:
@@ -510,10 +511,10 @@ async def test_failing_replies_roll_back(world: World) -> None:
 
     await tick(world)
 
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert world.adapter(name).state == "rolled_back"
     assert world.table().canary is None
-    assert world.trial(name).reason.startswith("100% of the canary's 3 replies failed, 0% of")
+    assert world.canary(name).reason.startswith("100% of the canary's 3 replies failed, 0% of")
 
 
 @pytest.mark.parametrize("reply", [{"finish_reason": "length"}, {"content": ""}, {"content": None}])
@@ -524,8 +525,8 @@ async def test_replies_cut_short_or_empty_roll_back(world: World, reply: dict[st
 
     await tick(world)
 
-    assert world.trial(name).phase == "rolled_back"
-    assert "were cut short or empty" in world.trial(name).reason
+    assert world.canary(name).phase == "rolled_back"
+    assert "were cut short or empty" in world.canary(name).reason
 
 
 async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: World) -> None:
@@ -535,7 +536,7 @@ async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: Wo
 
     await tick(world)
 
-    assert world.trial(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges"
+    assert world.canary(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges"
 
 
 async def test_a_lost_adapter_s_404_counts_as_a_failure(world: World) -> None:
@@ -545,7 +546,7 @@ async def test_a_lost_adapter_s_404_counts_as_a_failure(world: World) -> None:
 
     await tick(world)
 
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
 
 
 async def test_a_champion_without_recent_replies_is_measured_by_earlier_ones(world: World) -> None:
@@ -561,7 +562,7 @@ async def test_a_champion_without_recent_replies_is_measured_by_earlier_ones(wor
     await tick(world)
 
     # All of the candidate's replies are cut short, and so were the champion's last three.
-    assert world.trial(name).step == 1
+    assert world.canary(name).step == 1
     evidence = world.evidence(name)["step_1"]
     assert evidence["champion"] == {"replies": 0, **NONE_BAD}
     assert evidence["champion_before"] == {"replies": 3, **NONE_BAD, "short": 3}
@@ -574,7 +575,7 @@ async def test_a_step_without_traffic_is_inconclusive_at_its_limit(world: World)
 
     await tick(world)
 
-    assert world.trial(name).phase == "inconclusive"
+    assert world.canary(name).phase == "inconclusive"
     assert world.adapter(name).state == "retired"
     assert world.aliases()["champion"] == "base"
 
@@ -584,14 +585,18 @@ async def test_a_paused_canary_does_nothing(world: World) -> None:
     await to_ramp(world, name)
     with world.database.write() as session:
         transitions.pause(
-            session, trials.trial_of(session, name), reason="look", now=world.clock.now, actor="me"
+            session,
+            canaries.canary_of(session, name),
+            reason="look",
+            now=world.clock.now,
+            actor="me",
         )
     serve_step(world, name)
     world.clock.now += 5_000.0
 
     await tick(world, 3)
 
-    assert world.trial(name).step == 0
+    assert world.canary(name).step == 0
     assert world.table().canary_weight_bp == 2_000
 
 
@@ -609,7 +614,7 @@ async def test_a_rollback_during_a_gate_wins(world: World) -> None:
     world.judge.complete = judged_too_late
     await controller.tick()
 
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert world.comparisons() == []
     await tick(world)
     assert world.actions().count("canary.rolled_back") == 1
@@ -651,5 +656,5 @@ async def test_the_second_round_starts_against_the_promoted_champion(world: Worl
 
     await tick(world, 3)
 
-    assert world.trial(second).champion == first
+    assert world.canary(second).champion == first
     assert {one["model"] for one in world.sampler.asked} == {first, second}

@@ -35,7 +35,7 @@ async def test_a_damaged_held_out_exchange_does_not_hold_the_gate(
         await controller.tick()
         world.clock.now += 1.0
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
     assert world.evidence(name)["gate"]["scored"] == 4
 
 

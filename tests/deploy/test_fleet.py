@@ -1,4 +1,4 @@
-"""Several replicas: each is kept on its own, and a trial needs those that answer."""
+"""Several replicas: each is kept on its own, and a canary needs those that answer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_a_trial_loads_and_probes_every_replica(
 
     await world.controller().tick()
 
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
     assert [control.calls for control in controls.values()] == [[("load", name)]] * 2
     evidence = world.evidence(name)
     assert evidence["probe"]["mean_difference"] == 0.25  # the weaker of the two
@@ -139,7 +139,7 @@ async def test_a_replica_that_is_down_does_not_hold_up_a_trial(
 
     await world.controller().tick()
 
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
     assert world.evidence(name)["replicas"][B] == "away: vLLM gave no reply"
     assert controls[B].adapters == {}
 
@@ -157,8 +157,8 @@ async def test_a_trial_waits_while_no_replica_answers(
 
     await world.controller().tick()
 
-    assert world.trial(name).phase == "loading"
-    assert "waiting for vLLM: vLLM gave no reply" in world.trial(name).reason
+    assert world.canary(name).phase == "loading"
+    assert "waiting for vLLM: vLLM gave no reply" in world.canary(name).reason
 
 
 async def test_an_adapter_that_does_nothing_on_one_replica_is_rejected(
@@ -170,7 +170,7 @@ async def test_an_adapter_that_does_nothing_on_one_replica_is_rejected(
     await world.controller().tick()
 
     assert world.adapter(name).state == "rejected"
-    assert world.trial(name).reason.startswith("http://b: not live: ")
+    assert world.canary(name).reason.startswith("http://b: not live: ")
     assert world.evidence(name)["probe"]["live"] is False
 
 
@@ -183,7 +183,7 @@ async def test_an_adapter_that_one_replica_refuses_is_rejected(
     await world.controller().tick()
 
     assert world.adapter(name).state == "rejected"
-    assert world.trial(name).reason == "http://b: invalid: rank too high"
+    assert world.canary(name).reason == "http://b: invalid: rank too high"
 
 
 async def test_a_replica_that_fails_to_load_is_tried_again(
@@ -193,11 +193,11 @@ async def test_a_replica_that_fails_to_load_is_tried_again(
     controls[B].fails_to_load = 2
 
     await world.controller().tick()
-    assert world.trial(name).reason == "waiting for vLLM: http://b: 500 out of memory"
+    assert world.canary(name).reason == "waiting for vLLM: http://b: 500 out of memory"
     assert world.evidence(name)["loading"]["failures"] == 1
     for _ in range(2):
         world.clock.now += 4.0  # the second wait; the first one is shorter
         await world.controller().tick()
 
-    assert world.trial(name).phase == "gating"
+    assert world.canary(name).phase == "gating"
     assert world.evidence(name)["loading"]["failures"] == 2

@@ -62,7 +62,7 @@ async def test_a_prompt_that_the_judge_refuses_does_not_hold_the_gate(
 
     await play(world, world.controller(), 12)
 
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
     assert world.evidence(name)["gate"]["scored"] == 4
     counts = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "gate"}
     assert counts in ({"scored": 4}, {"scored": 4, reason: 2})
@@ -99,10 +99,10 @@ async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_
 
     await play(world, controller, 100)
 
-    assert world.trial(name).reason == f"gate waits: {error}"
+    assert world.canary(name).reason == f"gate waits: {error}"
     assert world.comparisons() == []
     assert judge.asked <= 2 * 8, "after longer and longer waits"
 
     judge.texts = ()
     await play(world, controller, 70)
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"

@@ -100,15 +100,15 @@ async def test_a_step_names_run_groups_exchanges_scores_and_judge(world: World) 
 async def test_a_step_names_the_evidence_of_its_trial(world: World) -> None:
     _, _, lineage = await traced(world)
 
-    trial = lineage.steps[0].trial
-    assert trial is not None
-    assert trial.state == "ramping"
-    assert trial.evidence["probe"]["live"] is True
-    assert trial.evidence["gate"]["scored"] == 2
-    assert set(trial.gate_exchange_ids) == {"x3", "x4"}
-    assert trial.gate_differences == (0.0, 0.0)
-    assert len(trial.gate_judges) == 1
-    assert trial.gate_judges[0].startswith("fake-judge rubric ")
+    canary = lineage.steps[0].canary
+    assert canary is not None
+    assert canary.state == "ramping"
+    assert canary.evidence["probe"]["live"] is True
+    assert canary.evidence["gate"]["scored"] == 2
+    assert set(canary.gate_exchange_ids) == {"x3", "x4"}
+    assert canary.gate_differences == (0.0, 0.0)
+    assert len(canary.gate_judges) == 1
+    assert canary.gate_judges[0].startswith("fake-judge rubric ")
 
 
 async def test_it_is_json(world: World) -> None:

@@ -180,7 +180,7 @@ def test_bad_folders_and_a_broken_trial_leave_control_and_its_admin_api_alive(
             began = wait_for(process, "canary_began")
             with world.database.write() as session:
                 row = session.get_one(CanaryRow, began["canary"])
-                row.evidence = {}  # no controller can read this trial
+                row.evidence = {}  # no controller can read this canary
             for failures in (1, 2):
                 failed = wait_for(process, "loop_failed")
                 assert (failed["loop"], failed["failures"]) == ("tick", failures)

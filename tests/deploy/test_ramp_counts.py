@@ -10,7 +10,7 @@ import pytest
 
 from deploy.canary.gate_store import held_out_prompts
 from deploy.canary.ramp_counts import asks_for_one, count_ramp
-from deploy.records import Trial
+from deploy.records import Canary
 from deploy.registry.canary_rule import BREAKER_FAILURES, ArmCounts, RampEvidence
 from sidecar.relay.best_of.plan import BestOfPlan, plan_best_of
 from sidecar.relay.payload.peek import peek_request
@@ -22,8 +22,8 @@ CANARY = "m--v1-aaaa"
 CHAMPION = "m--v0-bbbb"
 
 
-def trial(champion: str = "base") -> Trial:
-    return Trial(
+def ramping(champion: str = "base") -> Canary:
+    return Canary(
         canary_id="c",
         model="m",
         candidate=CANARY,
@@ -45,7 +45,7 @@ def trial(champion: str = "base") -> Trial:
 
 def counted(world: World, champion: str = "base", step_min_exchanges: int = 3) -> RampEvidence:
     with world.database.read() as session:
-        return count_ramp(session, trial(champion), step_min_exchanges=step_min_exchanges)
+        return count_ramp(session, ramping(champion), step_min_exchanges=step_min_exchanges)
 
 
 def canary(world: World, **reply: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_missing_canary_of_an_earlier_step_is_forgotten(world: World) -> None:
     fallback(world)
     world.clock.now += 10.0
     with world.database.read() as session:
-        later = Trial(**{**_as_dict(trial()), "step_started_at": 1_005.0})
+        later = Canary(**{**_as_dict(ramping()), "step_started_at": 1_005.0})
         evidence = count_ramp(session, later, step_min_exchanges=3)
 
     assert evidence.candidate == ArmCounts(replies=0, errors=0, short=0)
@@ -316,8 +316,8 @@ def test_a_step_that_needs_many_turns_ends_although_some_were_sent_again(world: 
     assert counted(world, step_min_exchanges=30).seen == 30
 
 
-def _as_dict(one: Trial) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in Trial.__dataclass_fields__}
+def _as_dict(one: Canary) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in Canary.__dataclass_fields__}
 
 
 async def ramp(world: World, tick: Any) -> str:
@@ -326,7 +326,7 @@ async def ramp(world: World, tick: Any) -> str:
     world.clock.now += 1.0
     for _ in range(3):
         await tick()
-    assert world.trial(name).phase == "ramping"
+    assert world.canary(name).phase == "ramping"
     return name
 
 
@@ -341,8 +341,8 @@ async def test_many_requests_for_which_vllm_lost_the_canary_roll_it_back(world: 
 
     await tick()
 
-    assert world.trial(name).phase == "rolled_back"
-    assert world.trial(name).reason.startswith("100% of the canary's 5 replies failed, 0% of")
+    assert world.canary(name).phase == "rolled_back"
+    assert world.canary(name).reason.startswith("100% of the canary's 5 replies failed, 0% of")
     assert world.table().canary is None
 
 
@@ -361,8 +361,8 @@ async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, 
         world.serve("c", adapter="base", arm="champion", fallback_from=name)
     world.clock.now += 10.0
     await tick()
-    assert world.trial(name).step == 0
-    assert world.trial(name).reason == (
+    assert world.canary(name).step == 0
+    assert world.canary(name).reason == (
         "step 1 stands: vLLM did not know the adapter for its last 5 requests"
     )
 
@@ -372,7 +372,7 @@ async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, 
         world.clock.now += 1_000.0
     await tick()
 
-    trial_now = world.trial(name)
+    trial_now = world.canary(name)
     assert (trial_now.phase, trial_now.step) == (("ramping", 1) if back else ("inconclusive", 0))
 
 

@@ -16,7 +16,7 @@ from deploy.engine.reconcile import (
     make_plan,
     read_desired,
 )
-from deploy.registry import transitions, trials
+from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
 from learner.adapter_folder import CONFIG, WEIGHTS
 from sidecar.store.models import AliasRow, AuditRow, CounterRow
@@ -84,7 +84,7 @@ def begin(world: World, name: str, *phases: str) -> None:
     for phase in phases:
         with world.database.write() as session:
             move = Move(to=phase, candidate_state=phase, reason="on")
-            transitions.apply(session, world.trial(name), move, evidence={}, now=2.0)
+            transitions.apply(session, world.canary(name), move, evidence={}, now=2.0)
 
 
 def test_champion_candidate_and_previous_are_wanted(world: World) -> None:
@@ -242,14 +242,14 @@ async def test_the_trial_of_an_altered_candidate_ends_also_while_it_is_paused(
     name = world.register(1)
     begin(world, name, *phases)
     with world.database.write() as session:
-        row = trials.find_row(session, world.trial(name).canary_id)
+        row = canaries.find_row(session, world.canary(name).canary_id)
         transitions.pause(session, row, reason="lunch", now=3.0, actor="me")
     flip_a_bit(world, name)
 
     await reconciler(world).reconcile()
 
     assert world.control.calls == []
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert world.adapter(name).state == state
     assert world.table().canary is None
 

@@ -111,13 +111,13 @@ def test_it_ends_a_running_canary_in_the_same_transaction(
     for phase in ("gating", "ramping"):
         with world.database.write() as session:
             move = Move(to=phase, candidate_state=phase, reason="on")
-            transitions.apply(session, world.trial(fourth), move, evidence={}, now=2.0)
+            transitions.apply(session, world.canary(fourth), move, evidence={}, now=2.0)
     assert world.table().canary == fourth
 
     result = roll_back(world)
 
-    assert result.ended_canary == world.trial(fourth).canary_id
-    assert world.trial(fourth).phase == "rolled_back"
+    assert result.ended_canary == world.canary(fourth).canary_id
+    assert world.canary(fourth).phase == "rolled_back"
     assert world.adapter(fourth).state == "rolled_back"
     assert (world.table().canary, world.table().champion) == (None, served[1])
 

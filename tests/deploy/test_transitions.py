@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deploy.errors import TransitionError
-from deploy.records import Trial
-from deploy.registry import routing_writer, transitions, trials
+from deploy.records import Canary
+from deploy.registry import canaries, routing_writer, transitions
 from deploy.registry.canary_rule import Hold, Move
 from sidecar.store.models import AuditRow, CounterRow
 
@@ -21,7 +21,7 @@ PROMOTE = Move(to="promoted", candidate_state="champion", reason="ramp passed")
 ROLL_BACK = Move(to="rolled_back", candidate_state="rolled_back", reason="too many errors")
 
 
-def begin(world: World, name: str) -> Trial:
+def begin(world: World, name: str) -> Canary:
     with world.database.write() as session:
         return transitions.begin(
             session, model="m", candidate=name, steps=(2_000, 5_000), now=100.0, actor="control"
@@ -32,22 +32,22 @@ def go(world: World, name: str, *moves: Any, now: float = 200.0, **evidence: Any
     done = True
     for move in moves:
         with world.database.write() as session:
-            done = transitions.apply(session, world.trial(name), move, evidence=evidence, now=now)
+            done = transitions.apply(session, world.canary(name), move, evidence=evidence, now=now)
     return done
 
 
-def by_operator(world: World, name: str, verb: Any, now: float = 300.0) -> Trial:
+def by_operator(world: World, name: str, verb: Any, now: float = 300.0) -> Canary:
     with world.database.write() as session:
-        row = trials.trial_of(session, name)
+        row = canaries.canary_of(session, name)
         return verb(session, row, reason="I say so", now=now, actor="me")
 
 
 def test_a_new_trial_takes_no_traffic(world: World) -> None:
     name = world.register(1)
 
-    trial = begin(world, name)
+    canary = begin(world, name)
 
-    assert (trial.phase, trial.champion, trial.weight_bp) == ("loading", "base", 0)
+    assert (canary.phase, canary.champion, canary.weight_bp) == ("loading", "base", 0)
     assert world.adapter(name).state == "gating"
     assert world.table().canary is None
     assert world.table().generation == 1
@@ -67,7 +67,7 @@ def test_each_step_of_the_ramp_is_in_the_routing_table(world: World) -> None:
     assert (gating.canary, gating.generation) == (None, 1)
     assert (first.canary, first.canary_weight_bp, first.generation) == (name, 2_000, 2)
     assert (second.canary, second.canary_weight_bp, second.generation) == (name, 5_000, 3)
-    assert first.salt == second.salt == world.trial(name).salt != ""
+    assert first.salt == second.salt == world.canary(name).salt != ""
 
 
 def test_two_canaries_have_different_salts(world: World) -> None:
@@ -76,7 +76,7 @@ def test_two_canaries_have_different_salts(world: World) -> None:
     go(world, first, ROLL_BACK)
     begin(world, second)
 
-    assert world.trial(first).salt != world.trial(second).salt
+    assert world.canary(first).salt != world.canary(second).salt
 
 
 def test_promotion_moves_aliases_states_and_table_at_once(world: World) -> None:
@@ -91,7 +91,7 @@ def test_promotion_moves_aliases_states_and_table_at_once(world: World) -> None:
     assert (world.adapter(second).state, world.adapter(first).state) == ("champion", "retired")
     table = world.table()
     assert (table.champion, table.canary, table.canary_weight_bp) == (second, None, 0)
-    assert world.trial(second).ended_at == 200.0
+    assert world.canary(second).ended_at == 200.0
 
 
 def test_a_failure_in_the_transaction_leaves_nothing_behind(
@@ -100,7 +100,7 @@ def test_a_failure_in_the_transaction_leaves_nothing_behind(
     name = world.register(1)
     begin(world, name)
     go(world, name, TO_GATE, TO_RAMP, STEP_2)
-    before = (world.aliases(), world.table(), world.trial(name), world.actions())
+    before = (world.aliases(), world.table(), world.canary(name), world.actions())
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("killed here")
@@ -109,7 +109,7 @@ def test_a_failure_in_the_transaction_leaves_nothing_behind(
     with pytest.raises(RuntimeError, match="killed here"):
         go(world, name, PROMOTE)
 
-    assert (world.aliases(), world.table(), world.trial(name), world.actions()) == before
+    assert (world.aliases(), world.table(), world.canary(name), world.actions()) == before
 
 
 def test_a_rolled_back_canary_loses_its_traffic(world: World) -> None:
@@ -131,7 +131,7 @@ def test_a_decision_on_a_trial_that_changed_meanwhile_is_discarded(world: World)
     name = world.register(1)
     begin(world, name)
     go(world, name, TO_GATE, TO_RAMP)
-    seen = world.trial(name)
+    seen = world.canary(name)
     by_operator(world, name, transitions.abort)
     actions = world.actions()
 
@@ -139,7 +139,7 @@ def test_a_decision_on_a_trial_that_changed_meanwhile_is_discarded(world: World)
         applied = transitions.apply(session, seen, PROMOTE, evidence={"late": 1}, now=400.0)
 
     assert not applied
-    assert world.trial(name).phase == "rolled_back"
+    assert world.canary(name).phase == "rolled_back"
     assert "late" not in world.evidence(name)
     assert world.actions() == actions
 
@@ -147,7 +147,7 @@ def test_a_decision_on_a_trial_that_changed_meanwhile_is_discarded(world: World)
 def test_a_decision_on_a_trial_paused_meanwhile_is_discarded(world: World) -> None:
     name = world.register(1)
     begin(world, name)
-    seen = world.trial(name)
+    seen = world.canary(name)
     by_operator(world, name, transitions.pause)
 
     with world.database.write() as session:
@@ -156,13 +156,13 @@ def test_a_decision_on_a_trial_paused_meanwhile_is_discarded(world: World) -> No
 
 def test_a_hold_says_why_without_a_generation_or_an_audit_row(world: World) -> None:
     name = world.register(1)
-    trial = begin(world, name)
+    canary = begin(world, name)
     actions = world.actions()
 
     go(world, name, Hold(reason="waiting for vLLM"), loading={"failures": 1})
 
-    after = world.trial(name)
-    assert (after.reason, after.generation) == ("waiting for vLLM", trial.generation)
+    after = world.canary(name)
+    assert (after.reason, after.generation) == ("waiting for vLLM", canary.generation)
     assert world.evidence(name)["loading"] == {"failures": 1}
     assert world.actions() == actions
 
@@ -174,13 +174,13 @@ def test_the_clock_stands_through_holds_that_stop_it(world: World) -> None:
 
     go(world, name, waits, now=110.0)
     go(world, name, waits, now=150.0)
-    assert world.trial(name).stopped_at == 110.0
+    assert world.canary(name).stopped_at == 110.0
     go(world, name, goes, now=170.0)
     go(world, name, waits, now=180.0)
     go(world, name, goes, now=185.0)
 
-    trial = world.trial(name)
-    assert (trial.stopped_at, trial.stopped_s) == (None, 65.0)
+    canary = world.canary(name)
+    assert (canary.stopped_at, canary.stopped_s) == (None, 65.0)
 
 
 def test_a_transition_starts_the_clock_anew(world: World) -> None:
@@ -190,8 +190,8 @@ def test_a_transition_starts_the_clock_anew(world: World) -> None:
 
     go(world, name, TO_GATE, now=150.0)
 
-    trial = world.trial(name)
-    assert (trial.step_started_at, trial.stopped_s, trial.stopped_at) == (150.0, 0.0, None)
+    canary = world.canary(name)
+    assert (canary.step_started_at, canary.stopped_s, canary.stopped_at) == (150.0, 0.0, None)
 
 
 def test_pause_keeps_the_weight_and_resume_goes_on(world: World) -> None:
@@ -272,7 +272,7 @@ def test_allowed_actions_follow_the_state(
     if pause:
         by_operator(world, name, transitions.pause)
 
-    assert transitions.allowed_actions(world.trial(name)) == allowed
+    assert transitions.allowed_actions(world.canary(name)) == allowed
 
 
 def test_every_transition_is_audited_once_with_before_and_after(world: World) -> None:
@@ -280,7 +280,7 @@ def test_every_transition_is_audited_once_with_before_and_after(world: World) ->
     begin(world, name)
     go(world, name, TO_GATE, TO_RAMP, STEP_2, PROMOTE)
 
-    rows = [row for row in world.rows(AuditRow) if row.subject == world.trial(name).canary_id]
+    rows = [row for row in world.rows(AuditRow) if row.subject == world.canary(name).canary_id]
 
     assert [(row.action, row.after["step"]) for row in rows] == [
         ("canary.loading", 0),

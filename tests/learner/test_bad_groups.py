@@ -115,7 +115,7 @@ def train(settings: Settings, database: Database, clock: Any) -> Callable[..., A
     return start
 
 
-def fates(database: Database) -> dict[str, tuple[str, str | None]]:
+def outcomes(database: Database) -> dict[str, tuple[str, str | None]]:
     with database.read() as session:
         rows = session.scalars(select(GroupRow)).all()
         return {row.group_id: (row.status, row.reason) for row in rows}
@@ -166,9 +166,9 @@ def test_one_bad_group_costs_itself_and_the_others_train_as_if_it_had_never_been
 
     candidate = train()
 
-    fate = fates(database)
-    assert fate.pop(BAD) == ("dropped", reason)
-    assert set(fate.values()) == {("trained", None)}
+    outcome = outcomes(database)
+    assert outcome.pop(BAD) == ("dropped", reason)
+    assert set(outcome.values()) == {("trained", None)}
     assert counted(database)["trained"] == GROUPS - 1
     assert counted(database)[reason] == 1
     put(range(GROUPS - 1), prefix="again")
@@ -241,9 +241,9 @@ def test_a_damaged_row_costs_its_own_group(
 
     train()
 
-    fate = fates(database)
-    assert fate.pop(BAD) == ("dropped", reason)
-    assert set(fate.values()) == {("trained", None)}
+    outcome = outcomes(database)
+    assert outcome.pop(BAD) == ("dropped", reason)
+    assert set(outcome.values()) == {("trained", None)}
     assert counted(database) == {"trained": GROUPS - 1, reason: 1}
 
 
@@ -308,7 +308,7 @@ def test_a_group_that_cannot_be_computed_costs_only_itself(
         breaking(patch, error, with_gradient=with_gradient)
         candidate = train()
 
-    assert fates(database).pop(BAD) == ("dropped", reason)
+    assert outcomes(database).pop(BAD) == ("dropped", reason)
     assert str(error) in (row_of(database, BAD).detail or "")
     put(range(GROUPS - 1), prefix="again")
     assert train("r2") == candidate
@@ -322,7 +322,7 @@ def test_a_gradient_that_is_not_finite_costs_only_its_group(
         breaking(patch, None, with_gradient=True)
         candidate = train()
 
-    assert fates(database).pop(BAD) == ("dropped", "non_finite_gradient")
+    assert outcomes(database).pop(BAD) == ("dropped", "non_finite_gradient")
     put(range(GROUPS - 1), prefix="again")
     assert train("r2") == candidate
 
@@ -349,11 +349,11 @@ def test_a_group_that_does_not_fit_into_memory_is_left_out_once_and_dropped_the_
 
     train()
 
-    assert fates(database)[BAD] == ("scored", None)
+    assert outcomes(database)[BAD] == ("scored", None)
     assert row_of(database, BAD).learn_attempts == 1
     put(range(GROUPS - 1), prefix="more")
     train("r2")
-    assert fates(database)[BAD] == ("dropped", "out_of_memory")
+    assert outcomes(database)[BAD] == ("dropped", "out_of_memory")
     assert counted(database) == {"trained": 2 * (GROUPS - 1), "out_of_memory": 1}
 
 
@@ -372,14 +372,14 @@ def test_groups_that_fit_train_though_most_do_not_and_those_are_dropped_in_a_few
 
     train()
 
-    fate = fates(database)
-    assert {fate.pop(str(number)) for number in range(7)} == {("trained", None)}
-    assert set(fate.values()) == {("scored", None)}
-    assert {row_of(database, name).learn_attempts for name in fate} == {1}
+    outcome = outcomes(database)
+    assert {outcome.pop(str(number)) for number in range(7)} == {("trained", None)}
+    assert set(outcome.values()) == {("scored", None)}
+    assert {row_of(database, name).learn_attempts for name in outcome} == {1}
     with database.read() as session:
         assert count_pending(session, {"base"}) == 0
     runs = 1
-    while ("scored", None) in fates(database).values():
+    while ("scored", None) in outcomes(database).values():
         runs += 1
         put(range(7), prefix=f"new-{runs}-")
         train(f"r{runs}", min_groups=1)
@@ -405,13 +405,13 @@ def test_memory_that_somebody_else_uses_for_a_while_costs_no_group(
         patch.setattr(Policy, "logprobs", logprobs)
         with pytest.raises(OutOfMemoryError, match=named):
             train()
-        assert set(fates(database).values()) == {("scored", None)}
+        assert set(outcomes(database).values()) == {("scored", None)}
         assert {row_of(database, str(n)).learn_attempts for n in range(GROUPS)} == {1}
         with pytest.raises(OutOfMemoryError):
             train("r2", min_groups=1)
-        assert set(fates(database).values()) == {("scored", None)}
+        assert set(outcomes(database).values()) == {("scored", None)}
     runs = 2
-    while ("scored", None) in fates(database).values() and runs < 12:
+    while ("scored", None) in outcomes(database).values() and runs < 12:
         runs += 1
         train(f"r{runs}", min_groups=1)
 
@@ -427,7 +427,7 @@ def test_most_groups_that_drift_end_the_run_and_none_is_dropped(
     with pytest.raises(DriftError, match=r"9 of 16 groups fail.*differ by 0\.43.*base_model_path"):
         train()
 
-    assert set(fates(database).values()) == {("scored", None)}
+    assert set(outcomes(database).values()) == {("scored", None)}
     attempts = [row_of(database, str(n)).learn_attempts for n in range(GROUPS)]
     assert attempts == [0] * 7 + [1] * 9
     # The others do not wait for them: the next run takes those that never failed.
@@ -447,9 +447,9 @@ def test_groups_that_drift_are_given_up_after_some_runs_and_learning_goes_on(
         except (DriftError, LookupError):
             continue
 
-    fate = fates(database)
-    assert [fate[str(n)] for n in range(2)] == [("trained", None)] * 2
-    given_up = [fate[str(n)] for n in range(2, 8)]
+    outcome = outcomes(database)
+    assert [outcome[str(n)] for n in range(2)] == [("trained", None)] * 2
+    given_up = [outcome[str(n)] for n in range(2, 8)]
     # The last one alone is fewer than min_groups, and waits for others.
     assert given_up.count(("dropped", "drift")) >= 5
     with database.read() as session:
@@ -464,7 +464,7 @@ def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
     with pytest.raises(NonFiniteError):
         train(learning_rate=1e30)
 
-    assert set(fates(database).values()) == {("scored", None)}
+    assert set(outcomes(database).values()) == {("scored", None)}
 
 
 def test_when_no_group_is_usable_the_run_is_skipped_and_they_are_dropped(
@@ -475,7 +475,7 @@ def test_when_no_group_is_usable_the_run_is_skipped_and_they_are_dropped(
     with pytest.raises(LookupError):
         train()
 
-    assert {reason for _, reason in fates(database).values()} == {"unknown_adapter"}
+    assert {reason for _, reason in outcomes(database).values()} == {"unknown_adapter"}
 
 
 def test_a_gpu_that_fails_names_the_group_that_it_computed(
@@ -499,5 +499,5 @@ def test_a_gpu_that_fails_names_the_group_that_it_computed(
     with pytest.raises(FaultyGroupsError, match=named):
         train("r3")
 
-    assert fates(database)[BAD] == ("dropped", "computation_failed")
+    assert outcomes(database)[BAD] == ("dropped", "computation_failed")
     assert counted(database) == {"trained": GROUPS - 1, "computation_failed": 1}

@@ -170,10 +170,10 @@ def test_an_open_trial_is_waited_for(
         )
     here = world()
     with capture_logs() as logs:
-        assert here.look() == "trial"
-        assert here.look() == "trial"
+        assert here.look() == "canary"
+        assert here.look() == "canary"
     waits = [entry["why"] for entry in logs if entry["event"] == "learner_waits"]
-    assert waits == [f"the trial of {name} is not decided"]
+    assert waits == [f"the canary of {name} is not decided"]
 
     with database.write() as session:
         session.get_one(CanaryRow, "c").state = "rolled_back"
@@ -185,7 +185,7 @@ def test_an_open_trial_is_waited_for(
 def test_a_version_that_waits_for_its_trial_is_waited_for(world: Make, put_version: Make) -> None:
     put_version(1, state="registered")
 
-    assert world().look() == "trial"
+    assert world().look() == "canary"
 
 
 @pytest.mark.usefixtures("two_groups")

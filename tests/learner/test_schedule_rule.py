@@ -15,7 +15,7 @@ def seen(**changes: Any) -> Situation:
         "paused": False,
         "requested": False,
         "due": True,
-        "trial": None,
+        "canary": None,
         "groups": 16,
         "min_groups": 16,
         "now": 100.0,
@@ -36,9 +36,9 @@ def test_nothing_starts_before_its_time() -> None:
 
 
 def test_an_open_trial_is_waited_for_and_named() -> None:
-    decision = decide(seen(trial="m--v3-abc", requested=True))
+    decision = decide(seen(canary="m--v3-abc", requested=True))
 
-    assert decision.kind == "trial"
+    assert decision.kind == "canary"
     assert "m--v3-abc" in decision.why
     assert not decision.spent
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Final
 
 from sidecar.access.admission import Admission
-from sidecar.relay.client.reception import admit, no_room, turn_away
+from sidecar.relay.client.reception import admit, no_room, reject
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.client_request import RequestHead
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.relay.surface.refusals import Refusal
 
-MAX_STRANGERS_BYTES: Final = 64 * 1024
+MAX_UNAUTHENTICATED_BYTES: Final = 64 * 1024
 """Of a body that come before its sender is refused. Under it nobody sees a difference: the
 refusal comes when the body is whole, and the connection stays."""
 MIN_BODY_BYTES_PER_S: Final = 1024
@@ -34,7 +34,7 @@ class BodyWatch:
         self._admitted: Admission | Refusal | None = None
         """What `admit` said; None: nobody asked."""
         self.may_be_long = False
-        """Over `MAX_STRANGERS_BYTES`: its sender was looked at."""
+        """Over `MAX_UNAUTHENTICATED_BYTES`: its sender was looked at."""
         self._held_bytes = 0
         """Taken of the worker's budget, for the body coming in or in flight."""
         self._due = 0.0
@@ -55,15 +55,16 @@ class BodyWatch:
             admitted = self._admitted = admit(self._context, head)
             if not isinstance(admitted, Refusal) and not self._fits(parser.announced):
                 return no_room(self._context, head, "announced", close=True)
-        if came <= MAX_STRANGERS_BYTES and not parser.wants_continue:
+        if came <= MAX_UNAUTHENTICATED_BYTES and not parser.wants_continue:
             return None
         if not self.may_be_long:
             self.may_be_long = True
             # Who waits for 100 is judged by what he announces: nobody looks again when it is here.
-            refusal = turn_away(
+            refusal = reject(
                 head,
                 admitted,
-                long=parser.may_bring_more_than(MAX_STRANGERS_BYTES) or came > MAX_STRANGERS_BYTES,
+                long=parser.may_bring_more_than(MAX_UNAUTHENTICATED_BYTES)
+                or came > MAX_UNAUTHENTICATED_BYTES,
             )
             if refusal is not None:
                 return refusal

@@ -49,7 +49,7 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
     return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
 
 
-def turn_away(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> Refusal | None:
+def reject(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> Refusal | None:
     """Why a request will not be taken, known before its body is here. None: it may come.
 
     long: of its body came more than anybody sends who is not asked for a prompt.
@@ -63,7 +63,7 @@ def no_room(context: RelayContext, head: RequestHead, reason: str, *, close: boo
     """Refuse a body for which the worker has no memory. reason: as the metric names it."""
     limit = context.bodies.limit
     context.metrics.bodies_refused.inc((reason,))
-    context.rare_log.warning("bodies_full", limit_bytes=limit, reason=reason)
+    context.rate_limited_log.warning("bodies_full", limit_bytes=limit, reason=reason)
     return replace(bodies_full(limit, _surface(head.where)), close=close)
 
 
@@ -93,7 +93,7 @@ def receive(
         admitted = admit(context, head)
     elif _asks_for_key(head):
         # The body may have taken minutes, in which the key was revoked or has expired.
-        denial = context.access.turn_away(head.credentials, context.clock())
+        denial = context.access.reject(head.credentials, context.clock())
         if denial is not None:
             return denied(denial, _surface(where))
     if isinstance(admitted, Refusal):
@@ -160,7 +160,9 @@ def _receive_model_request(
     if isinstance(plan, Refusal):
         if plan.reason:
             context.metrics.bodies_unreadable.inc((plan.reason,))
-            context.rare_log.warning("body_unreadable", reason=plan.reason, surface=rule.surface)
+            context.rate_limited_log.warning(
+                "body_unreadable", reason=plan.reason, surface=rule.surface
+            )
         return with_limits(plan, admission.headers)
     if BEST_OF_HEADER in headers.aside:
         n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)

@@ -121,7 +121,9 @@ class RelayServer:
     def _accept(self) -> asyncio.Protocol:
         if len(self._connections) >= self._context.proxy.max_connections:
             self._context.metrics.clients_cut.inc(("too_many",))
-            self._context.rare_log.warning("too_many_connections", limit=len(self._connections))
+            self._context.rate_limited_log.warning(
+                "too_many_connections", limit=len(self._connections)
+            )
             return TurnedAway()
         connection = ClientConnection(self._context, self._forget)
         self._connections.add(connection)

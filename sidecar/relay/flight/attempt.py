@@ -170,7 +170,7 @@ class Outbound(ReplyReader):
         context = self._context
         if replica.failed(context.monotonic()):
             context.metrics.replica_ejections.inc((replica.url,))
-            context.rare_log.warning("replica_ejected", url=replica.url, why=why)
+            context.rate_limited_log.warning("replica_ejected", url=replica.url, why=why)
 
     def _send_on(self, connection: SendingConnection, replica: Replica) -> None:
         body = self._body_to_send()

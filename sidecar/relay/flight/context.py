@@ -14,7 +14,7 @@ from sidecar.capture.recorder import Capture
 from sidecar.metrics.proxy import Metrics
 from sidecar.relay.flight.accounts import Accounts
 from sidecar.relay.flight.held_bodies import BodyBudget
-from sidecar.relay.flight.rate_limited_log import RareLog
+from sidecar.relay.flight.rate_limited_log import RateLimitedLog
 from sidecar.relay.upstream.replicas import Replica, Replicas
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.breaker import Breaker
@@ -44,7 +44,7 @@ class RelayContext:
     routing: Routing
     capture: Capture
     metrics: Metrics
-    rare_log: RareLog
+    rate_limited_log: RateLimitedLog
     sampling: SamplingRule
     access: Access
     best_of: BestOf = field(default_factory=BestOf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from sidecar.capture.reply_buffer import Tee
+from sidecar.capture.reply_buffer import ReplyBuffer
 from sidecar.records import Outcome, RawCapture, Timings
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.plan import Plan
@@ -38,7 +38,7 @@ def settle(
         return
     if flown.meter is not None:
         _charge(context, flown, flown.meter, outcome, status)
-    route, tee = flown.routes[0], flown.tee
+    route, reply_buffer = flown.routes[0], flown.reply_buffer
     accounts.duration.observe(ended - flown.began)
     accounts.overhead.observe(flown.overhead_s)
     if flown.first_byte and status == 200:
@@ -47,11 +47,11 @@ def settle(
     if flown.signs is not None:
         _tell_breaker(context, flown, plan, flown.signs, outcome, status, ended)
     reply, reply_bytes = None, 0
-    if tee is None:
+    if reply_buffer is None:
         accounts.skipped(plan.skip_reason or "")
     else:
-        reply_bytes = tee.size
-        reply = _kept_reply(context, tee, status)
+        reply_bytes = reply_buffer.size
+        reply = _kept_reply(context, reply_buffer, status)
     if reply is None and not context.traced:
         return
     headers = flown.request.head.headers
@@ -94,16 +94,18 @@ def _count(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
 
 
-def _kept_reply(context: RelayContext, tee: Tee, status: int) -> tuple[bytes, ...] | None:
+def _kept_reply(
+    context: RelayContext, reply_buffer: ReplyBuffer, status: int
+) -> tuple[bytes, ...] | None:
     """The chunks to record, or None when nothing is to be: then that is counted here."""
     if status not in (0, 200) and status < 500:
-        tee.clear()
+        reply_buffer.clear()
         context.accounts.skipped("not_200")
         return None
-    if tee.lost_reason is not None:
-        context.capture.lose(tee.lost_reason, 1)
+    if reply_buffer.lost_reason is not None:
+        context.capture.lose(reply_buffer.lost_reason, 1)
         return None
-    return tee.take()
+    return reply_buffer.take()
 
 
 def _tell_breaker(
@@ -115,7 +117,7 @@ def _tell_breaker(
     status: int,
     ended: float,
 ) -> None:
-    """Count what the user of a trial got, for the arm that was to answer.
+    """Count what the user of a canary got, for the arm that was to answer.
 
     Left out, because it says nothing of the adapter: a request that reached no vLLM, one that vLLM
     did not know the adapter for (control sees those), one that vLLM refuses as the client's
@@ -124,7 +126,7 @@ def _tell_breaker(
     guard, session = context.guard, plan.session_key
     if flown.fell_back:
         if outcome != "upstream_error":
-            guard.reply(plan.trial, "canary", session, ERROR)
+            guard.reply(plan.canary_tag, "canary", session, ERROR)
         return
     if not flown.sent or flown.fallback_from or 400 <= status < 500:
         return
@@ -140,7 +142,7 @@ def _tell_breaker(
     if not signs.slow and (flown.first_byte or ended) - flown.sent > context.slow_first_byte_s:
         bad |= SLOW
     if bad or not signs.slow:
-        guard.reply(plan.trial, flown.routes[0].arm, session, bad, counted=signs.slow)
+        guard.reply(plan.canary_tag, flown.routes[0].arm, session, bad, counted=signs.slow)
 
 
 def _charge(

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Final
 
 from sidecar.access.admission import Admission
-from sidecar.capture.reply_buffer import Tee
+from sidecar.capture.reply_buffer import ReplyBuffer
 from sidecar.records import Outcome
 from sidecar.relay.flight.attempt import Outbound
 from sidecar.relay.flight.client_reply import ClientReply
@@ -63,10 +63,10 @@ class Flight(Outbound):
         "head",
         "meter",
         "pieces",
+        "reply_buffer",
         "returned_index",
         "signs",
         "streamed",
-        "tee",
     )
 
     def __init__(
@@ -90,17 +90,17 @@ class Flight(Outbound):
         self._touched = 0.0
         self.returned_index = 0
         """Which of vLLM's choices the client gets."""
-        self.tee: Tee | None = None
+        self.reply_buffer: ReplyBuffer | None = None
         self.fell_back = False
         """The canary failed before the first byte; the champion answers in its place."""
         self.signs: ReplySigns | None = None
         self.meter: UsageMeter | None = None
         """None: the key has no allowance of tokens."""
         if plan is not None:
-            if plan.trial != NO_CANARY:
+            if plan.canary_tag != NO_CANARY:
                 self.signs = ReplySigns()
             if plan.skip_reason is None:
-                self.tee = context.capture.tee()
+                self.reply_buffer = context.capture.reply_buffer()
             if plan.metered:
                 self.meter = UsageMeter()
         self._await_reply(keep_alive=keep_alive and request.head.keep_alive)
@@ -141,14 +141,14 @@ class Flight(Outbound):
             self._context.accounts.streams_open.inc()
 
     def reply_body(self, data: bytes) -> None:
-        if self.tee is not None or self.meter is not None:
+        if self.reply_buffer is not None or self.meter is not None:
             self._keep(data)
         self._pass_on(data)
 
     def _keep(self, data: bytes) -> None:
         """For the record, and for the key's allowance."""
-        if self.tee is not None:
-            self.tee.add(data)
+        if self.reply_buffer is not None:
+            self.reply_buffer.add(data)
         if self.meter is not None:
             self.meter.feed(data)
 
@@ -161,7 +161,7 @@ class Flight(Outbound):
         self._out.append(data if self._body is PASSED else self._body.feed(data))
 
     def pass_chunks(self, framed: bytes, received_at: float) -> bool:
-        keeps = self.tee is not None or self.meter is not None
+        keeps = self.reply_buffer is not None or self.meter is not None
         if keeps or self._body is not PASSED or not self._reply.in_chunks:
             return False
         self._last = framed
@@ -232,7 +232,7 @@ class Flight(Outbound):
             self._fall_back(_now(), why)
             return
         context, replica = self._context, self.replica or self._tried[-1]
-        context.rare_log.warning("upstream_failed", url=replica.url, why=why)
+        context.rate_limited_log.warning("upstream_failed", url=replica.url, why=why)
         if self._reply.begun:
             self._break_off(why)
             return
@@ -276,7 +276,7 @@ class Flight(Outbound):
         route, context, replica = self.routes[0], self._context, self.replica
         assert replica is not None, "it was asked"
         context.metrics.adapter_missing.inc((route.adapter,))
-        context.rare_log.warning("adapter_missing", adapter=route.adapter, url=replica.url)
+        context.rate_limited_log.warning("adapter_missing", adapter=route.adapter, url=replica.url)
         replica.in_flight -= 1
         replica.lacks(route.upstream_model)
         context.models_changed()
@@ -305,7 +305,7 @@ class Flight(Outbound):
         """The canary failed and its user has not a byte yet: the champion answers."""
         context, replica = self._context, self.replica
         context.metrics.canary_fallbacks.inc()
-        context.rare_log.warning("canary_failed", adapter=self.routes[0].adapter, why=why)
+        context.rate_limited_log.warning("canary_failed", adapter=self.routes[0].adapter, why=why)
         if replica is not None:
             replica.in_flight -= 1
             self.replica = None
@@ -317,8 +317,8 @@ class Flight(Outbound):
 
     def _begin_again(self, received_at: float) -> None:
         """The reply that came is not the client's: forget it, and wait for another."""
-        if self.tee is not None:
-            self.tee.clear()
+        if self.reply_buffer is not None:
+            self.reply_buffer.clear()
         if self.signs is not None:
             self.signs = ReplySigns()
         if self.meter is not None:
@@ -368,7 +368,7 @@ class Flight(Outbound):
         silent_s = now - max(self._touched, self.sent)
         if plan is not None and self.sent and silent_s > context.slow_first_byte_s:
             signs.slow = True
-            context.guard.reply(plan.trial, self.routes[0].arm, plan.session_key, SLOW)
+            context.guard.reply(plan.canary_tag, self.routes[0].arm, plan.session_key, SLOW)
 
     # -- the end
 

@@ -68,6 +68,7 @@ class Plan:
     for every request.)"""
 
     __slots__ = (
+        "canary_tag",
         "metered",
         "peek",
         "public_model",
@@ -76,7 +77,6 @@ class Plan:
         "session_key",
         "skip_reason",
         "strip",
-        "trial",
         "user",
     )
 
@@ -92,13 +92,14 @@ class Plan:
         skip_reason: str | None,
         strip: Strip,
         metered: bool,
-        trial: float = NO_CANARY,
+        canary_tag: float = NO_CANARY,
     ) -> None:
         """metered: the key has an allowance of tokens, so the usage must be known.
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
         strip: what the sidecar asks for on its own account.
-        trial: the breaker's tag of the canary that this request's session was assigned against."""
+        canary_tag: the breaker's tag of the canary that this request's session was assigned
+        against."""
         self.rule = rule
         self.metered = metered
         self.peek = peek
@@ -108,7 +109,7 @@ class Plan:
         self.routes = routes
         self.skip_reason = skip_reason
         self.strip = strip
-        self.trial = trial
+        self.canary_tag = canary_tag
 
     def body_for(self, route: Assignment) -> bytes | PiecedBody:
         """The body to send to vLLM."""
@@ -170,7 +171,7 @@ def plan_request(
         key = session_key(
             header=header or None,
             user=user,
-            opening=() if header else peek.opening(),
+            conversation_prefix=() if header else peek.conversation_prefix(),
             project=around.project,
             key_id=around.key_id,
         )
@@ -188,7 +189,7 @@ def plan_request(
         routes=routes,
         skip_reason=reason,
         metered=around.metered,
-        trial=routing.trial if rule.adapted and around.pinned is None else NO_CANARY,
+        canary_tag=routing.canary_tag if rule.adapted and around.pinned is None else NO_CANARY,
         strip=_strip(rule, peek, captured=reason is None, metered=around.metered),
     )
 

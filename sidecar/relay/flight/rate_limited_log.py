@@ -14,7 +14,7 @@ import structlog
 log = structlog.get_logger()
 
 
-class RareLog:
+class RateLimitedLog:
     """At most one line an event in each interval; the next one says how many were left out."""
 
     def __init__(

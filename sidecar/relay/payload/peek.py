@@ -134,34 +134,34 @@ class RequestPeek:
         options = {} if raw is _UNSET or bytes(raw) == b"null" else _value(raw)
         return options if isinstance(options, dict) else None
 
-    def opening(self) -> list[bytes | Raw]:
+    def conversation_prefix(self) -> list[bytes | Raw]:
         """What names the conversation, as it stands in the body: system prompt, then roles and
         contents of the messages up to the first user's; on any surface. Malformed ones give an
         empty list: vLLM refuses them, and nothing is recorded."""
         fields = self._fields
-        opening: list[bytes | Raw] = []
+        conversation_prefix: list[bytes | Raw] = []
         if fields.system is not _UNSET:
-            opening.append(fields.system)
+            conversation_prefix.append(fields.system)
         if fields.instructions is not _UNSET:
-            opening.append(fields.instructions)
+            conversation_prefix.append(fields.instructions)
         messages = fields.messages if isinstance(fields, TypedFields) else _UNSET
         if messages is _UNSET and fields.input is not _UNSET:
             messages = _items(fields.input)
             if messages is _UNSET:  # a text
-                opening.append(fields.input)
-                return opening
+                conversation_prefix.append(fields.input)
+                return conversation_prefix
         if messages is _UNSET:
             if fields.prompt is not _UNSET:
-                opening.append(bytes(memoryview(fields.prompt)[:PROMPT_KEY_BYTES]))
-            return opening
+                conversation_prefix.append(bytes(memoryview(fields.prompt)[:PROMPT_KEY_BYTES]))
+            return conversation_prefix
         for message in messages:
             role, content = message.role, message.content
-            opening.append(b"" if role is _UNSET else role)
+            conversation_prefix.append(b"" if role is _UNSET else role)
             if content is not _UNSET:
-                opening.append(content)
+                conversation_prefix.append(content)
             if role == _USER:
                 break
-        return opening
+        return conversation_prefix
 
 
 def peek_request(body: bytes, usual: ModelName | None = None) -> RequestPeek:

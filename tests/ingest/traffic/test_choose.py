@@ -173,9 +173,9 @@ FATES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
 @given(data=st.data())
 def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(kit, data: Any) -> None:
     """Whatever arrives first, and whether there is room: one group at most, and equal counts."""
-    fates = data.draw(st.lists(FATES, min_size=1, max_size=4), label="fates")
-    order = data.draw(st.permutations(range(len(fates))), label="order")
-    cuts = data.draw(st.lists(st.booleans(), min_size=len(fates), max_size=len(fates)))
+    outcomes = data.draw(st.lists(FATES, min_size=1, max_size=4), label="outcomes")
+    order = data.draw(st.permutations(range(len(outcomes))), label="order")
+    cuts = data.draw(st.lists(st.booleans(), min_size=len(outcomes), max_size=len(outcomes)))
     rate = data.draw(st.sampled_from([0.0, 0.5, 1.0]), label="rate")
     room = data.draw(st.sampled_from([0, 64]), label="room")
     cap = data.draw(st.sampled_from([0, 4]), label="cap")
@@ -185,7 +185,9 @@ def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(kit, da
         "untrainable": {"untrainable_reason": "ids_missing"},
         "surface": {"surface": "completions"},
     }
-    turn = [asked(kit, f"e{place}", place, **of_fate[fate]) for place, fate in enumerate(fates)]
+    turn = [
+        asked(kit, f"e{place}", place, **of_fate[outcome]) for place, outcome in enumerate(outcomes)
+    ]
     rules = {"rate": rate, "max_pending_groups": room, "max_groups_per_session": cap}
     with kit.emptied():
         for place, cut in zip(order, cuts, strict=True):
@@ -196,13 +198,13 @@ def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(kit, da
         counts = kit.counts("selection")
         groups = kit.group_count()
 
-    fit = fates.count("ok")
+    fit = outcomes.count("ok")
     one = "rate" if rate <= share_of("rate\x00t") else "session_cap" if cap == 0 else None
     one = one or ("backlog" if room == 0 else "chosen")
     expected = {
-        "outcome": fates.count("cut"),
-        "untrainable:ids_missing": fates.count("untrainable"),
-        "surface": fates.count("surface"),
+        "outcome": outcomes.count("cut"),
+        "untrainable:ids_missing": outcomes.count("untrainable"),
+        "surface": outcomes.count("surface"),
         one: min(fit, 1),
         "retried_turn": max(fit - 1, 0),
     }

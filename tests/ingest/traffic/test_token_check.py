@@ -42,7 +42,7 @@ def encode(smollm: Vocabulary, text: str) -> list[int]:
     return list(smollm.decoder.encode(text, add_special_tokens=False).ids)
 
 
-def fate(kit, smollm: Vocabulary, ids: Any, content: str | None, **changes: Any) -> str:
+def outcome(kit, smollm: Vocabulary, ids: Any, content: str | None, **changes: Any) -> str:
     """The check of one plain answer; `request` and message members may be added."""
     said = {"role": "assistant", "content": content, **changes.pop("message", {})}
     finish = changes.pop("finish_reason", "stop")
@@ -59,7 +59,7 @@ def recorded_choice(name: str) -> Iterator[tuple[list[int], dict[str, Any], str]
 @pytest.mark.parametrize("name", ["whole_reply_asked.json", "two_reply_asked.json"])
 def test_what_the_real_vllm_said_agrees(kit, smollm: Vocabulary, name: str) -> None:
     for ids, message, finish in recorded_choice(name):
-        assert fate(kit, smollm, ids, message["content"], finish_reason=finish) == "agrees"
+        assert outcome(kit, smollm, ids, message["content"], finish_reason=finish) == "agrees"
 
 
 def test_every_planted_fault_in_a_real_reply_is_seen(kit, smollm: Vocabulary) -> None:
@@ -76,7 +76,7 @@ def test_every_planted_fault_in_a_real_reply_is_seen(kit, smollm: Vocabulary) ->
             "cut": ids[:place],
         }
         for what, faulty in faults.items():
-            if faulty and fate(kit, smollm, faulty, content, finish_reason=finish) == "agrees":
+            if faulty and outcome(kit, smollm, faulty, content, finish_reason=finish) == "agrees":
                 missed.append((what, place))
 
     assert missed == []
@@ -85,9 +85,9 @@ def test_every_planted_fault_in_a_real_reply_is_seen(kit, smollm: Vocabulary) ->
 def test_a_stop_token_is_no_text_and_comes_once(kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "All is well.")
 
-    assert fate(kit, smollm, [*ids, END], "All is well.") == "agrees"
-    assert fate(kit, smollm, ids, "All is well.", finish_reason="length") == "agrees"
-    assert fate(kit, smollm, [*ids, END, END], "All is well.") == "ids_do_not_decode"
+    assert outcome(kit, smollm, [*ids, END], "All is well.") == "agrees"
+    assert outcome(kit, smollm, ids, "All is well.", finish_reason="length") == "agrees"
+    assert outcome(kit, smollm, [*ids, END, END], "All is well.") == "ids_do_not_decode"
 
 
 def test_an_ordinary_token_that_the_request_names_as_its_end_is_no_text(
@@ -96,29 +96,29 @@ def test_an_ordinary_token_that_the_request_names_as_its_end_is_no_text(
     ids = encode(smollm, "One two three")
     request = {"messages": [], "stop_token_ids": [ids[-1]]}
 
-    assert fate(kit, smollm, ids, "One two", request=request) == "agrees"
-    assert fate(kit, smollm, ids, "One two") == "ids_do_not_decode"
+    assert outcome(kit, smollm, ids, "One two", request=request) == "agrees"
+    assert outcome(kit, smollm, ids, "One two") == "ids_do_not_decode"
 
 
 def test_special_tokens_are_text_when_they_are_shown(kit, smollm: Vocabulary) -> None:
     ids = [*encode(smollm, "Bye"), 1, END]
     shown = {"messages": [], "skip_special_tokens": False}
 
-    assert fate(kit, smollm, ids, "Bye<|im_start|>", request=shown) == "agrees"
-    assert fate(kit, smollm, ids, "Bye<|im_start|>") == "agrees"  # a tool parser had it shown
-    assert fate(kit, smollm, ids, "Bye") == "agrees"
-    assert fate(kit, smollm, ids, "Bye<|im_end|>") == "ids_do_not_decode"
+    assert outcome(kit, smollm, ids, "Bye<|im_start|>", request=shown) == "agrees"
+    assert outcome(kit, smollm, ids, "Bye<|im_start|>") == "agrees"  # a tool parser had it shown
+    assert outcome(kit, smollm, ids, "Bye") == "agrees"
+    assert outcome(kit, smollm, ids, "Bye<|im_end|>") == "ids_do_not_decode"
 
 
 def test_a_character_split_over_tokens_is_whole_or_not_shown(kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "ok 🎉")
     assert len(encode(smollm, "🎉")) == 3
 
-    assert fate(kit, smollm, [*ids, END], "ok 🎉") == "agrees"
+    assert outcome(kit, smollm, [*ids, END], "ok 🎉") == "agrees"
     for cut in (1, 2):  # the token limit fell inside it: vLLM shows no part of it
         short = ids[:-cut]
-        assert fate(kit, smollm, short, "ok ", finish_reason="length") == "agrees"
-    assert fate(kit, smollm, ids[:-1], "ok 🎉", finish_reason="length") == "ids_do_not_decode"
+        assert outcome(kit, smollm, short, "ok ", finish_reason="length") == "agrees"
+    assert outcome(kit, smollm, ids[:-1], "ok 🎉", finish_reason="length") == "ids_do_not_decode"
 
 
 @pytest.mark.parametrize(
@@ -137,23 +137,23 @@ def test_a_stop_string_is_cut_and_nothing_else_is(
 ) -> None:
     ids = encode(smollm, "Yes. B")
 
-    assert fate(kit, smollm, ids, content, request={"messages": [], **request_stop}) == expected
+    assert outcome(kit, smollm, ids, content, request={"messages": [], **request_stop}) == expected
 
 
 def test_an_empty_thinking_block_may_be_taken_away(kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "<think>\n\n</think>\n\nHello.")
     full = encode(smollm, "<think>\nhm\n</think>\n\nHello.")
 
-    assert fate(kit, smollm, ids, "Hello.") == "agrees"
-    assert fate(kit, smollm, ids, "\n\nHello.") == "agrees"
-    assert fate(kit, smollm, full, "Hello.") == "ids_do_not_decode"
+    assert outcome(kit, smollm, ids, "Hello.") == "agrees"
+    assert outcome(kit, smollm, ids, "\n\nHello.") == "agrees"
+    assert outcome(kit, smollm, full, "Hello.") == "ids_do_not_decode"
 
 
 def test_reasoning_and_content_must_be_there_in_this_order(kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "<think>\nThey ask for X.\n</think>\n\nX it is.")
 
     def check(content: str, reasoning: str) -> str:
-        return fate(kit, smollm, ids, content, message={"reasoning": reasoning})
+        return outcome(kit, smollm, ids, content, message={"reasoning": reasoning})
 
     assert check("X it is.", "\nThey ask for X.\n") == "agrees_in_parts"
     assert check("X it was.", "They ask for X.") == "ids_do_not_decode"
@@ -184,7 +184,7 @@ def test_each_piece_of_a_parsed_tool_call_must_be_in_the_text(
     ids = [*encode(smollm, f"Let me see.\n{CALL}"), END]
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
 
-    found = fate(
+    found = outcome(
         kit,
         smollm,
         ids,
@@ -206,7 +206,7 @@ def test_a_dropped_or_changed_id_inside_a_piece_of_a_tool_call_is_seen(
     at = ids.index(encode(smollm, "Paris")[0])
 
     def check(changed: list[int]) -> str:
-        return fate(kit, smollm, changed, None, message={"tool_calls": [call]})
+        return outcome(kit, smollm, changed, None, message={"tool_calls": [call]})
 
     assert check(ids) == "agrees_in_parts"
     assert check([*ids[:at], *ids[at + 1 :]]) == "ids_do_not_decode"
@@ -240,7 +240,7 @@ def test_of_several_choices_the_worst_counts(kit, smollm: Vocabulary) -> None:
 def test_what_cannot_be_an_id_disagrees_and_raises_nothing(
     kit, smollm: Vocabulary, ids: tuple[int, ...]
 ) -> None:
-    assert fate(kit, smollm, ids, "Hi.") == "ids_do_not_decode"
+    assert outcome(kit, smollm, ids, "Hi.") == "ids_do_not_decode"
 
 
 class SpacedWords:
@@ -253,9 +253,9 @@ class SpacedWords:
 def test_the_first_token_s_space_may_hang_on_the_prompt(kit) -> None:
     words = Vocabulary(decoder=SpacedWords(), added=frozenset(), special=frozenset())
 
-    assert fate(kit, words, (5, 6), "w5 w6", prompt_token_ids=(1,)) == "agrees"
-    assert fate(kit, words, (5, 6), " w5 w6", prompt_token_ids=(1,)) == "agrees"
-    assert fate(kit, words, (5, 6), " w6 w5", prompt_token_ids=(1,)) == "ids_do_not_decode"
+    assert outcome(kit, words, (5, 6), "w5 w6", prompt_token_ids=(1,)) == "agrees"
+    assert outcome(kit, words, (5, 6), " w5 w6", prompt_token_ids=(1,)) == "agrees"
+    assert outcome(kit, words, (5, 6), " w6 w5", prompt_token_ids=(1,)) == "ids_do_not_decode"
 
 
 @settings(
@@ -268,14 +268,14 @@ def test_any_text_agrees_with_its_own_ids_and_not_with_others(
     ids = encode(smollm, text)
     # This vocabulary has no token for some bytes; vLLM could not have said those texts.
     assume("\ufffd" not in text and smollm.decoder.decode(ids) == text)
-    assert fate(kit, smollm, [*ids, END], text) == "agrees"
+    assert outcome(kit, smollm, [*ids, END], text) == "agrees"
 
     place = data.draw(st.integers(0, len(ids) - 1))
     other = data.draw(st.integers(17, 49_151).filter(lambda number: number != ids[place]))
     changed = [*ids[:place], other, *ids[place + 1 :]]
     shown = smollm.decoder.decode(changed)
     if shown.rstrip("\ufffd") != text:  # else the other id says the same, or nothing yet
-        assert fate(kit, smollm, [*changed, END], text) == "ids_do_not_decode"
+        assert outcome(kit, smollm, [*changed, END], text) == "ids_do_not_decode"
 
 
 def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(kit, smollm: Vocabulary) -> None:

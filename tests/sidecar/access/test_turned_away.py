@@ -15,7 +15,7 @@ import pytest
 
 from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
-from sidecar.relay.client.body_watch import MAX_STRANGERS_BYTES
+from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
 from sidecar.store.database import Database
 
 PIECE = bytes(16 * 1024)
@@ -179,7 +179,7 @@ async def test_a_stranger_is_refused_while_the_body_is_still_coming(
         # The first piece that goes beyond 64 kB is the fifth of 16.
         assert sent == 5 * len(PIECE)
         held = client.held
-        assert MAX_STRANGERS_BYTES < held <= 128 * 1024
+        assert MAX_UNAUTHENTICATED_BYTES < held <= 128 * 1024
         for _ in range((SENT - sent) // len(PIECE)):
             await client.say(PIECE)
 
@@ -330,7 +330,7 @@ async def test_where_nothing_is_no_large_body_is_taken(
     assert running.metric("sidecar_requests_total", status="404") == 1
 
 
-@pytest.mark.parametrize("size", [2, MAX_STRANGERS_BYTES])
+@pytest.mark.parametrize("size", [2, MAX_UNAUTHENTICATED_BYTES])
 async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
     size: int, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
 ) -> None:

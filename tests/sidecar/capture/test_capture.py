@@ -131,27 +131,27 @@ def test_the_newest_is_dropped_when_too_many_bytes_wait(make_bench: Any) -> None
 
 def test_replies_that_still_pass_count_against_the_same_bytes(make_bench: Any) -> None:
     bench = make_bench(max_pending_bytes=1000)
-    first, second = bench.capture.tee(), bench.capture.tee()
+    first, second = bench.capture.reply_buffer(), bench.capture.reply_buffer()
     first.add(b"x" * 600)
     second.add(b"x" * 600)
 
     assert (first.lost_reason, second.lost_reason) == (None, "memory_full")
 
     first.clear()
-    third = bench.capture.tee()
+    third = bench.capture.reply_buffer()
     third.add(b"x" * 600)
     assert third.take() == (b"x" * 600,)
 
 
 def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: Any) -> None:
     bench = make_bench(max_reply_bytes=10, max_pending_bytes=1000)
-    tee = bench.capture.tee()
+    reply_buffer = bench.capture.reply_buffer()
 
-    tee.add(b"12345678")
-    tee.add(b"901")
-    tee.add(b"2")
+    reply_buffer.add(b"12345678")
+    reply_buffer.add(b"901")
+    reply_buffer.add(b"2")
 
-    assert (tee.lost_reason, tee.take()) == ("reply_too_long", ())
+    assert (reply_buffer.lost_reason, reply_buffer.take()) == ("reply_too_long", ())
     assert bench.capture.held.refuse(10, 1000) is None  # all of the memory is free again
 
 
@@ -343,10 +343,10 @@ def test_whatever_happens_to_the_sink_the_counters_add_up(
 
 def test_the_memory_of_what_was_written_is_free_again(make_bench: Any) -> None:
     bench = make_bench(max_pending_bytes=2 * _raw().size)
-    tee = bench.capture.tee()
-    tee.add(REPLY)
-    assert tee.size == len(REPLY)
-    bench.capture.offer(_raw(reply=tee.take()))
+    reply_buffer = bench.capture.reply_buffer()
+    reply_buffer.add(REPLY)
+    assert reply_buffer.size == len(REPLY)
+    bench.capture.offer(_raw(reply=reply_buffer.take()))
     bench.flush()
 
     assert bench.capture.held.refuse(0, 2 * _raw().size) is None

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from sidecar.capture.assemble import assemble
 from sidecar.capture.outbox import ROWS_AT_ONCE, Outbox, OutboxReader
 from sidecar.capture.recorder import EARLY, Capture
-from sidecar.capture.reply_buffer import HeldBytes, Tee
+from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.capture.turns import Turns
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
@@ -297,7 +297,7 @@ def test_many_losses_make_one_line_an_interval(make: Any) -> None:
 
 def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: Any) -> None:
     waiting = make(flush_interval_s=LONG_S, max_pending_bytes=100)
-    passing = waiting.capture.tee()
+    passing = waiting.capture.reply_buffer()
     passing.add(b"x" * 99)
     with capture_logs() as logs:
         waiting.start()
@@ -456,27 +456,27 @@ def test_a_batch_is_seen_whole_or_not_at_all_however_often_its_writer_rests(
 def test_what_the_tees_hold_is_what_is_counted(steps: list[tuple[int, int]]) -> None:
     """Bytes to add; -1 takes, -2 clears. 10 for one reply, 20 for all three."""
     held = HeldBytes(max_reply=10, max_pending=20)
-    tees = [Tee(held) for _ in range(3)]
+    tees = [ReplyBuffer(held) for _ in range(3)]
     kept: list[list[bytes]] = [[] for _ in tees]
 
     for which, size in steps:
-        tee, mine = tees[which], kept[which]
+        reply_buffer, mine = tees[which], kept[which]
         if size < 0:
             if size == -1:
-                assert tee.take() == tuple(mine)
+                assert reply_buffer.take() == tuple(mine)
             else:
-                tee.clear()
+                reply_buffer.clear()
             mine.clear()
             continue
         others = sum(len(piece) for pieces in kept for piece in pieces)
         whole = sum(map(len, mine)) + size
-        was_lost = tee.lost_reason
-        tee.add(b"x" * size)
+        was_lost = reply_buffer.lost_reason
+        reply_buffer.add(b"x" * size)
         if was_lost is None and whole <= 10 and others + size <= 20:
-            assert tee.lost_reason is None
+            assert reply_buffer.lost_reason is None
             mine.append(b"x" * size)
         elif was_lost is None:
-            assert tee.lost_reason == ("reply_too_long" if whole > 10 else "memory_full")
+            assert reply_buffer.lost_reason == ("reply_too_long" if whole > 10 else "memory_full")
             mine.clear()
-        assert held.teed == held.now == sum(len(piece) for pieces in kept for piece in pieces)
-        assert tee.size == sum(map(len, mine))
+        assert held.buffered == held.now == sum(len(piece) for pieces in kept for piece in pieces)
+        assert reply_buffer.size == sum(map(len, mine))

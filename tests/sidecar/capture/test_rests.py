@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.capture.yielding import REST_S, WORK_S, Rests, never
+from sidecar.capture.yielding import REST_S, WORK_S, Yielding, never
 
 
 class Machine:
@@ -32,8 +32,8 @@ def machine() -> Machine:
     return Machine()
 
 
-def rests(machine: Machine) -> Rests:
-    return Rests(work_s=300.0, rest_s=20.0, clock=machine.clock, sleep=machine.sleep)
+def rests(machine: Machine) -> Yielding:
+    return Yielding(work_s=300.0, rest_s=20.0, clock=machine.clock, sleep=machine.sleep)
 
 
 def test_short_work_is_not_interrupted(machine: Machine) -> None:
@@ -101,7 +101,7 @@ def test_time_before_it_was_made_does_not_count(machine: Machine) -> None:
 
 
 def test_by_itself_it_takes_the_measured_times(machine: Machine) -> None:
-    rest = Rests(clock=machine.clock, sleep=machine.sleep)
+    rest = Yielding(clock=machine.clock, sleep=machine.sleep)
 
     machine.work(WORK_S / 2)
     rest()

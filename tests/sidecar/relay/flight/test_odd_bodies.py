@@ -103,7 +103,7 @@ async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_
     running = await start_proxy()
     client = await connect(running)
     context = running.proxy._relay._context
-    context.rare_log._clock = lambda: 0.0
+    context.rate_limited_log._clock = lambda: 0.0
 
     with capture_logs() as logs:
         for value, reason in REFUSED.values():

@@ -94,9 +94,9 @@ class Fleet:
     async def sessions_of(self, number: int, count: int) -> list[str]:
         """Sessions whose home this fake is."""
         found: list[str] = []
-        for trial in range(200):
-            if await self.who_answers(f"s{trial}") == number:
-                found.append(f"s{trial}")
+        for canary in range(200):
+            if await self.who_answers(f"s{canary}") == number:
+                found.append(f"s{canary}")
             if len(found) == count:
                 return found
         raise AssertionError(f"fake {number} gets no sessions")

@@ -1,4 +1,4 @@
-"""Read trials from the store. The only module that knows how a `canary` row is laid out.
+"""Read canaries from the store. The only module that knows how a `canary` row is laid out.
 
 What has no column of its own lies in the row's `evidence` object, by key: `steps`, `clock`,
 `probe`, `loading`, `gate`, `step_<n>`, `breaker`, `tick_errors`.
@@ -11,16 +11,16 @@ from typing import cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.errors import UnknownTrialError
-from deploy.records import ACTIVE_PHASES, Phase, Trial
+from deploy.errors import UnknownCanaryError
+from deploy.records import ACTIVE_PHASES, Canary, Phase
 from sidecar.store.models import BreakerTripRow, CanaryRow
 
 
-def to_trial(row: CanaryRow) -> Trial:
+def to_canary(row: CanaryRow) -> Canary:
     """The store's row as a record."""
     clock = row.evidence.get("clock", {})
     errors = row.evidence.get("tick_errors", {})
-    return Trial(
+    return Canary(
         canary_id=row.canary_id,
         model=row.model,
         candidate=row.candidate,
@@ -43,14 +43,14 @@ def to_trial(row: CanaryRow) -> Trial:
     )
 
 
-def breaker_trip(session: Session, trial: Trial) -> str | None:
+def breaker_trip(session: Session, canary: Canary) -> str | None:
     """Why a proxy's breaker took the candidate out, when it did."""
-    row = session.get(BreakerTripRow, (trial.model, trial.candidate, trial.salt))
+    row = session.get(BreakerTripRow, (canary.model, canary.candidate, canary.salt))
     return row.reason if row is not None else None
 
 
 def active_row(session: Session, model: str) -> CanaryRow | None:
-    """The row of the one trial that has not ended, for a writer."""
+    """The row of the one canary that has not ended, for a writer."""
     statement = (
         select(CanaryRow)
         .where(CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
@@ -59,25 +59,27 @@ def active_row(session: Session, model: str) -> CanaryRow | None:
     return session.scalars(statement).first()
 
 
-def active(session: Session, model: str) -> Trial | None:
-    """The one trial that has not ended, or None."""
+def active(session: Session, model: str) -> Canary | None:
+    """The one canary that has not ended, or None."""
     row = active_row(session, model)
-    return to_trial(row) if row is not None else None
+    return to_canary(row) if row is not None else None
 
 
 def find_row(session: Session, canary_id: str) -> CanaryRow:
-    """Raises: UnknownTrialError."""
+    """Raises: UnknownCanaryError."""
     row = session.get(CanaryRow, canary_id)
     if row is None:
-        raise UnknownTrialError(f"no canary {canary_id}; `sidecar canary get` shows the active one")
+        raise UnknownCanaryError(
+            f"no canary {canary_id}; `sidecar canary get` shows the active one"
+        )
     return row
 
 
-def trial_of(session: Session, candidate: str) -> CanaryRow | None:
-    """The trial that this adapter went through, active or ended. There is one at most."""
+def canary_of(session: Session, candidate: str) -> CanaryRow | None:
+    """The canary that this adapter went through, active or ended. There is one at most."""
     return session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
 
 
-def etag(trial: Trial) -> str:
+def etag(canary: Canary) -> str:
     """The tag that `If-Match` is compared with."""
-    return f'"g{trial.generation}"'
+    return f'"g{canary.generation}"'
