@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from sidecar.settings import Settings
 
 GC_THRESHOLDS = (50_000, 20, 50)
-"""Requests in flight leave no cycles behind, so there is little to find."""
+"""Thresholds of Python's garbage collector. Requests leave no reference cycles, so it may run
+rarely."""
 SWITCH_INTERVAL_S = 0.0005
-"""The capture's thread gives the interpreter back to the relay after this long, not after 5 ms."""
+"""Longest time that the recorder's thread holds the interpreter lock; Python's default is 5 ms."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Parameters of `mallopt` in glibc's malloc.h."""
 KEPT_FREE_BYTES = 32 * 2**20
-"""What the C library may keep of freed memory. A prompt of a megabyte then takes the memory of the
-one before it; from the kernel it takes 256 page faults, which cost more than nginx's whole work."""
+"""Freed memory that the C library may keep, in bytes. A prompt of 1 MB then reuses the memory of
+the previous one. Fresh memory takes 256 page faults, which cost more than nginx's whole request."""
 LARGEST_KEPT_BYTES = 4 * 2**20
-"""Of one piece: a longer body is rare, and gives its memory back at once."""
+"""Largest block that is kept, in bytes. Longer bodies are rare and are returned to the kernel."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_workers(settings: Settings, config: Path | None) -> int:
-    # Light: the parent relays nothing and needs none of what does.
+    # Imports little: the parent relays nothing.
     from sidecar.workers.parent import Workers
 
     return asyncio.run(Workers(settings, config).run())
@@ -90,27 +91,27 @@ async def _serve(proxy: Proxy, host: str, *, is_worker: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
     port = await proxy.start(parent_gone=stopping.set)
-    if not is_worker:  # several have a parent that tells it of them all
+    if not is_worker:  # with several workers, their parent reports readiness
         tell_ready(base_url(host, port))
-    _calm_the_collector()
+    _tune_garbage_collection()
     await stopping.wait()
     await proxy.stop()
 
 
 def _keep_freed_memory() -> None:
-    """glibc's malloc only; another C library goes on as it does."""
+    """Let glibc keep freed memory. Other C libraries stay as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
 
-def _calm_the_collector() -> None:
-    """Leave what was loaded at the start out of every garbage collection, and make those rarer.
+def _tune_garbage_collection() -> None:
+    """Exclude the objects of start-up from garbage collection, and collect less often.
 
-    Measured: with 32 requests in flight the default threshold of 700 is passed by every batch of
-    them, 15% of the relay's time; and a full collection over 84,000 objects stops the relay for
-    36 ms (0.7 us after freezing).
+    Measured: with 32 requests in flight the default threshold of 700 is reached at every batch,
+    which takes 15% of the relay's time. A full collection over 84,000 objects stops the relay for
+    36 ms, or 0.7 us after freezing.
     """
     gc.collect()
     gc.freeze()

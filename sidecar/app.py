@@ -1,6 +1,6 @@
-"""The FastAPI application behind the relay: everything that is not a model's answer.
+"""The FastAPI application behind the relay: health, metrics and the model list.
 
-It listens on a unix socket only; the relay is its one client.
+It listens on a unix socket only; the relay is its only client.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sidecar.relay.upstream.watch import ReplicaWatch
 def make_app(
     metrics: Metrics, routing: Routing, watch: ReplicaWatch, keys: Keys | None = None
 ) -> FastAPI:
-    """Build the application. keys: None where none are asked for."""
-    # Its own spans would drown the requests' in scrapes and health checks.
+    """Build the application. keys: None when `access.mode` is not `keys`."""
+    # Spans of scrapes and health checks would outnumber those of model requests.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, telemetry={"tracing": False})
 
     @app.api_route("/healthz", methods=["GET", "HEAD"])
     async def healthz() -> dict[str, str]:
-        """The process runs."""
+        """Liveness: the process runs."""
         return {"status": "ok"}
 
     @app.api_route("/readyz", methods=["GET", "HEAD"])
     async def readyz() -> JSONResponse:
-        """Requests can be relayed."""
+        """Readiness: requests can be relayed."""
         answers = await asyncio.gather(*(status.reachable() for status in watch.statuses))
         keys_read = keys is None or keys.ring is not None
         ready = any(answers) and keys_read
@@ -50,15 +50,15 @@ def make_app(
 
     @app.get("/metrics")
     async def exposition() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus's text format."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        """vLLM's list, with the public model only: adapters are not for clients to name."""
+        """vLLM's model list with the public model only: clients do not choose adapters."""
         vllm = watch.healthiest()
         sent = request.headers.get("authorization")
-        # Starlette reads headers as Latin-1; a key in UTF-8 must go on as the bytes that came.
+        # Starlette decodes headers as Latin-1; a key in UTF-8 must be sent on unchanged.
         as_sent = sent and sent.encode("latin-1").decode("utf-8", "surrogateescape")
         reply = await vllm.models(as_sent)
         if reply is None:
@@ -73,7 +73,7 @@ def make_app(
 
 
 def public_only(body: dict[str, Any], model: str) -> dict[str, Any]:
-    """A model list without the adapters. Pure."""
+    """Return a model list without adapters. Pure."""
     cards = body.get("data")
     listed = cards if isinstance(cards, list) else []
     kept = [card for card in listed if isinstance(card, dict) and card.get("id") == model]

@@ -1,4 +1,4 @@
-"""The proxy process: relay, application, capture and routing put together, and taken apart."""
+"""The proxy process: builds the relay, the application, capture and routing, and stops them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CAPTURE_STOP_S = 10.0
 
 
 class Proxy:
-    """One proxy. `start`, then `stop`; both once."""
+    """One proxy process. Call `start` once, then `stop` once."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Proxy:
         handover: Handover | None = None,
     ) -> None:
         """tracing: None exports neither spans nor OpenTelemetry metrics.
-        sink: where exchanges go; None takes the one that `bus.url` names.
-        handover: its place among several; None when it has the port to itself."""
+        sink: stores exchanges; None opens the bus of `bus.url`.
+        handover: what the parent of several workers passes on; None for a single process."""
         self._settings = settings
         others: list[memoryview] = []
         shared: memoryview | None = None
@@ -153,12 +153,12 @@ class Proxy:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, parent_gone: Callable[[], None] | None = None) -> int:
-        """Be ready. Returns the port. Raises: OSError, SettingsError.
+        """Start to serve. Returns: the port. Raises: OSError, SettingsError.
 
-        parent_gone: called when the parent of several workers is gone; then `stop` soon.
+        parent_gone: called when the parent of several workers has died; call `stop` then.
         """
-        self.routing.look()  # the first request obeys it too
-        # The port first: who holds it may take over the socket's path, and nobody else.
+        self.routing.look()  # so that the first request follows the table
+        # Bind the port first: only its holder may replace the unix socket.
         port = await self._relay.start(self._parent.own if self._parent is not None else None)
         listener = _listen(self._socket_path)
         self.routing.start()
@@ -177,10 +177,10 @@ class Proxy:
         return port
 
     async def stop(self) -> None:
-        """Finish what is in flight, write what is captured, and end."""
+        """Finish the requests in flight, write the captures, and stop."""
         drain_s = self._settings.proxy.drain_timeout_s
         if self._parent is not None:
-            self._parent.drain()  # first: from now on another worker takes what comes
+            self._parent.drain()  # first, so that other workers take new connections
             if self._parent.orphaned:
                 drain_s = min(drain_s, ORPHAN_DRAIN_S)
         await self._relay.stop(drain_s)
@@ -201,13 +201,13 @@ class Proxy:
 
 
 def relay_is_compiled() -> bool:
-    """Whether the relay was compiled when it was installed (`SIDECAR_COMPILE=1`)."""
+    """Return True if the relay's modules are compiled extensions."""
     return not flight.__file__.endswith(".py")
 
 
 class _AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers (the process has its own) and without its ten ticks a
-    second, which would stop at each of them a loop that relays."""
+    """uvicorn without its signal handlers, because the process has its own, and without its timer,
+    which would interrupt the relay ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -238,7 +238,7 @@ def _listen(path: Path) -> socket.socket:
             "choose a shorter state_dir"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a process that was killed; a live one holds the port
+    path.unlink(missing_ok=True)  # left by a killed process; a live one would hold the port
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     path.chmod(0o600)

@@ -1,7 +1,7 @@
-"""Turn what the relay saw of a request into an `Exchange`. Pure; runs off the path.
+"""Build an `Exchange` from a relayed request and its reply. Pure; runs off the request path.
 
-An exchange from which anything needed for learning is missing or contradicts itself is still kept:
-it serves sessions and feedback. `untrainable_reason` says why it must not be learned from.
+An exchange that lacks what training needs, or contradicts itself, is still kept for sessions and
+feedback. `untrainable_reason` says why it must not be trained on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from sidecar.replies.reading import read_reply
 
 
 def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
-    """Read a capture. Never raises for what a client or vLLM sent: it says what is wrong instead.
+    """Build an exchange. Never raises for what a client or vLLM sent; `untrainable_reason` names
+    it.
 
-    raw: with a reply.
-    turns: remembers the originals of retries; the one thing here that is not pure.
+    raw: a capture that has a reply.
+    turns: remembers the originals of retries. It is the only state used here.
     """
     request = _request(raw.request)
     sampling, sampling_known = _sampling(request, raw.surface)
@@ -85,14 +86,14 @@ def assemble(raw: RawCapture, turns: Turns | None = None) -> Exchange:
 
 
 def _word(text: str | None) -> str | None:
-    """vLLM's word, without the half surrogate pairs that no record can hold."""
+    """Replace lone surrogates in a text of vLLM's; a record cannot hold them."""
     if text is None or text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()
 
 
 def trace_id(traceparent: str) -> str:
-    """The trace that a W3C `traceparent` names, 32 hex digits; empty when it names none."""
+    """Return the trace id of a W3C `traceparent`, 32 hex digits; empty when it is invalid."""
     if len(traceparent) < 36 or not traceparent[2] == "-" == traceparent[35]:
         return ""
     found = traceparent[3:35]
@@ -104,8 +105,10 @@ _NO_TRACE = "0" * 32
 
 
 def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
-    """With the time between tokens, if it is one. Several answers of a stream grow side by side, so
-    the longest counts."""
+    """Return the timings with the mean time between tokens, where it can be computed.
+
+    The answers of one stream grow side by side, so the longest one counts.
+    """
     timings = raw.timings
     if not raw.streamed or timings.first_byte_s is None:
         return timings
@@ -125,12 +128,14 @@ def _timings(raw: RawCapture, reply: ReadReply) -> Timings:
 
 
 def _read(raw: RawCapture) -> tuple[ReadReply, tuple[Choice, ...], bool]:
-    """The reply, its choices, and whether it could be read. What a cut or failed reply had is kept
-    if it can."""
+    """Return the reply, its choices, and whether the reply could be read.
+
+    The readable part of a cut or failed reply is kept.
+    """
     try:
         reply = read_reply(raw.surface, raw.reply or (), streamed=raw.streamed)
         return reply, tuple(map(_choice, sorted(reply.choices.items()))), True
-    except (UnreadableReplyError, RecursionError):  # the latter: nested too deep to be written
+    except (UnreadableReplyError, RecursionError):  # RecursionError: nested too deeply
         return ReadReply(), (), False
 
 
@@ -146,7 +151,7 @@ def _choice(read: tuple[int, ReadChoice]) -> Choice:
 
 
 class _Request(msgspec.Struct, gc=False):
-    """What is read of a request: how to sample. Types are looked at afterwards, one by one."""
+    """The sampling parameters of a request. `_sampling` checks the type of each."""
 
     stream: object = None
     temperature: object = None
@@ -164,7 +169,7 @@ class _Request(msgspec.Struct, gc=False):
 
 _REQUEST = msgspec.json.Decoder(_Request)
 _UNREADABLE = _Request(temperature="unreadable")
-"""NaN and the like, which only Python's json takes."""
+"""Stands for JSON that msgspec refuses and Python's json accepts, such as NaN."""
 
 
 def _request(body: bytes) -> _Request:
@@ -175,9 +180,9 @@ def _request(body: bytes) -> _Request:
 
 
 def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
-    """How vLLM was asked to sample, and whether all of it is known.
+    """Return the sampling parameters, and whether all of them could be read.
 
-    vLLM takes some values in other types too ("0.7"); what was meant by those is not guessed.
+    vLLM accepts some values in other types too ("0.7"). Those count as unreadable.
     """
     known = True
 
@@ -198,7 +203,7 @@ def _sampling(request: _Request, surface: Surface) -> tuple[Sampling, bool]:
     limit = request.max_tokens
     if surface == "responses":
         limit = request.max_output_tokens
-    elif request.max_completion_tokens is not None:  # vLLM's own order: the newer name wins
+    elif request.max_completion_tokens is not None:  # as in vLLM, the newer name wins
         limit = request.max_completion_tokens
     sampling = Sampling(
         temperature=number(request.temperature),

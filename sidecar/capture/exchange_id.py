@@ -1,4 +1,4 @@
-"""Names of exchanges: unique, and sorted by time. Pure but for the randomness that is handed in."""
+"""Identifiers of exchanges: unique and sorted by time. Pure; the caller passes the randomness."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Final
 
 PREFIX: Final = "ex_"
 _ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-"""Crockford's base 32: no letter that reads as a digit. (The ULID layout.)"""
+"""Crockford's base 32, which has no letter that looks like a digit, as in a ULID."""
 _BY_LOW_BITS: Final = _ALPHABET.encode() * 8
-"""The letter of each byte: its five low bits, so that every letter is as likely."""
+"""Maps a byte to the letter of its five low bits, so that all letters are equally likely."""
 _TIME_BITS: Final = 48
 RANDOM_CHARS: Final = 16
 _BLOCK: Final = 400
-"""Identifiers whose randomness is fetched at once: a system call each would cost more."""
+"""Identifiers for which randomness is fetched by one system call, to save the others."""
 
 
 def exchange_id(at_s: float, randomness: bytes) -> str:
-    """`ex_` and 26 characters: 48 bits of milliseconds, then 80 random bits.
+    """Return `ex_` and 26 characters: 48 bits of milliseconds, then 80 random bits.
 
-    at_s: unix seconds. randomness: 16 bytes, of each of which five bits count: to use all bits of
-    ten would cost a request a microsecond.
+    at_s: unix seconds. randomness: 16 bytes. Five bits of each are used; using every bit of 10
+    bytes would take a microsecond longer.
     """
     return _time_part(int(at_s * 1000)) + _random_part(randomness)
 
@@ -35,12 +35,12 @@ def _random_part(randomness: bytes) -> str:
 
 
 class ExchangeIds:
-    """Makes them. One thread."""
+    """Makes identifiers of exchanges. For one thread."""
 
     __slots__ = ("_at", "_block", "_millisecond", "_randomness", "_time")
 
     def __init__(self, randomness: Callable[[int], bytes]) -> None:
-        """randomness: gives this many unguessable bytes."""
+        """randomness: returns the given number of unpredictable bytes."""
         self._randomness = randomness
         self._block = ""
         self._at = 0
@@ -48,7 +48,7 @@ class ExchangeIds:
         self._time = ""
 
     def new(self, at_s: float) -> str:
-        """The next one. at_s: unix seconds."""
+        """Return a new identifier. at_s: unix seconds."""
         start = self._at
         if start >= len(self._block):
             self._block = _random_part(self._randomness(RANDOM_CHARS * _BLOCK))

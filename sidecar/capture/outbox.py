@@ -1,10 +1,10 @@
 """The embedded bus: one SQLite file between the proxy, which writes it, and ingest, which reads it.
 
-Both ends are here because the file format has one owner. Records stay until the reader says that
-they are stored, so either process may die at any time: WAL mode keeps what was committed.
-When someone takes the file away, both ends notice before their next step, for the name no longer
-leads to the file that they have open, and open a new one; the writer counts what went, unread, with
-the old one. Several processes may write; each record goes to one of them.
+The writer and the reader are both here, because the file format has one owner. A record stays until
+the reader confirms that it is stored, so either process may die at any time: WAL mode keeps what
+was committed. When the file is deleted or moved, both sides notice at their next step, because the
+path no longer leads to the file that they have open, and open a new one. One writer counts the
+unread records of the lost file. Several processes may write.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sidecar.settings.kinds import bus_path
 
 log = structlog.get_logger()
 BUSY_TIMEOUT_S = 5.0
-"""How long a writer waits for another's lock. Captures queue in memory meanwhile."""
+"""Seconds that a writer waits for the lock of the file. Captures queue in memory meanwhile."""
 ROWS_AT_ONCE = 8
-"""Rows that are written between two rests."""
+"""Rows written between two calls of `rest`."""
 _SCHEMA = """CREATE TABLE IF NOT EXISTS outbox(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, exchange_id TEXT, at REAL, payload BLOB)"""
-# Rows leave from the front only, so the ends give the number without counting. Each end has its own
-# SELECT: SQLite finds one in the index's first or last entry, but reads the whole table for both.
+# Rows are deleted from the front only, so the first and last `seq` give their number. Each has its
+# own SELECT: SQLite reads one index entry for MIN or MAX alone, but the whole table for both.
 _ROWS = """SELECT COALESCE(
     (SELECT MAX(seq) FROM outbox) - (SELECT MIN(seq) FROM outbox) + 1, 0)"""
 _REASONS = {
@@ -48,18 +48,19 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxRow:
-    """One record of the bus."""
+    """One record in the outbox."""
 
     seq: int
     exchange_id: str
     at: float
-    """When it was written, unix seconds."""
+    """When the record was written, unix seconds."""
     payload: bytes
-    """`sidecar.records.encode_exchange`"""
+    """The exchange, packed by `sidecar.records.encode_exchange`."""
 
 
 def outbox_path(url: str) -> Path:
-    """The file that `bus.url` names. Raises SettingsError when it names another kind of bus."""
+    """Return the file of `bus.url`. Raises: SettingsError when the URL is of another kind of
+    bus."""
     try:
         return Path(bus_path(url))
     except ValueError as error:
@@ -67,7 +68,7 @@ def outbox_path(url: str) -> Path:
 
 
 class _File:
-    """The open file, opened when first needed and again after a failure or when it was replaced."""
+    """The database file. Opened at first use, after a failure, and after it was replaced."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class _File:
 
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """The connection; what goes wrong with it is raised as OutboxError, and closes it."""
+        """Yield the connection. An error closes it and is raised as OutboxError."""
         try:
             yield self._open()
         except sqlite3.Error as error:
@@ -108,17 +109,17 @@ class _File:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(self.path.parent):
             if not self.path.exists():
-                # Beside a new file, the old one's log would be taken for its own.
+                # SQLite would take the log files of the old database for those of the new one.
                 for suffix in ("-wal", "-shm"):
                     self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-            self.path.touch(mode=0o600)  # it holds what users wrote
+            self.path.touch(mode=0o600)  # it contains what users wrote
             self._connection = _connect(self.path, self._busy_timeout_s)
             self._inode = _inode(self.path)
         return self._connection
 
 
 class Outbox:
-    """The writing end. One thread at a time."""
+    """Writes to the outbox. One thread at a time."""
 
     def __init__(
         self,
@@ -130,8 +131,8 @@ class Outbox:
         on_rows_gone: Callable[[int], object] | None = None,
         rest: Rest = never,
     ) -> None:
-        """on_rows_gone: told how many records went unread with a file that was deleted or moved,
-        by one of its writers only. rest: called between two steps of the writing."""
+        """on_rows_gone: called with the number of unread records lost with a deleted or moved file,
+        by only one of its writers. rest: called between two steps of a write."""
         self._file = _File(path, busy_timeout_s, on_rows_gone)
         self._max_rows = max_rows
         self._clock = clock
@@ -140,11 +141,11 @@ class Outbox:
     def write(self, exchanges: Sequence[Exchange]) -> int:
         """Store a batch in one transaction.
 
-        Returns: how many were stored, from the front; fewer than came when the outbox is full.
+        Returns: how many were stored, from the front of the batch; fewer when the outbox is full.
         Raises: OutboxError when none was stored.
         """
         at = self._clock()
-        # Before the transaction: other writers need not wait for it.
+        # Encode before the transaction, so that other writers do not wait for it.
         rows = [(item.exchange_id, at, encode_exchange(item)) for item in exchanges]
         with self._file.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -165,16 +166,17 @@ class Outbox:
 
 
 class OutboxReader:
-    """The reading end. One thread at a time."""
+    """Reads from the outbox. One thread at a time."""
 
     def __init__(self, path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self._file = _File(path, busy_timeout_s)
 
     def read(self, after: int, limit: int) -> list[OutboxRow]:
-        """Records with a `seq` over `after`, in order, at most `limit`. Raises OutboxError.
+        """Return the records with a `seq` above `after`, in order, at most `limit`.
 
-        What was deleted never comes back, so a reader that deletes what it stored may always
-        read after 0; that also holds when the file was lost and its numbers begin again.
+        A reader that deletes what it has stored may always read after 0, also when the file was
+        lost and the numbers began again.
+        Raises: OutboxError.
         """
         with self._file.connection() as connection:
             rows = connection.execute(
@@ -188,12 +190,12 @@ class OutboxReader:
             ]
 
     def delete_through(self, seq: int) -> None:
-        """Forget the records up to and with `seq`: they are stored. Raises OutboxError."""
+        """Delete the records up to and including `seq`, which are stored. Raises: OutboxError."""
         with self._file.connection() as connection:
             connection.execute("DELETE FROM outbox WHERE seq <= ?", (seq,))
 
     def count(self) -> int:
-        """Records that wait. Raises OutboxError."""
+        """Return the number of waiting records. Raises: OutboxError."""
         with self._file.connection() as connection:
             rows: int = connection.execute(_ROWS).fetchone()[0]
             return rows
@@ -218,8 +220,11 @@ def _connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
 
 
 def _claim_unread(connection: sqlite3.Connection) -> int:
-    """How many records lie in a file that is gone; 0 when another writer has counted them, or when
-    it cannot be read any more. The file keeps a mark that it was counted."""
+    """Return the number of records in a file that was deleted or moved.
+
+    It is 0 when another writer has counted them (a mark in the file says so), or when the file can
+    no longer be read.
+    """
     try:
         connection.execute("BEGIN IMMEDIATE")
         if connection.execute("PRAGMA user_version").fetchone()[0] != 0:
@@ -238,8 +243,11 @@ def _claim_unread(connection: sqlite3.Connection) -> int:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """One process at a time opens or makes an outbox here: two that make one would take each
-    other's log away, and the first switch to WAL fails beside another. Raises: OSError."""
+    """Let one process at a time open or create an outbox in this directory.
+
+    Two processes that create one would delete each other's log files, and the first switch to WAL
+    mode fails while another one is under way. Raises: OSError.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

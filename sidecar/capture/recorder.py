@@ -1,11 +1,13 @@
-"""Keep what the relay saw, off the path: a bounded queue, one thread, a sink.
+"""Record finished requests off the request path: a bounded queue, one thread, a sink.
 
-The relay never waits for any of it. What does not fit is dropped, the newest first, and counted by
-reason: for every request to a captured surface exactly one of kept, lost and skipped grows by one.
+The relay never waits for the recorder. A capture that does not fit is dropped, the newest first,
+and counted by reason: for every request to a captured surface exactly one of the counters kept,
+lost and skipped grows by one.
 
-The thread shares the interpreter with the relay. It lets go of it between any two steps of Python,
-so what matters is how long one call into C may take: streams are read in runs of 64 kB at most, and
-batches are cut by bytes as well as by count. It shares the core too, perhaps: see `rests.py`.
+The thread shares the interpreter with the relay. Python can switch threads between any two of its
+instructions, so only the length of a single call into C matters: streams are parsed in runs of at
+most 64 kB, and batches are limited in bytes as well as in number. If the thread also shares a CPU
+core with the relay, `yielding.py` limits how long it works at a stretch.
 """
 
 from __future__ import annotations
@@ -31,28 +33,32 @@ from sidecar.tracing.spans import RequestSpans, trace_id
 
 log = structlog.get_logger()
 BATCH = 64
-"""Exchanges in one transaction of the sink: the end of one is a stretch of work that nothing
-interrupts (a quarter of a millisecond)."""
+"""Exchanges in one transaction of the sink. A commit of this size cannot be interrupted and takes a
+quarter of a millisecond."""
 BATCH_BYTES = 2**19
 """Captured bytes in one transaction; a single capture may be larger."""
 EARLY = 256
-"""So many captures do not wait for the interval to end; a full queue does not either."""
+"""With this many captures in the queue, or a full queue, the thread does not wait for the flush
+interval to end."""
 STOPPED = "stopped"
-"""Why captures are lost that were not written within the time that a stop may take."""
+"""The reason that is counted for captures not written before the time limit of `stop`."""
 
 
 class ExchangeSink(Protocol):
-    """Where exchanges go. Called from the capture's thread only."""
+    """Stores exchanges. Called from the recorder's thread only."""
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
-        """Store a batch. Returns how many were stored, from the front: fewer than came when it is
-        full. Raises: OutboxError when none was."""
+        """Store a batch and return how many exchanges were stored, from the front of the batch.
+
+        The number is smaller than the batch when the sink is full.
+        Raises: OutboxError when no exchange was stored.
+        """
 
     def close(self) -> None: ...
 
 
 class Capture:
-    """The queue and its thread. `start` it, `offer` to it, `stop` it."""
+    """The capture queue and its thread: `start`, then `offer` captures, then `stop`."""
 
     def __init__(
         self,
@@ -62,8 +68,8 @@ class Capture:
         spans: RequestSpans | None,
         rest: Rest = never,
     ) -> None:
-        """spans: None when nothing exports them; then none is made.
-        rest: called by the thread between two captures."""
+        """spans: None when no exporter is configured; no spans are made then.
+        rest: the thread calls it between two captures to yield the CPU."""
         self._settings = settings
         self._sink = sink
         self._metrics = metrics
@@ -79,31 +85,31 @@ class Capture:
         self._lock = threading.Lock()  # of all below
         self._unlogged: Counter[str] = Counter()
         self._in_hand = 0
-        """Captures that were taken from the queue and are not accounted for yet."""
+        """Captures taken from the queue and not yet counted as kept or lost."""
         self._abandoned = False
         self._stopping = threading.Event()
         self._work = threading.Event()
         self._asleep = False
-        """The thread waits for work, and must be told when there is some."""
+        """The thread waits for a first capture; `offer` must wake it."""
         self._waiting = False
-        """It waits for more of it, and must be told when there is enough."""
+        """The thread waits for a full batch; `offer` must wake it when there is one."""
         self._hurry = False
-        """A capture was dropped while others wait: to wait for more would lose more. It stays set
-        until the thread has seen it, which may not have run since it was woken."""
+        """A capture was dropped while others wait, so waiting longer would lose more. It stays set
+        until the thread reads it, because a thread that was woken may not have run yet."""
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
 
-    # -- the relay's side: one thread; never blocks, never raises
+    # -- called by the relay's thread; never blocks, never raises
 
     @property
     def traced(self) -> bool:
-        """Whether a request that is not recorded is of any use here: a span is made of it."""
+        """True if spans are made, so that requests which are not recorded are offered too."""
         return self._spans is not None
 
     def reply_buffer(self) -> ReplyBuffer:
         return ReplyBuffer(self.held)
 
     def offer(self, raw: RawCapture) -> None:
-        """Hand over a finished request. Dropped and counted when the queue is full."""
+        """Queue a finished request. When the queue is full the request is dropped and counted."""
         wanted = raw.reply is not None
         if not wanted and self._spans is None:
             return
@@ -121,15 +127,15 @@ class Capture:
                 self._wake()
             return
         if self._queue:
-            self._hurry = True  # before the look whether the thread waits
+            self._hurry = True  # set before `_waiting` is read, or the thread could miss it
             if self._waiting:
                 self._wake()
         if wanted:
             self.lose(reason, 1)
 
     def lose(self, reason: str, count: int) -> None:
-        """Count captures that are lost. The thread logs them, all of an interval in one line: a log
-        line may block."""
+        """Count lost captures. The thread logs one line an interval, because a log line may
+        block."""
         self._metrics.captures_lost.labels(reason).inc(count)
         with self._lock:
             self._unlogged[reason] += count
@@ -146,8 +152,11 @@ class Capture:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Write what is queued and end. False: it did not within `timeout_s`; what is not written
-        by then is counted as lost, though the batch that is being written may still arrive."""
+        """Write all queued captures and end the thread.
+
+        Returns: False when that took longer than `timeout_s`. Captures not written by then are
+        counted as lost, although the batch being written may still reach the sink.
+        """
         self._stopping.set()
         self._wake()
         self._thread.join(timeout_s)
@@ -173,15 +182,17 @@ class Capture:
         self._sink.close()
 
     def _await_work(self) -> None:
-        """Sleep until there is some, then until there is enough or the interval is over. (To look
-        ten times a second would cost a proxy that captures nothing a hundredth of all it does.)"""
+        """Sleep until a capture is queued, then until a batch is full or the interval is over.
+
+        Polling ten times a second instead would cost an idle proxy a hundredth of its CPU time.
+        """
         self._work.clear()
-        self._asleep = True  # before the look: what comes after it wakes us
+        self._asleep = True  # set before the queue is read: a later capture wakes the thread
         if not self._queue and not self._unlogged and not self._stopping.is_set():
             self._work.wait()
         self._asleep = False
         self._work.clear()
-        self._waiting = True  # before the look, as above
+        self._waiting = True  # set before the queue is read, as above
         enough = self._hurry or len(self._queue) >= self._enough
         if not enough and not self._stopping.is_set():
             self._work.wait(self._settings.flush_interval_s)
@@ -193,7 +204,7 @@ class Capture:
             try:
                 self._write(self._read_all([raw for raw, _ in batch]))
             finally:
-                # Only now: what is being written is still in memory.
+                # Only now, because a batch being written is still in memory.
                 self.held.done += sum([size for _, size in batch])
                 self._metrics.capture_pending_bytes.set(self.held.now)
 
@@ -213,13 +224,15 @@ class Capture:
         untrainable: Counter[str] = Counter()
         mismatch: Exchange | None = None
         for raw in batch:
-            if len(self._queue) < self._max_pending // 2:  # else to keep up matters more
+            if (
+                len(self._queue) < self._max_pending // 2
+            ):  # a long queue has priority over the relay
                 self._rest()
             try:
                 exchange = self._read(raw)
-            except Exception as error:  # noqa: BLE001 - one that shows a defect must not end all
+            except Exception as error:  # noqa: BLE001 - a defect on one capture must not end the thread
                 unreadable += 1
-                if unreadable == 1:  # a log line costs more than all the rest
+                if unreadable == 1:  # one log line costs more than the rest of the batch
                     self._log_defect("capture_unreadable", raw.exchange_id, error)
                 continue
             if exchange is None:
@@ -267,8 +280,8 @@ class Capture:
             self._account(0, error.reason, len(exchanges))
             log.warning("outbox_refused", reason=error.reason, error=str(error))
             return
-        except Exception as error:  # noqa: BLE001 - as above: a number that msgpack has no room for
-            if len(exchanges) > 1:  # find it
+        except Exception as error:  # noqa: BLE001 - as above, e.g. a number too large for msgpack
+            if len(exchanges) > 1:  # write one by one to find it
                 for exchange in exchanges:
                     self._write([exchange])
                 return
@@ -278,7 +291,7 @@ class Capture:
         self._account(kept, "outbox_full", len(exchanges) - kept)
 
     def _account(self, kept: int, reason: str, lost: int) -> None:
-        """Count captures that are in hand, once: a stop that did not wait has counted them."""
+        """Count captures taken from the queue, unless a `stop` that timed out has counted them."""
         with self._lock:
             if self._abandoned:
                 return
@@ -289,7 +302,7 @@ class Capture:
 
     @staticmethod
     def _log_defect(event: str, exchange_id: str, error: Exception) -> None:
-        """Where it happened, and nothing of what users wrote: messages of errors can hold it."""
+        """Log where an error was raised, without its message, which may quote what users wrote."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next

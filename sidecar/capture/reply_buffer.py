@@ -1,24 +1,26 @@
-"""Keep a reply by reference while it passes, within bounds. The relay's thread; never blocks."""
+"""Keep the chunks of a reply while it is relayed, within memory limits. Never blocks."""
 
 from __future__ import annotations
 
 
 class HeldBytes:
-    """What is held in memory for the capture. Each number has one writing thread, so that the
-    relay takes no lock."""
+    """Bytes held in memory for the capture. Each number is written by one thread, so that the
+    relay needs no lock."""
 
     __slots__ = ("_max_pending", "_max_reply", "buffered", "done", "offered")
 
     def __init__(self, *, max_reply: int, max_pending: int) -> None:
-        """max_reply: bytes of one reply. max_pending: of all replies that are passing or wait."""
+        """max_reply: limit of one reply, in bytes. max_pending: limit of all replies that are being
+        relayed or are queued, in bytes."""
         self._max_reply = max_reply
         self._max_pending = max_pending
         self.buffered = 0
-        """Of replies still passing; the relay's."""
+        """Bytes of replies that are still being relayed. Written by the relay's thread."""
         self.offered = 0
-        """Ever; the relay's."""
+        """Bytes queued since the start. Written by the relay's thread."""
         self.done = 0
-        """Ever; the capture's."""
+        """Bytes written or dropped after queueing, since the start. Written by the recorder's
+        thread."""
 
     @property
     def now(self) -> int:
@@ -28,7 +30,8 @@ class HeldBytes:
         return self.now + more <= self._max_pending
 
     def refuse(self, reply_bytes: int, more: int) -> str | None:
-        """Why `more` bytes of a reply cannot be kept; None when they can, and are counted."""
+        """Reserve `more` bytes for a reply. Returns: why that is refused; None when it is
+        granted."""
         if reply_bytes > self._max_reply:
             return "reply_too_long"
         if self.buffered + self.offered - self.done + more > self._max_pending:
@@ -46,7 +49,7 @@ class ReplyBuffer:
         self._held = held
         self._chunks: list[bytes] = []
         self.size = 0
-        """Bytes that it holds; read it before `take`, for `RawCapture.reply_bytes`."""
+        """Bytes held. `take` sets it to 0, so read it first."""
         self.lost_reason: str | None = None
 
     def add(self, chunk: bytes) -> None:
@@ -62,7 +65,7 @@ class ReplyBuffer:
         self._chunks.append(chunk)
 
     def clear(self) -> None:
-        """Forget everything: the reply is too long, or another one takes its place."""
+        """Drop all chunks: the reply is too long, or another reply replaces it."""
         self._held.buffered -= self.size
         self.size = 0
         self._chunks = []

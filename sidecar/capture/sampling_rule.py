@@ -1,7 +1,7 @@
-"""Whether a request is captured, and if not, why. Asked once for each request.
+"""Decide whether a request is captured. Called once a request.
 
-`capture.sample_rate` holds for everything; a project or a surface may have a rate of its own, which
-it is multiplied with. With rates of 0 or 1 no chance is drawn.
+The probability is the product of `capture.sample_rate`, the project's rate and the surface's rate.
+No random number is drawn for a probability of 0 or 1.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable, Mapping
 
 OFF = "off"
-"""`x-sidecar-capture: off`, in any letter case."""
+"""The value of `x-sidecar-capture` that turns capture off, in any letter case."""
 
 
 class SamplingRule:
-    """The rates of one proxy, joined once."""
+    """The sampling rates of one proxy."""
 
     __slots__ = ("_by_surface", "_chance", "_everything", "_projects", "_rate")
 
@@ -26,9 +26,12 @@ class SamplingRule:
         surfaces: Mapping[str, float] | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """Rates are shares, 0..1. surfaces: those that are not named have the rate 1, except
-        embeddings, which have nothing to learn from and are never captured.
-        chance: uniform in 0..1."""
+        """All rates are probabilities, 0..1.
+
+        surfaces: rate by surface; 1 for those not listed. Embeddings are never captured, because
+        nothing can be learned from them.
+        chance: returns uniform random numbers in 0..1.
+        """
         self._rate = rate
         self._chance = chance
         self._projects = dict(projects or {})
@@ -36,9 +39,9 @@ class SamplingRule:
         self._everything = rate >= 1.0 and not projects and not surfaces
 
     def skip_reason(self, *, surface: str, project: str, header: str) -> str | None:
-        """Why a request is not captured; None when it is.
+        """Return why a request is not captured, or None when it is.
 
-        header: `x-sidecar-capture` as it came; empty when it did not.
+        header: the value of `x-sidecar-capture`; empty when the client sent none.
         """
         if header and header.strip().lower() == OFF:
             return "header"

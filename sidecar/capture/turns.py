@@ -1,19 +1,19 @@
-"""Which exchanges are one user turn: a request and its retries by the client's SDK.
+"""Group exchanges into user turns: a request and its retries by the client's SDK are one turn.
 
-A retry is the same request once more: OpenAI's and Anthropic's SDKs say so by
-`x-stainless-retry-count` (0 on the original, then 1, 2, ...), and repeat the body to the byte.
-Two deliberate identical requests (a regeneration, several answers to one prompt) both say 0, and
-they are two turns: several answers to one prompt are what groups are made of. So:
+A retry repeats a request byte for byte. The SDKs of OpenAI and Anthropic mark it with
+`x-stainless-retry-count` (0 on the original, then 1, 2, ...). Two deliberate identical requests (a
+regeneration, several answers to one prompt) both have 0 and are two turns, because groups consist
+of several answers to one prompt. The rules:
 
-- With `Idempotency-Key`: the same key and body are one turn.
-- An original that ended well is a turn of its own, named by its exchange. An SDK sends no retry of
-  a reply that it got; should one come all the same (the reply was lost on its way), it joins if
-  it comes to the same process.
-- An original that failed, and every retry, get a name made of project, session and body, so that
-  they meet in it, in whichever process they came in, and after a restart.
+- With `Idempotency-Key`, requests with the same key and body are one turn.
+- An original that succeeded is a turn of its own, named by its exchange. An SDK does not retry
+  after a reply that it received. If a retry comes anyway, because the reply was lost on the
+  network, it joins the turn when it reaches the same process.
+- An original that failed, and every retry, get a name derived from project, session and body, so
+  that they get the same name in every process and after a restart.
 
-What this cannot tell apart: two deliberate identical requests of one session that both failed and
-were both retried are taken for one turn. That loses a sample, and never counts one twice.
+One case is not told apart: two deliberate identical requests of one session that both failed and
+were both retried count as one turn. That loses a sample; no sample is counted twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from __future__ import annotations
 import hashlib
 
 REMEMBERED = 4096
-"""Originals whose retries would be known. SDKs retry within seconds."""
+"""Originals remembered, to recognise their retries. SDKs retry within seconds."""
 
 
 class Turns:
-    """Names turns. For one thread; remembers the originals of this process."""
+    """Gives turns their names. Remembers the originals of this process. For one thread."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
@@ -42,16 +42,16 @@ class Turns:
         idempotency_key: str,
         ended_well: bool,
     ) -> str:
-        """The turn of one exchange; call it once for each, in the order in which they ended.
+        """Return the turn id of an exchange. Call it once an exchange, in the order of their ends.
 
-        ended_well: the client got the whole of a good reply, as far as can be seen.
+        ended_well: the client received a complete, successful reply, as far as the relay knows.
         """
         if idempotency_key:
             return f"key-{_digest(project, idempotency_key, body).hex()}"
         digest = _digest(project, session_key, body)
         if retry_count <= 0 and ended_well:
             known = self._names.get(digest)
-            # A failed original that still waits for its retry keeps its place.
+            # Keep the entry of a failed original whose retry has not come yet.
             if known is None or known != _shared(digest):
                 self._remember(digest, exchange_id)
             return exchange_id

@@ -1,9 +1,9 @@
-"""Short stretches of work for a thread that shares its core, and its interpreter, with the relay.
+"""Cooperative yielding for a thread that shares a CPU core and the interpreter with the relay.
 
-A thread that works for milliseconds at a stretch makes the relay wait for its core as long as the
-kernel's scheduler likes: 1.5 ms at the 99th percentile, measured on one core, whatever Python's
-switch interval. A lower priority would not do: a thread of low priority that holds the interpreter
-when other programs want the core would hold the relay up with it.
+A thread that works for milliseconds at a stretch delays the relay until the kernel's scheduler
+switches: 1.5 ms at the 99th percentile, measured on one core, with any Python switch interval. A
+low thread priority does not help: when other programs use the core, a low-priority thread that
+holds the interpreter lock delays the relay for even longer.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Callable
 from typing import Protocol
 
 WORK_S = 300e-6
-"""Shorter stretches cost more than they give: after each change of threads both find their caches
-cold (100 us: half as much CPU again for a capture, and the median of the relay's time with it)."""
+"""Longest stretch of work, in seconds. Shorter stretches cost more than they save, because both
+threads find cold caches after each switch: with 100 us a capture takes 1.5 times the CPU time."""
 REST_S = 20e-6
-"""Asked for; with Linux's timer slack it is 70 us and more."""
+"""Requested length of a pause, in seconds. Linux's timer slack makes it at least 70 us."""
 
 
 class Rest(Protocol):
-    """Called between two steps of the work: rests if it is time to."""
+    """Called between two steps of work; pauses when the stretch of work was long enough."""
 
     def __call__(self) -> None: ...
 
 
 def never() -> None:
-    """For a thread that nobody waits for."""
+    """Never pause: for a thread that shares its core with no relay."""
 
 
 class Yielding:
-    """For one thread."""
+    """Pauses for `rest_s` after each `work_s` of work. For one thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a metric is called, how the workers' values become one, and how Prometheus is shown them."""
+"""Metric families: their names, how the values of the workers are merged, and the exposition."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Merge = Literal["sum", "min"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a metric is called and how the workers' values become one."""
+    """Name, labels and kind of a metric, and how the values of the workers are merged."""
 
     kind: Kind
     name: str
     help: str
     label_names: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets, rising, without the infinite one."""
+    """Upper bounds of a histogram's buckets, ascending, without infinity."""
     merge: Merge = "sum"
 
     @property
     def cells(self) -> int:
-        """counter: value, created; gauge: value; histogram: each bucket, sum, created."""
+        """Floats a row. Counter: value, created; gauge: value; histogram: buckets, sum, created."""
         return {"counter": 2, "gauge": 1, "histogram": len(self.bounds) + 3}[self.kind]
 
     def key(self, labels: Labels) -> bytes:
@@ -45,10 +45,10 @@ Merged = dict[str, dict[tuple[str, ...], tuple[float, ...]]]
 def merge_tables(
     families: Iterable[Family], tables: Iterable[dict[bytes, tuple[float, ...]]]
 ) -> Merged:
-    """One set of numbers out of every process's. Pure.
+    """Merge the tables of all processes. Pure.
 
-    Counters and histograms are added up, cell by cell; `created` is the earliest. Gauges are added
-    up, or the least is taken, as the family says; one that is not set has no part in it.
+    Counters and histograms are added cell by cell; `created` is the earliest. Gauges are added, or
+    the least is taken, as `Family.merge` says; gauges that are not set are left out.
     """
     known = {family.name: family for family in families}
     merged: Merged = {name: {} for name in known}
@@ -56,7 +56,7 @@ def merge_tables(
         for key, cells in table.items():
             name, *labels = msgspec.json.decode(key.partition(b" ")[2], type=list[str])
             family = known.get(name)
-            # Another shape is another release's, which this memory outlived.
+            # A row of another length was written by another release.
             if family is None or len(cells) != family.cells or math.isnan(cells[0]):
                 continue
             values = merged[name]

@@ -1,13 +1,14 @@
-"""Counters, gauges and histograms that the relay can afford, summed over all workers when scraped.
+"""Counters, gauges and histograms for the request path, merged over all workers at each scrape.
 
-prometheus_client costs about 1 us a step (locks, label look-ups); these cost 0.1 to 0.2, because a
-step is one addition in memory that one thread owns. It is still prometheus_client that writes the
-exposition: `MetricSet` is a collector of its registry, with the same names, labels, help texts and
-`_created` series as its own classes give.
+An update in prometheus_client takes about 1 us (locks, label look-ups). Here it takes 0.1 to 0.2
+us, because it is one addition in memory that one thread owns. prometheus_client still writes the
+exposition: `MetricSet` is a collector of its registry and gives the same names, labels, help texts
+and `_created` series as its own classes.
 
-Every metric has ONE writing thread, except those made with `threads=True`, which take a lock.
-Each process writes its own table (`sidecar.metrics.table`); the reader adds the tables up:
-counters and histograms of every table, gauges of the living, by sum or by minimum.
+Each metric has one writing thread, except metrics made with `threads=True`, which take a lock.
+Each process writes its own table (`sidecar.metrics.table`). A scrape merges the tables: counters
+and histograms of all processes are added; gauges of live processes are added, or the least is
+taken.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from sidecar.metrics.table import ABSENT, Cells, MetricTable, read_region
 
 
 class Counter:
-    """A number that only rises. One writing thread."""
+    """A counter with one writing thread."""
 
     __slots__ = ("_cells", "_value")
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self._value: float = cells[0]
-        """The same: to read it from the cell costs more than to write it there."""
+        """Cached: reading shared memory costs more than writing it."""
 
     def inc(self, by: float = 1.0) -> None:
         self._value += by
@@ -44,7 +45,7 @@ class Counter:
 
 
 class SharedCounter(Counter):
-    """A counter that several threads write."""
+    """A counter that several threads may write."""
 
     __slots__ = ("_lock",)
 
@@ -59,7 +60,7 @@ class SharedCounter(Counter):
 
 
 class Gauge:
-    """A number of now. `set` from any one thread at a time; `inc` and `dec` from one thread."""
+    """A gauge. `set` may be called by one thread at a time, `inc` and `dec` by one thread only."""
 
     __slots__ = ("_cells", "_value")
 
@@ -80,12 +81,12 @@ class Gauge:
         self.set(self._value - by)
 
     def forget(self) -> None:
-        """Show it no more until it is set again."""
+        """Leave the gauge out of scrapes until it is set again."""
         self.set(ABSENT)
 
 
 class Histogram:
-    """How often a value fell under each bound, and the sum. One writing thread."""
+    """A histogram with one writing thread."""
 
     __slots__ = ("_bounds", "_bucket", "_cells", "_counts", "_lower", "_sum", "_sum_at", "_upper")
 
@@ -98,7 +99,7 @@ class Histogram:
         self._find(0.0)
 
     def _find(self, value: float) -> None:
-        """The bucket of the last value is most often that of the next."""
+        """Find the bucket of a value and cache it: the next value is most often in the same one."""
         bounds = self._bounds
         bucket = bisect_left(bounds, value)
         self._bucket: int = bucket
@@ -131,7 +132,7 @@ class LabelledCounter:
         child.inc(by)
 
     def labels(self, *values: str | bytes) -> Counter:
-        """The counter of these label values, to keep: its `inc` is cheaper still."""
+        """Return the counter of these label values. Keeping it saves the look-up of `inc`."""
         with self._lock:
             child = self._children.get(values)
             if child is None:
@@ -152,7 +153,7 @@ class LabelledGauge:
         self.labels(*labels).set(value)
 
     def labels(self, *values: str | bytes) -> Gauge:
-        """The gauge of these label values, to keep."""
+        """Return the gauge of these label values."""
         child = self._children.get(values)
         if child is None:
             child = self._children[values] = self._open(values)
@@ -160,9 +161,9 @@ class LabelledGauge:
 
 
 class MetricSet(Collector):
-    """Makes the metrics of one process, and shows those of all that share its memory.
+    """Makes the metrics of one process, and exposes those of all processes that share its memory.
 
-    others: the regions of the other processes; they are read at each scrape, whoever writes them.
+    others: the memory regions of the other processes, read at each scrape.
     """
 
     def __init__(

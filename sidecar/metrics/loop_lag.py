@@ -1,6 +1,6 @@
-"""How long the relay's loop makes everybody wait: a timer that measures how late it fires.
+"""Measure the event loop's lag: how late a timer fires.
 
-That it fires at all is the loop's sign of life, for the parent of several workers.
+Each firing is also a heartbeat, by which the parent of several workers finds one that hangs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ INTERVAL_S = 0.25
 
 
 class LoopLag:
-    """`start` it, `stop` it. Microseconds of work, four times a second.
+    """Measures the lag every `INTERVAL_S` seconds, from `start` to `stop`.
 
-    The loop's timers count whole milliseconds, so less than one is not told from none.
+    The loop's timers have a resolution of one millisecond, so a smaller lag is not seen.
     """
 
     def __init__(self, histogram: Histogram, give_sign: Callable[[], None]) -> None:
-        """give_sign: called each time that the timer fires."""
+        """give_sign: called each time the timer fires."""
         self._histogram = histogram
         self._give_sign = give_sign
         self._timer: asyncio.TimerHandle | None = None

@@ -1,7 +1,6 @@
-"""What the proxy counts, for Prometheus. One object, with its own registry, passed down.
+"""The proxy's Prometheus metrics: one object with its own registry, passed to whoever counts.
 
-Those that the relay's thread counts are cheap and have that one writer (`sidecar.metrics.hot`);
-those made with `threads=True` may be counted from any thread.
+Metrics without `threads=True` are updated by the relay's thread only (`sidecar.metrics.hot`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0
 class Metrics:
     """All metrics of one proxy process.
 
-    table: this process's numbers; None keeps them where no other process sees them.
-    others: the regions of the processes whose numbers are shown together with these.
+    table: where this process keeps its numbers; None for private memory.
+    others: memory regions of the other processes, exposed together with this one's.
     """
 
     def __init__(self, table: MetricTable | None = None, others: Sequence[memoryview] = ()) -> None:
@@ -33,32 +32,28 @@ class Metrics:
         )
         self.ttft = make.histogram(
             "sidecar_ttft_seconds",
-            "From the request's last byte to the first byte of the reply's body.",
+            "Time from the request's last byte to the first byte of the reply's body.",
             bounds=LATENCY_BUCKETS_S,
         )
         self.duration = make.histogram(
             "sidecar_request_duration_seconds",
-            "From the request's last byte to the reply's last.",
+            "Time from the request's last byte to the reply's last byte.",
             bounds=LATENCY_BUCKETS_S,
         )
         self.overhead = make.histogram(
             "sidecar_proxy_overhead_seconds",
-            "Time of a request that was not spent waiting for vLLM or for the client.",
+            "Time a request spent in the proxy, without waits for vLLM and the client.",
             bounds=OVERHEAD_BUCKETS_S,
         )
         self.event_loop_lag = make.histogram(
             "sidecar_event_loop_lag_seconds",
-            "How late a timer of the relay's loop fires: what a new request waits unseen.",
+            "Delay of a timer in the relay's event loop: the hidden wait of a new request.",
             bounds=LAG_BUCKETS_S,
         )
-        self.in_flight = make.gauge(
-            "sidecar_requests_in_flight", "Requests between first and last byte."
-        )
-        self.streams_open = make.gauge(
-            "sidecar_streams_open", "Replies that are being streamed to clients."
-        )
+        self.in_flight = make.gauge("sidecar_requests_in_flight", "Requests in progress.")
+        self.streams_open = make.gauge("sidecar_streams_open", "Replies being streamed to clients.")
         self.exchanges = make.labelled_counter(
-            "sidecar_exchanges", "Model requests by how they ended.", ["outcome"]
+            "sidecar_exchanges", "Model requests by outcome.", ["outcome"]
         )
         self.adapter_replies = make.labelled_counter(
             "sidecar_adapter_replies",
@@ -67,20 +62,20 @@ class Metrics:
         )
         self.clients_cut = make.labelled_counter(
             "sidecar_clients_cut",
-            "Client connections that were ended by the relay before their time.",
+            "Client connections closed early by the relay, by reason.",
             ["reason"],
         )
         self.request_body_bytes = make.gauge(
-            "sidecar_request_body_bytes", "Bytes that long request bodies hold in memory."
+            "sidecar_request_body_bytes", "Memory held by long request bodies, in bytes."
         )
         self.bodies_refused = make.labelled_counter(
             "sidecar_bodies_refused",
-            "Requests answered 503 because request bodies hold all the memory that they may.",
+            "Requests answered 503 because the memory for request bodies was used up.",
             ["reason"],
         )
         self.bodies_unreadable = make.labelled_counter(
             "sidecar_bodies_unreadable",
-            "Requests that were answered with 400 because their body cannot be read.",
+            "Requests answered 400 because their body could not be read.",
             ["reason"],
         )
         self._upstreams(make)
@@ -94,30 +89,30 @@ class Metrics:
     def _upstreams(self, make: MetricSet) -> None:
         self.upstream_retries = make.counter(
             "sidecar_upstream_retries",
-            "Requests sent again because a kept connection was found dead.",
+            "Requests sent again because a kept-alive connection to vLLM was closed.",
         )
         self.upstream_failovers = make.counter(
             "sidecar_upstream_failovers",
-            "Requests sent to another vLLM because the first could not be reached.",
+            "Requests sent to another vLLM because the first was unreachable.",
         )
         self.replica_ejections = make.labelled_counter(
             "sidecar_replica_ejections",
-            "Times that a vLLM was left alone for a while because requests to it failed.",
+            "Times a vLLM was taken out of rotation for a while because requests failed.",
             ["replica"],
         )
         self.adapter_missing = make.labelled_counter(
             "sidecar_adapter_missing",
-            "Requests that vLLM refused because it does not know the adapter.",
+            "Requests that vLLM refused because the adapter was not loaded.",
             ["adapter"],
         )
         self.replica_up = make.labelled_gauge(
             "sidecar_replica_up",
-            "1: every worker finds this vLLM healthy and sends to it.",
+            "1 if every worker finds this vLLM healthy.",
             ["replica"],
             merge="min",
         )
         self.replica_in_flight = make.labelled_gauge(
-            "sidecar_replica_in_flight", "Requests that this vLLM is answering now.", ["replica"]
+            "sidecar_replica_in_flight", "Requests in progress at this vLLM.", ["replica"]
         )
 
     def _capture(self, make: MetricSet) -> None:
@@ -126,44 +121,44 @@ class Metrics:
         )
         self.captures_lost = make.labelled_counter(
             "sidecar_captures_lost",
-            "Exchanges that should have been kept and were not.",
+            "Exchanges that were meant to be kept and were lost, by reason.",
             ["reason"],
             threads=True,
         )
         self.captures_skipped = make.labelled_counter(
             "sidecar_captures_skipped",
-            "Exchanges that were not to be kept.",
+            "Exchanges that were not meant to be kept, by reason.",
             ["reason"],
         )
         self.outbox_rows_gone = make.counter(
             "sidecar_outbox_rows_gone",
-            "Exchanges that were kept and went, unread, with an outbox that was deleted.",
+            "Unread exchanges lost with a deleted outbox file.",
             threads=True,
         )
         self.untrainable = make.labelled_counter(
             "sidecar_exchanges_untrainable",
-            "Exchanges kept that must not be learned from.",
+            "Exchanges kept that must not be trained on, by reason.",
             ["reason"],
             threads=True,
         )
         self.model_mismatch = make.counter(
             "sidecar_model_mismatch",
-            "Replies that name another model than was asked for. Alarm on any.",
+            "Replies that name another model than the requested one. Alert on any.",
             threads=True,
         )
         self.capture_pending_bytes = make.gauge(
-            "sidecar_capture_pending_bytes", "Captured bytes in memory."
+            "sidecar_capture_pending_bytes", "Captured bytes waiting in memory."
         )
 
     def _routing(self, make: MetricSet) -> None:
         self.routing_generation = make.gauge(
             "sidecar_routing_generation",
-            "Generation of the table obeyed now; of several workers, the one furthest behind.",
+            "Generation of the routing table in use; the lowest of all workers.",
             merge="min",
         )
         self.routing_failures = make.labelled_counter(
             "sidecar_routing_failures",
-            "Looks at the routing table that failed; the last table stays.",
+            "Failed polls of the routing table, by reason; the last table stays in use.",
             ["reason"],
             threads=True,
         )
@@ -175,15 +170,15 @@ class Metrics:
     def _access(self, make: MetricSet) -> None:
         self.access_denied = make.labelled_counter(
             "sidecar_access_denied",
-            "Requests turned away because of their key or its limits.",
+            "Requests rejected because of their API key or its limits.",
             ["reason"],
         )
         self.api_keys = make.gauge(
-            "sidecar_api_keys", "API keys known and not revoked.", merge="min"
+            "sidecar_api_keys", "API keys that are not revoked.", merge="min"
         )
         self.api_key_failures = make.labelled_counter(
             "sidecar_api_key_failures",
-            "Looks at the API keys that failed, and keys that could not be read.",
+            "Failed polls of the API keys, and keys that could not be read.",
             ["reason"],
             threads=True,
         )
@@ -203,7 +198,7 @@ class Metrics:
     def _breaker(self, make: MetricSet) -> None:
         self.bad_replies = make.labelled_counter(
             "sidecar_bad_replies",
-            "Replies during a canary that the breaker counts as bad, by arm and kind.",
+            "Replies during a canary that the breaker counted as bad, by arm and kind.",
             ["arm", "kind"],
         )
         self.breaker_trips = make.labelled_counter(
@@ -211,11 +206,11 @@ class Metrics:
         )
         self.breaker_open = make.gauge(
             "sidecar_breaker_open",
-            "1: the breaker keeps the routing table's canary out on this worker.",
+            "1 if the breaker keeps the current canary out on this worker.",
         )
         self.canary_fallbacks = make.counter(
             "sidecar_canary_fallbacks",
-            "Requests that the champion answered because the canary failed before the first byte.",
+            "Requests answered by the champion because the canary failed before the first byte.",
         )
 
     def _best_of(self, make: MetricSet) -> None:
@@ -223,28 +218,30 @@ class Metrics:
             "sidecar_best_of_requests", "Requests that asked for best of N."
         )
         self.best_of_picked = make.labelled_counter(
-            "sidecar_best_of_picked", "Those answered by the judge's choice.", ["answer"]
+            "sidecar_best_of_picked",
+            "Best-of-N requests answered by the judge's choice.",
+            ["answer"],
         )
         self.best_of_fallbacks = make.labelled_counter(
             "sidecar_best_of_fallbacks",
-            "Those answered by the first answer, or not at all.",
+            "Best-of-N requests that fell back or failed.",
             ["reason"],
         )
         self.best_of_judge = make.histogram(
             "sidecar_best_of_judge_seconds",
-            "Time that a best-of-N request waited for the judge, picked or not.",
+            "Time a best-of-N request waited for the judge.",
             bounds=LATENCY_BUCKETS_S,
         )
         self.best_of_unreturned_tokens = make.counter(
             "sidecar_best_of_unreturned_tokens",
-            "Tokens sampled for answers that were not returned.",
+            "Tokens of best-of-N answers that were not returned.",
         )
 
 
 def worker_restarts(make: MetricSet) -> LabelledCounter:
-    """The one that the parent of several workers counts."""
+    """Make the counter that the parent of several workers updates."""
     return make.labelled_counter(
         "sidecar_worker_restarts",
-        "Proxy processes that ended unasked and were started again.",
+        "Proxy processes that ended unexpectedly and were restarted.",
         ["reason"],
     )

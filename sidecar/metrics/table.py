@@ -1,13 +1,13 @@
-"""Numbers of one process in memory that other processes can read: no lock, no copy, no file.
+"""Numbers of one process in shared memory that other processes can read: no lock, copy or file.
 
-A table is a region of bytes that belongs to one writing process at a time. It holds entries, each
-a key and a row of 64-bit floats ("cells"). The writer adds to a cell in place, which costs what an
-assignment costs; a reader in any process that maps the region sees it at once. A writer that is
-killed loses nothing that it counted, and who takes the region over goes on where it ended, so that
-a counter never falls.
+A table is a memory region with one writing process at a time. It holds entries, each a key and a
+row of 64-bit floats ("cells"). The writer changes a cell in place, which costs as much as an
+assignment, and every process that maps the region sees the new value at once. Nothing is lost when
+a writer is killed: the process that takes over its region continues from its values, so a counter
+never falls.
 
-The regions are memory (`memfd`), never a file on a disk: a disk that is busy stops who writes to
-a mapped page of its file, and the relay must not wait for a disk.
+The regions are anonymous memory (`memfd`), not a file: a write to a mapped page of a file may block
+while the disk is busy, and the relay must not wait for a disk.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Cells: TypeAlias = "memoryview[float]"
 REGION_BYTES = 1 << 20
 """Room for about 8,000 entries. Pages that were never touched take no memory."""
 ABSENT = float("nan")
-"""A gauge that its present writer has not set."""
+"""The value of a gauge that its current writer has not set."""
 _HEADER = struct.Struct("=QQ")
-"""Bytes in use, this header included; 0 while the writer does not serve, else from 1 up: one more
-with each sign of life."""
+"""Bytes in use, including this header; then the writer's heartbeat count, 0 while it does not
+serve."""
 _USED = struct.Struct("=Q")
 _SIGNS = struct.Struct("=Q")
 _ENTRY = struct.Struct("=II")
@@ -37,11 +37,10 @@ _ENTRY = struct.Struct("=II")
 
 
 class MetricTable:
-    """The writing end of a region. Cells belong to who asked for them; `cells` may be called by
-    any thread.
+    """Writes to a region. `cells` may be called by any thread; a row has one owner.
 
-    region: None takes memory that no other process sees. Another's is shown without its gauges
-    until `open` is called.
+    region: None allocates private memory. Readers leave out the gauges of a shared region until
+    `open` is called.
     """
 
     def __init__(self, region: memoryview | None = None) -> None:
@@ -59,10 +58,10 @@ class MetricTable:
         _HEADER.pack_into(self._region, 0, self._used, 0)
 
     def cells(self, key: bytes, count: int) -> Cells:
-        """The row of `count` floats under this key: as it was left, or new and all zero.
+        """Return the row of `count` floats of a key, with its last values, or new and all zero.
 
-        When the region is full, which a bug with labels would do, the row is one that nobody
-        reads, and that is logged once: counting must not fail a request.
+        When the region is full, which only a bug with labels causes, the row is private and not
+        exposed, and an error is logged once: counting must not fail a request.
         """
         with self._lock:
             known = self._cells.get((key, count))
@@ -71,21 +70,21 @@ class MetricTable:
             return known
 
     def open(self) -> None:
-        """Say that the writer serves: its gauges are of now."""
+        """Mark the writer as serving: readers include its gauges."""
         self._signs = 1
         _HEADER.pack_into(self._region, 0, self._used, self._signs)
 
     def give_sign(self) -> None:
-        """Say that the writer still serves. For the thread that called `open`, until `close`."""
+        """Count one heartbeat. For the thread that called `open`, until `close`."""
         self._signs += 1
         _SIGNS.pack_into(self._region, _USED.size, self._signs)
 
     def close(self) -> None:
-        """Say that the writer ends: its gauges are not of now any more."""
+        """Mark the writer as ended: readers leave out its gauges."""
         mark_dead(self._region)
 
     def read(self) -> dict[bytes, tuple[float, ...]]:
-        """What it holds, the gauges in any case."""
+        """Return all cells by key, including the gauges."""
         return {key: tuple(cells) for (key, _), cells in list(self._cells.items())}
 
     def _append(self, key: bytes, count: int) -> Cells:
@@ -100,14 +99,14 @@ class MetricTable:
         _ENTRY.pack_into(self._region, start, len(key), count)
         self._region[start + _ENTRY.size : start + _ENTRY.size + len(key)] = key
         self._region[cells_at:end] = bytes(8 * count)
-        # Last, so that a reader never meets half an entry.
+        # Written last, so that a reader never reads half an entry.
         self._used = end
         _USED.pack_into(self._region, 0, end)
         return self._region[cells_at:end].cast("d")
 
 
 def read_region(region: memoryview) -> dict[bytes, tuple[float, ...]]:
-    """What a region holds now. The gauges of a writer that is dead are left out."""
+    """Return all cells of a region by key, without the gauges of a writer that ended."""
     alive = signs_of_life(region) > 0
     return {
         key: tuple(cells)
@@ -117,14 +116,16 @@ def read_region(region: memoryview) -> dict[bytes, tuple[float, ...]]:
 
 
 def signs_of_life(region: memoryview) -> int:
-    """How many its writer has given since it serves; 0: it does not. One that stays the same is
-    that of a writer which stands still."""
+    """Return the writer's heartbeat count; 0 when it does not serve.
+
+    A count that does not change means that the writer hangs.
+    """
     signs: int = _HEADER.unpack_from(region)[1]
     return signs
 
 
 def mark_dead(region: memoryview) -> None:
-    """For who saw the writer end."""
+    """Mark the writer of a region as ended. For its parent process."""
     _HEADER.pack_into(region, 0, _HEADER.unpack_from(region)[0], 0)
 
 
@@ -133,7 +134,7 @@ def private_region() -> memoryview:
 
 
 def shared_memory(regions: int) -> int:
-    """Memory for this many regions, as a descriptor that child processes may inherit."""
+    """Allocate memory for this many regions. Returns: a descriptor that children may inherit."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("sidecar-metrics")
     else:  # macOS: a file without a name, in the temporary folder
@@ -144,7 +145,7 @@ def shared_memory(regions: int) -> int:
 
 
 def map_regions(fd: int) -> list[memoryview]:
-    """The regions behind a descriptor of `shared_memory`."""
+    """Map the regions of a descriptor from `shared_memory`."""
     size = os.fstat(fd).st_size
     whole = memoryview(mmap.mmap(fd, size))
     return [whole[at : at + REGION_BYTES] for at in range(0, size, REGION_BYTES)]
@@ -165,5 +166,5 @@ def _entries(region: memoryview) -> list[tuple[bytes, Cells]]:
 
 
 def _cells_at(start: int, key: bytes) -> int:
-    """Where an entry's cells begin: aligned, so that a reader never meets half a float."""
+    """Return the offset of an entry's cells, aligned so that each float is written at once."""
     return -(-(start + _ENTRY.size + len(key)) // 8) * 8
