@@ -1,7 +1,7 @@
-"""Read a reply of `/v1/messages` (Anthropic's API): whole, or put together from its events. Pure.
+"""Read a reply of `/v1/messages` (Anthropic's API), whole or streamed. Pure.
 
-Its content blocks become one assistant message in the form of chat completions: text blocks its
-text, `tool_use` its `tool_calls`, `thinking` its `reasoning`. There are no token ids.
+The content blocks become one assistant message in the form of chat completions: text blocks become
+its text, `tool_use` its `tool_calls`, `thinking` its `reasoning`. This surface gives no token ids.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class _Grown:
-    """A block of a stream: its kind, and its text, thoughts or arguments in pieces."""
+    """A streamed block: its kind, and its text, thinking or arguments in pieces."""
 
     __slots__ = ("block", "pieces")
 
@@ -84,7 +84,7 @@ class _Grown:
 
 
 def read_whole(body: bytes) -> ReadReply:
-    """Read a reply that came in one piece. Raises: UnreadableReplyError."""
+    """Read a reply that is not streamed. Raises: UnreadableReplyError."""
     message = decode(_MESSAGE, body)
     reply = ReadReply(ended=True)
     _add_message(reply, message)
@@ -103,7 +103,7 @@ def read_whole(body: bytes) -> ReadReply:
 
 
 def read_stream(chunks: Sequence[bytes]) -> ReadReply:
-    """Put a stream together. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
+    """Read a streamed reply. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
     reply = ReadReply()
     grown: dict[int, _Grown] = {}
     last = _Delta()
@@ -159,7 +159,7 @@ def _add_message(reply: ReadReply, message: _Message) -> None:
 
 
 def _assistant(blocks: Iterable[tuple[_Block, str]]) -> JsonObject:
-    """blocks: each with its text, thoughts or arguments."""
+    """blocks: blocks with their joined text, thinking or arguments."""
     message: JsonObject = {"role": "assistant"}
     texts, thoughts = [], []
     calls: list[JsonObject] = []

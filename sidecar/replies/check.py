@@ -1,7 +1,7 @@
-"""Why an answer must not be learned from: what vLLM says of it is missing or contradicts itself.
+"""Find out why an answer must not be trained on: vLLM's report is incomplete or inconsistent.
 
-Pure, and without a tokenizer: what is compared are the reply's own statements. Ingest decodes the
-token ids besides, in its own process, and sees what escapes here.
+Pure, and without a tokenizer: only statements of the reply itself are compared. Ingest also decodes
+the token ids, in its own process, and finds what this check cannot.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from sidecar.records import Surface
 from sidecar.replies.parts import ReadChoice, ReadReply
 
 TEXT_SURFACES: frozenset[Surface] = frozenset({"responses", "messages"})
-"""vLLM gives no token ids on these."""
+"""Surfaces on which vLLM gives no token ids."""
 _TOKEN_AS_ID = "token_id:"
 _LOST_CHARACTER = "\ufffd"
 
 
 def untrainable(reply: ReadReply, surface: Surface, asked: str) -> str | None:
-    """Why a reply that could be read and that no failure cut short must not be learned from, or
-    None. The reasons stand in the data dictionary.
+    """Return why a complete, readable reply must not be trained on, or None.
 
-    asked: the model name that vLLM was asked for.
+    docs/data-dictionary.md lists the reasons.
+    asked: the model name in the request to vLLM.
     """
     choices = list(reply.choices.values())
     if not choices:
@@ -53,27 +53,27 @@ def untrainable(reply: ReadReply, surface: Surface, asked: str) -> str | None:
 
 
 def text_agrees(choice: ReadChoice) -> bool:
-    """Whether the tokens that the log-probabilities name make up the text that was served.
+    """Return True if the tokens named by the log-probabilities make up the served text.
 
-    A plain text must be the tokens joined. Three things are granted: the token or stop string that
-    ended it is not part of the text; a tokenizer of the SentencePiece family drops the space before
-    a word when it decodes one token alone, so a text that agrees but for spaces agrees; characters
-    that never became whole are U+FFFD in the text and nothing in the tokens. A special token in the
-    middle, which vLLM leaves out of the text, is not granted.
+    A plain text must equal the joined tokens, with three exceptions. The token or stop string that
+    ended the answer is not part of the text. SentencePiece tokenizers drop the space before a word
+    when they decode a single token, so differences in spaces are ignored. Characters that never
+    became complete are U+FFFD in the text and absent from the tokens. A special token in the
+    middle, which vLLM leaves out of the text, is no exception.
 
-    Where a parser took reasoning or tool calls out of the text, only parts can be compared: the
-    content, the reasoning and each call's name must stand in what was sampled. The arguments
-    cannot be: parsers write them anew, and not every model calls in JSON. That finds token ids lost
-    from a stream with a tool parser (a fault that vLLM has had, 27482) where they were of a
-    compared part; `usage`, where it was sent, finds them always.
+    When a parser took reasoning or tool calls out of the text, only parts can be compared: the
+    content, the reasoning and the name of each call must occur in the sampled text. Arguments are
+    not compared, because parsers rewrite them and not every model writes JSON. This finds token ids
+    that vLLM lost from a stream with a tool parser (vLLM issue 27482) when they belong to a
+    compared part; `usage`, when it was sent, always finds them.
 
-    When the client asked for `return_tokens_as_token_ids`, the tokens must be the ids.
+    When the client sent `return_tokens_as_token_ids`, the tokens must be the ids.
     """
     texts = choice.token_texts
     message = choice.message
     content = message.get("content")
     if len(texts) == 0:
-        return True  # log-probabilities of a form without texts: nothing to compare
+        return True  # log-probabilities without token texts: nothing to compare
     sampled = "".join(texts)
     if content == sampled and len(message) <= 2:
         return True
@@ -88,7 +88,7 @@ def text_agrees(choice: ReadChoice) -> bool:
 
 
 def _makes_up(choice: ReadChoice, text: str, sampled: str, form: Callable[[str], str]) -> bool:
-    """Whether the text is what was sampled, but for what ended it. form: of text and sampled."""
+    """Return True if the text is the sampled text without its end. form: normalises both."""
     if text == sampled:
         return True
     if choice.finish_reason != "stop" or not sampled.startswith(text):
@@ -99,7 +99,7 @@ def _makes_up(choice: ReadChoice, text: str, sampled: str, form: Callable[[str],
         return behind == last
     if not form(stop):
         return last.endswith(behind)
-    # `include_stop_str_in_output` leaves it in the text.
+    # `include_stop_str_in_output` leaves the stop string in the text.
     return behind.startswith(form(stop)) or text.endswith(form(stop))
 
 
@@ -115,5 +115,5 @@ def _parts_stand_in(choice: ReadChoice, sampled: str) -> bool:
 
 
 def _loose(text: str) -> str:
-    """The text without what may differ: white space and characters that were never whole."""
+    """Remove what may differ: white space and incomplete characters."""
     return "".join(text.split()).replace(_LOST_CHARACTER, "")

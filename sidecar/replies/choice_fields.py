@@ -1,4 +1,4 @@
-"""What is read of a reply of chat or text completions, as msgspec decodes it."""
+"""The fields that are read from a reply of chat or text completions, as msgspec decodes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 from sidecar.replies.parts import JsonObject
 
 
-# Members stand in the order in which vLLM writes them: msgspec looks for the next one first.
+# Fields stand in vLLM's order, because msgspec tries the next field first.
 class Entry(msgspec.Struct, gc=False, kw_only=True):
     token: str | None = None
     logprob: float
@@ -15,9 +15,9 @@ class Entry(msgspec.Struct, gc=False, kw_only=True):
 
 class Logprobs(msgspec.Struct, gc=False):
     content: list[Entry] | None = None
-    """Chat's form."""
+    """Log-probabilities in the form of chat completions."""
     tokens: list[str] | None = None
-    """Text completions' form, in two lists."""
+    """Log-probabilities in the form of text completions: two lists."""
     token_logprobs: list[float | None] | None = None
 
 
@@ -42,8 +42,8 @@ class OneLogprob(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class UsualChoice(msgspec.Struct, gc=False):
-    """The choice of an event that brings one token and its text and nothing else: what else a
-    `ChoiceFields` may say is refused. Decoded and added, it takes a sixth less time."""
+    """A choice with one token and its text, and nothing else; msgspec refuses any other field.
+    Reading it takes a sixth less time than `ChoiceFields`."""
 
     delta: Content
     logprobs: OneLogprob
@@ -66,7 +66,7 @@ class ReplyFields(msgspec.Struct, gc=False):
     usage: UsageFields | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     error: object = None
-    """An object in a stream that broke; a string from vLLM's own check of keys."""
+    """An object when a stream failed; a string from vLLM's own key check."""
 
 
 REPLY = msgspec.json.Decoder(ReplyFields)

@@ -1,9 +1,9 @@
-"""Read a reply of chat or text completions: whole, or put together from its events. Pure.
+"""Read a reply of chat or text completions, whole or streamed. Pure.
 
-Both surfaces have choices that carry token ids and log-probabilities; they differ in where the text
-stands, and in the form of the log-probabilities. One reader takes both.
+On both surfaces a choice carries token ids and log-probabilities. They differ in the place of the
+text and in the form of the log-probabilities; one reader handles both.
 
-The usual events of a stream are decoded many at once (`reply_runs.py`), the others one by one.
+Typical events of a stream are decoded many at a time (`runs.py`), the others one by one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from sidecar.replies.parts import (
 from sidecar.replies.runs import RUN_BYTES, decode_lines, frame_of
 
 MAX_TOOL_CALLS = 1024
-"""An index beyond this is not a call's place but nonsense, which must not cost memory."""
+"""Highest number of tool calls; a larger index is invalid and must not cost memory."""
 FEW = 8
-"""Chunks of a stream so short that it does not pay to look for what its events share."""
+"""Streams with fewer chunks are read event by event: finding what their events share does not
+pay."""
 
 
 def read_whole(body: bytes) -> ReadReply:
-    """Read a reply that came in one piece. Raises: UnreadableReplyError."""
+    """Read a reply that is not streamed. Raises: UnreadableReplyError."""
     reader = _Reader()
     reader.add(decode(REPLY, body))
     reader.ended = True
@@ -45,7 +46,7 @@ def read_whole(body: bytes) -> ReadReply:
 
 
 def read_stream(chunks: Sequence[bytes]) -> ReadReply:
-    """Put a stream together. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
+    """Read a streamed reply. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
     reader = _Reader()
     frame = frame_of(chunks[0]) if len(chunks) > FEW else None
     if frame is None:
@@ -56,7 +57,7 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
     others = list(chunks[:first])
     for at in range(first, last, length):
         run = chunks[at : min(at + length, last)]
-        # Behind an event that was cut, its rest would come.
+        # The rest of an event that was cut would follow.
         lines = None if others and not others[-1].endswith(b"\n\n") else frame.choices(run)
         if lines is None:
             others += run
@@ -72,7 +73,7 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
 
 
 class _Growing:
-    """One answer that grows. Texts are kept in pieces and joined once."""
+    """One answer of a stream while it grows. Texts are kept in pieces and joined once."""
 
     __slots__ = (
         "calls",
@@ -136,12 +137,12 @@ class _Growing:
                 self.logprobs += [entry.logprob for entry in entries]
                 self.token_texts += [entry.token for entry in entries if entry.token is not None]
         elif logprobs.token_logprobs is not None:
-            # `null` stands for the first token of an echoed prompt. Left out, the counts disagree.
+            # `null` for the first token of an echoed prompt is left out: the counts disagree.
             self.logprobs += [value for value in logprobs.token_logprobs if value is not None]
             self.token_texts += logprobs.tokens or ()
 
     def _merge(self, delta: JsonObject) -> None:
-        """Add a delta: text grows, tool calls grow by their index, the rest is set."""
+        """Add a delta: text is appended, tool calls are merged by index, other fields are set."""
         for key, value in delta.items():
             if value is None:
                 continue
@@ -186,17 +187,17 @@ class _Growing:
 
 
 class _Reader:
-    """Takes documents, gives the reply."""
+    """Collects documents of a reply and returns the reply."""
 
     def __init__(self) -> None:
         self._reply = ReadReply()
         self._growing: dict[int, _Growing] = {}
         self.ended = False
         self._usual = True
-        """All choices that were added as lines were usual ones."""
+        """All choices added as lines were typical ones."""
 
     def add_events(self, chunks: Sequence[bytes]) -> None:
-        """Read events one by one. `[DONE]` among them ends the stream."""
+        """Read events one by one. A `[DONE]` event ends the stream."""
         for document in documents(chunks):
             if is_done(document):
                 self.ended = True
@@ -204,8 +205,8 @@ class _Reader:
                 self.add(decode(REPLY, document))
 
     def add_choices(self, lines: bytes, count: int, model: str | None) -> bool:
-        """Add events of which nothing is left but one choice each, on a line. False: they cannot be
-        read so, and nothing was added."""
+        """Add typical choices, one on each line. Returns: False when a line is not typical; nothing
+        was added then."""
         usual = decode_lines(USUAL, lines, count) if self._usual else None
         if usual is not None:
             self._add_usual(usual)
@@ -253,7 +254,8 @@ class _Reader:
             )
 
     def _add_prompt(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """Text completions give the prompt with each choice; a list of prompts, several."""
+        """Add the prompt's token ids. Text completions give a prompt with each choice, and several
+        prompts for a list of prompts."""
         reply = self._reply
         if reply.prompt_token_ids and reply.prompt_token_ids != prompt_token_ids:
             reply.several_prompts = True

@@ -1,8 +1,9 @@
-"""Read a reply of `/v1/responses`: whole, or put together from its named events. Pure.
+"""Read a reply of `/v1/responses`, whole or streamed. Pure.
 
-Its output items become one assistant message in the form of chat completions: message items its
-text, function calls its `tool_calls`, reasoning items its `reasoning`. There are no token ids.
-The last event of a stream holds the whole reply; of a stream that was cut, what came is kept.
+The output items become one assistant message in the form of chat completions: message items become
+its text, function calls its `tool_calls`, reasoning items its `reasoning`. This surface gives no
+token ids. The last event of a stream holds the whole reply; from a stream that was cut, the events
+that arrived are used.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class _Grown:
-    """An item of a stream: as it was last given, and the deltas that came for it since."""
+    """An item of a stream: its last full state, and the deltas since."""
 
     __slots__ = ("deltas", "item")
 
@@ -95,14 +96,14 @@ class _Grown:
 
 
 def read_whole(body: bytes) -> ReadReply:
-    """Read a reply that came in one piece. Raises: UnreadableReplyError."""
+    """Read a reply that is not streamed. Raises: UnreadableReplyError."""
     reply = ReadReply(ended=True)
     _add_response(reply, decode(_RESPONSE, body))
     return reply
 
 
 def read_stream(chunks: Sequence[bytes]) -> ReadReply:
-    """Put a stream together. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
+    """Read a streamed reply. Chunks may be cut anywhere. Raises: UnreadableReplyError."""
     reply = ReadReply()
     items: dict[int, _Grown] = {}
     for document in documents(chunks):
@@ -115,7 +116,9 @@ def read_stream(chunks: Sequence[bytes]) -> ReadReply:
                 reply.models.add(event.response.model)
         elif event.type == "error" or event.error is not None:
             reply.error = "error"
-        elif event.item is not None:  # added: empty; done: whole
+        elif (
+            event.item is not None
+        ):  # `added` events have an empty item, `done` events the whole one
             grown = _grown(items, event.output_index)
             grown.item, grown.deltas = event.item, []
         elif isinstance(event.delta, str):

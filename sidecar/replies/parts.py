@@ -1,8 +1,7 @@
-"""What is read out of a reply, the same for every surface. Pure.
+"""What is read from a reply, in one form for all surfaces. Pure.
 
-Each surface has a reader of its own (`reply_choices.py`, `reply_items.py`, `reply_blocks.py`), and
-all of them give this: assistant messages in the form of chat completions, and what was said of the
-sampling.
+Each kind of surface has a reader (`choices.py`, `items.py`, `blocks.py`). All return assistant
+messages in the form of chat completions, and what vLLM reported about the sampling.
 """
 
 from __future__ import annotations
@@ -17,52 +16,53 @@ from sidecar.errors import UNREADABLE_JSON
 
 JsonObject = dict[str, Any]  # Any: vLLM's message, kept as it is
 _BLOCK = 65_536
-"""Bytes of a stream that are put together at once: larger pieces are faster by nothing, and each
-piece keeps the interpreter from the relay's thread while it is copied and split."""
+"""Bytes of a stream that are joined at once. Larger blocks are not faster, and copying and
+splitting a block holds the interpreter lock that the relay's thread needs."""
 _DONE = b"[DONE]"
 
 Document = TypeVar("Document")
 
 
 class UnreadableReplyError(Exception):
-    """The reply is not what a reply of this surface looks like; stays inside the capture."""
+    """The reply does not have the form of this surface. Raised and handled inside the capture."""
 
 
 class ReadChoice(msgspec.Struct, gc=False):
-    """One answer, as far as it was seen."""
+    """One answer, as far as it arrived."""
 
     message: JsonObject
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """vLLM's: the stop string or stop token that ended it; None at the usual end token."""
+    """vLLM's `stop_reason`: the stop string or stop token that ended the answer; None at the usual
+    end token."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     token_texts: list[str] = []
-    """[S] each sampled token's text, as the log-probabilities give it."""
+    """[S] text of each sampled token, from the log-probabilities."""
 
 
 class ReadReply(msgspec.Struct, gc=False):
-    """What a reply says, whole or streamed."""
+    """The content of a reply, whole or streamed."""
 
     models: set[str] = set()
-    """Every model name it gives: one, if all is well."""
+    """All model names in the reply; exactly one in a sound reply."""
     choices: dict[int, ReadChoice] = {}
     prompt_token_ids: tuple[int, ...] = ()
     several_prompts: bool = False
-    """A completion of a list of prompts: the answers belong to different ones."""
+    """The request was a list of prompts: the answers belong to different prompts."""
     completion_tokens: int | None = None
     error: str | None = None
-    """The error with which vLLM ends a stream that broke."""
+    """The error with which vLLM ended a failed stream."""
     ended: bool = False
-    """A whole reply, or a stream that reached what ends it on its surface."""
+    """The reply is whole, or the stream reached the end mark of its surface."""
 
 
 def documents(chunks: Sequence[bytes]) -> Iterator[bytes]:
-    """The `data` of each event of a stream, which may be cut anywhere. An event that has no blank
-    line behind it was cut off and does not count. `[DONE]` is given as it is, a space before it
-    perhaps (`is_done`).
+    """Yield the `data` of each event of a stream, which may be cut anywhere.
 
-    Every data line is a document: vLLM writes its replies on one line.
+    An event without a blank line after it was cut off and is left out. `[DONE]` is yielded too,
+    with a possible leading space (`is_done`). Every data line is one document, because vLLM writes
+    its replies on one line.
     """
     pending: list[bytes] = []
     size, wanted = 0, _BLOCK
@@ -75,16 +75,16 @@ def documents(chunks: Sequence[bytes]) -> Iterator[bytes]:
         end = _last_blank_line(block)
         yield from _data_lines(block[:end])
         rest = block[end:]
-        # An event longer than a block is not copied again and again, but at each doubling.
+        # A long event is copied only each time its size doubles.
         pending, size, wanted = [rest], len(rest), max(_BLOCK, 2 * len(rest))
     block = b"".join(pending)
     yield from _data_lines(block[: _last_blank_line(block)])
 
 
 def _last_blank_line(block: bytes) -> int:
-    """Where the bytes behind the last blank line begin; 0 when there is none."""
+    """Return where the bytes after the last blank line begin; 0 when there is none."""
     plain = block.rfind(b"\n\n")
-    # Looking for what is not there goes through all of the block; one byte is found much faster.
+    # Searching for an absent string scans the whole block; a single byte is found much faster.
     spelled = block.rfind(b"\n\r\n") if b"\r" in block else -1
     return max(plain + 2 if plain >= 0 else 0, spelled + 3 if spelled >= 0 else 0)
 
@@ -94,15 +94,15 @@ def _data_lines(events: bytes) -> list[bytes]:
 
 
 def is_done(document: bytes) -> bool:
-    """Whether this is the mark that ends a stream of chat or text completions."""
+    """Return True for the mark that ends a stream of chat or text completions."""
     return len(document) <= len(_DONE) + 2 and document.strip() == _DONE
 
 
 def decode(decoder: msgspec.json.Decoder[Document], data: bytes) -> Document:
-    """Decode one document of vLLM's. Raises: UnreadableReplyError.
+    """Decode one JSON document from vLLM. Raises: UnreadableReplyError.
 
-    msgspec refuses NaN and lone surrogates, which vLLM's side of JSON can write: what it refuses
-    is read once more the slow way, by Python's json.
+    msgspec refuses NaN and lone surrogates, which vLLM can write. Such a document is decoded again
+    by Python's slower json.
     """
     try:
         return decoder.decode(data)
@@ -119,7 +119,8 @@ def _decode_slowly(decoder: msgspec.json.Decoder[Document], data: bytes) -> Docu
 
 
 def message_json(message: JsonObject) -> bytes:
-    """The message as it is recorded: role, content, then what else it has; no empty members."""
+    """Return the message as JSON for the record: role, content, then the other fields; empty ones
+    left out."""
     kept: JsonObject = {
         "role": message.get("role", "assistant"),
         "content": message.get("content"),
@@ -128,9 +129,9 @@ def message_json(message: JsonObject) -> bytes:
         if value is not None and value != [] and key not in kept:
             kept[key] = value
     if not kept["content"] and "tool_calls" in kept:
-        kept["content"] = None  # whole replies say null, streams "", and both mean no text
+        kept["content"] = None  # whole replies say null, streams ""; both mean no text
     try:
         return msgspec.json.encode(kept)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         text = json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")

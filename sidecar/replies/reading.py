@@ -23,10 +23,10 @@ STREAM: dict[Surface, Callable[[Sequence[bytes]], ReadReply]] = {
 
 
 def read_reply(surface: Surface, chunks: Sequence[bytes], *, streamed: bool) -> ReadReply:
-    """Read a reply. Raises: UnreadableReplyError, for what is no reply of the surface too.
+    """Read a reply. Raises: UnreadableReplyError, also when the body has another surface's form.
 
     chunks: the body as vLLM sent it, cut anywhere.
-    streamed: it is a stream of events.
+    streamed: the body is a stream of events.
     """
     if surface not in WHOLE:
         raise UnreadableReplyError(f"replies of {surface} are not captured")

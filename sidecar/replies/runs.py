@@ -1,9 +1,8 @@
 """Decode many events of a stream at once. Pure.
 
-Nearly all of a stream are events that are alike to the byte but for their choice, and each came as
-one chunk. `Frame` cuts those bytes off, and many choices are decoded in one call: half the time
-that one event after the other takes. What is not like this is for `reply_choices.py` to read event
-by event.
+Most events of a stream are equal byte for byte except for their choice, and each arrived as one
+chunk. `Frame` removes the equal bytes, and many choices are decoded in one call, which takes half
+the time of decoding each event. `choices.py` reads other events one by one.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from sidecar.replies.choice_fields import REPLY, ChoiceFields, ReplyFields
 from sidecar.replies.parts import Document
 
 RUN_BYTES = 32_768
-"""Of events that are decoded in one call, which keeps the interpreter from the relay's thread: 100
-events with log-probabilities, 50 us. Twice as many bytes are left to be decoded one by one."""
+"""Bytes of events decoded in one call: 100 events with log-probabilities, 50 us, in which the
+relay's thread cannot take the interpreter lock. With twice as much, more events at the end of a
+stream would be decoded one by one."""
 _ENDS = 64
-"""Events at either end of a stream among which the usual ones may begin and end."""
+"""At either end of a stream, events that are searched for the first and last typical one."""
 _BEFORE_CHOICE = b'"choices":[{'
 _BEHIND_CHOICE = b"}]}\n\n"
 _LINE_END = 0x0A
 
 
 class Frame(NamedTuple):
-    """What the usual events of one stream have before and behind what their one choice says."""
+    """The bytes before and after the choice in the typical events of one stream."""
 
     head: bytes
     model: str | None
@@ -37,7 +37,7 @@ class Frame(NamedTuple):
         return chunk.startswith(self.head) and chunk.endswith(_BEHIND_CHOICE)
 
     def between(self, chunks: Sequence[bytes]) -> tuple[int, int]:
-        """Where the usual events begin and end; the same when they are not nearly all."""
+        """Return where the typical events begin and end; equal numbers when they are too few."""
         ends = min(_ENDS, len(chunks))
         first, last = 0, len(chunks)
         while not self.holds(chunks[first]):
@@ -49,8 +49,8 @@ class Frame(NamedTuple):
         return first, last
 
     def choices(self, run: Sequence[bytes]) -> bytes | None:
-        """The choices of usual events, one on each line; None when one of them is not usual, or
-        when they are too long. All are checked at once: each lost as much as a usual one does."""
+        """Return the choices of typical events, one on each line; None when one event is not
+        typical, or they are too long. All are checked at once by their total length."""
         size = sum(map(len, run))
         if size > 2 * RUN_BYTES:
             return None
@@ -64,8 +64,8 @@ class Frame(NamedTuple):
 
 
 def frame_of(event: bytes) -> Frame | None:
-    """The frame that the events behind this one will probably have; None when it says more than
-    the model."""
+    """Return the frame that the events after this one probably share; None when the event holds
+    more than model and choice."""
     head = event[: event.find(_BEFORE_CHOICE) + len(_BEFORE_CHOICE)]
     if not head.startswith(b"data: {") or not head.endswith(_BEFORE_CHOICE) or _LINE_END in head:
         return None
@@ -79,10 +79,11 @@ def frame_of(event: bytes) -> Frame | None:
 def decode_lines(
     decoder: msgspec.json.Decoder[Document], lines: bytes, count: int
 ) -> list[Document] | None:
-    """Decode objects, each on one line of its own; None when that many cannot be read.
+    """Decode objects, one on each line. Returns: None when any of them cannot be read.
 
-    It takes exactly what one by one is taken: JSON allows `}`, a line's end and `{` in this order
-    nowhere inside a value, so each line is whole values; and as many values as lines are one each.
+    The result equals decoding each line: inside a JSON value, `}`, a line end and `{` never follow
+    each other, so each line is whole values; and when there are as many values as lines, each line
+    is one.
     """
     try:
         found = decoder.decode_lines(lines)

@@ -1,11 +1,11 @@
-"""Which adapter answers a session, by the routing table. Pure.
+"""Choose the adapter that answers a session, from the routing table. Pure.
 
-Assignment is sticky both ways: a session's bucket is a hash of its key, so raising the canary's
-weight moves sessions into the canary and never out of it, and a session whose bucket is not under
-the weight stays with the champion.
+The assignment is sticky: a session's bucket is a hash of its key. Raising the canary's weight only
+moves sessions into the canary, and a session whose bucket is not below the weight stays with the
+champion.
 
-Apart from the table's own type: msgspec reads the annotations of a class, and a module that mypyc
-compiles does not keep them (see setup.py).
+It is a module apart from the table's type, because msgspec reads the annotations of a class and
+mypyc does not keep them (see setup.py).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sidecar.routing.breaker import NO_CANARY, canary_tag
 from sidecar.routing.table import BUCKETS, RoutingTable, upstream_model
 
 REMEMBERED: Final = 4096
-"""Sessions whose answer is known under one table."""
+"""Sessions whose assignment is cached for one table."""
 REMEMBERED_CHARS: Final = 256
-"""Of the name of a session that is remembered: an agent's own may be as long as a head. 4 MB for
-all of them at most."""
+"""Longest session key that is cached, in characters: a client's own may be as long as a header. The
+cache holds at most 4 MB."""
 
 
 def bucket(salt: str, session_key: str) -> int:
-    """A session's place in 0..9999, the same in every process and on every machine."""
+    """Return the bucket of a session, 0..9999; the same in every process and on every machine."""
     digest = sha256(f"{salt}\x00{session_key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % BUCKETS
 
 
 class ModelName:
-    """A model's name as text, and as nearly every client writes it in JSON."""
+    """A model name as text, and as JSON as nearly every client writes it."""
 
     __slots__ = ("json", "raw", "text")
 
@@ -41,11 +41,11 @@ class ModelName:
         self.text = text
         self.json = b'"%b"' % text.encode()
         self.raw = Raw(self.json)
-        """Compared with one, another Raw need not be made bytes."""
+        """Kept as `Raw`, because comparing two of them needs no conversion to bytes."""
 
 
 class CompiledRouting:
-    """A table with the answers that it can give worked out: what a proxy obeys."""
+    """A routing table prepared for fast look-ups."""
 
     __slots__ = (
         "_canary",
@@ -66,9 +66,9 @@ class CompiledRouting:
         self._salt, self._weight = table.salt, table.canary_weight_bp
         self._known: dict[str, tuple[Assignment, ...]] = {}
         self.splits = table.canary is not None and table.canary_weight_bp > 0
-        """Sessions are answered by different adapters, so a request's session must be known."""
+        """Different adapters answer different sessions, so a request's session must be known."""
         self.canary_tag = canary_tag(table) if self.splits else NO_CANARY
-        """The breaker's tag for the canary that takes part in the split."""
+        """The breaker's tag of the canary that takes part in the split."""
         share = table.canary_weight_bp / BUCKETS if table.canary is not None else 0.0
         base = _assignment(table, BASE, "champion", 1 - share)
         self._champion: tuple[Assignment, ...] = (base,)
@@ -79,12 +79,15 @@ class CompiledRouting:
             canary = _assignment(table, table.canary, "canary", share)
             self._canary = (canary, *self._champion)
         self.base: tuple[Assignment, ...] = (_assignment(table, BASE, "champion", 1.0),)
-        """For what no adapter answers."""
+        """The routes of surfaces that adapters do not answer."""
 
     def routes(self, session_key: str) -> tuple[Assignment, ...]:
-        """Who answers this session; behind it, in order, who does when vLLM does not know that
-        adapter (it was restarted, or the adapter was unloaded under our feet): the champion, then
-        the base, which is always there. Same table and key, same answer."""
+        """Return the adapter of a session, followed by its fallbacks in order.
+
+        A fallback answers when vLLM does not know the adapter, because vLLM restarted or the
+        adapter was unloaded: the champion, then the base, which is always loaded. The same table
+        and key give the same answer.
+        """
         if not self.splits:
             return self._champion
         routes = self._known.get(session_key)
@@ -99,8 +102,8 @@ class CompiledRouting:
 
 
 def pinned_assignment(table: RoutingTable, name: str, loaded: frozenset[str]) -> Assignment | None:
-    """The adapter that somebody asks for: `base`, `champion`, `canary`, a version (`v12`), or its
-    name at vLLM. None when there is none such.
+    """Return the adapter with this name: `base`, `champion`, `canary`, a version (`v12`), or its
+    name at vLLM. None when there is no such adapter.
 
     loaded: the names that vLLM lists.
     """

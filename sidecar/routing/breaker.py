@@ -1,16 +1,16 @@
-"""Take a failing canary out at once, in every worker, without capture, ingest, store or control.
+"""Take a failing canary out at once in every worker, without capture, ingest, store or control.
 
-Each worker counts the replies of both arms in its own row of memory that all workers share, and
-tests the sum of all rows after every canary reply (`breaker_rule.py`). The worker that finds
-the canary too bad writes the canary's tag into the shared first cell; every worker reads that cell
-before it assigns a request, so the next request of each goes to the champion.
+Each worker counts the replies of both arms in its own row of shared memory, and tests the sum of
+all rows after every canary reply (`breaker_rule.py`). The worker whose test fails writes the
+canary's tag into the shared first cell. Every worker reads that cell before it assigns a request,
+so the next request goes to the champion.
 
-The canary stays out as long as the routing table names it with the same salt. Control ends it, or
-a person resumes it, which gives it a new salt (`deploy.registry.transitions`).
+The canary stays out as long as the routing table names it with the same salt. Control ends it, or a
+person resumes it, which gives it a new salt (`deploy.registry.transitions`).
 
-After its first bad reply only each `FADE`th reply of a session counts, good or bad, in either arm.
-So one client that cuts every reply, or whose prompts never get an answer, does not condemn an
-adapter that serves everybody else; and where all users share one session, they still count.
+After a session's first bad reply, only every `FADE`th of its replies counts, good or bad, in either
+arm. So one client that cuts every reply, or whose prompts never get an answer, does not condemn an
+adapter that serves all others well. Where all users share one session, its replies still count.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from sidecar.routing.table import RoutingTable
 
 log = structlog.get_logger()
 ERROR, CUT, EMPTY, SHORT, SLOW = (1 << kind for kind in range(len(KINDS)))
-"""Bits of what was wrong with a reply, in the order of `KINDS`."""
+"""One bit for each kind of bad reply, in the order of `KINDS`."""
 NO_CANARY: Final = 0.0
-"""Tag while the routing table has no canary."""
+"""The tag while the routing table has no canary."""
 FADE = 4
-"""A session that had a bad reply needs three fifths of the canary's replies to end it alone: each
-bad reply that counts adds 1.7 nats, each good one of others takes 0.7. Users who all share one
-session end it with 1 + 7 * 4 = 29 bad replies; with 53 if the champion answered nobody yet."""
+"""A session with bad replies can end a canary alone only with three fifths of its replies: each bad
+reply that counts adds 1.7 nats, and each good reply of others subtracts 0.7. Users who all share
+one session end it with 1 + 7 * 4 = 29 bad replies, or 53 if the champion has answered nobody yet.
+"""
 SESSIONS = 16_384
-"""Places for sessions that had a bad reply, by hash: 128 kB that all workers share. Two sessions in
-one place count as one, which costs some replies, and nothing else."""
+"""Slots for sessions that had a bad reply, by hash: 128 kB shared by all workers. Two sessions in
+one slot count as one, which only leaves out some replies."""
 ROW = 1 + 2 * TALLY
-"""Floats of one row: the tag that the counts belong to, the canary's tally, the champion's."""
+"""Floats in one row: the tag of the counts, the canary's tally, the champion's tally."""
 
 
 def canary_tag(table: RoutingTable) -> float:
-    """A number that names the canary of a table: the same for the same adapter and salt, in every
-    process. 48 bits, so that a float holds it exactly."""
+    """Return a number for the canary of a table: equal for the same adapter and salt, in every
+    process. It has 48 bits, so that a float holds it exactly."""
     if table.canary is None:
         return NO_CANARY
     named = f"{table.canary}\x00{table.salt}".encode()
@@ -53,13 +54,14 @@ def canary_tag(table: RoutingTable) -> float:
 
 
 def memory_bytes(rows: int) -> int:
-    """What the breaker of so many workers takes: the tag of the canary that is out, the workers'
-    rows, the sessions."""
+    """Return the shared memory the breaker needs, in bytes: the tag of the canary that is out, one
+    row a worker, the session slots."""
     return 8 * (1 + rows * ROW + SESSIONS)
 
 
 class Breaker:
-    """One worker's end. All methods but `open` and `is_out` belong to the relay's thread."""
+    """The breaker in one worker. All methods except `open` and `is_out` are for the relay's
+    thread."""
 
     def __init__(
         self,
@@ -69,9 +71,10 @@ class Breaker:
         rows: int = 1,
         on_trip: Callable[[RoutingTable, str], None] = lambda table, reason: None,
     ) -> None:
-        """memory: bytes that all workers share, all zero at first; None: this worker is alone.
-        row, rows: which of how many rows this worker writes, from 0.
-        on_trip: told of the table and the reason when this worker takes a canary out."""
+        """memory: bytes that all workers share, initially zero; None for a single worker.
+        row, rows: index of this worker's row, from 0, and number of rows.
+        on_trip: called with the table and the reason when this worker takes a canary out.
+        """
         if memory is None:
             memory = memoryview(bytearray(memory_bytes(rows)))
         self._cells: memoryview[float] = memory[: memory_bytes(rows)].cast("d")
@@ -85,7 +88,7 @@ class Breaker:
         self._test = ExcessTest()
 
     def follow(self, table: RoutingTable) -> None:
-        """Obey a new routing table: a canary that was not there before starts with no counts."""
+        """Follow a new routing table. A canary that is new starts without counts."""
         tag = canary_tag(table)
         self._table = table
         if tag == self._tag:
@@ -93,7 +96,7 @@ class Breaker:
         self._tag = tag
         self._test = ExcessTest()
         cells, row = self._cells, self._row
-        if cells[row] != tag:  # else a worker that died before has counted here: go on
+        if cells[row] != tag:  # else continue the counts of a worker that died
             cells[row] = NO_CANARY
             for cell in range(row + 1, row + ROW):
                 cells[cell] = 0.0
@@ -101,26 +104,30 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """The canary of the table that is followed is out."""
+        """True if the canary of the current table is out."""
         return self._tag != NO_CANARY and self._cells[0] == self._tag
 
     def is_out(self, table: RoutingTable) -> bool:
-        """The canary of this table is out. From any thread."""
+        """Return True if the canary of this table is out. For any thread."""
         return table.canary is not None and self._cells[0] == canary_tag(table)
 
     def open(self, table: RoutingTable) -> None:
-        """Take out the canary of this table. From any thread."""
+        """Take out the canary of this table. For any thread."""
         self._cells[0] = canary_tag(table)
 
     def recall(self, table: RoutingTable) -> None:
-        """Take out the canary of this table, unless a canary is out already. Before `follow`."""
+        """Take out the canary of this table, unless a canary is out already. Call it before
+        `follow`."""
         if self._cells[0] == NO_CANARY:
             self.open(table)
 
     def reply(self, tag: float, arm: Arm, session: str, bad: int, *, counted: bool = False) -> None:
-        """Count a reply. tag: the canary's when the request was assigned; the replies of another
-        canary are left out. bad: bits of what was wrong; 0 when nothing was. counted: the reply
-        itself was counted before, and only `bad` is new."""
+        """Count a reply.
+
+        tag: the canary's tag when the request was assigned; replies of another canary are left out.
+        bad: bits of what was wrong; 0 for a good reply.
+        counted: the reply was counted before, and only `bad` is new.
+        """
         if tag != self._tag or tag == NO_CANARY:
             return
         if not self._counts(session, bad=bool(bad)):
@@ -140,8 +147,8 @@ class Breaker:
                 self._trip(excess)
 
     def _counts(self, session: str, *, bad: bool) -> bool:
-        """Whether this reply of a session counts; see `FADE`. Workers may write one place at once:
-        then a reply more or less counts."""
+        """Return True if this reply of a session counts; see `FADE`. Two workers may write one slot
+        at once, which miscounts one reply."""
         place = self._sessions + xxh3_64_intdigest(session.encode("utf-8", "replace")) % SESSIONS
         # The canary's tag and the replies since the first bad one, modulo FADE, in one number.
         tag, since = divmod(self._cells[place], FADE)
@@ -154,8 +161,8 @@ class Breaker:
         return since == 0.0
 
     def _totals(self) -> tuple[list[float], list[float]]:
-        """Both arms' tallies, the canary's first, summed over the workers that follow the same
-        canary."""
+        """Return the tallies of both arms, the canary's first, summed over the workers that follow
+        the same canary."""
         cells, tag = self._cells, self._tag
         total = [0.0] * (2 * TALLY)
         for row in self._rows:

@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KINDS = ("error", "cut", "empty", "short", "slow")
-"""What can be wrong with a reply: vLLM failed; the client left before the end; nothing was said;
-the token limit ended it; the first byte came late."""
+"""Kinds of bad replies: vLLM failed; the client left before the end; the reply was empty; the token
+limit ended it; the first byte came late."""
 REPLIES = 0
-"""Position of the number of replies in an arm's tally; the kinds follow, as in `KINDS`."""
+"""Index of the number of replies in an arm's tally; the kinds follow, in the order of `KINDS`."""
 TALLY = 1 + len(KINDS)
 
 LEAST_RATE = 0.1
-"""No champion is taken to be better than this: eight bad replies in a row then end a canary."""
+"""Lowest bad rate assumed for a champion: eight bad replies in a row then end a canary."""
 ODDS = 500_000.0
 """Likelihood ratio at which the canary is taken out. A CUSUM stays below it for `ODDS` replies on
 average when both arms are equal, so 5,000 canary replies end an equal canary in 1% of ramps, for
@@ -45,14 +45,15 @@ PAIR_ODDS = 5_000.0
 1,000 simulated ramps at a weight of 50%, both arms' bad rate rising from 1% to 30%, it kept 96.7%
 of the equal canaries (78% without it), and cost a canary that fails always one user more."""
 HIGH_WEIGHT = 0.85
-"""From this share of all replies up the champion has too few in a short span to compare with."""
+"""From this share of all replies up, the champion has too few replies in a short span to compare
+with."""
 FEW = 2
-"""Champion replies in a span that are enough to compare with at any weight."""
+"""Champion replies in a span that suffice for a comparison at any weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
-    """Why a canary is taken out: counts of both arms over the same span of time."""
+    """Why a canary is taken out: the counts of both arms over the same span of time."""
 
     kind: str
     canary_bad: int
@@ -70,16 +71,20 @@ class Excess:
 
 
 class ExcessTest:
-    """The five tests of one canary. Feed it growing totals; it keeps where each sum was zero."""
+    """The five tests of one canary. It is given growing totals and remembers where each sum was
+    zero."""
 
     def __init__(self) -> None:
         nothing = (0.0, 0.0, 0.0, 0.0)
         self._since = [nothing] * len(KINDS)
-        """For each kind: bad and all replies of the canary, bad and all of the champion."""
+        """For each kind: the canary's bad and all replies, the champion's bad and all replies."""
 
     def look(self, canary: Sequence[float], champion: Sequence[float]) -> Excess | None:
-        """canary, champion: [TALLY] totals since the canary began. Returns: why the canary is to
-        be taken out, or None."""
+        """Test the totals since the canary began. Returns: why the canary is to be taken out, or
+        None.
+
+        canary, champion: [TALLY] totals.
+        """
         for kind in range(len(KINDS)):
             now = (canary[1 + kind], canary[REPLIES], champion[1 + kind], champion[REPLIES])
             bad, replies, champion_bad, champion_replies = (
@@ -115,7 +120,7 @@ class ExcessTest:
 
 
 def _rate(bad: float, replies: float) -> float:
-    """Share of bad replies, drawn to 1/8 while there are few; always below 1."""
+    """Return the share of bad replies, pulled towards 1/8 while there are few; always below 1."""
     return (min(bad, replies) + 0.5) / (replies + 4.0)
 
 
@@ -125,17 +130,19 @@ def _upper_rate(bad: float, replies: float) -> float:
 
 
 def _log_likelihood_ratio(bad: float, replies: float, rate: float) -> float:
-    """In nats, of a bad rate half-way between `rate` and 1 against `rate`."""
+    """Return the log-likelihood ratio, in nats, of a bad rate half-way between `rate` and 1 against
+    `rate`."""
     raised = (1.0 + rate) / 2.0
     # (1 - raised) / (1 - rate) is 1/2 whatever the rate.
     return bad * math.log(raised / rate) - max(0.0, replies - bad) * math.log(2.0)
 
 
 def _differ(canary: tuple[float, float], champion: tuple[float, float], *, weight: float) -> bool:
-    """Whether the canary's rate is higher than the champion's in one span of time by `PAIR_ODDS`.
+    """Return True if the canary's bad rate exceeds the champion's in one span by `PAIR_ODDS`.
 
     canary, champion: bad replies and all replies in the span. weight: the canary's share of all
-    replies of the canary."""
+    replies.
+    """
     if weight >= HIGH_WEIGHT and champion[1] < FEW:
         return True
     both = (canary[0] + champion[0], canary[1] + champion[1])
@@ -146,6 +153,7 @@ def _differ(canary: tuple[float, float], champion: tuple[float, float], *, weigh
 
 
 def _best_log_likelihood(bad: float, replies: float) -> float:
-    """In nats, of these replies at their own bad rate; replies > 0."""
+    """Return the log-likelihood, in nats, of these replies at their own bad rate. replies must be >
+    0."""
     good = max(0.0, replies - bad)
     return sum(part * math.log(part / replies) for part in (bad, good) if part)

@@ -1,6 +1,5 @@
-"""The routing table: which adapter answers whom. Deploy writes it, the relay obeys it
-(`assignment.py`). Pure.
-"""
+"""The routing table: which adapter answers which sessions. Deploy writes it and the relay follows
+it (`assignment.py`). Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import msgspec
 from sidecar.records import BASE
 
 BUCKETS = 10_000
-"""Weights are in basis points: 10000 = every session."""
+"""Weights are in basis points: 10000 means every session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,32 +20,32 @@ class RoutingTable:
     model: str
     """The public model name that agents send; also vLLM's `--served-model-name` of the base."""
     champion: str = BASE
-    """vLLM adapter name, or "base"."""
+    """vLLM's name of the adapter, or "base"."""
     canary: str | None = None
     canary_weight_bp: int = 0
     """Share of sessions that the canary answers, in basis points, 0..10000."""
     salt: str = ""
-    """One per canary, so that two canaries do not always meet the same sessions."""
+    """Differs for each canary, so that two canaries do not get the same sessions."""
     generation: int = 0
-    """Grows by one with each change; a proxy never goes back."""
+    """Grows by one with each change; a proxy never returns to a lower one."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for a name that could not be written into a header."""
+        """Raises: ValueError for a name that cannot be written into a header."""
         for name in (self.model, self.champion, self.canary or BASE):
             if not name.isprintable() or not name.isascii() or not name:
                 raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")
 
 
 def upstream_model(model: str, adapter: str) -> str:
-    """What to write into a request's `model` so that this adapter, or the base, answers it."""
+    """Return the `model` to write into a request so that this adapter, or the base, answers it."""
     return model if adapter == BASE else adapter
 
 
 def encode_table(table: RoutingTable) -> str:
-    """The table as JSON text, for the store."""
+    """Return the table as JSON text for the store."""
     return msgspec.json.encode(table).decode()
 
 
 def decode_table(text: str) -> RoutingTable:
-    """Read a table from the store. Raises msgspec.MsgspecError when it is not one."""
+    """Read a table from the store. Raises: msgspec.MsgspecError."""
     return msgspec.json.decode(text, type=RoutingTable)

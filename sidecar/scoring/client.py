@@ -1,8 +1,8 @@
 """Ask the scoring process which of N answers is the best, within a time limit.
 
-Whatever goes wrong (nobody there, too slow, rubbish) comes back as a reason, never as an error and
-never late: then the first answer is returned. After a few failures in a row it stops asking for a
-while, and says so by `ready`, so that no answers are sampled that nobody would choose from.
+Every failure (no process, timeout, invalid reply) is returned as a reason within the time limit and
+never raised; the first answer is used then. After several failures in a row the client pauses, and
+`ready` is False, so that no answers are sampled in vain.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from sidecar.scoring.wire import (
 
 FAILURES_IN_A_ROW = 3
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""The pause after so many failures doubles from the first to the last while they go on."""
+"""Length of the first and the longest pause, in seconds. It doubles while the failures go on."""
 FAILURES = frozenset({"away", "timeout", "disconnect", "garbage", "judge_down", "failed"})
-"""Reasons that speak of the judge or the scoring process, and not of this one question."""
+"""Reasons that concern the judge or the scoring process, not only this question."""
 TELLS_NOTHING = frozenset({"busy", "too_large"})
 
 
 class Picker(Protocol):
-    """Whoever can choose among answers."""
+    """Chooses among answers."""
 
     @property
     def ready(self) -> bool:
-        """False: asking would be in vain just now."""
+        """False when asking would fail now."""
 
     async def pick(self, material: Material, deadline_s: float) -> Verdict:
-        """The best answer, or why there is none, at most `deadline_s` seconds from now.
+        """Return the best answer, or why there is none, within `deadline_s` seconds.
 
-        Never raises but for its own cancellation, which stops the waiting and not the judging.
+        Raises nothing but its own cancellation, which ends the wait and not the judge call.
         """
 
 
 class SocketPicker:
-    """A `Picker` over the scoring process's socket. Belongs to one event loop."""
+    """A `Picker` that asks through the scoring process's unix socket. For one event loop."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SocketPicker:
         max_waiting: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """concurrency: questions asked at once; max_waiting: those that wait for one of them."""
+        """concurrency: questions asked at once; max_waiting: questions that wait for their turn."""
         self._path = path
         self._slots = asyncio.Semaphore(concurrency)
         self._room = concurrency + max_waiting
@@ -70,7 +70,7 @@ class SocketPicker:
         return self._held < self._room and not self._pause.lasts
 
     async def pick(self, material: Material, deadline_s: float) -> Verdict:
-        """As `Picker.pick`."""
+        """See `Picker.pick`."""
         if self._held >= self._room:
             return NoPick(reason="queue_full")
         self._held += 1
@@ -92,7 +92,7 @@ class SocketPicker:
             return NoPick(reason="too_large")
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._path))
-        except OSError:  # no such socket, or nobody behind it
+        except OSError:  # no such socket, or no listener
             return NoPick(reason="away")
         try:
             writer.write(question)
@@ -111,7 +111,7 @@ class SocketPicker:
 
 
 class Pause:
-    """When to stop asking for a while. Pure but for the clock that it is given."""
+    """Decides when to stop asking for a while. Pure; the caller passes the clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -124,8 +124,8 @@ class Pause:
         return self._failures >= FAILURES_IN_A_ROW and self._clock() < self._until
 
     def note(self, *, failed: bool) -> None:
-        """Note how a question ended. The pause grows once each time that it was over, not once a
-        question: those that were in flight together fail together."""
+        """Record the result of a question. The pause grows once each time it has ended, not once a
+        question, because questions in flight together fail together."""
         if not failed:
             self._failures, self._length_s = 0, 0.0
             return

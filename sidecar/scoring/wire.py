@@ -1,8 +1,8 @@
-"""What the relay and the scoring process say to each other about best of N, and in which bytes.
+"""The protocol between the relay and the scoring process for best of N.
 
-Over a unix socket in `state_dir`, one question a connection: a frame there, a frame back, close.
-A frame is four bytes of length, big-endian, and that many bytes of msgpack. A connection of its own
-for each question costs some 50 us beside seconds of sampling, and nothing can fall out of step.
+It uses a unix socket in `state_dir`, with one question a connection: a frame there, a frame back,
+close. A frame is a four-byte big-endian length and that many bytes of msgpack. A connection costs
+about 50 us, little beside seconds of sampling, and the two sides cannot get out of step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import msgspec
 
 SOCKET_NAME = "best-of.sock"
 MAX_QUESTION_BYTES = 8 * 2**20
-"""Of a question: a conversation and its answers. Longer ones no judge would read either."""
+"""Longest question, in bytes: a conversation and its answers. A judge could not read a longer
+one."""
 MAX_REPLY_BYTES = 64 * 2**10
 MAX_ANSWERS = 8
 
@@ -30,29 +31,29 @@ NO_PICK_REASONS = frozenset(
         "failed",
     }
 )
-"""Why the scoring process may decline; anything else from it is not believed."""
+"""Reasons for which the scoring process may decline; any other text is an error."""
 
 _LENGTH = struct.Struct(">I")
 
 
 class WireError(Exception):
-    """The other side said something that is not a frame of ours; never leaves its room."""
+    """The other side sent an invalid frame. Raised and handled inside each process."""
 
 
 class NothingSaidError(WireError):
-    """The other side closed without a word: somebody only looked whether anybody listens."""
+    """The other side closed without sending anything, as a health check does."""
 
 
 class Material(msgspec.Struct, frozen=True, kw_only=True):
-    """relay -> scoring. One request and its answers, to be judged against each other."""
+    """relay -> scoring. One request and its answers, to be judged relative to each other."""
 
     exchange_id: str
     request: bytes
     """The client's request body, JSON: messages and tools."""
     answers: tuple[bytes, ...]
-    """[N] assistant messages as JSON, by choice index."""
+    """[N] assistant messages as JSON, in the order of the choices."""
     keep: bool
-    """False: the client wants nothing recorded (`x-sidecar-capture: off`), so judge and forget."""
+    """False: the client turned recording off (`x-sidecar-capture: off`), so nothing is stored."""
 
 
 class Pick(msgspec.Struct, frozen=True, kw_only=True, tag="pick"):
@@ -60,11 +61,11 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True, tag="pick"):
 
     index: int
     scores: tuple[float, ...]
-    """[N] unitless, 0..1, comparable with each other only."""
+    """[N] unitless, 0..1, comparable only with each other."""
 
 
 class NoPick(msgspec.Struct, frozen=True, kw_only=True, tag="no_pick"):
-    """Nobody chose, so the first answer is the one."""
+    """No answer was chosen; the first one is used."""
 
     reason: str
 
@@ -77,22 +78,22 @@ _verdict: msgspec.msgpack.Decoder[Verdict] = msgspec.msgpack.Decoder(Pick | NoPi
 
 
 def socket_path(state_dir: Path) -> Path:
-    """Where the scoring process listens."""
+    """Return the path of the scoring process's socket."""
     return state_dir / SOCKET_NAME
 
 
 def encode_frame(record: Material | Verdict) -> bytes:
-    """A record with its length in front."""
+    """Return a record with its length in front."""
     body = _encoder.encode(record)
     return _LENGTH.pack(len(body)) + body
 
 
 async def read_frame(reader: asyncio.StreamReader, *, limit: int) -> bytes:
-    """The next frame's body.
+    """Return the body of the next frame.
 
     limit: bytes; a longer frame is not read.
-    Raises: WireError when it is longer or the other side closed before its end, NothingSaidError
-        when it closed before the beginning; OSError.
+    Raises: WireError when the frame is longer or cut off, NothingSaidError when the connection
+    closed before it, OSError.
     """
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -106,7 +107,7 @@ async def read_frame(reader: asyncio.StreamReader, *, limit: int) -> bytes:
 
 
 def read_material(body: bytes) -> Material:
-    """Unpack a question. Raises: WireError."""
+    """Decode a question. Raises: WireError."""
     try:
         material = _material.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -117,7 +118,7 @@ def read_material(body: bytes) -> Material:
 
 
 def read_verdict(body: bytes, *, answers: int) -> Verdict:
-    """Unpack an answer to a question about so many answers. Raises: WireError."""
+    """Decode the answer to a question about this many answers. Raises: WireError."""
     try:
         verdict = _verdict.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What is said of a request in spans and OpenTelemetry metrics: names, sizes, outcomes. Pure."""
+"""Attributes of spans and OpenTelemetry metrics of a request: names, sizes, outcomes. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What was said, for spans, in the form of the GenAI conventions. Pure. Only when asked for:
-`telemetry.content`. Text, reasoning and tool calls; of pictures and files only that there was one.
+"""Span attributes with the content of a request, in the form of the GenAI conventions. Pure.
+
+They are made only with `telemetry.content`: text, reasoning and tool calls. For pictures and files
+only their presence is recorded.
 
 Source: `gen-ai-input-messages.json` and `gen-ai-output-messages.json` of
 open-telemetry/semantic-conventions-genai: messages with a role and typed parts, as JSON strings.
@@ -15,11 +17,11 @@ from typing import Any
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Choice, Exchange
 
-Part = dict[str, Any]  # Any: arguments and results of tools are theirs
+Part = dict[str, Any]  # Any: arguments and results of tools have any type
 
 
 def content_attributes(exchange: Exchange) -> dict[str, str]:
-    """`gen_ai.input.messages`, `gen_ai.output.messages` and, where there are tools,
+    """Return `gen_ai.input.messages`, `gen_ai.output.messages` and, if there are tools,
     `gen_ai.tool.definitions`."""
     attributes = {"gen_ai.output.messages": _text([_output(one) for one in exchange.choices])}
     try:

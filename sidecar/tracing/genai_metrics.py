@@ -1,8 +1,8 @@
 """OpenTelemetry metrics of finished requests, under the names of the GenAI conventions.
 
-Recorded off the path, by the capture's thread, only when an endpoint for them is set. Prometheus
-has its own (`sidecar/metrics/proxy.py`); these are for backends that compare models by the common
-names.
+The recorder's thread updates them, off the request path, and only when a metrics endpoint is set.
+Prometheus has its own metrics (`sidecar/metrics/proxy.py`); these are for backends that compare
+models by the common names.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The names of the GenAI semantic conventions that we use, in one table.
+"""The names of the GenAI semantic conventions that the sidecar uses, in one table.
 
-They are all "Development" and move: the conventions left semconv for a repository of their own
-(open-telemetry/semantic-conventions-genai) and renamed the metrics on the way. A backend that knows
-the names of 1.41 only is served by `telemetry.semantic_conventions = "1.41"`.
-Names that both have are written down once, where they are used (`sidecar/tracing/spans.py`).
+All of them have the status "Development" and change: the conventions moved to a repository of their
+own (open-telemetry/semantic-conventions-genai), which renamed the metrics. For a backend that knows
+only the names of 1.41, set `telemetry.semantic_conventions = "1.41"`. Names that are the same in
+both stand where they are used (`sidecar/tracing/spans.py`).
 """
 
 from __future__ import annotations

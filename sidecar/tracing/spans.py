@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of finished requests, made off the path with explicit times.
+"""OpenTelemetry spans of finished requests, made off the request path with explicit times.
 
-The ids were chosen when the request went out (`sidecar/tracing/trace_context.py`), so vLLM's own
-spans hang below the span that is made here later. Names follow the GenAI semantic conventions;
-sizes, names and outcomes only, and what was said only with `telemetry.content`.
+The span ids were chosen when the request was sent (`sidecar/tracing/trace_context.py`), so vLLM's
+own spans are children of the span made here later. Names follow the GenAI semantic conventions.
+Spans hold sizes, names and outcomes; content only with `telemetry.content`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NANOSECONDS = 1_000_000_000
 
 
 class GivenIds(IdGenerator):
-    """Gives a span the ids that went out, when there are some. One thread makes such spans."""
+    """Gives a span the ids that were sent to vLLM, if there are any. For one thread."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
@@ -40,7 +40,7 @@ class GivenIds(IdGenerator):
 
 
 class RequestSpans:
-    """Writes `chat <model>` and, below it, `capture`. One thread at a time."""
+    """Writes the span `chat <model>` and its child `capture`. For one thread at a time."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class RequestSpans:
         metrics: GenAiMetrics | None = None,
         content: bool = False,
     ) -> None:
-        """provider: None when only metrics are wanted. ids: the provider's own id generator;
-        without it spans get ids of their own. metrics: told of every request, sampled or not."""
+        """provider: None when only metrics are exported. ids: the provider's id generator; without
+        it spans get new ids. metrics: updated with every request, sampled or not."""
         self._tracer = provider.get_tracer("sidecar") if provider is not None else None
         self._ids = ids or GivenIds()
         self._metrics = metrics

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans, the same set-up for every process.
+"""Set up OpenTelemetry, in the same way for every process.
 
-Spans carry sizes, names and outcomes; content only with `telemetry.content`, keys never. Without an
-endpoint or a file there is no provider, and then no span is made.
+Spans hold sizes, names and outcomes; content only with `telemetry.content`, and never keys. Without
+an endpoint or a file no provider is made, and no spans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""W3C trace context: read the `traceparent` of a request and make the one to send on. Pure.
+"""W3C trace context: read the `traceparent` of a request and make the one sent to vLLM. Pure.
 
 Source: https://www.w3.org/TR/trace-context/ (level 1, with the forward compatibility it asks for).
 """
@@ -20,7 +20,7 @@ _VERSION = b"00"
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """One `traceparent`: which span of which trace."""
+    """The fields of a `traceparent`: trace, parent span, flags."""
 
     trace_id: int
     span_id: int
@@ -32,7 +32,7 @@ class TraceParent:
 
 
 def parse(header: bytes | None) -> TraceParent | None:
-    """None when there is none, or it is malformed: then the trace begins here."""
+    """Return None when the header is absent or malformed: a new trace begins here then."""
     found = _match(header)
     if found is None:
         return None
@@ -40,25 +40,25 @@ def parse(header: bytes | None) -> TraceParent | None:
 
 
 class Propagation:
-    """Makes the `traceparent` that goes on to vLLM, in about a microsecond.
+    """Makes the `traceparent` that is sent to vLLM, in about a microsecond.
 
-    A request in a trace stays in it: same trace id, same flags, our span as the parent. One without
-    begins a trace, and `sample_rate` of those are sampled.
+    A request that belongs to a trace stays in it: same trace id, same sampled flag, our span as the
+    parent. For other requests a new trace begins, and `sample_rate` of those are sampled.
     """
 
     def __init__(
         self, sample_rate: float, randbits: Callable[[int], int] = random.getrandbits
     ) -> None:
-        """sample_rate: 0..1, of the traces that begin here."""
+        """sample_rate: share of the new traces that are sampled, 0..1."""
         self._bound = round(sample_rate * 2**64)
         self._randbits = randbits
 
     def outgoing(self, header: bytes | None) -> bytes:
-        """The one to send on. header: as the client sent it."""
+        """Return the header to send. header: as the client sent it."""
         span_id = self._randbits(64) or 1
         found = _match(header)
         if found is not None:
-            # Of the flags only `sampled` is known to this version; the rest is not ours to repeat.
+            # This version defines only the `sampled` flag; other flags are not passed on.
             flags = int(found[4], 16) & SAMPLED
             return b"00-%b-%016x-%02x" % (found[2], span_id, flags)
         trace_id = self._randbits(128) or 1
