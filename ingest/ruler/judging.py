@@ -11,36 +11,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import structlog
-from sqlalchemy import update
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from ingest.records import Group
-from ingest.ruler.attempts import (
-    charge,
-    claim_for_judge,
-    doubt,
-    give_back,
-    hold,
-    newest_scored,
-)
 from ingest.ruler.blame import DEFECT, Blame, Cleared, Failed
-from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failure_of, judge_group
 from ingest.ruler.judge import Judge
 from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
-from ingest.ruler.outage import LAST_DELAY_S, LONGEST_RETRY_AFTER_S, Outage
+from ingest.ruler.judgements import Judgements
+from ingest.ruler.outage import LAST_DELAY_S, Outage
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
-from ingest.store.groups import load_group, mark_scored, set_aside
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
-from sidecar.store.database import Database, count
-from sidecar.store.models import GroupRow
+from sidecar.store.database import Database
 
 POLL_S = 0.5
 LEASE_SLACK_S = 60.0
@@ -67,13 +55,17 @@ class JudgingWorker:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
         """draw_seed: drawn afresh for each group, so that nobody can foresee its ids."""
-        self._database = database
         self._judge = judge
         self._settings = settings
         self._clock = clock
         self._draw_seed = draw_seed
-        self._rubric_hash = rubric_hash(settings.rubric)
-        self._lease_s = settings.passes * ATTEMPTS * settings.timeout_s + LEASE_SLACK_S
+        self._judgements = Judgements(
+            database,
+            clock,
+            judge_model=judge.model,
+            rubric_hash=rubric_hash(settings.rubric),
+            lease_s=settings.passes * ATTEMPTS * settings.timeout_s + LEASE_SLACK_S,
+        )
         self._blame = Blame()
         self._store = Outage()
         """The store's: it refused what a judge call brought, so that the call was in vain."""
@@ -108,7 +100,7 @@ class JudgingWorker:
                 task.cancel()
             await asyncio.gather(stopping, *in_flight, return_exceptions=True)
             held = [failed.group_id for failed in self._blame.release()]
-            await asyncio.to_thread(self._give_back, [*in_flight.values(), *held])
+            await asyncio.to_thread(self._judgements.give_back, [*in_flight.values(), *held])
 
     async def step(self) -> int:
         """Judge waiting groups, as many as may be in flight. Returns: how many were tried."""
@@ -143,14 +135,7 @@ class JudgingWorker:
             return []
 
     def _claim_now(self, limit: int) -> list[str]:
-        with self._database.write() as session:
-            claimed = claim_for_judge(
-                session,
-                limit=limit,
-                now=self._clock(),
-                lease_s=self._lease_s,
-                suspects=self._suspect is None,
-            )
+        claimed = self._judgements.claim(limit, suspects=self._suspect is None)
         self._suspect = claimed.suspect or self._suspect
         return claimed.group_ids
 
@@ -169,7 +154,7 @@ class JudgingWorker:
                 self._suspect = None
 
     async def _judge_one(self, group_id: str) -> None:
-        group = await asyncio.to_thread(self._load, group_id)
+        group = await asyncio.to_thread(self._judgements.load, group_id)
         if group is None:
             return
         calls: list[JudgeCall] = []
@@ -177,7 +162,7 @@ class JudgingWorker:
             group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
         )
         failed = self._failed(group_id, outcome)
-        await asyncio.to_thread(self._record, group_id, calls, outcome, failed)
+        await asyncio.to_thread(self._judgements.record, group_id, calls, outcome, failed)
         self._store.answered(self._clock())
         if isinstance(outcome, Scored):
             await self._clear(self._blame.works(self._clock()))
@@ -190,7 +175,7 @@ class JudgingWorker:
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
         if not self._blame.holds(failed.group_id):
             until = self._blame.outage.retry_at + GIVEN_BACK_S
-            await asyncio.to_thread(self._give_back, [failed.group_id], until)
+            await asyncio.to_thread(self._judgements.give_back, [failed.group_id], until)
 
     def _failed(self, group_id: str, outcome: GroupOutcome) -> Failed | None:
         """What is to be held against the group or the judge, once it is known which."""
@@ -211,7 +196,7 @@ class JudgingWorker:
         """Find out by a question of our own whether the judge works; see `ingest.ruler.blame`."""
         calls: list[JudgeCall] = []
         try:
-            before = await asyncio.to_thread(self._load_scored)
+            before = await asyncio.to_thread(self._judgements.load_scored)
             again = None if before is None else await self._ask_probe(before, calls)
             if isinstance(again, SetAside) and not again.asked:
                 again = None  # damaged: the judge was not asked
@@ -224,7 +209,7 @@ class JudgingWorker:
                 await self._clear(self._blame.works(self._clock()))
             else:
                 await self._doubt(again)
-            await asyncio.to_thread(self._record_probe, calls, (again, last))
+            await asyncio.to_thread(self._judgements.record_probe, calls, (again, last))
         except StoreError as error:
             self._not_stored(SUBJECT, error)
 
@@ -247,7 +232,7 @@ class JudgingWorker:
         # One that is asked about again was given back before: its next failure will count.
         faults = [one for one in cleared.own_faults if one.group_id not in self._asking]
         if faults:
-            await asyncio.to_thread(self._charge, faults, charge)
+            await asyncio.to_thread(self._judgements.charge, faults, proven=True)
 
     async def _doubt(self, again: GroupOutcome | None) -> None:
         """The judge answers a sum: what failed before that may be anybody's fault."""
@@ -267,7 +252,7 @@ class JudgingWorker:
                 error=last.detail if last is not None else "",
                 to_do=f"{ALL_FAIL}: see its limits of length and tokens, and judge.params",
             )
-        await asyncio.to_thread(self._charge, doubted.unproven, doubt)
+        await asyncio.to_thread(self._judgements.charge, doubted.unproven, proven=False)
 
     def _say_up(self, outage_s: float | None) -> None:
         if outage_s is not None:
@@ -297,96 +282,9 @@ class JudgingWorker:
             )
         released = [failed.group_id for failed in self._blame.release()]
         until = self._blame.outage.retry_at + GIVEN_BACK_S
-        await asyncio.to_thread(self._give_back, released, until)
-
-    def _load(self, group_id: str) -> Group | None:
-        with self._database.read() as session:
-            return load_group(session, group_id)
-
-    def _load_scored(self) -> Group | None:
-        """A group that was scored before, to ask about again."""
-        with self._database.read() as session:
-            group_id = newest_scored(session)
-            try:
-                return None if group_id is None else load_group(session, group_id)
-            except _DAMAGE as error:
-                log.warning("judge_probe_unreadable", group_id=group_id, error=str(error))
-                return None
-
-    def _record(
-        self,
-        group_id: str,
-        calls: Sequence[JudgeCall],
-        outcome: GroupOutcome,
-        failed: Failed | None,
-    ) -> None:
-        now = self._clock()
-        bad_replies = sum(not call.ok for call in calls)
-        with self._database.write() as session:
-            save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
-            session.execute(
-                update(GroupRow)
-                .where(GroupRow.group_id == group_id)
-                .values(attempts=GroupRow.attempts + bad_replies)
-            )
-            if failed is not None:
-                if isinstance(outcome, Unanswered):
-                    count(session, "judge_calls", "unanswered")
-                    count(session, "judge_failures", outcome.reason)
-                hold(session, group_id, until=now + LONGEST_RETRY_AFTER_S + self._lease_s)
-                return
-            changed = False
-            if isinstance(outcome, SetAside):
-                changed = set_aside(
-                    session, group_id, outcome.reason, detail=storable(outcome.detail)
-                )
-            elif isinstance(outcome, Scored):
-                changed = mark_scored(
-                    session,
-                    group_id,
-                    outcome.judgement.scores,
-                    outcome.judgement.explanations,
-                    self._judge.model,
-                    self._rubric_hash,
-                    now,
-                )
-        _log_outcome(group_id, outcome, changed)
-
-    def _record_probe(
-        self, calls: Sequence[JudgeCall], outcomes: tuple[GroupOutcome | None, GroupOutcome]
-    ) -> None:
-        with self._database.write() as session:
-            save_judge_calls(
-                session, SUBJECT, calls, rubric_hash=self._rubric_hash, now=self._clock()
-            )
-            again, last = outcomes
-            for outcome in (last,) if again is last or again is None else (again, last):
-                count(session, "judge_probes", failure_of(outcome) or "scored")
-
-    def _charge(self, failures: Sequence[Failed], write: Callable[..., bool]) -> None:
-        now = self._clock()
-        with self._database.write() as session:
-            ended = [write(session, failed, now=now) for failed in failures]
-        for failed, is_set_aside in zip(failures, ended, strict=True):
-            log.warning(
-                "group_set_aside" if is_set_aside else "group_not_judged",
-                group_id=failed.group_id,
-                reason=failed.reason,
-                detail=failed.detail,
-                proven=write is charge,
-            )
-
-    def _give_back(self, group_ids: Sequence[str], until: float = 0.0) -> None:
-        try:
-            with self._database.write() as session:
-                for group_id in group_ids:
-                    give_back(session, group_id, until=until)
-        except StoreError as error:
-            log.warning("judging_leases_left", groups=len(group_ids), error=str(error))
+        await asyncio.to_thread(self._judgements.give_back, released, until)
 
 
-_DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
-"""What reading a damaged group may raise."""
 _PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
 """Reasons of an outage that ends by itself."""
 
@@ -394,15 +292,3 @@ _PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
 def _defect(group_id: str, error: Exception) -> Failed:
     said = storable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
     return Failed(group_id=group_id, reason=DEFECT, detail=said)
-
-
-def _log_outcome(group_id: str, outcome: GroupOutcome, changed: bool) -> None:
-    if not changed:
-        log.info("judgement_came_second", group_id=group_id)
-    elif isinstance(outcome, SetAside):
-        log.warning(
-            "group_set_aside", group_id=group_id, reason=outcome.reason, detail=outcome.detail
-        )
-    elif isinstance(outcome, Scored):
-        scores = outcome.judgement.scores
-        log.info("group_scored", group_id=group_id, low=min(scores), high=max(scores))

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from ingest.errors import JudgeUnavailableError
+from ingest.ruler.judgements import Judgements
 from ingest.store.groups import claim_groups, load_scored_group
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
@@ -233,7 +234,7 @@ async def test_a_judgement_that_cannot_be_stored_is_made_again(
         raise StoreError("disk full")
 
     with monkeypatch.context() as patched, structlog.testing.capture_logs() as events:
-        patched.setattr(judging, "_record", full)
+        patched.setattr(Judgements, "record", full)
         assert await judging.step() == 1
     assert [e["event"] for e in events] == ["judgement_not_stored"]
     assert judge_kit.status(database, "g1")[0] == "sampled"

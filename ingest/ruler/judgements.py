@@ -1,0 +1,191 @@
+"""Reads and writes of the judging worker in the store.
+
+Each method is one transaction and blocks: the worker calls it in a thread. A group's outcome is
+written together with every judge call that was made for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import structlog
+from sqlalchemy import update
+
+from ingest.records import Group
+from ingest.ruler.attempts import (
+    Claimed,
+    charge,
+    claim_for_judge,
+    doubt,
+    give_back,
+    hold,
+    newest_scored,
+)
+from ingest.ruler.blame import Failed
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failure_of
+from ingest.ruler.judge_errors import storable
+from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
+from ingest.ruler.probe import SUBJECT
+from ingest.ruler.ruler import JudgeCall
+from ingest.store.groups import load_group, mark_scored, set_aside
+from sidecar.errors import StoreError
+from sidecar.store.database import Database, count
+from sidecar.store.models import GroupRow
+
+_DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
+"""What reading a damaged group may raise."""
+
+log = structlog.get_logger()
+
+
+class Judgements:
+    """Groups to judge and their outcomes, in the store."""
+
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        *,
+        judge_model: str,
+        rubric_hash: str,
+        lease_s: float,
+    ) -> None:
+        """lease_s: how long a claimed group belongs to this worker."""
+        self._database = database
+        self._clock = clock
+        self._judge_model = judge_model
+        self._rubric_hash = rubric_hash
+        self._lease_s = lease_s
+
+    def claim(self, limit: int, *, suspects: bool) -> Claimed:
+        """Claim up to `limit` groups; see `claim_for_judge` for `suspects`."""
+        with self._database.write() as session:
+            return claim_for_judge(
+                session,
+                limit=limit,
+                now=self._clock(),
+                lease_s=self._lease_s,
+                suspects=suspects,
+            )
+
+    def load(self, group_id: str) -> Group | None:
+        """Load a group with its exchanges. Returns: None when it is gone."""
+        with self._database.read() as session:
+            return load_group(session, group_id)
+
+    def load_scored(self) -> Group | None:
+        """Load the newest scored group, to ask the judge about it again.
+
+        Returns: None when there is none, or when it cannot be read.
+        """
+        with self._database.read() as session:
+            group_id = newest_scored(session)
+            try:
+                return None if group_id is None else load_group(session, group_id)
+            except _DAMAGE as error:
+                log.warning("judge_probe_unreadable", group_id=group_id, error=str(error))
+                return None
+
+    def record(
+        self,
+        group_id: str,
+        calls: Sequence[JudgeCall],
+        outcome: GroupOutcome,
+        failed: Failed | None,
+    ) -> None:
+        """Write the calls made for a group and its outcome.
+
+        failed: the outcome is not final, since the judge may be at fault. The group then stays
+        claimed until it is charged or given back.
+        """
+        now = self._clock()
+        bad_replies = sum(not call.ok for call in calls)
+        with self._database.write() as session:
+            save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
+            session.execute(
+                update(GroupRow)
+                .where(GroupRow.group_id == group_id)
+                .values(attempts=GroupRow.attempts + bad_replies)
+            )
+            if failed is not None:
+                if isinstance(outcome, Unanswered):
+                    count(session, "judge_calls", "unanswered")
+                    count(session, "judge_failures", outcome.reason)
+                hold(session, group_id, until=now + LONGEST_RETRY_AFTER_S + self._lease_s)
+                return
+            changed = False
+            if isinstance(outcome, SetAside):
+                changed = set_aside(
+                    session, group_id, outcome.reason, detail=storable(outcome.detail)
+                )
+            elif isinstance(outcome, Scored):
+                changed = mark_scored(
+                    session,
+                    group_id,
+                    outcome.judgement.scores,
+                    outcome.judgement.explanations,
+                    self._judge_model,
+                    self._rubric_hash,
+                    now,
+                )
+        _log_outcome(group_id, outcome, changed)
+
+    def record_probe(
+        self, calls: Sequence[JudgeCall], outcomes: tuple[GroupOutcome | None, GroupOutcome]
+    ) -> None:
+        """Write the calls of a probe and count its outcomes.
+
+        outcomes: the one over a group that was scored before (None: not asked), and the last one.
+        """
+        with self._database.write() as session:
+            save_judge_calls(
+                session, SUBJECT, calls, rubric_hash=self._rubric_hash, now=self._clock()
+            )
+            again, last = outcomes
+            for outcome in (last,) if again is last or again is None else (again, last):
+                count(session, "judge_probes", failure_of(outcome) or "scored")
+
+    def charge(self, failures: Sequence[Failed], *, proven: bool) -> None:
+        """Count failures against their groups; a group that has failed too often is set aside.
+
+        proven: the judge works, so each failure is its group's own fault. Else any of them may be
+        the judge's fault.
+        """
+        write = charge if proven else doubt
+        now = self._clock()
+        with self._database.write() as session:
+            ended = [write(session, failed, now=now) for failed in failures]
+        for failed, is_set_aside in zip(failures, ended, strict=True):
+            log.warning(
+                "group_set_aside" if is_set_aside else "group_not_judged",
+                group_id=failed.group_id,
+                reason=failed.reason,
+                detail=failed.detail,
+                proven=proven,
+            )
+
+    def give_back(self, group_ids: Sequence[str], until: float = 0.0) -> None:
+        """Give up the leases of these groups. Nobody claims them before `until`, in Unix seconds.
+
+        A store that refuses is logged: the leases then run out by themselves.
+        """
+        try:
+            with self._database.write() as session:
+                for group_id in group_ids:
+                    give_back(session, group_id, until=until)
+        except StoreError as error:
+            log.warning("judging_leases_left", groups=len(group_ids), error=str(error))
+
+
+def _log_outcome(group_id: str, outcome: GroupOutcome, changed: bool) -> None:
+    if not changed:
+        log.info("judgement_came_second", group_id=group_id)
+    elif isinstance(outcome, SetAside):
+        log.warning(
+            "group_set_aside", group_id=group_id, reason=outcome.reason, detail=outcome.detail
+        )
+    elif isinstance(outcome, Scored):
+        scores = outcome.judgement.scores
+        log.info("group_scored", group_id=group_id, low=min(scores), high=max(scores))
