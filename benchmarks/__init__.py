@@ -1,0 +1,1 @@
+"""`make bench`: what things cost, beside peers, with targets."""

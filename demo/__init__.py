@@ -1,0 +1,1 @@
+"""`make demo`: customers, agent, exam and a stand-in judge around the whole product."""

@@ -1,0 +1,1 @@
+"""Adapters to users, and back: registry, canary, rollback, admin API, the `sidecar` command."""

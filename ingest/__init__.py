@@ -1,0 +1,1 @@
+"""From recorded traffic to scored groups of answers: selection, sampling, judging."""

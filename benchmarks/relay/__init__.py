@@ -1,0 +1,1 @@
+"""The relay benchmark: the proxy beside nginx, vllm-router, LiteLLM and rLLM's gateway."""

@@ -1,0 +1,1 @@
+"""The admin API: routes, authentication, paging, errors, and its client."""

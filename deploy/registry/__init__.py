@@ -1,0 +1,1 @@
+"""Adapter versions, aliases, canaries and the routing table in the store, and their rules."""

@@ -1,0 +1,1 @@
+"""`sidecar up`: starts the processes of one machine, restarts them, stops them."""

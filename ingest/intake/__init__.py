@@ -1,0 +1,1 @@
+"""The ingest process: reads the bus, stores exchanges, chooses which become groups."""

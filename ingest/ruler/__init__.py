@@ -1,0 +1,1 @@
+"""RULER: an LLM judge scores the answers of one group against each other."""

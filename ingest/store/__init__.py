@@ -1,0 +1,1 @@
+"""What ingest reads and writes in the store: exchanges and groups."""

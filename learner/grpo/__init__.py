@@ -1,0 +1,1 @@
+"""GRPO: advantages, losses, packing, log-probabilities and the optimiser steps."""

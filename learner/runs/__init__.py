@@ -1,0 +1,1 @@
+"""Training runs: when they start, which groups they take, what they publish."""

@@ -70,7 +70,7 @@ class KeySource:
     def store_away(self, why: str) -> None:
         """A look that failed: the last keys stay."""
         self._metrics.api_key_failures.labels("store_away").inc()
-        if not self._away:  # ten looks a second: say it once
+        if not self._away:  # polled five times a second: say it once
             log.warning("api_keys_kept", why=why, seen=self.ring is not None)
         self._away = True
 

@@ -1,0 +1,1 @@
+"""How processes are started, report that they are ready, and end with their parent."""

@@ -1,0 +1,1 @@
+"""Reads a captured reply of each API surface into an assistant message, and checks it."""

@@ -1,0 +1,1 @@
+"""Which adapter answers a session: routing table, session key, and the canary's breaker."""

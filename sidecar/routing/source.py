@@ -86,7 +86,7 @@ class RoutingSource:
 
     def _fail(self, reason: str, why: str) -> None:
         self._metrics.routing_failures.labels(reason).inc()
-        if self._failing != reason:  # ten looks a second: say it once
+        if self._failing != reason:  # polled five times a second: say it once
             log.warning("routing_table_kept", reason=reason, why=why)
         self._failing = reason
 

@@ -1,0 +1,1 @@
+"""The store: tables, migrations, and how a process opens the database."""

@@ -1,0 +1,1 @@
+"""Several proxy processes behind one port, and the parent that watches them."""

@@ -11,7 +11,7 @@ from sidecar.workers.handover import Handover
 
 RESTARTS = Backoff(first_s=0.1, last_s=10.0)
 LOOK_S = 1.0
-"""How often the parent looks for signs of life. A worker gives ten a second."""
+"""How often the parent looks for signs of life. A worker gives four a second."""
 HUNG_AFTER_S = 30.0
 """A worker that gave no sign for so long is ended. It cuts what the worker was sending, so it must
 be certain: the longest piece of work that a loop has (64 MiB of answers read and one of them

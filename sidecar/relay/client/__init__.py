@@ -1,0 +1,1 @@
+"""The client's side of the relay: server, connections, request parser, body limits."""

@@ -1,0 +1,1 @@
+"""One request's way through the relay: plan, upstream attempt, reply, final accounting."""

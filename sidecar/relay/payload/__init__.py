@@ -1,0 +1,1 @@
+"""Reads and edits the JSON of requests and replies in place, without parsing all of it."""

@@ -1,0 +1,1 @@
+"""Connections to vLLM, and which replica is healthy and has which adapters."""
