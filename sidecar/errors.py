@@ -13,8 +13,8 @@ SidecarError
 from __future__ import annotations
 
 UNREADABLE_JSON = (ValueError, RecursionError)
-"""What msgspec and Python's json raise for JSON that they do not take: no JSON, no text in UTF-8, a
-number with too many digits (all are ValueErrors), or nested too deep."""
+"""Raised by msgspec and Python's json for text that is not JSON or not UTF-8, for a number with too
+many digits (all ValueErrors), and for JSON that is nested too deeply."""
 
 
 class SidecarError(Exception):
@@ -46,7 +46,8 @@ class StoreError(SidecarError, OSError):
 
 
 class OutboxError(SidecarError, OSError):
-    """The outbox refused (locked, full, read-only, gone); `reason` is its name in the counter."""
+    """The outbox refused a write (locked, full, read-only, deleted). `reason` labels the
+    counter."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

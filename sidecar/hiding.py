@@ -17,11 +17,11 @@ from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "**********"
-"""As pydantic shows a `SecretStr`."""
+"""The mask, as pydantic shows a `SecretStr`."""
 MIN_KEY = 4
 MIN_FREE_FORM = 8
 MIN_PART = 16
-"""Characters of a value that is looked for: a key, another text, a part of either."""
+"""Shortest part of a secret that is searched for in a text, in characters."""
 
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|authori[sz]ation|bearer|cookie|signature"
@@ -33,7 +33,8 @@ _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _USERINFO = re.compile(r"(://)[^\s'\"<>]*@")
 _QUERY = re.compile(r"([?&;#])([^?&;#=\s'\"]+)=([^&;#\s'\"]+)")
 _SHORT_PARAMETERS = frozenset({"code", "k"})
-"""In the query of a URL these are keys (Azure's functions, for one); elsewhere they are words."""
+"""In the query of a URL these names hold keys (in Azure Functions, for example); elsewhere they are
+ordinary words."""
 _AUTHORIZATION = re.compile(
     r"""(?i)(authori[sz]ation["']?\s*[:=]\s*["']?)((?:[a-z][\w-]*\s+)?)[^\s"'][^"'\r\n]*"""
 )
@@ -51,7 +52,7 @@ _NAMED = re.compile(
 )
 _VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s,;&}\]]+)""")
 _GAP = r"(?:\s|\\\r?\n)+"
-"""Between the words of a command: white space, and a line break that is escaped."""
+"""Matches what separates the words of a command: white space or an escaped line break."""
 _WORD = r"""(?:"[^"]*"|'[^']*'|\S)++"""
 _FLAG = re.compile(
     rf"(?P<flag>(?<!\S)--?[A-Za-z][\w.-]*){_GAP}(?P<value>{_WORD})(?P<more>(?:{_GAP}(?![-|&;<>()\\]){_WORD})*)"
@@ -92,7 +93,7 @@ def hide_in_url(text: str) -> str:
 
 
 def hide_in_text(text: str) -> str:
-    """As `hide_in_url`, and hide what is assigned to a key-like name or follows a key-like flag."""
+    """Like `hide_in_url`, and also hide values of key-like names and flags."""
     text = _USER.sub(rf"\g<before>{HIDDEN}", hide_in_url(text))
     return _hide_named(_FLAG.sub(_hide_flag, text))
 
@@ -214,6 +215,6 @@ def _hide_flag(found: re.Match[str]) -> str:
 
 
 def _masked(value: str) -> str:
-    """The mask, in the value's own quotes."""
+    """Return the mask in the value's own quotes."""
     quote = value[0] if value[:1] in ("'", '"') else ""
     return f"{quote}{HIDDEN}{quote}"

@@ -1,7 +1,7 @@
-"""Log set-up, the same for every process: events with fields, never sentences, never secrets.
+"""Set up logging, in the same way for every process: events with fields, no sentences, no secrets.
 
-Fields may quote what strangers wrote; on a terminal they are shown without escape codes. JSON
-escapes them by itself.
+Fields may quote untrusted text; on a terminal it is shown without escape codes. JSON escapes it by
+itself.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
-    # Libraries keep to warnings: their info lines would drown ours.
+    # Libraries log only warnings; their info lines would hide ours.
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
 
 
 def _escape(
     _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Every text field without control characters; a traceback keeps its lines."""
+    """Return text fields without control characters; a traceback keeps its lines."""
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = "\n".join(visible(line) for line in _lines(key, value))

@@ -19,18 +19,18 @@ from typing import Literal
 import msgspec
 
 BASE = "base"
-"""The name that records and routing use for "no adapter": the base model answered."""
+"""The adapter name for "no adapter": the base model answered."""
 
 Arm = Literal["champion", "canary"]
 Outcome = Literal["ok", "cut", "upstream_error"]
-"""ok: the reply reached its end; cut: the client went away; upstream_error: vLLM failed in it."""
+"""ok: the reply is complete; cut: the client left; upstream_error: vLLM failed during the reply."""
 Surface = Literal["chat", "completions", "responses", "messages", "embeddings"]
-"""The API that was spoken: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`,
-`/v1/messages` (Anthropic's), `/v1/embeddings`."""
+"""The API of a request: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`
+(Anthropic's), `/v1/embeddings`."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How vLLM was asked to sample. `None`: not said, so the server's default held."""
+    """The sampling parameters of a request. None: not sent, so the server's default applied."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -44,40 +44,41 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """One answer of a reply."""
+    """One answer in a reply."""
 
     index: int
     message: bytes
-    """The assistant message as JSON, as chat completions have it, whatever the surface: `role`,
+    """The assistant message as JSON in the form of chat completions, on every surface: `role`,
     `content`, `reasoning`, `tool_calls` merged by index."""
     finish_reason: str | None = None
-    """In the words of chat completions, whatever the surface: stop, length, tool_calls, ..."""
+    """In the words of chat completions, on every surface: stop, length, tool_calls, ..."""
     token_ids: tuple[int, ...] = ()
-    """[S] sampled ids, the stop token included when vLLM sampled it; empty when not reported."""
+    """[S] sampled token ids, including a sampled stop token; empty when not reported."""
     logprobs: tuple[float, ...] = ()
-    """[S] nats, of the sampled ids under the adapter that answered; empty when not reported."""
+    """[S] log-probabilities in nats of the sampled ids under the adapter that answered; empty when
+    not reported."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """`started_at` is unix seconds; the rest are seconds on the monotonic clock."""
+    """`started_at` is in unix seconds; the others are seconds on the monotonic clock."""
 
     started_at: float
     queue_s: float | None = None
-    """From the request's arrival until it was sent to vLLM; None when it never was."""
+    """From the request's arrival until it was sent to vLLM; None when it was not sent."""
     first_byte_s: float | None = None
     """From the request's arrival to the first byte of the reply's body."""
     per_token_s: float | None = None
-    """Mean time between two tokens of a stream, from its first byte to its end; None when there
-    is no such thing: a whole reply, a single token, or no count of tokens."""
+    """Mean time between two tokens of a stream, from its first byte to its end. None for a whole
+    reply, a single token, or an unknown number of tokens."""
     total_s: float = 0.0
     """From the request's arrival to the reply's end."""
     overhead_s: float = 0.0
-    """Time spent in the relay and not in waiting for vLLM."""
+    """Time in the relay, without waiting for vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What one request got."""
+    """The adapter that a request was assigned to."""
 
     adapter: str
     arm: Arm
@@ -98,35 +99,34 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     request: bytes
     reply: Sequence[bytes] | None
-    """The reply's body as vLLM sent it, cut anywhere; None: only the span is wanted."""
+    """The reply's body as vLLM sent it, cut anywhere. None: only a span is wanted."""
     streamed: bool
-    """The reply is a stream of events; a request for one may still be refused in one piece."""
+    """The reply is a stream of events. A request for a stream may still be refused in one piece."""
     status: int
     """0 when the client left before vLLM's reply began."""
     outcome: Outcome
     timings: Timings
     traceparent: str = ""
-    """As the client sent it."""
+    """The header as the client sent it."""
     own_traceparent: str = ""
-    """As it was sent on to vLLM."""
+    """The header as it was sent to vLLM."""
     surface: Surface = "chat"
     project: str = "default"
     key_id: str = ""
     retry_count: int = 0
-    """`x-stainless-retry-count`; 0 when it was not sent."""
+    """`x-stainless-retry-count`; 0 when not sent."""
     idempotency_key: str = ""
-    """`Idempotency-Key`; empty when it was not sent."""
+    """`Idempotency-Key`; empty when not sent."""
     fallback_from: str = ""
-    """The adapter that was to answer and that vLLM did not know."""
+    """The adapter that was assigned and that vLLM did not know; empty when there was none."""
     reply_bytes: int = -1
-    """Length of the reply's body, if the relay has counted it (`ReplyBuffer.size`); -1: it has
-    not."""
+    """Length of the reply's body in bytes, if the relay counted it; -1 if not."""
     returned_index: int = 0
-    """As `Exchange.returned_index`."""
+    """See `Exchange.returned_index`."""
 
     @property
     def size(self) -> int:
-        """Bytes that it holds in memory."""
+        """Bytes held in memory."""
         return len(self.request) + self.reply_size
 
     @property
@@ -137,7 +137,7 @@ class RawCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """capture -> group. One request, its reply, and what is known of how it was sampled."""
+    """capture -> group. One request, its reply, and how the reply was sampled."""
 
     exchange_id: str
     surface: Surface
@@ -146,7 +146,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """vLLM name of the LoRA that answered; "base" when none did."""
     arm: Arm
     propensity: float
-    """Probability that this session had of getting this arm when it was assigned, 0..1."""
+    """Probability, 0..1, with which this session was assigned to this arm."""
     replica: str
     """Base URL of the vLLM that answered."""
     session_key: str
@@ -154,7 +154,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     """The request body as the agent sent it, JSON."""
     choices: tuple[Choice, ...]
     prompt_token_ids: tuple[int, ...] = ()
-    """[P] ids of the rendered prompt; empty when not reported."""
+    """[P] token ids of the rendered prompt; empty when not reported."""
     sampling: Sampling
     stream: bool
     status: int
@@ -164,26 +164,25 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_default
     untrainable_reason: str | None = None
     """None when ids and log-probabilities are exact and the adapter is known."""
     completion_tokens: int | None = None
-    """As vLLM's `usage` reports, over all choices; None when it was not reported."""
+    """From vLLM's `usage`, over all choices; None when not reported."""
     returned_index: int = 0
-    """Index of the choice that the client got, when best of N was asked for and it got only one."""
+    """Index of the choice that the client got, when best of N returned only one."""
     trace_id: str = ""
-    """W3C trace id, 32 hex digits; empty when the request was in no trace."""
+    """W3C trace id, 32 hex digits; empty when the request belonged to no trace."""
     project: str = "default"
     key_id: str = ""
-    """Which access key was used; never the key itself. Empty when none was needed."""
+    """Identifier of the API key, never the key itself. Empty when none was needed."""
     user: str = ""
     turn_id: str = ""
-    """The same for a request and its retries (`sidecar/capture/turns.py`); empty: a turn of its
-    own."""
+    """Equal for a request and its retries (`sidecar/capture/turns.py`)."""
     retry_count: int = 0
-    """How many times the client had sent this request before, as it says itself."""
+    """How many times the client had sent this request before, by its own count."""
     fallback_from: str = ""
-    """The adapter that should have answered and that vLLM did not know; empty: none."""
+    """The adapter that was assigned and that vLLM did not know; empty when there was none."""
     request_bytes: int = 0
-    """Length of the request's body, as the agent sent it."""
+    """Length of the request's body in bytes, as the agent sent it."""
     reply_bytes: int = 0
-    """Length of the reply's body, as vLLM sent it to the sidecar."""
+    """Length of the reply's body in bytes, as vLLM sent it."""
 
 
 _encoder = msgspec.msgpack.Encoder()

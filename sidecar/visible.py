@@ -1,8 +1,7 @@
-"""Write text so that a terminal shows it and obeys none of it. Pure.
+"""Escape text so that a terminal shows it and does not act on it. Pure.
 
-What a person or a model wrote may hold escape codes, line breaks, letters that look like nothing,
-or marks that reorder a line. Each becomes the escape that Python's `repr` would write: `\\x1b`,
-`\\n`, `\\u202e`, `\\u3164`.
+Text from people or models may hold escape codes, line breaks, invisible letters, or marks that
+reorder a line. Each becomes the escape of Python's `repr`: `\\x1b`, `\\n`, `\\u202e`, `\\u3164`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Control characters, format characters (those of direction among them), lone surrogates, line and
 paragraph separators."""
 _JOINERS = frozenset("\u200c\u200d")
-"""Format characters that Persian, Hindi and emoji need inside words; they move nothing."""
+"""Format characters that Persian, Hindi and emoji need inside words; they are harmless."""
 _EMPTY_LETTERS = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
 )
@@ -25,7 +24,8 @@ to write a hidden text with."""
 
 
 def visible(text: str) -> str:
-    """The text on one line, without any character that a terminal acts upon or draws as nothing."""
+    """Return the text on one line, without characters that a terminal acts on or draws as
+    nothing."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escape(character) for character in text)

@@ -1,10 +1,10 @@
-"""Run a command that ends when its starter ends: `python sidecar/processes/parent_death.py
-PARENT_PID COMMAND...`.
+"""Run a command that ends when its parent ends.
 
-The kernel is asked to send TERM when the parent dies, however it dies, and then the command takes
-this process's place. A step of its own, and not `preexec_fn`, because code between fork and exec
-may meet a lock that a thread of the parent held. It needs the standard library alone, so it runs
-isolated from the working folder and from the environment, which the command then gets as they are.
+Usage: `python sidecar/processes/parent_death.py PARENT_PID COMMAND...`. The kernel is asked to send
+TERM when the parent dies, in whatever way, and then the command replaces this process. `preexec_fn`
+would run between fork and exec, where a lock held by another thread of the parent can block it.
+Only the standard library is used, isolated from the working folder and the environment; the command
+gets both unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> int:
     parent = int(argv[0])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the parent died before the kernel was asked
         return 1
     try:
         os.execvp(argv[1], argv[1:])
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def guarded_command() -> tuple[str, ...]:
-    """Put before a command line: the command ends with the process that calls this."""
+    """Return what to put before a command line, so that the command ends with this process."""
     return (sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()))
 
 

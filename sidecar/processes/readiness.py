@@ -1,7 +1,6 @@
-"""A process tells `sidecar up`, which started it, that it works: a line through an inherited pipe.
+"""Report to `sidecar up` that a child process works, by a line through an inherited pipe.
 
-Only a child of this very start has the pipe, so what somebody else serves on the same port is never
-mistaken for it.
+Only a child of this start has the pipe, so another program on the same port is never taken for it.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ import stat
 import structlog
 
 VARIABLE = "SIDECAR_READY_FD"
-"""Names the descriptor of the pipe."""
+"""Environment variable with the descriptor of the pipe."""
 _READY = "ready"
 
 log = structlog.get_logger()
 
 
 def tell_ready(address: str = "") -> None:
-    """Tell it once. Does nothing in a process that a person started.
+    """Report readiness once. Does nothing in a process that a person started.
 
     address: the base URL at which this process listens.
     """
-    number = os.environ.pop(VARIABLE, "")  # what this process starts has no such pipe
+    number = os.environ.pop(VARIABLE, "")  # children of this process do not inherit the pipe
     if not number.isdigit():
         return
     descriptor = int(number)
@@ -36,8 +35,8 @@ def tell_ready(address: str = "") -> None:
 
 
 def read_ready(descriptor: int) -> str | None:
-    """What the child told through the non-blocking end of its pipe: its address, or "" without
-    one. None: nothing yet."""
+    """Read the address that the child reported through its non-blocking pipe; "" when it has none.
+    Returns: None when there was no report yet."""
     try:
         line = os.read(descriptor, 1_000).decode("utf-8", "replace")
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""One process of a kind for each `state_dir`: a lock that the kernel releases when its holder ends.
+"""Allow one process of a kind for each `state_dir`, by a lock that the kernel releases with it.
 
-Locked are `up`, ingest (the outbox has one reader), the learner's schedule and control. The proxy
-has its port for that, and several scoring processes may share a store.
+`up`, ingest (the outbox has one reader), the learner's schedule and control take a lock. The proxy
+has its port instead, and several scoring processes may share a store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def only_one(state_dir: Path, name: str) -> Iterator[None]:
 
 
 def holder(state_dir: Path, name: str) -> str | None:
-    """Who holds the lock, in words; None when it is free. Raises: StateLockError."""
+    """Return who holds the lock, in words; None when it is free. Raises: StateLockError."""
     descriptor = _open(state_dir, name)
     try:
         return None if _locked(descriptor, state_dir) else _holder(descriptor)
@@ -48,7 +48,7 @@ def holder(state_dir: Path, name: str) -> str | None:
 def _open(state_dir: Path, name: str) -> int:
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        # Never removed: who removed it could not know whether another process just locked it.
+        # Never removed: another process may just have locked it.
         return os.open(state_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StateLockError(
@@ -58,7 +58,7 @@ def _open(state_dir: Path, name: str) -> int:
 
 
 def _locked(descriptor: int, state_dir: Path) -> bool:
-    """Take the lock if it is free."""
+    """Take the lock if it is free, and return whether that worked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -80,5 +80,5 @@ def _note_holder(descriptor: int) -> None:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:  # a full disk: the lock holds without it
+    except OSError as error:  # a full disk: the lock holds without the text
         log.warning("lock_holder_not_noted", why=str(error))

@@ -1,4 +1,4 @@
-"""Which addresses the hosts of the settings stand for, however they are written."""
+"""Decide which addresses a host in the settings stands for, in any notation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCALHOST: frozenset[Address] = frozenset(
 
 
 def addresses(host: str) -> frozenset[Address]:
-    """The addresses of a literal or of `localhost`; none for another name. Pure."""
+    """Return the addresses of a literal or of `localhost`; none for another name. Pure."""
     if host.lower().rstrip(".") == "localhost":
         return LOCALHOST
     try:
@@ -25,25 +25,26 @@ def addresses(host: str) -> frozenset[Address]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for a host that only this machine can reach. Pure."""
+    """Return True for a host that only this machine can reach. Pure."""
     found = addresses(host)
     return bool(found) and all(address.is_loopback for address in found)
 
 
 def is_every_address(host: str) -> bool:
-    """True for the wildcard of IPv4 or IPv6. Pure."""
+    """Return True for the wildcard address of IPv4 or IPv6. Pure."""
     return any(address.is_unspecified for address in addresses(host))
 
 
 def share_an_address(one: str, other: str) -> bool:
-    """Whether listeners at these two hosts would meet on one port. May ask the resolver."""
+    """Return True if listeners at these two hosts would conflict on one port. May ask the
+    resolver."""
     if one.lower() == other.lower() or is_every_address(one) or is_every_address(other):
         return True
     return not (addresses(one) or _resolved(one)).isdisjoint(addresses(other) or _resolved(other))
 
 
 def _resolved(host: str) -> frozenset[Address]:
-    """None for a name that cannot be resolved now: the listener itself says so later."""
+    """Return None for a name that cannot be resolved now; the listener reports that later."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""What one setting alone cannot tell: settings that contradict each other, or the disk.
+"""Check settings that contradict each other, or the disk.
 
 Each check yields the key and, in words, what is wrong and what to do. No message quotes a value
 that may hold a secret.
@@ -33,11 +33,11 @@ MAX_UNIX_PATH = 100
 JUDGE_OWN = frozenset({"model", "messages", "timeout", "num_retries", "caching", "response_format"})
 """Parameters of a judge call that the sidecar sets itself."""
 MAX_PARAMS_DEPTH = 32
-"""Tables and lists in each other. Python cannot walk through a thousand."""
+"""Deepest nesting of tables and lists. Python cannot recurse through a thousand."""
 
 
 def problems(settings: Settings) -> Iterator[Problem]:
-    """Everything that is wrong, the first of it first."""
+    """Yield every problem, in the order of the checks."""
     yield from _upstreams(settings)
     yield from _engine(settings)
     yield from _listeners(settings)
@@ -183,13 +183,13 @@ def _store(url: str) -> Iterator[Problem]:
     if not colon:
         yield key, "is no database URL; give sqlite:///path/to/store.db"
         return
-    # Here, because most stores are SQLite files, and loading SQLAlchemy takes a while.
+    # Imported here, because loading SQLAlchemy is slow and most stores are SQLite files.
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
     try:
         make_url(url).get_dialect()
-    except ArgumentError:  # also: no such dialect
+    except ArgumentError:  # also raised for an unknown dialect
         yield key, "is no database URL that SQLAlchemy knows; give sqlite:///path/to/store.db"
     except (ValueError, UnicodeError):
         yield key, "is no database URL: host, port or encoding is wrong; correct it"
@@ -227,14 +227,14 @@ def _disk(settings: Settings) -> Iterator[Problem]:
 
 
 def _socket_name(proxy: Proxy) -> str:
-    """The longest that the proxy, or one of its workers, gives to its socket."""
+    """Return the longest name of a socket of the proxy or one of its workers."""
     if proxy.workers == 1:
         return f"proxy-{proxy.port}.sock"
     return f"proxy-{proxy.port or MAX_PORT}-{2 * proxy.workers}.sock"
 
 
 def _file_in_the_way(folder: Path) -> Path | None:
-    """The first part of the path that is there and is no folder."""
+    """Return the first part of the path that exists and is not a folder."""
     for part in (*reversed(folder.parents), folder):
         if os.path.lexists(part) and not os.path.isdir(part):
             return part

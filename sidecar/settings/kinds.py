@@ -1,6 +1,6 @@
-"""The kinds of value that a setting may have, each with its check and the reason for it. Pure.
+"""The types of values that settings may have, each with its check and the reason for it. Pure.
 
-A message never quotes a value that may hold a secret: URLs, keys and tokens are described only.
+A message never quotes a value that may hold a secret: URLs, keys and tokens are only described.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _DEVICE = re.compile(r"[a-z]+(?::\d{1,4})?")
 _MAX_LINE = 500
 _SHOWN = 40
-"""Characters of a refused number that a message shows."""
+"""Characters of a refused number that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """A finite number within limits. The message tells the limits and why they are there."""
+    """A finite number within limits. The message states the limits and their reason."""
 
     low: int | float
     high: int | float
@@ -41,13 +41,13 @@ class Between:
 
     @property
     def words(self) -> str:
-        """The limits, as the message and docs/settings.md write them."""
+        """Return the limits as the message and docs/settings.md write them."""
         low = f"above {self.low}" if self.above_low else f"{self.low}"
         high = f"below {self.high}" if self.below_high else f"{self.high}"
         return " ".join((low, "to", high, self.unit)).rstrip()
 
     def holds(self, value: float) -> bool:
-        """False for NaN, too."""
+        """Return True if the value is within the limits; False for NaN."""
         above = value > self.low if self.above_low else value >= self.low
         below = value < self.high if self.below_high else value <= self.high
         return above and below
@@ -74,7 +74,8 @@ class Between:
 
 
 def base_url(host: str, port: int) -> str:
-    """Where this machine's own tools reach a listener: loopback for "every address"."""
+    """Return the URL at which tools on this machine reach a listener: loopback for a wildcard
+    host."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -85,7 +86,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def bus_path(url: str) -> str:
-    """The file that `bus.url` names. Raises: ValueError when it names another kind of bus."""
+    """Return the file of `bus.url`. Raises: ValueError when the URL is of another kind of bus."""
     path = url.removeprefix(BUS_SCHEME)
     if path == url or not path or "\0" in path:
         raise ValueError(
@@ -98,7 +99,7 @@ def bus_path(url: str) -> str:
 
 
 def _split(url: str) -> SplitResult:
-    """Raises: ValueError, without the URL: a password may be in it."""
+    """Raises: ValueError, without the URL, which may hold a password."""
     if not url.isprintable() or " " in url:
         raise ValueError("holds a space or a control character; remove it")
     try:
@@ -117,7 +118,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _quoted(url: str) -> str:
-    """The URL for a message, unless it may hold a password."""
+    """Return the URL for a message, unless it may hold a password."""
     return "" if "@" in url or len(url) > _MAX_LINE else f"{url} "
 
 
@@ -159,7 +160,7 @@ def _host(host: str) -> str:
 
 
 def _only_digits(host: str) -> bool:
-    """An IPv4 address with a mistake in it: no host name ends in a number."""
+    """Return True for a mistyped IPv4 address: no host name ends in a number."""
     return host.rstrip(".").rpartition(".")[2].isdigit()
 
 
@@ -197,7 +198,7 @@ def _key(secret: SecretStr) -> SecretStr:
 
 
 def no_empty_key(value: object) -> object:
-    """An empty variable is how a container says "not set"."""
+    """Treat an empty environment variable as not set, as containers do."""
     return None if value == "" else value
 
 
@@ -214,7 +215,7 @@ def _word(text: str) -> str:
 
 
 def _no_empty_path(value: object) -> object:
-    """`Path("")` would be the working folder, which nobody asked for."""
+    """Refuse an empty path: `Path("")` would be the working folder."""
     if isinstance(value, str) and not value.strip():
         raise ValueError("is empty; give a folder (. is the working folder)")
     return value
@@ -237,7 +238,7 @@ _A_SHARE = "it is a share"
 
 Share = Annotated[float, Between(0, 1, _A_SHARE)]
 Interval = Annotated[float, Between(0.001, 86_400, _BUSY, "s")]
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 Timeout = Annotated[float, Between(0.001, 604_800, _FOREVER, "s")]
 Count = Annotated[int, Between(1, 1_000_000_000, "none at all would stop the process's work")]
 Parallel = Annotated[int, Between(1, 10_000, "none would do nothing, more is no limit")]
@@ -249,7 +250,7 @@ Host = Annotated[str, AfterValidator(_host)]
 Upstream = Annotated[str, AfterValidator(_upstream)]
 WebUrl = Annotated[str, AfterValidator(_web_url)]
 WebUrlOrNone = Annotated[str, AfterValidator(_web_url_or_none)]
-"""The empty text is no URL."""
+"""A URL, or the empty text for none."""
 BusUrl = Annotated[str, AfterValidator(_bus_url)]
 Line = Annotated[str, AfterValidator(_line)]
 Name = Annotated[str, AfterValidator(_name)]

@@ -38,39 +38,40 @@ class Groups(Section):
     """Which exchanges become groups, and how the extra candidates are sampled."""
 
     size: Annotated[int, Between(2, 8, "one answer has nothing to differ from")] = 8
-    """Answers per group, the served one counted."""
+    """Answers per group, including the served one."""
     rate: Share = 1.0
-    """Share of eligible exchanges that are chosen."""
+    """Share of eligible exchanges that are chosen, 0..1."""
     held_out_rate: Annotated[
         float, Between(0, 1, "with all of them held out nothing is learned", below_high=True)
     ] = 0.2
     """Share of sessions, by hash of their key, never trained on; they feed the deployment gate."""
     max_groups_per_session: Count = 4
     max_pending_groups: Count = 64
-    """Groups that wait for candidates or for scores, and those of the adapters that serve now that
-    wait for the learner or are in it; beyond, exchanges wait unchosen: more would grow stale."""
+    """Most groups that wait for candidates, scores or the learner, of adapters that serve now.
+    Beyond it, exchanges stay unchosen, because more groups would grow stale."""
     tokens_per_day: Annotated[
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
     ] = 5_000_000
-    """Sampled candidate tokens a day; when spent, sampling waits for midnight UTC."""
+    """Sampled candidate tokens a day. When they are spent, sampling waits for midnight UTC."""
     concurrency: Parallel = 16
-    """Candidates in flight at once."""
+    """Candidates sampled at once."""
     max_running_requests: Count = 48
-    """vLLM's running + waiting requests over which sampling holds back for the users."""
+    """Sampling waits while vLLM has more running and waiting requests than this, so that users come
+    first."""
     timeout_s: Timeout = 120.0
 
 
 class Judge(Section):
-    """RULER: which model judges, by which rubric."""
+    """RULER: the judge model and the rubric."""
 
     model: Line = ""
     """A LiteLLM model name, such as `openai/gpt-...` or `hosted_vllm/...`."""
     api_base: WebUrl | None = None
     api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
-    """Else LiteLLM reads the provider's own environment variable."""
+    """Key of the judge's API. Without it LiteLLM reads the provider's own environment variable."""
     rubric: Text = DEFAULT_RUBRIC
     passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 1
-    """Judge calls per group, each in another order; the score is their mean."""
+    """Judge calls per group, each with the answers in another order; the score is their mean."""
     concurrency: Parallel = 8
     timeout_s: Timeout = 60.0
     params: dict[str, Any] = Field(default_factory=dict)
@@ -84,7 +85,7 @@ class BestOf(Section):
     max_n: Annotated[int, Between(2, 8, "one answer is no choice, and a judge reads 8")] = 4
     """Largest N of a request; a key may have a smaller one."""
     timeout_s: Timeout = 5.0
-    """How long a request waits for the judge; then it gets the first answer."""
+    """Longest wait for the judge, in seconds; then the client gets the first answer."""
     concurrency: Parallel = 8
     max_waiting: Annotated[
         int, Between(0, 1_000_000, "0 lets none wait; each holds a user's request")
@@ -149,11 +150,11 @@ class Learner(Section):
     device: Device = "cpu"
     """A torch device. This release is tested on the CPU only."""
     poll_s: Interval = 2.0
-    """How often the schedule looks at flags, canaries and waiting groups."""
+    """Seconds between two polls of flags, canaries and waiting groups."""
 
 
 class Canary(Section):
-    """Gate and ramp of a new adapter."""
+    """The gate and the ramp of a new adapter."""
 
     gate_prompts: Annotated[int, Between(1, 10_000, "each is sampled and judged")] = 12
     """Held-out prompts on which candidate and champion are compared."""
@@ -179,7 +180,8 @@ class Canary(Section):
     step_max_s: Annotated[
         float, Between(1, 31_536_000, "a shorter step sees nobody, a longer one never ends", "s")
     ] = 86_400.0
-    """A step that has not seen them by then ends inconclusive: the champion stays."""
+    """A step that has not seen `step_min_exchanges` by then ends inconclusive: the champion
+    stays."""
     max_error_excess: Share = 0.10
     max_truncated_excess: Share = 0.25
     max_cut_excess: Share = 0.25

@@ -92,7 +92,8 @@ def _explain(error: ValidationError) -> str:
 
 
 def _written(where: Sequence[str]) -> str:
-    """The key as a person wrote it: a variable's name when the value comes from there."""
+    """Return the key as a person wrote it: a variable's name when the value comes from the
+    environment."""
     variables = {name.upper(): name for name in os.environ}
     for length in range(len(where), 0, -1):
         name = (ENV_PREFIX + "__".join(where[:length])).upper()
@@ -102,7 +103,7 @@ def _written(where: Sequence[str]) -> str:
 
 
 def _shown(text: str) -> str:
-    """One short line, without the escape codes of a terminal."""
+    """Return one short line without a terminal's escape codes."""
     return visible(text)[:200]
 
 
@@ -173,7 +174,7 @@ def _is_table(section: str, key: str) -> bool:
 
 
 def _too_deep(env: Mapping[str, str]) -> str:
-    """The variable whose JSON nests too deep for Python."""
+    """Return the variable whose JSON nests too deeply for Python."""
     for name, value in env.items():
         if name.upper().startswith(ENV_PREFIX):
             try:
@@ -186,7 +187,8 @@ def _too_deep(env: Mapping[str, str]) -> str:
 
 
 def with_workers(settings: Settings, count: int) -> Settings:
-    """The settings with another `proxy.workers`. Raises SettingsError when it is out of range."""
+    """Return the settings with another `proxy.workers`. Raises: SettingsError when it is out of
+    range."""
     try:
         proxy = Proxy.model_validate({**settings.proxy.model_dump(), "workers": count})
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Keep requests to this machine away from the environment's proxy (`HTTP_PROXY`).
+"""Send requests to this machine directly, not through the proxy of the environment (`HTTP_PROXY`).
 
-Our own clients do not read the environment. Libraries that do (LiteLLM, OpenTelemetry) have
-`NO_PROXY` in common, so the loopback hosts are added to it before such a library asks one.
+The sidecar's own clients ignore the environment. Libraries that do not (LiteLLM, OpenTelemetry) all
+read `NO_PROXY`, so the loopback hosts are added to it before they make a request.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from sidecar.settings.addresses import is_loopback
 
 ALWAYS = ("localhost", "127.0.0.1", "::1")
 _NAMES = ("no_proxy", "NO_PROXY")
-"""The first that is set is the one that clients read."""
+"""Clients read the first of these that is set."""
 
 
 def ask_loopback_directly(environ: MutableMapping[str, str], *urls: str) -> None:
     """Add the usual loopback hosts and those of the URLs to `NO_PROXY`. Changes `environ`.
 
-    The user's own entries stay; `*`, which is every host, stays alone.
+    The user's entries are kept; `*`, which means every host, stays alone.
     """
     hosts = [urlsplit(url).hostname or "" for url in urls]
     wanted = [*ALWAYS, *(host for host in hosts if is_loopback(host))]

@@ -1,4 +1,4 @@
-"""Refuse settings that would open the sidecar to everybody without somebody having said so."""
+"""Refuse settings that would open the sidecar to other machines without an explicit setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every section of the settings file is."""
+"""The base class of all sections of the settings."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A frozen section that refuses unknown keys."""
 
-    # A traceback must not show a key that stands where another value belongs.
+    # A traceback must not show a key that was written in the wrong place.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

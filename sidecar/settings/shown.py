@@ -1,4 +1,4 @@
-"""The settings as people may see them: every value but the secrets."""
+"""The settings as people may see them, without secrets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from sidecar.hiding import HIDDEN, hide_in_command, hide_in_params, hide_in_url,
 from sidecar.settings.sections import Settings
 
 SET = "(set)"
-"""In place of a value of which only its being there is shown."""
+"""Shown instead of a secret that is set."""
 
 
 def shown_settings(settings: Settings) -> dict[str, Any]:  # Any: JSON
-    """All sections as JSON, with secrets hidden wherever a person may have put one."""
+    """Return all sections as JSON, with secrets hidden wherever a person may have put one."""
     shown: dict[str, Any] = _hide(settings.model_dump(mode="json"))
     shown["judge"]["params"] = hide_in_params(settings.judge.params)
     shown["engine"]["command"] = hide_in_command(settings.engine.command)

@@ -9,12 +9,13 @@ from sidecar.records import Exchange, RawCapture
 from sidecar.tracing.genai_names import OPERATIONS
 
 PROVIDER = "vllm"
-"""`gen_ai.provider.name`: the conventions have no name of their own for it."""
+"""`gen_ai.provider.name`; the conventions define no name for vLLM."""
 Attribute = str | int | float | bool | tuple[str, ...]
 
 
 def span_attributes(raw: RawCapture, exchange: Exchange | None) -> dict[str, Attribute]:
-    """exchange: None when the request was not captured."""
+    """Return the attributes of a request's span. exchange: None when the request was not
+    captured."""
     attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": OPERATIONS[raw.surface],
         "gen_ai.provider.name": PROVIDER,
@@ -65,14 +66,14 @@ def _of_exchange(exchange: Exchange) -> dict[str, Attribute]:
 
 
 def token_counts(exchange: Exchange) -> tuple[int, int]:
-    """Of the prompt and of the answers; 0 for what was not reported."""
+    """Return the token counts of the prompt and of all answers; 0 where vLLM reported none."""
     ids = sum(len(choice.token_ids) for choice in exchange.choices)
     return len(exchange.prompt_token_ids), exchange.completion_tokens or ids
 
 
 def error_type(raw: RawCapture, exchange: Exchange | None) -> str | None:
-    """`error.type`: the status, or `broken_reply` when a reply with a good one broke off; None when
-    vLLM did not fail. A client that left is no error."""
+    """Return `error.type`: the status, or `broken_reply` when a reply with status 200 broke off.
+    None when vLLM did not fail; a client that left is no error."""
     if raw.status >= 400:
         return str(raw.status)
     outcome = raw.outcome if exchange is None else exchange.outcome

@@ -36,8 +36,8 @@ def content_attributes(exchange: Exchange) -> dict[str, str]:
 
 
 def _input(request: dict[str, Any]) -> list[Part]:
-    """Of any surface: chat's and Anthropic's `messages`, responses' `input`, completions'
-    `prompt`, with what stands beside them as the system's words."""
+    """Return the input of any surface: `messages` of chat and Anthropic's API, `input` of
+    responses, `prompt` of completions, with system instructions from their own fields."""
     messages = []
     for key in ("system", "instructions"):
         if request.get(key):
@@ -51,9 +51,12 @@ def _input(request: dict[str, Any]) -> list[Part]:
 
 
 def _message(item: object) -> Part:
-    if not isinstance(item, dict):  # a prompt of a list of prompts
+    if not isinstance(item, dict):  # one prompt of a list
         return {"role": "user", "parts": [_said(str(item))]}
-    if item.get("type") in ("function_call", "function_call_output"):  # responses' items
+    if item.get("type") in (
+        "function_call",
+        "function_call_output",
+    ):  # items of the responses surface
         role = "assistant" if item["type"] == "function_call" else "tool"
         return {"role": role, "parts": [_part(item)]}
     role = str(item.get("role", "user"))
@@ -67,7 +70,7 @@ def _message(item: object) -> Part:
 
 
 def _output(choice: Choice) -> Part:
-    message = json.loads(choice.message)  # ours, so it can be read
+    message = json.loads(choice.message)  # ours, so it is valid JSON
     return {**_message(message), "finish_reason": choice.finish_reason or ""}
 
 
@@ -112,7 +115,7 @@ def _calls(message: dict[str, Any]) -> Iterable[Part]:
 
 def _call(call_id: object, name: object, arguments: object) -> Part:
     if isinstance(arguments, str):
-        # A model may write anything there; what is no JSON is shown as it is.
+        # A model may write anything here; invalid JSON is shown as text.
         with contextlib.suppress(*UNREADABLE_JSON):
             arguments = json.loads(arguments)
     return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
@@ -127,5 +130,5 @@ def _said(text: object) -> Part:
 
 
 def _text(value: object) -> str:
-    # ASCII: a lone surrogate, which JSON may hold, would fail the export of a whole batch.
+    # ASCII: a lone surrogate, which JSON may hold, would make the export of a batch fail.
     return json.dumps(value)

@@ -16,7 +16,7 @@ from sidecar.tracing.genai_names import METRICS, OPERATIONS, Conventions
 DURATION_BOUNDS_S = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
-"""As the conventions advise."""
+"""Bucket bounds that the conventions advise."""
 FIRST_CHUNK_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
@@ -24,7 +24,7 @@ TOKEN_BOUNDS = tuple(float(4**power) for power in range(14))
 
 
 class GenAiMetrics:
-    """One request's share of the metrics."""
+    """Updates the metrics with one request at a time."""
 
     def __init__(self, meter: Meter, conventions: Conventions = "latest") -> None:
         names = METRICS[conventions]
@@ -47,7 +47,8 @@ class GenAiMetrics:
             )
 
     def record(self, raw: RawCapture, exchange: Exchange | None) -> None:
-        """exchange: None when the request was not captured; then its tokens are not known."""
+        """Record a request. exchange: None when it was not captured; its tokens are unknown
+        then."""
         attributes: dict[str, str | int] = {
             "gen_ai.operation.name": OPERATIONS[raw.surface],
             "gen_ai.provider.name": PROVIDER,
@@ -71,7 +72,7 @@ class GenAiMetrics:
                 if count:
                     self._token_histogram.record(count, {**attributes, "gen_ai.token.type": kind})
         if self._token_counters is not None:
-            # vLLM does not tell a prompt's text from its pictures.
+            # vLLM does not report how many prompt tokens are text and how many are pictures.
             for counter, modality, count in zip(
                 self._token_counters, ("unknown", "text"), counts, strict=True
             ):

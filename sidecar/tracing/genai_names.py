@@ -22,19 +22,19 @@ OPERATIONS: dict[Surface, str] = {
     "messages": "chat",
     "embeddings": "embeddings",
 }
-"""`gen_ai.operation.name` by surface."""
+"""`gen_ai.operation.name` of each surface."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricNames:
-    """Of the client's metrics."""
+    """Names of the client metrics."""
 
     duration: str
     first_chunk: str
     input_tokens: str
     output_tokens: str
     tokens_are_histogram: bool
-    """1.41 has one histogram for tokens, with the kind as an attribute."""
+    """1.41 has one histogram of tokens, with input or output as an attribute."""
 
 
 METRICS: dict[Conventions, MetricNames] = {

@@ -58,8 +58,8 @@ class RequestSpans:
         self._content = content
 
     def request(self, raw: RawCapture, exchange: Exchange | None) -> trace.Span:
-        """The span of a request, ended; one that is not recorded when its trace is not sampled.
-        Under the client's span when it sent a `traceparent`."""
+        """Return the ended span of a request; a non-recording one when its trace is not sampled.
+        Its parent is the client's span if the client sent a `traceparent`."""
         if self._metrics is not None:
             self._metrics.record(raw, exchange)
         own = _parse(raw.own_traceparent)
@@ -91,7 +91,7 @@ class RequestSpans:
     def capture(
         self, request: trace.Span, exchange: Exchange, *, began: float, ended: float
     ) -> None:
-        """The span of reading one capture. began, ended: unix seconds."""
+        """Make the span of assembling one capture. began, ended: unix seconds."""
         if self._tracer is None or not request.get_span_context().trace_flags.sampled:
             return
         span = self._tracer.start_span(
@@ -107,7 +107,7 @@ class RequestSpans:
 
 
 def request_spans(tracing: Tracing, telemetry: Telemetry) -> RequestSpans | None:
-    """As this process exports; None when it exports nothing."""
+    """Return the spans that this process exports; None when it exports nothing."""
     if tracing.spans is None and tracing.metrics is None:
         return None
     ids = tracing.spans.id_generator if tracing.spans is not None else None
@@ -124,7 +124,7 @@ def request_spans(tracing: Tracing, telemetry: Telemetry) -> RequestSpans | None
 
 
 def trace_id(span: trace.Span) -> str:
-    """32 hex digits; empty when the span is in no trace."""
+    """Return the trace id as 32 hex digits; empty when the span belongs to no trace."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 

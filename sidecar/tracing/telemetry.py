@@ -29,7 +29,7 @@ CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 
 class JsonLinesExporter(SpanExporter):
-    """Append finished spans to a file, one JSON object a line. For the demo and for tests."""
+    """Appends finished spans to a file, one JSON object a line. For the demo and for tests."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,15 +61,15 @@ def _as_dict(span: ReadableSpan) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracing:
-    """What this process exports to. None: nothing of the kind is exported."""
+    """The exporters of this process. None: that kind is not exported."""
 
     spans: TracerProvider | None
     metrics: MeterProvider | None
     content: bool
-    """What was said may be in the spans."""
+    """Spans may hold the content of requests."""
 
     def shutdown(self) -> None:
-        """Flush, and end. Call it when the process ends."""
+        """Flush and stop the exporters. Call it when the process ends."""
         if self.spans is not None:
             self.spans.shutdown()
         if self.metrics is not None:
@@ -79,7 +79,7 @@ class Tracing:
 def configure_tracing(
     telemetry: Telemetry, process: str, id_generator: IdGenerator | None = None
 ) -> Tracing:
-    """Set up spans and OpenTelemetry metrics for this process, as far as they go anywhere."""
+    """Set up spans and OpenTelemetry metrics for this process, if they have a destination."""
     if telemetry.otlp_endpoint or telemetry.otlp_metrics_endpoint:
         ask_loopback_directly(os.environ, telemetry.otlp_endpoint, telemetry.otlp_metrics_endpoint)
     resource = Resource.create({"service.name": "learning-sidecar", "service.instance.id": process})
@@ -91,7 +91,8 @@ def configure_tracing(
 
 
 def content_by_environment(value: str) -> bool:
-    """Whether the variable that all GenAI instrumentations read asks for content in spans. Pure."""
+    """Return True if OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT, which all GenAI
+    instrumentations read, asks for content in spans. Pure."""
     return value.lower() in ("true", "span_only", "span_and_event")
 
 
