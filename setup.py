@@ -45,7 +45,6 @@ COMPILED = (
     "sidecar/relay/flight/client_reply.py",
     "sidecar/relay/flight/client_request.py",
     "sidecar/relay/flight/context.py",
-    "sidecar/relay/http1/direct_write.py",
     "sidecar/relay/client/early_bytes.py",
     "sidecar/relay/flight/ending.py",
     "sidecar/relay/payload/template.py",

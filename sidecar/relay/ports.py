@@ -11,9 +11,6 @@ class ClientSide(Protocol):
     def write(self, data: bytes) -> None:
         """Send bytes to the client, or keep them until it reads."""
 
-    def write_now(self, data: bytes) -> None:
-        """Like `write`, for the last write of this turn of the event loop."""
-
     def reply_done(self, *, keep_alive: bool, at: float) -> None:
         """The reply was written whole. at: now, by `time.perf_counter()`."""
 

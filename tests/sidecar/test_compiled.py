@@ -20,7 +20,7 @@ from sidecar.proxy import relay_is_compiled
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")
 TESTS = (
-    *("test_access", "test_best_of_flight", "test_best_of_relay", "test_direct_write"),
+    *("test_access", "test_best_of_flight", "test_best_of_relay"),
     *("test_exchange_id", "test_heads"),
     *("test_hot_metrics", "test_json_spans", "test_keys", "test_known_head", "test_lost_streams"),
     *("test_long_body", "test_odd_bodies", "test_paths", "test_reply_shortcuts"),

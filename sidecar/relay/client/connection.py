@@ -24,7 +24,6 @@ from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.client_request import ClientRequest
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.flight import Flight
-from sidecar.relay.http1.direct_write import Outlet
 from sidecar.relay.surface.refusals import Refusal, refusal_reply, too_slow
 from sidecar.relay.upstream.connection import no_delay
 
@@ -54,7 +53,6 @@ class ClientConnection(asyncio.Protocol):
         self._forget = forget
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._outlet: Outlet | None = None
         self._parser = RequestParser(max_body_bytes=context.proxy.max_body_bytes)
         self._flight: Flight | None = None
         self._early = EarlyBytes()
@@ -76,7 +74,6 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
         no_delay(self._transport)
-        self._outlet = Outlet(self._transport)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -95,7 +92,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = True
-        self._transport = self._outlet = None
+        self._transport = None
         self._let_go_of_body()
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -120,13 +117,8 @@ class ClientConnection(asyncio.Protocol):
     # -- for the flight
 
     def write(self, data: bytes) -> None:
-        if self._outlet is not None:
-            self._outlet.write(data)
-
-    def write_now(self, data: bytes) -> None:
-        """`write` what nothing else is done after in this turn of the loop."""
-        if self._outlet is not None:
-            self._outlet.write_now(data)
+        if self._transport is not None:
+            self._transport.write(data)
 
     def reply_done(self, *, keep_alive: bool, at: float) -> None:
         self._flight = None
@@ -191,8 +183,8 @@ class ClientConnection(asyncio.Protocol):
         return now - self._since > self._context.proxy.head_timeout_s
 
     def abort(self) -> None:
-        if self._outlet is not None:
-            self._outlet.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     # -- requests
 
@@ -367,18 +359,19 @@ class ClientConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         self._closing = True
-        outlet = self._outlet
-        if outlet is None:
+        transport = self._transport
+        if transport is None:
             return
         self._resume_reading()
-        outlet.end()
-        self._loop.call_later(LINGER_S, outlet.close)
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._loop.call_later(LINGER_S, transport.close)
 
     def _close(self) -> None:
         self._closing = True
         self._since = _now()
-        if self._outlet is not None:
-            self._outlet.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def _open_transport(self) -> asyncio.Transport:
         assert self._transport is not None, "called between connection_made and connection_lost"

@@ -41,7 +41,7 @@ class ClientReply:
             begin = self._begin(head, body, len(out) if complete else None, own)
         elif not complete and self._chunked:  # nearly every event of a stream
             if out:
-                self._client.write_now(_chunk(out))
+                self._client.write(_chunk(out))
             return
         else:
             begin = b""

@@ -172,7 +172,7 @@ class Flight(Outbound):
         self._touched = received_at
         if not self.first_byte:
             self.first_byte = received_at
-        self._client.write_now(framed)
+        self._client.write(framed)
         self.overhead_s += _now() - received_at
         return True
 

@@ -18,7 +18,6 @@ from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from sidecar.errors import SettingsError, UpstreamError
-from sidecar.relay.http1.direct_write import Outlet
 from sidecar.relay.http1.reply_parser import BrokenReplyError, ReplyParser, ReplyReader
 from sidecar.relay.payload.request_edit import JOINED_BYTES, PiecedBody
 
@@ -85,7 +84,6 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._outlet: Outlet | None = None
         self._reader: ReplyReader | None = None
         self._reply = ReplyParser()
         self._paused = False
@@ -105,24 +103,24 @@ class UpstreamConnection(asyncio.Protocol):
 
         A connection that is dead already says so through `upstream_lost`, like any other.
         """
-        outlet = self._outlet
-        assert outlet is not None, "connections are handed out open"
+        transport = self._transport
+        assert transport is not None, "connections are handed out open"
         self._reader = reader
         self._reply.expect(reader, head_only=head_only)
         if isinstance(body, bytes):
             if len(body) <= JOINED_BYTES:
-                outlet.write_now(head + body)
+                transport.write(head + body)
             else:
-                outlet.writelines((head, body))
+                transport.writelines((head, body))
         else:
-            outlet.writelines((head, *body.pieces))
+            transport.writelines((head, *body.pieces))
 
     def abort(self) -> None:
         """Drop the request at once: vLLM stops generating when its client goes away."""
         self._reader = None
         self._reply.forget()
-        if self._outlet is not None:
-            self._outlet.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def pause(self) -> None:
         """Read no further: the client is slower than vLLM."""
@@ -140,7 +138,6 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
         no_delay(self._transport)
-        self._outlet = Outlet(self._transport)
 
     def data_received(self, data: bytes) -> None:
         received_at = _now()
@@ -167,7 +164,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.forget(self)
         reader, reply = self._reader, self._reply
-        self._reader = self._transport = self._outlet = None
+        self._reader = self._transport = None
         reply.forget()
         if reader is None:
             return
@@ -180,8 +177,8 @@ class UpstreamConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close when what was written is out."""
         self._pool.forget(self)
-        if self._outlet is not None:
-            self._outlet.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def _release(self, reply: ReplyParser) -> None:
         self._reader = None
