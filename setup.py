@@ -55,7 +55,6 @@ COMPILED = (
     "sidecar/relay/http1/known_head.py",
     "sidecar/relay/payload/spans.py",
     "sidecar/relay/best_of/judged_flight.py",
-    "sidecar/relay/client/long_body.py",
     "sidecar/relay/flight/attempt.py",
     "sidecar/relay/surface/paths.py",
     "sidecar/relay/flight/plan.py",

@@ -21,19 +21,19 @@ MAX_UNAUTHENTICATED_BYTES: Final = 64 * 1024
 """Of a body that come before its sender is refused. Under it nobody sees a difference: the
 refusal comes when the body is whole, and the connection stays."""
 MIN_BODY_BYTES_PER_S: Final = 1024
-"""A body that comes slower than this is not waited for. See `_moved`."""
+"""A body that comes slower than this is not waited for. See `moved`."""
 
 
 class BodyWatch:
     """What is known of the body that one connection brings, and what it holds of the budget."""
 
-    __slots__ = ("_admitted", "_context", "_due", "_held_bytes", "_seen", "may_be_long")
+    __slots__ = ("_admitted", "_context", "_due", "_held_bytes", "_may_be_long", "_seen")
 
     def __init__(self, context: RelayContext) -> None:
         self._context = context
         self._admitted: Admission | Refusal | None = None
         """What `admit` said; None: nobody asked."""
-        self.may_be_long = False
+        self._may_be_long = False
         """Over `MAX_UNAUTHENTICATED_BYTES`: its sender was looked at."""
         self._held_bytes = 0
         """Taken of the worker's budget, for the body coming in or in flight."""
@@ -49,7 +49,7 @@ class BodyWatch:
         when this returns None.
         """
         came = parser.body_bytes
-        self._moved(came, at)
+        self.moved(came, at)
         admitted = self._admitted
         if admitted is None:
             admitted = self._admitted = admit(self._context, head)
@@ -57,8 +57,8 @@ class BodyWatch:
                 return no_room(self._context, head, "announced", close=True)
         if came <= MAX_UNAUTHENTICATED_BYTES and not parser.wants_continue:
             return None
-        if not self.may_be_long:
-            self.may_be_long = True
+        if not self._may_be_long:
+            self._may_be_long = True
             # Who waits for 100 is judged by what he announces: nobody looks again when it is here.
             refusal = reject(
                 head,
@@ -70,14 +70,6 @@ class BodyWatch:
                 return refusal
         return self._hold(came, head, "coming")
 
-    def long_came(self, head: RequestHead, came: int, needs: int, at: float) -> Refusal | None:
-        """As `look`, of a body that is read past the parser.
-
-        came: bytes of it that are here. needs: what it is to hold.
-        """
-        self._moved(came, at)
-        return self._hold(needs, head, "coming")
-
     def is_late(self, now: float) -> bool:
         return 0.0 < self._due < now
 
@@ -88,7 +80,7 @@ class BodyWatch:
     def admitted(self) -> Admission | Refusal | None:
         """What `admit` said to this request; the next one is not known then."""
         admitted, self._admitted = self._admitted, None
-        self.may_be_long = False
+        self._may_be_long = False
         self._due, self._seen = 0.0, 0
         return admitted
 
@@ -98,7 +90,7 @@ class BodyWatch:
             self._context.bodies.give_back(self._held_bytes)
             self._held_bytes = 0
 
-    def _moved(self, came: int, at: float) -> None:
+    def moved(self, came: int, at: float) -> None:
         """Put off the moment when the body is late by the time that its new bytes may take. It is
         never further away than `proxy.body_timeout_s`: a body that came fast at first may not drip
         for hours."""

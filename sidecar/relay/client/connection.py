@@ -18,7 +18,6 @@ from typing import Final, cast
 
 from sidecar.relay.client.body_watch import BodyWatch
 from sidecar.relay.client.early_bytes import EarlyBytes
-from sidecar.relay.client.long_body import LongBody, LongBodyReader
 from sidecar.relay.client.reception import receive
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.client_request import ClientRequest
@@ -61,8 +60,6 @@ class ClientConnection(asyncio.Protocol):
         self._yielded = False
         """There is more to do, in the next turn of the loop."""
         self._watch = BodyWatch(context)
-        self._long: LongBody | None = None
-        """A body that is read past the parser."""
         self._since = _now()
         """Since when it is idle, or the request that is coming in has been."""
         self._progress = self._since
@@ -78,7 +75,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        nothing_waits = self._flight is None and self._long is None and not self._early.size
+        nothing_waits = self._flight is None and not self._early.size
         nothing_waits = nothing_waits and not self._writing_paused and not self._yielded
         if nothing_waits and (len(data) <= SLICE_BYTES or self._is_cheap(data)):  # nearly always
             self._feed(data)
@@ -203,10 +200,7 @@ class ClientConnection(asyncio.Protocol):
                         break
                     begun += 1
                     self._begin(self._parser.ready.popleft())
-                elif self._long is not None or not self._body_may_go_on():
-                    break
-                elif not self._early.size:
-                    self._read_long()
+                elif not self._body_may_go_on() or not self._early.size:
                     break
                 elif parsed:
                     self._yield()
@@ -242,48 +236,11 @@ class ClientConnection(asyncio.Protocol):
             self.write(CONTINUE)
         return True
 
-    def _read_long(self) -> None:
-        """Read what is left of a long body to its place."""
-        if not self._watch.may_be_long:
-            return
-        self._long = body = self._parser.long_body()
-        if body is not None and self._has_room(body):
-            self._open_transport().set_protocol(LongBodyReader(self, body))
-
-    def _has_room(self, body: LongBody) -> bool:
-        """Returns: False when the body was refused."""
-        head = self._parser.head
-        assert head is not None, "its body is coming in"
-        refusal = self._watch.long_came(head, body.came, body.needs_bytes, _now())
-        if refusal is not None:
-            self._refuse(refusal, head_only=head.head_only, keep_alive=False)
-        return refusal is None
-
-    def long_body_came(self, body: LongBody) -> None:
-        self._parser.body_bytes = body.came
-        self._progress = _now()
-        if body.whole:
-            self._open_transport().set_protocol(self)
-            self._loop.call_soon(self._end_long_body)
-        else:
-            self._has_room(body)
-
-    def _end_long_body(self) -> None:
-        long, self._long = self._long, None
-        if long is not None and not self._closing:
-            self._parser.long_body_whole(long.take())
-            self._pump()
-
     def _let_go_of_body(self) -> None:
         """No body is answered here any more: hold none of it, however long the client stays."""
         self._watch.give_back()
         self._early.clear()
         self._parser.drop_body()
-        long, self._long = self._long, None
-        if long is not None:
-            if self._transport is not None:
-                self._transport.set_protocol(self)
-            self._loop.call_soon(long.take)  # a read may be going on, in its room
 
     # -- what is parsed
 

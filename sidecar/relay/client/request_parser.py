@@ -15,7 +15,6 @@ from typing import Final
 
 import httptools
 
-from sidecar.relay.client.long_body import LONG_BYTES, LongBody
 from sidecar.relay.flight.client_request import ClientRequest, RequestHead
 from sidecar.relay.flight.held_bodies import BodyPieces
 from sidecar.relay.http1.heads import ASIDE, JOINED, OWN_PREFIX, PASSED_ON, READ_TOO, RequestHeaders
@@ -133,29 +132,6 @@ class RequestParser:
     def drop_body(self) -> None:
         """Hold no byte of the body that is coming in: it will not be answered."""
         self._body.take()
-
-    # -- a body that somebody else reads
-
-    def long_body(self) -> LongBody | None:
-        """The body that is coming in, if it is long and what is left of it may be read past this
-        parser: it takes nothing more then until `long_body_whole`."""
-        if self._refused or not self.in_body or self._chunks is not None or not self.body_bytes:
-            return None
-        length = self.announced
-        if length - self.body_bytes < LONG_BYTES:
-            return None
-        return LongBody(length, self._body.take())
-
-    def long_body_whole(self, body: bytes) -> None:
-        """What `long_body` became."""
-        head = self.head
-        assert head is not None, "its body was coming in"
-        if self._awaited:
-            self._end_known(head, body)
-            return
-        self._parser = httptools.HttpRequestParser(self)  # the old one waits for this body
-        self._body.add(body)
-        self.on_message_complete()
 
     def _parse(self, data: bytes) -> None:
         self._raw_bytes += len(data)

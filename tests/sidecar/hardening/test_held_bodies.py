@@ -16,7 +16,6 @@ import pytest
 from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
 from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
-from sidecar.relay.client.long_body import LongBody
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.store.database import Database
@@ -64,10 +63,7 @@ def held_by(running: Any) -> int:
     """Bytes that are really held for bodies that are coming in."""
     total = 0
     for connection in running.proxy._relay._connections:
-        long: LongBody | None = connection._long
-        if long is not None:
-            total += long._end
-        elif connection._parser.body_bytes > FREE_BYTES and not connection._closing:
+        if connection._parser.body_bytes > FREE_BYTES and not connection._closing:
             total += connection._parser.body_bytes
     return total
 
@@ -234,7 +230,6 @@ async def test_a_body_that_was_refused_is_not_held_while_its_client_stays(
     assert (await client.hear()).status == 408
 
     relays = client.relays
-    assert relays._long is None
     assert relays._parser._body.take() == b""
     assert relays._early.size == 0
     assert running.metric("sidecar_request_body_bytes") == 0
@@ -351,35 +346,32 @@ def test_the_floor_is_a_kilobyte_a_second() -> None:
 
 async def test_a_body_that_came_fast_at_first_may_not_drip_afterwards(watch: BodyWatch) -> None:
     """Nine megabytes at once and a byte every 29 s once held them for two and a half hours."""
-    head: Any = None
-    watch.long_came(head, 9 * MB, 0, at=1000.0)
+    watch.moved(9 * MB, at=1000.0)
 
-    watch.long_came(head, 9 * MB + 1, 0, at=1029.0)
+    watch.moved(9 * MB + 1, at=1029.0)
 
     assert not watch.is_late(1030.0)
     assert watch.is_late(1030.1)
 
 
 async def test_a_body_that_comes_steadily_at_the_floor_is_never_late(watch: BodyWatch) -> None:
-    head: Any = None
-    watch.long_came(head, 1, 0, at=1000.0)
+    watch.moved(1, at=1000.0)
     for second in range(1, 20_000):
         assert not watch.is_late(1000.0 + second)
-        watch.long_came(head, 1 + second * MIN_BODY_BYTES_PER_S, 0, at=1000.0 + second)
+        watch.moved(1 + second * MIN_BODY_BYTES_PER_S, at=1000.0 + second)
 
 
 async def test_a_body_under_the_floor_is_late_when_what_it_may_owe_is_used_up(
     watch: BodyWatch,
 ) -> None:
     """At half the floor: 30 s of credit last a minute."""
-    head: Any = None
-    watch.long_came(head, 1, 0, at=1000.0)
+    watch.moved(1, at=1000.0)
     late = 0
     for second in range(1, 120):
         if watch.is_late(1000.0 + second):
             late = second
             break
-        watch.long_came(head, 1 + second * 512, 0, at=1000.0 + second)
+        watch.moved(1 + second * 512, at=1000.0 + second)
     assert 58 <= late <= 61
 
 

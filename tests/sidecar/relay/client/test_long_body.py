@@ -1,20 +1,15 @@
-"""A long body is read to its place and sent on in pieces: nobody sees that but the profiler."""
+"""A long body arrives whole, and is sent on in pieces without a copy."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.relay.client.long_body import AHEAD, LONG_BYTES, LongBody
-from sidecar.relay.client.request_parser import RequestParser
-from sidecar.relay.flight.client_request import ClientRequest
 from sidecar.relay.payload.request_edit import (
     JOINED_BYTES,
     PiecedBody,
@@ -27,122 +22,14 @@ MODEL = "smollm2-135m"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%b\r\n"
 
 
-def request(letter: str = "x", size: int = SIZE, model: str = MODEL) -> bytes:
+def request(letter: str = "x", size: int = SIZE) -> bytes:
     return json.dumps(
-        {"messages": [{"role": "user", "content": letter * size}], "model": model}
+        {"messages": [{"role": "user", "content": letter * size}], "model": MODEL}
     ).encode()
 
 
 def sent(body: bytes, more: bytes = b"") -> bytes:
     return HEAD % (len(body), more) + body
-
-
-# -- the buffer
-
-
-@given(st.integers(1, 5_000), st.data())
-def test_the_body_is_what_was_written_into_its_room(length: int, data: Any) -> None:
-    whole = bytes(i % 251 for i in range(length + 1))
-    first = data.draw(st.integers(1, length))
-    body = LongBody(length + 1, whole[:first])
-    while not body.whole:
-        room = body.room()
-        count = data.draw(st.integers(1, len(room)))
-        room[:count] = whole[body.came : body.came + count]
-        room.release()
-        body.took(count)
-
-    taken = body.take()
-
-    assert isinstance(taken, bytes)
-    assert taken == whole
-
-
-def test_a_length_that_is_only_announced_holds_no_memory() -> None:
-    body = LongBody(2**40, b"x" * 1000)
-
-    with body.room() as room:
-        assert len(room) <= AHEAD * LONG_BYTES
-
-
-# -- the parser
-
-
-def feed_past(parser: RequestParser, data: bytes, cuts: Sequence[int]) -> int:
-    """Feed what was sent in these reads, the long bodies in it past the parser. Returns: how many
-    bodies were."""
-    past = 0
-    for start, end in pairwise([0, *cuts, len(data)]):
-        parser.feed(data[start:end])
-        long = parser.long_body() if parser.begun else None
-        if long is None:
-            continue
-        past += 1
-        at = end
-        while not long.whole:
-            with long.room() as room:
-                count = min(len(room), 50_000, len(data) - at)
-                room[:count] = data[at : at + count]
-            long.took(count)
-            at += count
-        parser.long_body_whole(long.take())
-        rest = data[at:]
-        if rest:
-            past += feed_past(parser, rest, [cut - at for cut in cuts if cut > at])
-        return past
-    return past
-
-
-@given(st.lists(st.sampled_from(["long", "other", "short"]), min_size=1, max_size=4), st.data())
-def test_what_is_read_past_the_parser_is_what_it_would_have_read(
-    kinds: list[str], data: Any
-) -> None:
-    bodies = [
-        request("ab"[i % 2], size=200 if kind == "short" else 100_000)
-        for i, kind in enumerate(kinds)
-    ]
-    whole = b"".join(
-        sent(body, b"X-Other: 1\r\n" if kind == "other" else b"")
-        for kind, body in zip(kinds, bodies, strict=True)
-    )
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=6)))
-    parser = RequestParser(max_body_bytes=2**20)
-
-    feed_past(parser, whole, cuts)
-
-    assert [isinstance(item, ClientRequest) for item in parser.ready] == [True] * len(bodies)
-    assert [item.body for item in parser.ready] == bodies
-    assert not parser.begun
-    assert parser.body_bytes == 0
-
-
-@pytest.mark.parametrize("seen_before", [False, True])
-def test_both_kinds_of_head_may_have_a_body_read_past_the_parser(seen_before: bool) -> None:
-    body = request()
-    parser = RequestParser(max_body_bytes=2**20)
-    if seen_before:
-        parser.feed(sent(body))
-        parser.ready.clear()
-
-    assert feed_past(parser, sent(body), [1_000]) == 1
-
-    [found] = parser.ready
-    assert isinstance(found, ClientRequest)
-    assert found.body == body
-    assert found.head.keep_alive
-
-
-def test_chunks_and_what_is_nearly_here_stay_with_the_parser() -> None:
-    chunked = RequestParser(max_body_bytes=2**20)
-    chunked.feed(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n40000\r\nabc")
-    assert chunked.long_body() is None
-    nearly = RequestParser(max_body_bytes=2**20)
-    body = request()
-    nearly.feed(sent(body)[: -(LONG_BYTES - 1)])
-    assert nearly.long_body() is None
-    nothing_yet = RequestParser(max_body_bytes=2**20)
-    nothing_yet.feed(HEAD % (SIZE, b""))
-    assert nothing_yet.long_body() is None
 
 
 # -- the pieces
