@@ -19,7 +19,6 @@ from msgspec import UNSET, Raw, UnsetType
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.payload.reply_fields import REPLY, ReplyFields
 from sidecar.relay.payload.spans import Member, elements, members
-from sidecar.relay.payload.template import strip_usual_reply
 
 NULL: Final = b"null"
 _PROMPT_IDS: Final = b'"prompt_token_ids":'
@@ -57,10 +56,6 @@ class _NotCertainError(Exception):
 
 def strip_reply(body: bytes, strip: Strip) -> bytes:
     """A whole reply, without what `strip` names. Anything that is not a reply comes back."""
-    if strip.everything:
-        usual = strip_usual_reply(body)
-        if usual is not None:
-            return usual
     try:
         reply = REPLY.decode(body)
         return _replace(body, _spans(body, reply, strip))

@@ -1,19 +1,18 @@
-"""Take the sidecar's own fields out of the usual reply, and the usual event, by their shape. Pure.
+"""Remove the sidecar's own fields from the usual event of a stream, by a template. Pure.
 
-To read a reply as JSON takes five times as long as to find where the fields begin and end. So they
-are looked for by marks, whole keys with what stands around them, and what has all its marks is
-edited there; anything else is read as JSON (`reply_edit.py`).
+Reading an event as JSON takes five times as long as finding where the fields begin and end. So the
+fields are searched for by marks: whole keys with the bytes around them. An event that has all marks
+is edited at them; any other is read as JSON (`reply_edit.py`).
 
-Why that is enough: quotes inside JSON strings are escaped, so a mark is never found in what a model
-or a user wrote. One mark opens the list of `logprobs`, which is not empty, and the first one of
-another kind behind it closes it: vLLM names no other tokens when it was not asked for them, so the
-first token has none and the last one has none. The list does not end before that (a list of objects
-ends with `}]`, and then a member follows or an object ends), and the object that it is in ends with
-it. What must stand behind it stands right there, so no member is between. A list of ids is digits
-and commas up to its bracket. A reply has each of our keys once, so there is no second choice with
-one. In an event nothing but the delta, which is read as JSON, stands before the log-probabilities;
-the events of one chat stream differ in one token, so of those the rest is compared to the byte with
-an event that was read as JSON.
+Why the marks are enough: quotes inside JSON strings are escaped, so a mark never occurs in text
+that a model or a user wrote. One mark opens the list of `logprobs`, which is not empty; the first
+closing mark behind it ends the list. vLLM names no other tokens when it was not asked for them, so
+`top_logprobs` is empty in the first token and in the last one. The list does not end before that (a
+list of objects ends with `}]`, and then a member follows or an object ends), and the object around
+it ends with it. The ids must follow at once, so no member is between. A list of ids is digits and
+commas up to its bracket. Only the delta, which is read as JSON, stands before the
+log-probabilities; the events of one chat stream differ in one token, so the rest is compared byte
+for byte with an event that was read as JSON.
 """
 
 from __future__ import annotations
@@ -28,23 +27,15 @@ _VALUE: Final = msgspec.json.Decoder(msgspec.Raw)
 """Takes one value and nothing behind it."""
 _DELTA: Final = b'"delta":'
 _OPENS: Final = b',"logprobs":{"content":[{'
-_TOP: Final = b'"top_logprobs":['
 _LIST_END: Final = b'"top_logprobs":[]}]'
 _END: Final = _LIST_END + b"}"
 _MEMBER_BEHIND_LIST: Final = b'}],"'
 _END_BEHIND_LIST: Final = b"}]}"
 _CLOSES: Final = _END + b',"finish_reason":null,"token_ids":['
-_FINISH: Final = _END + b',"finish_reason":'
 _ANY_IDS: Final = b'token_ids":'
 """Of the answer or of the prompt."""
 _LOGPROBS: Final = b'"logprobs":'
 _BEFORE_VALUE: Final = len(_LOGPROBS) + 1
-_IDS: Final = b',"token_ids":['
-_PROMPT_IDS: Final = b',"prompt_token_ids":['
-_NULL: Final = b"null"
-_ID_BYTES: Final = b"0123456789,"
-_NEAR: Final = 400
-"""Between the end of the log-probabilities and the ids: two reasons why the answer ended."""
 _NULLS: Final = b',"logprobs":null,"finish_reason":null,"token_ids":null'
 _EMPTY: Final = 2
 """Length of the delta of an event that only exists because token ids were asked for: `{}`."""
@@ -130,40 +121,3 @@ def learn_shape(event: bytes, stripped: bytes) -> EventShape | None:
         return None
     shape = EventShape(event[: delta + len(_DELTA)], event[end + 1 :])
     return shape if shape.strip(event) == stripped else None
-
-
-def strip_usual_reply(reply: bytes) -> bytes | None:
-    """A whole chat reply of one answer with `null` for log-probabilities, ids of the answer and ids
-    of the prompt. None: not a usual one."""
-    if reply.count(_LOGPROBS) != 1 or reply.count(_ANY_IDS) != 2:
-        return None
-    opens = reply.find(_LOGPROBS) - 1
-    if opens < 0 or not reply.startswith(_OPENS, opens):
-        return None
-    top = reply.find(_TOP, opens) + len(_TOP)
-    closes = _list_end(reply, opens)
-    if closes < 0 or reply[top] != _ARRAY_END or not reply.startswith(_FINISH, closes):
-        return None
-    closes += len(_END)
-    ids = reply.find(_IDS, closes, closes + _NEAR) + len(_IDS)
-    ids_end = reply.find(b"]", ids)
-    if ids < len(_IDS) or ids_end < 0 or reply[ids:ids_end].translate(None, _ID_BYTES):
-        return None
-    prompt = reply.find(_PROMPT_IDS, ids_end) + len(_PROMPT_IDS)
-    prompt_end = reply.find(b"]", prompt)
-    if prompt < len(_PROMPT_IDS) or prompt_end < 0:
-        return None
-    if reply[prompt:prompt_end].translate(None, _ID_BYTES):
-        return None
-    return b"".join(
-        (
-            reply[: opens + 1],
-            _LOGPROBS,
-            _NULL,
-            reply[closes : ids - 1],
-            _NULL,
-            reply[ids_end + 1 : prompt - 1],
-            _NULL,
-            reply[prompt_end + 1 :],
-        )
-    )

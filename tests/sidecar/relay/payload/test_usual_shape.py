@@ -16,24 +16,19 @@ from sidecar.relay.http1.sse import EventSplitter
 from sidecar.relay.payload.reply_edit import (
     STRIP_USUAL,
     _cuts,
-    _NotCertainError,
     _replace,
-    _spans,
     strip_event,
+    strip_reply,
 )
-from sidecar.relay.payload.reply_fields import REPLY
-from sidecar.relay.payload.template import EventShape, learn_shape, strip_usual_reply
+from sidecar.relay.payload.template import EventShape, learn_shape
 
 Recorded = Callable[[str], bytes]
 DONE = b"data: [DONE]\n\n"
 
 
-def carefully(body: bytes) -> bytes:
-    """A reply, edited by reading it."""
-    try:
-        return _replace(body, _spans(body, REPLY.decode(body), STRIP_USUAL))
-    except _NotCertainError:
-        return _replace(body, _cuts(body, 0, len(body), STRIP_USUAL)[0])
+def member_by_member(reply: bytes) -> bytes:
+    """A whole reply, edited the slow way."""
+    return _replace(reply, _cuts(reply, 0, len(reply), STRIP_USUAL)[0])
 
 
 def each_carefully(stream: bytes) -> bytes:
@@ -399,30 +394,6 @@ def reply_of(*choices: dict[str, Any], prompt: Any = (1, 2), **behind: Any) -> d
     return {"id": "1", "model": "m", "choices": [*choices], **last, **behind}
 
 
-@pytest.mark.parametrize("name", ["whole", "tools"])
-def test_the_recorded_reply_of_one_answer_is_a_usual_one(name: str, recorded: Recorded) -> None:
-    sent = recorded(f"{name}_reply_asked.json")
-
-    found = strip_usual_reply(sent)
-
-    assert found == carefully(sent)
-    assert found == recorded(f"{name}_reply_plain.json")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("two_reply_asked", "whole_reply_plain", "called_reply_plain", "stop_reply"),
-        *("completions_reply", "completions_list_reply", "completions_stop_reply"),
-        *("completions_two_reply", "messages_reply", "messages_tools_reply", "responses_reply"),
-    ],
-)
-def test_other_recorded_replies_are_left_to_the_careful_way(name: str, recorded: Recorded) -> None:
-    sent = recorded(f"{name}.json")
-
-    assert strip_usual_reply(sent) in (None, carefully(sent))
-
-
 ANOTHER = choice_of(index=1)
 TOP_CHOICE = {**choice_of(), "logprobs": {"content": [token("a", top=True)]}}
 ODD_REPLIES = {
@@ -469,10 +440,10 @@ ODD_REPLIES = {
 
 
 @pytest.mark.parametrize("name", ODD_REPLIES)
-def test_an_odd_reply_is_left_to_the_careful_way_or_equal_to_it(name: str) -> None:
+def test_an_odd_reply_is_edited_as_it_would_be_member_by_member(name: str) -> None:
     sent = written(ODD_REPLIES[name])
 
-    assert strip_usual_reply(sent) in (None, carefully(sent))
+    assert strip_reply(sent, STRIP_USUAL) == member_by_member(sent)
 
 
 CHOICES = st.builds(
@@ -496,23 +467,9 @@ CHOICES = st.builds(
     TEXTS,
     st.booleans(),
 )
-def test_whatever_is_said_in_replies_the_short_way_gives_what_the_careful_one_gives(
+def test_whatever_is_said_in_a_reply_it_is_edited_as_it_would_be_member_by_member(
     choices: list[dict[str, Any]], prompt: tuple[int, ...] | None, text: str, ascii_only: bool
 ) -> None:
     sent = written(reply_of(*choices, prompt=prompt, prompt_text=text), ascii_only)
 
-    assert strip_usual_reply(sent) in (None, carefully(sent))
-
-
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
-@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3), IDS, IDS, TEXTS)
-def test_whatever_is_said_a_usual_reply_is_a_usual_one(
-    text: str, tokens: list[str], ids: list[int], prompt: list[int], stop: str
-) -> None:
-    choice = choice_of(text, tokens=tuple(tokens), ids=tuple(ids), stop=stop[:40])
-    sent = written(reply_of(choice, prompt=tuple(prompt), prompt_text=text))
-
-    found = strip_usual_reply(sent)
-
-    assert found is not None
-    assert found == carefully(sent)
+    assert strip_reply(sent, STRIP_USUAL) == member_by_member(sent)
