@@ -23,6 +23,9 @@ from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
+from support.ingest_kit import empty_store, filled_bus, kit
+
+__all__ = ["empty_store", "filled_bus", "kit"]  # fixtures of the tests below this folder
 
 ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
 
@@ -298,9 +301,9 @@ class JudgeKit:
 
 @pytest.fixture
 async def judge_kit() -> AsyncIterator[JudgeKit]:
-    kit = JudgeKit()
-    yield kit
-    for judge in kit.judges:
+    made = JudgeKit()
+    yield made
+    for judge in made.judges:
         await judge.aclose()
-    for server in kit.servers:
+    for server in made.servers:
         server.close()

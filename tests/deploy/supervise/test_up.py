@@ -29,7 +29,7 @@ from sidecar.settings import Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIDECAR = Path(sys.executable).with_name("sidecar")
 """The console script."""
 USERS_OWN = ("ingest", "sidecar", "learner", "deploy", "json", "structlog", "httpx", "typing")

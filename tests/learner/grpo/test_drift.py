@@ -22,7 +22,7 @@ from learner.records import Drift, Parent, TrainableRow, TrainingGroup, Training
 from sidecar.settings import Learner
 
 Make = Callable[..., Any]
-MODEL = Path(__file__).parents[2] / ".models" / "smollm2-135m"
+MODEL = Path(__file__).parents[3] / ".models" / "smollm2-135m"
 PROMPT = (1, 2, 3)
 ANSWERS = tuple(tuple(range(first, first + 12)) for first in (4, 10, 16, 22, 28, 34, 8, 14))
 
