@@ -1,4 +1,4 @@
-"""The records of deploy: an adapter version, and the canary that it must pass to serve users.
+"""Records of deploy: an adapter version, and the canary that it must pass to serve all users.
 
 A `Canary` is one row of the `canary` table, frozen: the pure rules read it, and only the store's
 shells (`transitions`, `rollback`) change the row.
@@ -12,8 +12,8 @@ from typing import Literal
 AdapterState = Literal[
     "registered", "gating", "ramping", "champion", "retired", "rejected", "rolled_back"
 ]
-"""registered: waits for its canary; rejected: never answered a user (invalid, not live, or it lost
-the gate); rolled_back: had traffic and lost it; retired: made room for another, nothing wrong."""
+"""registered: waits for its canary; rejected: never answered a user (invalid, without effect, or
+failed the gate); rolled_back: had traffic and lost it; retired: replaced by another adapter."""
 
 Phase = Literal["loading", "gating", "ramping", "promoted", "rolled_back", "inconclusive"]
 ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
@@ -21,10 +21,10 @@ ACTIVE_PHASES: tuple[Phase, ...] = ("loading", "gating", "ramping")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterVersion:
-    """One immutable adapter folder and where it stands."""
+    """One immutable adapter folder and its state."""
 
     name: str
-    """vLLM name, never used twice."""
+    """Adapter name in vLLM, never used twice."""
     model: str
     version: int
     digest: str
@@ -39,7 +39,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """One candidate's way from the first load to promotion, or out."""
+    """The staged roll-out of one candidate, from its loading and gate to the decision."""
 
     canary_id: str
     model: str
@@ -49,7 +49,7 @@ class Canary:
     phase: Phase
     paused: bool
     reason: str | None
-    """What it waits for, or why it ended, in words."""
+    """What the canary waits for, or why it ended, in words."""
     step: int
     """Index into `steps` while ramping."""
     steps: tuple[int, ...]
@@ -57,19 +57,19 @@ class Canary:
     salt: str
     created_at: float
     step_started_at: float
-    """Unix seconds of the last transition."""
+    """Time of the last transition, in Unix seconds."""
     stopped_s: float
-    """Seconds since then in which the clock stood (paused, or judge or vLLM away)."""
+    """Seconds since `step_started_at` in which the clock stopped: paused, or judge or vLLM away."""
     stopped_at: float | None
-    """Since when the clock stands; None while it runs."""
+    """Time at which the clock stopped, in Unix seconds; None while it runs."""
     ended_at: float | None
     generation: int
     taken_out: str | None = None
     """Why the proxy's breaker took the candidate out while the canary was paused."""
     tick_errors: int = 0
-    """Ticks in a row that ended with an error of this canary's own."""
+    """Consecutive ticks that ended with an error caused by this canary."""
     tick_error_at: float = 0.0
-    """Unix seconds of the last of them."""
+    """Time of the last such tick, in Unix seconds."""
 
     @property
     def active(self) -> bool:

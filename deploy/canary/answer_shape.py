@@ -1,4 +1,4 @@
-"""Judge-free facts about one answer. Pure."""
+"""Facts about one answer that need no judge. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_short(message: Mapping[str, Any], finish_reason: str | None) -> bool:
-    """True for an answer that the token limit cut, or that says and calls nothing."""
+    """Return True for an answer that the token limit cut, or without content and tool calls."""
     if finish_reason == "length":
         return True
     content = message.get("content")

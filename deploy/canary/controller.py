@@ -1,9 +1,9 @@
-"""The controller: every tick, look at the one active canary and take it one step on.
+"""The canary controller: every tick reads the active canary and advances it by one decision.
 
-It holds no state between ticks that matters: where a canary stands, since when, and on what
-evidence is in the store, so that a new controller goes on where a killed one was. It gathers
-evidence (disk, vLLM, judge, store), asks the pure rule (`deploy.registry.canary_rule`) and writes
-the decision in one transaction, which is discarded when an operator changed the canary meanwhile.
+A canary's phase, clock and evidence are in the store, so a restarted controller continues where a
+killed one stopped. Each tick gathers evidence (disk, vLLM, judge, store), applies the pure rule
+(`deploy.registry.canary_rule`) and writes the decision in one transaction. The decision is
+discarded when an operator changed the canary meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class Controller:
-    """One per model. `tick` is safe to repeat at any time."""
+    """Advances the canaries of one model. `tick` may be repeated at any time."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Controller:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """replicas: every vLLM, by base URL.
-        on_change: told after every transition, to have vLLM reconciled at once."""
+        """replicas: every vLLM replica, by base URL.
+        on_change: called after every transition, so that vLLM is reconciled at once."""
         self._database = database
         self._replicas = replicas
         self._gate = gate
@@ -68,10 +68,10 @@ class Controller:
         self._last_hold: tuple[object, ...] = ()
 
     async def tick(self) -> None:
-        """Take the active canary one step on, or begin the next.
+        """Advance the active canary by one decision, or begin the next canary.
 
-        Raises: StoreError, EngineError or another OSError, which are no canary's fault. Any other
-        error counts against the canary, and too many end it.
+        Raises: StoreError, EngineError or another OSError, which no canary causes. Any other error
+        counts against the canary, and too many of them end it.
         """
         canary = await asyncio.to_thread(self._active_canary)
         if canary is None:
@@ -86,7 +86,7 @@ class Controller:
             self._on_change()
 
     async def _step(self, canary: Canary) -> bool:
-        """Returns: True when the canary moved."""
+        """Gather evidence and decide. Returns: True when the canary changed its phase or step."""
         if canary.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, canary):
             return True
         if canary.paused or tick_errors.waits(canary, self._clock()):
@@ -123,7 +123,7 @@ class Controller:
         return canary
 
     def _obey_breaker(self, canary: Canary) -> bool:
-        """Returns: True when a breaker took the candidate out and the canary now says so."""
+        """Apply a trip of a proxy's breaker. Returns: True when the canary now records one."""
         with self._database.read() as session:
             why = canaries.breaker_trip(session, canary)
         if why is None or canary.taken_out is not None:
@@ -131,7 +131,7 @@ class Controller:
         with self._database.write() as session:
             row = canaries.find_row(session, canary.canary_id)
             if (row.salt, row.generation) != (canary.salt, canary.generation):
-                return False  # an operator was faster: the next tick looks again
+                return False  # an operator was faster: the next tick reads the canary again
             after = transitions.take_out(session, row, why=why, now=self._clock())
         log.warning(
             "canary_taken_out_by_breaker",
@@ -180,7 +180,7 @@ class Controller:
         return evidence, facts
 
     def _candidate(self, canary: Canary) -> tuple[AdapterVersion, Registered, Facts]:
-        """The candidate, what its files were, and the loads that vLLM failed so far."""
+        """Return the candidate, its registered digests, and the evidence of failed loads."""
         with self._database.read() as session:
             row = canaries.find_row(session, canary.canary_id)
             loading = row.evidence.get("loading", {})
@@ -189,8 +189,8 @@ class Controller:
             return version, Registered(digest=version.digest, documents=documents), loading
 
     def _apply(self, canary: Canary, decision: Decision, facts: Facts) -> bool:
-        """Write a decision. Returns: True when the canary moved."""
-        # The same hold on the same facts again needs no write, and no lock that others want.
+        """Write a decision. Returns: True when the canary changed its phase or step."""
+        # A hold that repeats the last one needs no write and no lock, which others wait for.
         hold = (canary.canary_id, canary.generation, decision, facts)
         if isinstance(decision, Hold) and hold == self._last_hold:
             return False

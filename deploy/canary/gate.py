@@ -1,10 +1,9 @@
 """The gate: fresh answers of candidate and champion on held-out prompts, judged blind in one group.
 
-A shell around `gate_rule`. Each call of `advance` makes a few of the missing comparisons and
-stores each as it ends, so a process that is killed goes on with the rest. What cannot be asked
-(judge or vLLM away) leaves no trace but the reason; what was asked and answered with rubbish is
-set aside and counted. So is a prompt that the judge fails over again and again while it answers the
-probe.
+The pure rule is in `gate_rule`. Each call of `advance` makes a few of the missing comparisons and
+stores each when it ends, so a restarted process continues with the rest. While the judge or vLLM
+is unreachable, only the reason is recorded. A comparison without a usable answer is set aside and
+counted; so is a prompt that the judge fails on repeatedly although it answers the probe.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ from sidecar.store.database import Database
 log = structlog.get_logger()
 
 SPARE_PROMPTS = 2
-"""Prompts tried at most, as a multiple of those wanted: some comparisons are set aside."""
+"""Most prompts to try, as a multiple of `gate_prompts`: some comparisons are set aside."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 ATTEMPTS = 3
-"""A prompt that the judge fails over so often, while it answers the probe, is set aside."""
+"""Failed judge calls (while the judge answers the probe) after which a prompt is set aside."""
 _AWAY = (EngineDownError, AdapterGoneError, JudgeBusyError)
-"""Nobody's answer was bad: ask again later. The reconciler brings a lost adapter back."""
+"""Errors that concern no answer: retry later. The reconciler reloads a lost adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unjudged:
-    """A comparison that the judge gave no usable answer to; whose fault that is, is open."""
+    """A comparison without a usable answer of the judge; the prompt or the judge is at fault."""
 
     prompt: HeldOutPrompt
     answered: list[Answered]
@@ -68,28 +67,28 @@ class Unjudged:
     reason: str
     detail: str
     final: bool
-    """The judge says that it never will: no further attempt."""
+    """True when the judge refuses the prompt for good: no further attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """When to ask again whoever was away. In memory: a restart may ask at once."""
+    """Time of the next attempt after an outage. Kept in memory: a restart may retry at once."""
 
     at: float = 0.0
     wait_s: float = 0.0
     reason: str = ""
 
     def later(self, now: float, reason: str) -> Retry:
-        """Wait twice as long as the last time, up to a limit."""
+        """Return the wait after one more failure: twice the last one, up to a limit."""
         wait_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self.wait_s))
         return Retry(at=now + wait_s, wait_s=wait_s, reason=reason)
 
 
 class Room(Protocol):
-    """Whoever knows whether users leave room in the engine."""
+    """Tells whether the users' load leaves capacity in the engine."""
 
     async def is_open(self) -> bool:
-        """Raises: SamplingError when that cannot be told."""
+        """Return True when there is capacity. Raises: SamplingError when the load is unknown."""
         ...
 
 
@@ -119,10 +118,10 @@ class Gate:
         self._clock = clock
         self._retry = Retry()
         self._attempts: Counter[str] = Counter()
-        """Failed attempts by comparison, in memory: after a restart they begin anew."""
+        """Failed attempts by comparison id, in memory: a restart counts from zero."""
 
     async def advance(self, canary: Canary) -> GateEvidence:
-        """Make up to `parallel` missing comparisons, then add up all there are."""
+        """Make up to `parallel` missing comparisons, then sum up all comparisons."""
         prompts, missing = await asyncio.to_thread(self._prompts, canary)
         away: str | None = None
         if missing and len(prompts) >= self._rules.gate_min_prompts:
@@ -140,7 +139,7 @@ class Gate:
                 return "vLLM is busy with users"
         except SamplingError as error:
             return self._wait(canary, str(error))
-        # After an outage one comparison shows whether it is over.
+        # After an outage, a single comparison tests whether it is over.
         missing = sorted(missing, key=lambda prompt: self._attempts[comparison_id(canary, prompt)])
         batch = missing[: 1 if self._retry.reason else self._parallel]
         ends = await asyncio.gather(*(self._compare(canary, one) for one in batch))
@@ -156,7 +155,7 @@ class Gate:
         return None
 
     async def _probe(self) -> str | None:
-        """Ask the judge about something else. Returns: why it does not work, or None."""
+        """Ask the judge an unrelated question. Returns: why it does not work, or None."""
         calls: list[JudgeCall] = []
         outcome = await ask_probe(
             self._judge, self._judging, seed=secrets.randbits(SEED_BITS), on_call=calls.append
@@ -165,7 +164,7 @@ class Gate:
         return None if isinstance(outcome, Scored) else outcome.detail
 
     async def _count_attempt(self, canary: Canary, one: Unjudged) -> None:
-        """The judge works, so the prompt is at fault: after a few attempts set it aside."""
+        """Count a failure against the prompt, since the judge works; set it aside after a few."""
         name = comparison_id(canary, one.prompt)
         self._attempts[name] += 1
         if not one.final and self._attempts[name] < ATTEMPTS:
@@ -182,7 +181,7 @@ class Gate:
         return reason
 
     def _prompts(self, canary: Canary) -> tuple[set[str], list[HeldOutPrompt]]:
-        """(keys of all sessions that take part, prompts not compared yet)."""
+        """Return the keys of all sessions that take part, and the prompts not compared yet."""
         limit = SPARE_PROMPTS * self._rules.gate_prompts
         with self._database.read() as session:
             done = gate_store.compared_sessions(session, canary)
@@ -207,7 +206,8 @@ class Gate:
     async def _compare(self, canary: Canary, prompt: HeldOutPrompt) -> Unjudged | str | None:
         """Make and store one comparison.
 
-        Returns: None when it is stored; why it could not be made yet; what the judge failed over.
+        Returns: None when it is stored; the reason why it cannot be made yet; or `Unjudged` when
+        the judge gave no usable answer.
         """
         calls: list[JudgeCall] = []
         answered: list[Answered] = []

@@ -1,6 +1,6 @@
-"""Fresh answers for the gate: one prompt, both arms, in an order that tells nothing.
+"""Fresh answers for the gate: one prompt, both arms, in random order.
 
-They are kept in memory until they are judged, so that a judge that is down costs vLLM nothing.
+They are kept in memory until they are judged, so an outage of the judge costs vLLM no new samples.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sidecar.settings import Canary as CanarySettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One fresh answer and whose it is."""
+    """One fresh answer and the arm that gave it."""
 
     arm: str
-    """candidate | champion"""
+    """Either "candidate" or "champion"."""
     adapter: str
     message: dict[str, Any]
     finish_reason: str | None
 
 
 class FreshAnswers:
-    """Samples, and keeps what is not judged yet."""
+    """Samples answers and keeps them until they are judged."""
 
     def __init__(self, sampler: Sampler, rules: CanarySettings) -> None:
         self._sampler = sampler
@@ -42,14 +42,14 @@ class FreshAnswers:
         self._kept: dict[str, list[Answered]] = {}
 
     async def get(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
-        """`gate_answers` answers of each arm, shuffled. Raises: as `Sampler.sample`."""
+        """Return `gate_answers` answers of each arm, shuffled. Raises: as `Sampler.sample`."""
         key = comparison_id(canary, prompt)
         if key not in self._kept:
             self._kept[key] = await self._sample_all(canary, prompt)
         return self._kept[key]
 
     def forget(self, canary: Canary, prompt: HeldOutPrompt) -> None:
-        """The answers were judged and stored, or never will be."""
+        """Drop the answers to a prompt: they are judged, or never will be."""
         self._kept.pop(comparison_id(canary, prompt), None)
 
     async def _sample_all(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
@@ -60,7 +60,7 @@ class FreshAnswers:
             *(self._sample(canary, prompt, adapter) for _, adapter in asked), return_exceptions=True
         )
         errors = [one for one in sampled if isinstance(one, BaseException)]
-        # An engine that is down, or has lost an adapter, explains the other errors.
+        # An engine that is down or has lost an adapter causes the other errors: raise that one.
         away = (EngineDownError, AdapterGoneError)
         for error in sorted(errors, key=lambda one: not isinstance(one, away)):
             raise error
@@ -89,7 +89,7 @@ class FreshAnswers:
 def as_rows(
     answered: Sequence[Answered], scores: Sequence[float], explanations: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The answers as the store keeps them; without scores when the judge gave none."""
+    """Convert answers to the store's JSON; without scores when the judge gave none."""
     return [
         {
             "arm": one.arm,
@@ -106,6 +106,6 @@ def as_rows(
 
 
 def seed_of(canary: Canary, purpose: str) -> int:
-    """A seed that nobody who writes prompts can guess: it hangs on the canary's random salt."""
+    """Derive a seed from the canary's random salt, so that an author of prompts cannot guess it."""
     digest = hashlib.sha256(f"{canary.salt}\x00{purpose}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 2**29

@@ -1,4 +1,4 @@
-"""The gate's side of the store: which held-out prompts there are, what was compared already."""
+"""Reads and writes of the gate in the store: held-out prompts and comparisons."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class HeldOutPrompt:
     exchange_id: str
     session_key: str
     request: dict[str, Any]
-    """Empty when the store's is damaged."""
+    """Request body as JSON; empty when the stored one is damaged."""
 
 
 def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
-    """The same for the same canary and prompt, so that no comparison is stored twice."""
+    """Derive the id from canary and prompt, so that no comparison is stored twice."""
     text = f"{canary.canary_id}\x00{prompt.exchange_id}"
     return "c-" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOutPrompt]:
-    """The newest good exchange of each of the newest held-out sessions, the newest first."""
+    """List the newest good exchange of each of the newest held-out sessions, the newest first."""
     newest = (
         select(func.max(ExchangeRow.seq))
         .where(
             ExchangeRow.held_out,
             ExchangeRow.outcome == "ok",
             ExchangeRow.status == 200,
-            # Fresh answers are sampled, and the judge is shown, by a chat request's messages.
+            # Sampling fresh answers and judging them need the messages of a chat request.
             ExchangeRow.surface.in_(CHOSEN_SURFACES),
             ExchangeRow.public_model == model,
         )
@@ -71,7 +71,7 @@ def _request(body: bytes) -> dict[str, Any]:
 
 
 def compared_sessions(session: Session, canary: Canary) -> set[str]:
-    """Keys of the sessions that this canary has a comparison of, scored or set aside."""
+    """Return the keys of sessions with a comparison in this canary, scored or set aside."""
     statement = (
         select(ExchangeRow.session_key)
         .join(GateComparisonRow, GateComparisonRow.exchange_id == ExchangeRow.exchange_id)
@@ -81,7 +81,7 @@ def compared_sessions(session: Session, canary: Canary) -> set[str]:
 
 
 def comparisons(session: Session, canary_id: str) -> list[Comparison]:
-    """What the canary's comparisons showed, in a fixed order."""
+    """List the canary's comparisons in a fixed order."""
     statement = (
         select(GateComparisonRow)
         .where(GateComparisonRow.canary_id == canary_id)
@@ -99,9 +99,10 @@ def save_comparison(
     difference: float | None,
     answers: Sequence[dict[str, Any]],
 ) -> bool:
-    """Store one comparison, unless the canary left its gate meanwhile or holds it already.
+    """Store one comparison, unless the canary has left its gate or holds the comparison already.
 
-    status: scored, or why it was set aside: `set_aside` is stored, and the reason is counted.
+    status: "scored", or the reason for setting it aside, which is counted; the row then says
+        `set_aside`.
     """
     state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == canary.canary_id))
     if state != "gating":

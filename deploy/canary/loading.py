@@ -1,9 +1,9 @@
-"""Load a candidate into every replica that answers, and prove on each that it is live.
+"""Load a candidate into every reachable replica, and prove on each that it has an effect.
 
-A replica that is down is left out: it must not block a canary for ever. When it comes back its
-reconciler loads the candidate there, and until its list of models has it the proxy sends the
-candidate's users elsewhere. All that answer must take the adapter: one that refuses it, or on
-which it does nothing, is enough to reject it. Without any replica the canary waits.
+An unreachable replica is skipped, so that it cannot block a canary for ever. When it returns, its
+reconciler loads the candidate, and the proxy sends the candidate's users there only once its list
+of models shows the adapter. One reachable replica that refuses the adapter, or on which the adapter
+has no effect, is enough to reject it. While no replica is reachable the canary waits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from deploy.registry.canary_rule import LoadEvidence
 log = structlog.get_logger()
 
 Facts = dict[str, Any]
-"""Evidence as JSON, by the key under which the canary keeps it."""
+"""Evidence as JSON, keyed as in the canary's `evidence` object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What came of one replica that answered."""
+    """Outcome of loading on one reachable replica."""
 
     replica: str
     liveness: Liveness | None = None
@@ -50,12 +50,12 @@ async def load_everywhere(
     failures: int,
     validate: Callable[[], Awaitable[None]],
 ) -> tuple[LoadEvidence, Facts]:
-    """Take the candidate as far into vLLM as it goes now. Safe to repeat.
+    """Load the candidate into every reachable replica and probe it there. Safe to repeat.
 
-    failures: loads that vLLM, though up, failed so far.
-    validate: the check on disk; raises InvalidAdapterError.
+    failures: failed loads so far, in which vLLM was up and answered with a server error.
+    validate: checks the folder on disk; raises InvalidAdapterError.
     """
-    # Asked first: while vLLM is away there is no use in hashing the folder again and again.
+    # The replicas are asked first: while all are away, hashing the folder at each tick is useless.
     up, away = await _ask_all(replicas)
     if not up:
         return LoadEvidence(away="; ".join(away.values()), load_failures=failures), {}
@@ -79,7 +79,7 @@ async def load_everywhere(
 async def _ask_all(
     replicas: Mapping[str, AdapterControl],
 ) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
-    """(adapters loaded, by replica that answers; why the others do not)."""
+    """Return the loaded adapters by reachable replica, and the errors of the other replicas."""
     answers = await asyncio.gather(
         *(one.loaded() for one in replicas.values()), return_exceptions=True
     )
@@ -120,7 +120,7 @@ async def _load(
 
 
 def _facts(outcomes: list[_Outcome], away: Mapping[str, str]) -> Facts:
-    """The probe that says least for the candidate, and of several replicas what each said."""
+    """Return the weakest probe as evidence and, with several replicas, the outcome on each."""
     facts: Facts = {}
     probes = [outcome.liveness for outcome in outcomes if outcome.liveness is not None]
     if probes:

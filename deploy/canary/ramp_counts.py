@@ -1,21 +1,20 @@
-"""Count what users got from each arm of a ramp, from the `exchange` table.
+"""Count the outcomes of users' turns in each arm of a ramp, from the `exchange` table.
 
-Both arms are counted over the same span of time, from the start of the present step at the
-earliest, so that an outage of both counts in both. The span is as long as the arm with more traffic
-has rows in its window, and ends of replies (the order of `seq`) say what is in it. Texts are read
-in a shorter span, again the same for both. When the champion has fewer replies in the span than a
-step needs (at a high weight it answers hardly anyone), its newest earlier ones are counted beside
-them, so that the candidate is never measured against nothing.
+Both arms are counted over the same span of time, so that an outage of both counts in both. The span
+begins with the present step at the earliest; the window of the arm with more traffic limits it, and
+the order in which replies ended (`seq`) decides what is inside. Reply texts are read in a shorter
+span, again the same for both. When the champion has fewer replies in the span than a step needs (at
+a high weight it answers few users), its newest earlier replies are counted beside them, so that the
+candidate always has a comparison.
 
-What is counted is users' turns. A request and the client's retries of it are one turn, which
-failed when any of them did: an SDK that asks again must not hide that vLLM failed, nor make one
-user's bad luck three failures. A request that another adapter answered because the one that it
-was meant for failed or was unknown to vLLM (`fallback_from`) is a failure of that one; when the
-other adapter failed too, it says nothing of either. A turn that the client left before its end is
-counted as cut.
+The unit is a user's turn. A request and the client's retries of it are one turn, which failed when
+any of them failed: the retries of an SDK must neither hide a failure of vLLM nor count it three
+times. When another adapter answered a request because the routed one failed or was unknown to vLLM
+(`fallback_from`), the turn is a failure of the routed adapter; when the other adapter failed too,
+the turn counts for neither. A turn is cut when the client disconnected before its end.
 
-Of an answer with several choices those count that the user got: all of them where the client asked
-for several (short when any is), the returned one where they were sampled for best of N.
+Of a reply with several choices, those count that the user received: all of them if the client asked
+for several (the turn is short when any is), or the returned one if they were sampled for best of N.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from sidecar.store.database import decompress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 
 WINDOW = 500
-"""Newest exchanges of the candidate that are looked at. Also the newest turns of an arm whose text
-is read."""
+"""Newest exchanges of the candidate that are read, and newest turns of an arm whose reply text is
+read."""
 MOST_TRIES = 3
-"""Exchanges of one turn, at most: the openai SDK sends two retries. A step that needs more turns
-than fit into `WINDOW` looks at so many times as many exchanges."""
+"""Most exchanges of one turn: the openai SDK sends two retries. A step that needs more turns than
+fit into `WINDOW` reads this many exchanges for each turn."""
 CHAMPION_WINDOW = 4 * WINDOW
 """The champion answers more: at a weight of 5% this covers 100 of the candidate's exchanges."""
 NOT_FOUND = 404
-"""vLLM has lost the adapter, and nobody could answer in its place."""
+"""Status of a reply when vLLM lost the adapter and no other adapter could answer."""
 
 
 class Seen(NamedTuple):
-    """The little of an exchange that is counted."""
+    """The fields of an exchange that are counted."""
 
     seq: int
     exchange_id: str
@@ -81,7 +80,7 @@ _COLUMNS = tuple(getattr(ExchangeRow, name) for name in Seen._fields)
 
 
 class _AskedFor(msgspec.Struct):
-    """How many answers a chat request asks for; any JSON, as a client may send it."""
+    """The field of a chat request for the number of answers; any JSON, as the client sent it."""
 
     n: object = None
 
@@ -90,13 +89,13 @@ _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 
 def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> RampEvidence:
-    """Both arms' counts in the present step of a ramping canary."""
+    """Return both arms' counts in the present step of a ramping canary."""
     window = max(WINDOW, MOST_TRIES * step_min_exchanges)
     champion_window = max(CHAMPION_WINDOW, window)
     since = ExchangeRow.started_at >= canary.step_started_at
     candidate = _newest(session, canary, canary.candidate, "canary", window, since)
     champion = _newest(session, canary, canary.champion, "champion", champion_window, since)
-    # Where a window is full there are older rows, which are not seen, of that arm only.
+    # A full window leaves out older rows of its arm: both arms start at the later window's edge.
     edge = max(
         (
             min(one.seq for one in rows)
@@ -126,9 +125,9 @@ def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> 
 def _newest(
     session: Session, canary: Canary, adapter: str, arm: str, limit: int, when: ColumnElement[bool]
 ) -> list[Seen]:
-    """What an arm answered, or was to answer, the newest first."""
-    # A request that vLLM refused as the client's fault says nothing of the arm. That vLLM did not
-    # know the adapter does.
+    """List the exchanges that an arm answered or was routed to answer, the newest first."""
+    # A request that vLLM refused as a client error does not count for the arm, except that vLLM did
+    # not know the adapter.
     ours = or_(ExchangeRow.status < 400, ExchangeRow.status == NOT_FOUND, ExchangeRow.status >= 500)
     failed = ExchangeRow.outcome == "upstream_error"
     answered = and_(
@@ -139,7 +138,7 @@ def _newest(
     )
     taken_over = and_(ExchangeRow.fallback_from == adapter, ExchangeRow.outcome != "upstream_error")
     found: list[Seen] = []
-    # Two queries, each by an index of its own; one with OR would read the whole table.
+    # Two queries, each with its own index; one query with OR would scan the table.
     for which in (answered, taken_over):
         statement = (
             select(*_COLUMNS)
@@ -164,7 +163,7 @@ def _newest_turns(seen: Sequence[Seen], limit: int) -> list[Seen]:
 
 
 def _text_edge(seen: Sequence[Seen]) -> int:
-    """The `seq` from which on the texts of an arm are read: of its newest `WINDOW` turns."""
+    """Return the smallest `seq` whose text is read: that of an arm's newest `WINDOW` turns."""
     turns = list(_turns(seen).values())
     return turns[WINDOW - 1][0].seq if len(turns) > WINDOW else 0
 
@@ -175,7 +174,7 @@ def _counts(session: Session, seen: Sequence[Seen], text_edge: int) -> ArmCounts
     whole = [turn for turn in turns if not any(one.failed for one in turn)]
     cut = sum(any(one.cut for one in turn) for turn in whole)
     looked_at = [turn for turn in turns if turn[0].seq >= text_edge]
-    # Of a turn that was answered twice the user has the newer answer.
+    # When a turn was answered twice, the user has the newer answer.
     complete = [
         turn[0].exchange_id for turn in looked_at if not any(one.failed or one.cut for one in turn)
     ]
@@ -197,12 +196,12 @@ def _counts(session: Session, seen: Sequence[Seen], text_edge: int) -> ArmCounts
 
 
 def _given(session: Session, exchange_ids: Sequence[str]) -> list[ChoiceRow]:
-    """The choices of these exchanges that the users got."""
+    """Return the choices of these exchanges that users received."""
     found = select(ChoiceRow).where(ChoiceRow.exchange_id.in_(exchange_ids))
     choices = session.scalars(found).all()
     counts = Counter(choice.exchange_id for choice in choices)
     several = [exchange_id for exchange_id, count in counts.items() if count > 1]
-    # Of completions several prompts give several choices, without any `n`.
+    # A completions request with several prompts gives several choices without `n`.
     chats = select(
         ExchangeRow.exchange_id, ExchangeRow.returned_index, ExchangeRow.request_body
     ).where(ExchangeRow.exchange_id.in_(several), ExchangeRow.surface == "chat")
@@ -219,15 +218,15 @@ def _given(session: Session, exchange_ids: Sequence[str]) -> list[ChoiceRow]:
 
 
 def asks_for_one(request: bytes) -> bool:
-    """Whether a chat request, as its client sent it, asks for a single answer. Pure.
+    """Return True when a chat request, as the client sent it, asks for a single answer. Pure.
 
-    If it does and there are several, then the sidecar asked for them: the exchange is best of N,
-    which the store marks in no other way (the first choice is returned as often as any, so
-    `returned_index` does not tell). The other way round, `sidecar.relay.best_of.plan` leaves every
-    request alone that has an `n` of its own.
+    If it does and there are several choices, the sidecar asked for them: the exchange is best of N.
+    The store has no other mark of it (the first choice is returned as often as any other, so
+    `returned_index` does not tell). A request with its own `n` never becomes best of N
+    (`sidecar.relay.best_of.plan`).
     """
     try:
         n = _ASKED_FOR.decode(request).n
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # left alone too
+        return False  # best of N leaves an unreadable request alone too
     return n is None or (not isinstance(n, bool) and n == 1)

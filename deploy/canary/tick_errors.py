@@ -1,7 +1,7 @@
-"""Errors of the controller that a canary caused: counted in a row, and too many end the canary.
+"""Controller errors caused by a canary: too many in a row end the canary.
 
-The count is in the store, with the canary, so that a restart does not begin anew. An error of the
-store, of vLLM or of the disk is no canary's fault and does not come here.
+The count is kept with the canary in the store, so it survives a restart. An error of the store, of
+vLLM or of the disk is not caused by a canary and is not counted here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from deploy.registry.canary_rule import Decision, Hold, Move
 from sidecar.store.database import count
 
 MAX_TICK_ERRORS = 5
-"""As many as vLLM has to load an adapter. With the waits between them they span 30 s: longer than a
-lack of threads or descriptors that will pass, shorter than the next candidate should wait."""
+"""Consecutive errors that end a canary. With the waits between them they span 30 s: longer than a
+passing lack of threads or descriptors, shorter than the next candidate should wait."""
 FIRST_WAIT_S = 2.0
 
 
 def waits(canary: Canary, now: float) -> bool:
-    """True while the next try after an error is not due: 2 s, doubling with each."""
+    """Return True while the retry after an error is not due: 2 s, doubling with each error."""
     if not canary.tick_errors:
         return False
     wait_s = FIRST_WAIT_S * 2.0 ** (canary.tick_errors - 1)
@@ -29,7 +29,7 @@ def waits(canary: Canary, now: float) -> bool:
 
 
 def record(session: Session, canary: Canary, error: Exception, *, now: float) -> bool:
-    """Count an error, and end the canary at the last try. Returns: True when it ended.
+    """Count an error, and end the canary at the last one. Returns: True when it ended.
 
     Works in the caller's write transaction.
     """

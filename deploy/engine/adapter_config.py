@@ -1,8 +1,8 @@
-"""What an adapter's `adapter_config.json` may say. Pure.
+"""Check an adapter's `adapter_config.json`. Pure.
 
-vLLM reads `r`, `lora_alpha`, the two patterns and `target_modules` without looking whether they
-are numbers or fit the weights, and uses the patterns' keys as regular expressions. It refuses the
-features that it does not know, but some it ignores, which would serve another adapter than was
+vLLM reads `r`, `lora_alpha`, the two patterns and `target_modules` without checking that they are
+numbers or fit the weights, and uses the patterns' keys as regular expressions. It refuses some
+features that it does not support and ignores others, which would serve another adapter than was
 trained; both kinds are refused here.
 """
 
@@ -19,14 +19,14 @@ from deploy.errors import InvalidAdapterError
 from learner.adapter_folder import CONFIG
 
 MAX_ALPHA = 65_536.0
-"""More times a weight of 1 is infinite in half precision; practice stays below 1,000."""
+"""Largest `lora_alpha`: above it a weight of 1 overflows half precision. In use: below 1,000."""
 MAX_NAMES = 4_096
-"""Target modules, or keys of a pattern: a 405B model has 1,764 adapted layers."""
+"""Most target modules, or keys of a pattern: a 405B model has 1,764 adapted layers."""
 _MODULE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
-"""A module's name, which as a regular expression cannot run away."""
+"""A module's name. As a regular expression it cannot cause catastrophic backtracking."""
 _MAX_NAME = 512
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
-"""Ways to begin that leave the base as it is; the others (PiSSA, OLoRA, …) change its weights."""
+"""Initialisations that keep the base's weights; the others (PiSSA, OLoRA, …) change them."""
 _UNSERVED = (
     "alora_invocation_tokens",
     "layer_replication",
@@ -42,33 +42,33 @@ _UNSERVED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraShape:
-    """What the weights must be like, by the configuration."""
+    """The shape that the configuration demands of the weights."""
 
     rank: int
     rank_pattern: Mapping[str, int]
-    """The first that matches a module's name is its rank."""
+    """Module-name pattern -> rank; the first pattern that matches a module decides."""
     targets: frozenset[str]
-    """Names, or ends of names, of the adapted modules."""
+    """Names, or name suffixes, of the adapted modules."""
 
     def rank_of(self, module: str) -> int:
-        """The rank that vLLM and PEFT expect of a module."""
+        """Return the rank that vLLM and PEFT expect of a module."""
         pattern = self.rank_pattern.items()
         return next((rank for key, rank in pattern if _matches(key, module)), self.rank)
 
     def targets_of(self, module: str) -> set[str]:
-        """The targets that name a module."""
+        """Return the targets that match a module."""
         parts = module.split(".")
         ends = {".".join(parts[place:]) for place in range(len(parts))}
         return ends & self.targets
 
 
 def is_module_name(name: object) -> bool:
-    """True for a name that a module of a model can have."""
+    """Return True for a valid name of a model's module."""
     return isinstance(name, str) and len(name) <= _MAX_NAME and bool(_MODULE.fullmatch(name))
 
 
 def _matches(key: str, module: str) -> bool:
-    """Whether the key, used as a regular expression by vLLM and PEFT, matches the module's end."""
+    """Return True when the key, a regular expression in vLLM and PEFT, matches the name's end."""
     start = len(module) - len(key)
     if start < 0 or (start > 0 and module[start - 1] != "."):
         return False
@@ -76,9 +76,11 @@ def _matches(key: str, module: str) -> bool:
 
 
 def check_config(config: Any, *, max_rank: int, bases: Collection[str]) -> LoraShape:  # Any: JSON
-    """Raises: InvalidAdapterError with the first thing that is wrong.
+    """Check a parsed `adapter_config.json` and return the shape that it demands.
 
-    bases: names by which an adapter may call the served base; empty: any.
+    max_rank: highest rank that vLLM serves (`serving.max_lora_rank`).
+    bases: names that an adapter may give for the served base model; empty: any.
+    Raises: InvalidAdapterError with the first defect.
     """
     if not isinstance(config, dict):
         raise InvalidAdapterError(f"{CONFIG}: is not a JSON object")
@@ -117,7 +119,7 @@ def _pattern(config: dict[str, Any], key: str) -> dict[str, Any]:
     for name in found:
         if not is_module_name(name):
             raise InvalidAdapterError(
-                f"{CONFIG}: {key} names {shown(name)}; take plain names of modules, vLLM would "
+                f"{CONFIG}: {key} names {shown(name)}; use plain names of modules, vLLM would "
                 "run it as a regular expression"
             )
     return found

@@ -1,7 +1,7 @@
-"""Which linear layers the base model has, and of which shapes, from its checkpoint's headers.
+"""Read the names and shapes of the base model's linear layers from its checkpoint's headers.
 
-The weights themselves are not read. Where the checkpoint is not on this machine, or in another
-format than safetensors, nothing is known, and nothing is refused for it.
+The weights themselves are not read. When the checkpoint is not on this machine, or is not in
+safetensors format, the shapes are unknown and no adapter is refused for them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ log = structlog.get_logger()
 
 MAX_SHARDS = 1_024
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Stored one number for one weight, so that the stored shape is the layer's."""
+"""Data types that store one number for one weight, so the stored shape is the layer's shape."""
 _ENDINGS = (".weight", ".qweight", ".weight_packed")
-"""Of a layer's weights: as they are, and by the two usual ways to quantise them."""
+"""Suffixes of a layer's weight tensor: unquantised, and in the two usual quantised formats."""
 
 
 def read_base(base_model_path: str, modules: Collection[str]) -> BaseModules | None:
-    """The base's shapes of the named modules, or None when its checkpoint cannot be read.
+    """Read the base's shapes of the named modules. Returns: None when its checkpoint is unreadable.
 
-    base_model_path: a folder, or a name of the hub, which is looked up in this machine's cache.
+    base_model_path: a folder, or a Hugging Face Hub name, which is looked up in the local cache.
     """
     tails = {tail(module) for module in modules}
     shapes: dict[str, set[tuple[int, ...] | None]] = {}
@@ -68,7 +68,7 @@ def _in_hub_cache(name: str) -> Path | None:
     try:
         found = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise OSError(f"is neither a folder nor a name of the hub: {error}") from error
+        raise OSError(f"is neither a folder nor a Hugging Face Hub name: {error}") from error
     return Path(found).parent if isinstance(found, str) else None
 
 

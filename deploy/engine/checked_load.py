@@ -1,9 +1,9 @@
-"""The one way by which an adapter gets into vLLM: only with the bytes that were registered.
+"""Load an adapter into vLLM only if its files are those that were registered.
 
-The digest is taken again before every load, also after a restart of vLLM: files change on disk
-(a fault, a person, an attacker) long after their canary. vLLM opens the files by their path, a
-moment after they were hashed; so their marks are compared once more after the load, and an
-adapter whose files changed in between is unloaded again.
+Every load goes through here. The digest is computed again before each load, also after a restart
+of vLLM: files can change on disk (a fault, a person, an attacker) long after their canary. vLLM
+opens the files by path, a moment after they were hashed. So the files' metadata ("marks") is
+compared again after the load, and an adapter whose files changed in between is unloaded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from learner.adapter_folder import Mark, folder_marks
 
 
 async def load_checked(control: AdapterControl, name: str, path: str, digest: str) -> None:
-    """Load a folder under a name, if it holds what `digest` says.
+    """Load a folder under a name, if its digest is `digest` (SHA-256, hex).
 
-    Raises: AlteredAdapterError when it does not; InvalidAdapterError when it cannot be read or
+    Raises: AlteredAdapterError when it is not; InvalidAdapterError when the folder is unreadable or
         vLLM refuses it; EngineError; OSError when the disk fails.
     """
     folder = Path(path)
@@ -36,7 +36,7 @@ async def load_checked(control: AdapterControl, name: str, path: str, digest: st
 
 
 def _marks(folder: Path) -> tuple[Mark, ...]:
-    """The marks, or none when the folder cannot be read any more: it changed."""
+    """Return the folder's marks; empty when it became unreadable, which is a change too."""
     try:
         return folder_marks(folder)
     except OSError:

@@ -1,9 +1,9 @@
-"""Every replica of vLLM: one reconciler each, and what all of them together can do.
+"""All vLLM replicas: one reconciler for each, and a combined view.
 
-Adapters are per replica, so each is compared with the store and mended on its own: one that is
-down is asked again without holding up the others, and one that restarted gets its adapters again.
-A replica that is down blocks nothing. The proxy sends an adapter's users only to replicas whose
-list of models has it, so an adapter may be served as soon as one of them holds it.
+Adapters are loaded per replica, so each replica is reconciled on its own: one that is down is
+retried without delaying the others, and one that restarted gets its adapters again. The proxy sends
+an adapter's users only to replicas whose list of models has it, so an adapter can be served as soon
+as one replica holds it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Fleet:
     """The replicas of one model, by base URL."""
 
     def __init__(self, reconcilers: Mapping[str, Reconciler]) -> None:
-        """reconcilers: one at least."""
+        """reconcilers: by base URL, at least one."""
         self.reconcilers = dict(reconcilers)
 
     def view(self) -> EngineView:
-        """What was last seen of all of them.
+        """Combine the latest views of all replicas.
 
-        It is away when no replica answers; an adapter is loaded when every replica that answers
-        has it, and refused when one of them does not take it.
+        The engine is away when no replica answers. An adapter is loaded when every reachable
+        replica has it, and refused when one of them refuses it.
         """
         views = {url: one.view for url, one in self.reconcilers.items()}
         up = [view for view in views.values() if view.away is None]

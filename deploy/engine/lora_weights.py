@@ -1,7 +1,7 @@
-"""Do an adapter's tensors fit its configuration, and the base model? Pure.
+"""Check that an adapter's tensors fit its configuration and the base model. Pure.
 
-vLLM takes matrices whose rank is not the configured one (and scales them wrongly), a matrix A
-without its B, and layers that the base does not have (which then do nothing).
+vLLM accepts matrices of another rank than the configured one (and scales them wrongly), a matrix A
+without its B, and layers that the base does not have (which then have no effect).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Matrices = Mapping[str, Mapping[str, tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModules:
-    """What the base model's checkpoint says of its modules."""
+    """Names and shapes of the base model's modules, from its checkpoint."""
 
     shapes: Mapping[str, Collection[tuple[int, ...] | None]]
-    """`tail` of a module's name -> the shapes (outputs, inputs) that the base has for it; None
-    among them when a weight is packed, as quantised ones are."""
+    """`tail` of a module's name -> its shapes (outputs, inputs) in the base; None: the weight is
+    packed, as quantised ones are."""
     kinds: Collection[str]
-    """The last parts of all names, such as `q_proj`."""
+    """Last parts of all module names, such as `q_proj`."""
 
 
 def read_matrices(tensors: Iterable[Tensor]) -> Matrices:
-    """Sort tensors by module. Raises: InvalidAdapterError when one is no LoRA matrix."""
+    """Group tensors by module. Raises: InvalidAdapterError when one is no LoRA matrix."""
     modules: dict[str, dict[str, tuple[int, int]]] = {}
     for tensor in tensors:
         match = _MATRIX.fullmatch(tensor.name)
-        # vLLM removes the prefix wherever it stands: two names could then mean one module.
+        # vLLM removes the prefix anywhere in a name, so two names could mean one module.
         if match is None or not is_module_name(match["module"]) or PREFIX in match["module"]:
             raise InvalidAdapterError(f"{WEIGHTS}: {shown(tensor.name)} is no LoRA matrix")
         if len(tensor.shape) != 2 or 0 in tensor.shape:
@@ -54,7 +54,7 @@ def read_matrices(tensors: Iterable[Tensor]) -> Matrices:
 
 
 def check_matrices(modules: Matrices, shape: LoraShape, *, max_rank: int) -> None:
-    """Raises: InvalidAdapterError when the weights are not those that the configuration tells."""
+    """Check weights against the configuration. Raises: InvalidAdapterError when they differ."""
     used: set[str] = set()
     for module, sides in modules.items():
         if sides.keys() != {"A", "B"}:
@@ -73,10 +73,11 @@ def check_matrices(modules: Matrices, shape: LoraShape, *, max_rank: int) -> Non
 
 
 def check_against_base(modules: Matrices, base: BaseModules) -> None:
-    """Raises: InvalidAdapterError for a module that the base lacks, or has in another shape.
+    """Check weights against the base model.
 
-    Where not one name is known but their kinds are, the checkpoint names its modules otherwise
-    than the running model does; then nothing is refused.
+    When the base has no module of these names but has modules of these kinds, its checkpoint uses
+    other names than the running model; then nothing is refused.
+    Raises: InvalidAdapterError for a module that the base lacks, or has in another shape.
     """
     known = any(tail(module) in base.shapes for module in modules)
     if not known and any(module.rpartition(".")[2] in base.kinds for module in modules):
@@ -88,7 +89,7 @@ def check_against_base(modules: Matrices, base: BaseModules) -> None:
         if not shapes:
             raise InvalidAdapterError(f"{WEIGHTS}: the base model has no module {module}")
         wanted = (sides["B"][0], sides["A"][1])
-        # GPT-2's layers are stored the other way round.
+        # GPT-2 stores its layers transposed.
         if None not in shapes and wanted not in shapes and wanted[::-1] not in shapes:
             raise InvalidAdapterError(
                 f"{WEIGHTS}: {module} is {wanted[0]} x {wanted[1]}, the base model's is "
@@ -97,9 +98,9 @@ def check_against_base(modules: Matrices, base: BaseModules) -> None:
 
 
 def tail(module: str) -> str:
-    """The name from its layer's number on, which is the same in a checkpoint and in memory.
+    """Return a module's name from its layer number on, equal in a checkpoint and in memory.
 
-    What stands before differs: `model.`, `language_model.model.`, `model.language_model.`.
+    The part before it differs: `model.`, `language_model.model.`, `model.language_model.`.
     """
     match = _LAYER.search(module)
     return match[1] if match is not None else module.rpartition(".")[2]

@@ -1,9 +1,9 @@
-"""Is a loaded adapter live? Compare its log-probabilities with the base's on fixed prompts. Pure.
+"""Check by log-probabilities on fixed prompts that a loaded adapter has an effect ("live"). Pure.
 
-An adapter that vLLM lists may still do nothing: all of its B matrices are zero, the modules' names
-match nothing, or the name falls through to the base. Then the numbers equal the base's. The base is
-probed before and after: batching can move its last bits, and a difference not larger than that
-movement proves nothing.
+An adapter that vLLM lists may still have none: all its B matrices are zero, its module names match
+nothing, or vLLM answers its name with the base. Then its log-probabilities equal the base's. The
+base is probed before and after the adapter: batching can change its last bits, and a difference no
+larger than that noise proves nothing.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MIN_DIFFERENCE = 1e-4
-"""Mean nats a token. Measured on SmolLM2-135M: a fresh adapter 0, B matrices of 5e-4 make 0.05."""
+"""Least mean difference of a live adapter, in nats a token. Measured on SmolLM2-135M: a fresh
+adapter gives 0, B matrices of 5e-4 give 0.05."""
 NOISE_FACTOR = 2.0
-"""The difference must be this many times that between the two probes of the base."""
+"""Least ratio of the adapter's difference to the difference between the two probes of the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a model would say next after each of the fixed prompts."""
+    """A model's distribution of the next token after each of the fixed prompts."""
 
     model_in_reply: str
     next_tokens: tuple[Mapping[int, float], ...]
-    """[prompts] the likeliest next tokens: token id -> log-probability in nats."""
+    """[prompts] likeliest next tokens: token id -> log-probability in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """The comparison, kept as evidence."""
+    """Result of the comparison, kept as evidence."""
 
     live: bool
     reason: str
     model_in_reply: str
     tokens: int
-    """Log-probabilities that were compared."""
+    """Number of compared log-probabilities."""
     max_difference: float
-    """Nats, adapter to base."""
+    """Largest difference between adapter and base, in nats."""
     mean_difference: float
     noise: float
-    """Mean nats a token between the two probes of the base."""
+    """Mean difference between the two probes of the base, in nats a token."""
 
 
 def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe) -> Liveness:
-    """Say whether the adapter called `name` changes what the base says."""
+    """Compare the probes: does the adapter `name` change the base's log-probabilities?"""
     differences = _differences(base_before, adapter)
     noise = _mean(_differences(base_before, base_after))
     mean = _mean(differences)
@@ -73,10 +74,10 @@ def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe)
 
 
 def _differences(base: Probe, other: Probe) -> list[float]:
-    """|difference| in nats of every likely token of the base, at the same places of the prompts.
+    """Return |difference| in nats for every likely token of the base, prompt by prompt.
 
-    A token that is not among the other's likeliest has at most the least of their
-    log-probabilities there; how far that is below the base's is taken.
+    A token missing from the other probe's likeliest has at most the lowest log-probability listed
+    there; the distance from that bound down from the base's value is used.
     """
     found: list[float] = []
     for ours, theirs in zip(base.next_tokens, other.next_tokens, strict=False):

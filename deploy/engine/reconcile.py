@@ -1,11 +1,11 @@
-"""Keep one vLLM's loaded adapters as the store wants them. `fleet` holds one of these a replica.
+"""Reconcile one vLLM replica's loaded adapters with the store. `fleet` has one for each replica.
 
-Adapters loaded at run time vanish when vLLM restarts, so what should be loaded is in the store and
-vLLM is compared with it, on a timer and after every change. Wanted are the champion, what the
-routing table sends anyone to, `previous` (a rollback must find it warm) and the candidate once its
-canary has validated it. Others stay while there is room: they are unloaded the oldest first,
-only beyond `max_loras`, and only some time after the last route to them went, because proxies and
-requests under way still use them. Adapters that this registry does not know are never touched.
+A restart of vLLM loses the adapters loaded at run time. So the store says what should be loaded,
+and vLLM is compared with it on a timer and after every change. Wanted are the champion, every
+target of the routing table, `previous` (so that a rollback needs no load) and the candidate once
+its canary has validated it. Other adapters stay while there is capacity: beyond `max_loras` they
+are unloaded, the oldest first, a grace period after they were last wanted, because proxies and
+requests in flight still use them. Adapters that this registry does not know are never touched.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ log = structlog.get_logger()
 
 NOT_ASKED = "not asked yet"
 UNLOAD_GRACE_S = 30.0
-"""An adapter is kept this long after it was last wanted."""
+"""How long an adapter is kept after it was last wanted."""
 ALTERED_RETRY_S = 30.0
-"""An altered folder is read again this often: someone may have restored it, and to hash it at
-every look would keep a core busy."""
+"""Interval for reading an altered folder again: an operator may have restored it, and hashing it at
+every pass would keep a core busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """What the store says of one model's adapters."""
+    """Adapters of one model that the store wants loaded, with what a load needs."""
 
     wanted: tuple[str, ...]
     """Names to load, the most urgent first."""
     paths: Mapping[str, str]
-    """Name -> folder, of every version, the oldest first."""
+    """Name -> folder of every version, the oldest first."""
     rejected: frozenset[str]
-    """Never had traffic and never will: need no grace."""
+    """Adapters that never had traffic and never will: they need no grace period."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Name -> digest that was registered, of every version."""
+    """Name -> registered digest of every version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class Plan:
 
 @dataclass(slots=True)
 class EngineView:
-    """What the control process last saw of vLLM. In memory, for the status page."""
+    """Latest view of vLLM in the control process. Kept in memory, for the status page."""
 
     away: str | None = NOT_ASKED
     loaded: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
-    """Wanted adapters that vLLM does not take, and why."""
+    """Wanted adapters that vLLM refuses -> reason."""
     replicas: dict[str, EngineView] = field(default_factory=dict)
-    """By base URL, in the view of all of them together."""
+    """Views of the replicas by base URL; set only in the combined view."""
 
 
 def make_plan(
@@ -76,10 +76,10 @@ def make_plan(
     unwanted_since: Mapping[str, float],
     now: float,
 ) -> Plan:
-    """What to change in vLLM. Pure.
+    """Plan the changes in vLLM. Pure.
 
-    loaded: every adapter that vLLM lists, foreign ones among them.
-    unwanted_since: unix seconds, for each of ours that is loaded and not wanted.
+    loaded: every adapter that vLLM lists, also those that are not ours.
+    unwanted_since: Unix seconds, for each of our adapters that is loaded and not wanted.
     """
     load = tuple(name for name in desired.wanted if name not in loaded)
     spare = [name for name in desired.paths if name in loaded and name not in desired.wanted]
@@ -91,7 +91,7 @@ def make_plan(
 
 
 def read_desired(database: Database, model: str) -> Desired:
-    """Read what should be loaded."""
+    """Read from the store which adapters should be loaded."""
     with database.read() as session:
         aliases = versions.aliases_of(session, model)
         table = routing_writer.current(session, model)
@@ -112,7 +112,7 @@ def read_desired(database: Database, model: str) -> Desired:
 
 
 class Reconciler:
-    """Compares and mends. Its memory is only of how long an adapter has not been wanted."""
+    """Reconciles one replica. It remembers only since when adapters are unwanted or altered."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Reconciler:
         replica: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """replica: its base URL, for the log."""
+        """replica: base URL of the replica, for the log."""
         self._log = log.bind(replica=replica)
         self._database = database
         self._control = control
@@ -134,11 +134,11 @@ class Reconciler:
         self._replica = replica
         self._unwanted_since: dict[str, float] = {}
         self._altered_at: dict[str, float] = {}
-        """When the folder of an adapter was last found altered, unix seconds."""
+        """Adapter -> when its folder was last found altered, in Unix seconds."""
         self.view = EngineView()
 
     async def reconcile(self) -> Plan:
-        """Compare once and mend. Never raises for vLLM: what is wrong is in `view` and logged."""
+        """Reconcile once. Never raises for vLLM: errors are logged and kept in `view`."""
         desired = await asyncio.to_thread(read_desired, self._database, self._model)
         try:
             loaded = await self._control.loaded()
@@ -167,7 +167,7 @@ class Reconciler:
         )
 
     async def _load(self, name: str, desired: Desired) -> bool:
-        """Load one adapter. Whatever is wrong with it is said, and stops no other."""
+        """Load one adapter. An error is logged and does not stop the others."""
         if self._clock() < self._altered_at.get(name, -ALTERED_RETRY_S) + ALTERED_RETRY_S:
             return False
         try:
@@ -209,7 +209,7 @@ class Reconciler:
         self._log.info("adapter_loaded", adapter=name)
 
     async def _unload_altered(self, loaded: frozenset[str]) -> frozenset[str]:
-        """Unload what was loaded while its folder changed, if that failed then."""
+        """Retry to unload adapters whose folder changed during their load."""
         return frozenset([n for n in self._altered_at if n in loaded and await self._unload(n)])
 
     async def _unload(self, name: str) -> bool:

@@ -2,9 +2,9 @@
 
 Format: 8 bytes little-endian header length, a JSON object of that length (tensor name -> dtype,
 shape, data_offsets), then the tensors' bytes. A number is infinite or NaN exactly when all bits of
-its exponent are set, which shows in its one or two highest bytes; slices and a translation table
-find such bytes at memory speed (10 MB in some 20 ms). The file is read in pieces, so the memory
-that a check needs does not grow with the weights.
+its exponent are set, which its one or two highest bytes show; slices and a translation table find
+such bytes at memory speed (10 MB in about 20 ms). The file is read in pieces, so the memory of a
+check does not grow with the weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from deploy.engine.strict_json import shown
 from deploy.errors import InvalidAdapterError
 
 SMALL_HEADER_BYTES = 256 * 2**10
-"""Any file may have a header of this length: 1,700 tensors, as many as a 405B model gives."""
+"""Header length allowed for any file: 1,700 tensors, as many as an adapter of a 405B model has."""
 HEADER_SHARE = 1 / 64
-"""A longer header may be this share of its file. Parsed, a hostile header takes up to 35 times its
-length, so even then the check stays within 0.6 times the file."""
+"""Largest share of the file for a longer header. A hostile header takes up to 35 times its length
+when parsed, so the check stays within 0.6 times the size of the file."""
 PIECE_BYTES = 2**20
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _EXPONENT_MASKS = {
@@ -38,7 +38,7 @@ _EXPONENT_MASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One entry of the header. `start` and `end` count from the first byte after the header."""
+    """One entry of the header. `start` and `end` are byte offsets after the header."""
 
     name: str
     dtype: str
@@ -48,10 +48,10 @@ class Tensor:
 
 
 def read_tensors(file: io.BufferedReader, name: str) -> tuple[Tensor, ...]:
-    """Read the header and leave the file at the first tensor's bytes.
+    """Read the header and leave the file positioned at the first tensor's bytes.
 
     Returns: the tensors in the order of their bytes.
-    Raises: InvalidAdapterError when it is not a sound safetensors file of floating-point numbers.
+    Raises: InvalidAdapterError when it is not a valid safetensors file of floating-point numbers.
     """
     entries, size = read_header(file, name)
     tensors = sorted(
@@ -63,9 +63,9 @@ def read_tensors(file: io.BufferedReader, name: str) -> tuple[Tensor, ...]:
 
 
 def read_header(file: io.BufferedReader, name: str) -> tuple[dict[str, Any], int]:
-    """Read tensor name -> entry, as the header says it, and the number of bytes after the header.
+    """Read the header: tensor name -> unchecked entry, and the number of bytes after the header.
 
-    Raises: InvalidAdapterError when the header is not what the format demands.
+    Raises: InvalidAdapterError when the header violates the format.
     """
     total = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
@@ -92,9 +92,10 @@ def read_header(file: io.BufferedReader, name: str) -> tuple[dict[str, Any], int
 
 
 def first_non_finite(file: io.BufferedReader, tensors: tuple[Tensor, ...]) -> str | None:
-    """Name of the first tensor that holds an infinity or a NaN, or None.
+    """Return the name of the first tensor that holds an infinity or a NaN, or None.
 
-    file: as `read_tensors` left it. Raises: InvalidAdapterError when it ends too early.
+    file: positioned as `read_tensors` left it.
+    Raises: InvalidAdapterError when the file ends too early.
     """
     for tensor in tensors:
         left = tensor.end - tensor.start
@@ -141,11 +142,11 @@ def _check_layout(name: str, tensors: list[Tensor], size: int) -> None:
 def _finite(data: bytes, dtype: str) -> bool:
     width = _ITEM_BYTES[dtype]
     high_mask, low_mask = _EXPONENT_MASKS[dtype]
-    # 1 where all exponent bits of the highest byte are set, which is rare.
+    # 1 where all exponent bits of the highest byte are set, which is rare in valid weights.
     high = _has_all_bits(data[width - 1 :: width], high_mask)
     if 1 not in high:
         return True
-    # Arithmetic on all of them at once: a file of large numbers must not cost a loop in Python.
+    # One operation on all bytes: a file of large numbers must not cost a Python loop over them.
     low = _has_all_bits(data[width - 2 :: width], low_mask)
     return int.from_bytes(high, "little") & int.from_bytes(low, "little") == 0
 

@@ -1,7 +1,7 @@
-"""Parse JSON that a stranger wrote. What two readers could read differently is refused.
+"""Parse untrusted JSON strictly: input that two parsers could read differently is refused.
 
-Python's reader takes NaN, keys that stand twice, lone surrogates (which no database stores) and
-nesting up to the end of its stack. None of these belongs into an adapter folder.
+Python's parser accepts NaN, duplicate keys, lone surrogates (which no database stores) and nesting
+up to the end of its stack. None of these belongs in an adapter folder.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 from typing import Any
 
 MAX_DEPTH = 16
-"""PEFT's configuration has 3 levels, a safetensors header too."""
+"""Deepest nesting. PEFT's configuration and a safetensors header have 3 levels."""
 MAX_INTEGER_DIGITS = 20
-"""Enough for 64 bits."""
+"""Longest integer in digits: enough for 64 bits."""
 
 
 def parse(data: bytes) -> Any:  # Any: JSON
-    """Raises: ValueError with one line that says what is wrong."""
+    """Parse JSON. Raises: ValueError with the first defect, in one line."""
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -37,7 +37,7 @@ def parse(data: bytes) -> Any:  # Any: JSON
 
 
 def shown(value: object) -> str:
-    """A foreign value for a message: one short line of ASCII, quoted unless it is plain words."""
+    """Format an untrusted value for a message: one short ASCII line, quoted unless plain words."""
     plain = isinstance(value, str) and value.isascii() and value.isprintable()
     text = str(value) if plain else ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -46,7 +46,7 @@ def shown(value: object) -> str:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("has a key that stands twice in one object")
+        raise ValueError("has a duplicate key in one object")
     return found
 
 
@@ -68,7 +68,7 @@ def _integer(text: str) -> int:
 
 
 def _check(value: Any) -> None:
-    """Refuse deep nesting and lone surrogates. A loop, because the stack is what may run out."""
+    """Refuse deep nesting and lone surrogates. A loop, since recursion could exhaust the stack."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

@@ -1,9 +1,9 @@
-"""Is this folder an adapter that our vLLM can serve? Asked before it is loaded anywhere.
+"""Validate an adapter folder before any load: can our vLLM serve it?
 
-Reads files only, the digest first: what is not what was registered is not parsed. It is strict
-about what vLLM does not do (DoRA, biases, saved modules), about what could run code or poison
-every reply (pickles, infinities), and about files that nobody digested. It is silent about
-quality: that is the gate's.
+Only files are read, the digest first: files that differ from the registered ones are not parsed.
+Refused are features that vLLM does not support (DoRA, biases, saved modules), content that could
+run code or spoil every reply (pickles, infinities), and files that the digest does not cover. The
+quality of the adapter is the gate's concern.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from learner.adapter_folder import (
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz"})
 KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD})
-"""Any other file was not digested, and a later vLLM may read it (a tokenizer, embeddings)."""
+"""Files that may stand in the folder. The digest covers no other file, and a later vLLM may read it
+(a tokenizer, embeddings)."""
 MAX_CONFIG_BYTES = 256 * 2**10
 _FOLDERS_FAULT = frozenset(
     {
@@ -52,32 +53,35 @@ _FOLDERS_FAULT = frozenset(
         errno.EPERM,
     }
 )
-"""Errors of a folder. Others (EIO, too many open files) are the machine's, and may pass."""
+"""OS errors caused by the folder. Others (EIO, too many open files) come from the machine and may
+pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
-    """What the serving vLLM takes."""
+    """Limits of the serving vLLM."""
 
     max_rank: int
     bases: frozenset[str]
-    """Names by which an adapter may call the served base; empty: any."""
+    """Names that an adapter may give for the served base model; empty: any."""
     base_model_path: str = ""
-    """Folder or hub name of the base weights; empty: modules are not compared with them."""
+    """Folder or Hugging Face Hub name of the base weights; empty: modules are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What the registry recorded when the adapter was published."""
+    """Digests that the registry recorded when the adapter was published."""
 
     digest: str
     documents: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 hex of the lineage and the card, by file name, where they were recorded."""
+    """File name -> SHA-256 (hex) of the lineage and the model card, where recorded."""
 
 
 def validate_folder(path: Path, registered: Registered, limits: ServingLimits) -> None:
-    """Raises: InvalidAdapterError with the first thing that is wrong, in words; OSError when the
-    disk fails, which says nothing of the folder.
+    """Validate an adapter folder.
+
+    Raises: InvalidAdapterError with the first defect; OSError when the disk fails, which is no
+        defect of the folder.
     """
     marks = check_digest(path, registered.digest)
     try:
@@ -93,14 +97,14 @@ def validate_folder(path: Path, registered: Registered, limits: ServingLimits) -
 
 
 def check_digest(path: Path, digest: str) -> tuple[Mark, ...]:
-    """Compare the bytes in a folder with those that were registered.
+    """Compare the digest of a folder with the registered one (SHA-256, hex).
 
-    Returns: the folder's marks, by which a later change shows (`folder_marks`).
-    Raises: AlteredAdapterError when they differ, InvalidAdapterError when the folder holds no such
-        files, OSError when the disk fails.
+    Returns: the folder's marks, which reveal a later change (`folder_marks`).
+    Raises: AlteredAdapterError when the digests differ, InvalidAdapterError when the folder lacks
+        the files, OSError when the disk fails.
     """
     if not path.is_absolute():
-        # vLLM would take a relative path that does not exist for a name of the hub, and fetch it.
+        # vLLM would download a relative path that does not exist, as a Hugging Face Hub name.
         raise InvalidAdapterError(f"{shown(str(path))}: is no absolute path")
     try:
         state = read_state(path)
@@ -118,13 +122,13 @@ def _translated(path: Path, error: OSError) -> Exception:
     if error.errno not in _FOLDERS_FAULT:
         return error
     name = error.filename if isinstance(error.filename, str) else str(path)
-    # What was registered is never a link: somebody put it there.
+    # A registered file is never a symbolic link: somebody replaced it.
     kind = AlteredAdapterError if error.errno == errno.ELOOP else InvalidAdapterError
     return kind(f"{_plain(name)}: cannot be read ({error.strerror})")
 
 
 def _plain(text: str) -> str:
-    """As it is, if a database and a terminal can take it."""
+    """Return the text unchanged if it is safe for a database and a terminal, else escaped."""
     return text if text.isprintable() else shown(text)
 
 
@@ -146,7 +150,7 @@ def _refuse_foreign_files(folder: int) -> None:
 
 
 def _check_documents(folder: int, documents: Mapping[str, str]) -> None:
-    """vLLM does not read them; people and audits do."""
+    """Check the digests of lineage and card: vLLM does not read them, people and audits do."""
     for name, digest in documents.items():
         with open_file(folder, name) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:

@@ -1,13 +1,13 @@
-"""The one way to vLLM's adapters: which are loaded, load one, unload one, probe one.
+"""Control vLLM's adapters: list, load, unload and probe them.
 
-A `AdapterControl` is an edge: `VllmControl` speaks HTTP, the tests have one in memory, and one
-contract suite runs against both. Loading and unloading may be repeated: what is so already is no
-error. Names are never loaded twice with other bytes, because vLLM's prefix cache keys on the name.
+`AdapterControl` is the interface: `VllmControl` implements it over HTTP, the tests in memory, and
+one contract suite runs against both. Loading and unloading are idempotent. A name is never loaded
+again with other files, because vLLM's prefix cache is keyed by the name.
 
-The probe asks what comes next after fixed prompts, one token each, and reads the likeliest tokens'
-log-probabilities: adapter and base are compared at the same places, whatever they would answer.
-It must not ask for `prompt_logprobs`: beside any other request that fails in vLLM's LoRA kernels
-for the CPU (0.32, `punica_cpu.add_lora_logits`) and takes the whole engine down.
+The probe requests one token after each of the fixed prompts and reads the likeliest tokens'
+log-probabilities, so adapter and base are compared at the same positions. It must not request
+`prompt_logprobs`: next to any other request, that fails in vLLM's LoRA kernels for the CPU (0.32,
+`punica_cpu.add_lora_logits`) and stops the whole engine.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ PROBE_PROMPTS = (
     "Question: is the shop open on Sunday?\nAnswer:",
 )
 LIKELIEST = 5
-"""Next tokens that are compared per prompt; every vLLM allows as many (`--max-logprobs`)."""
+"""Next tokens compared for each prompt; every vLLM allows this many (`--max-logprobs`)."""
 CALL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 120.0
-"""vLLM reads the weights in this call, and waits for a running batch first."""
+"""Timeout of a load: vLLM reads the weights during the call, after a running batch has ended."""
 
 
 class AdapterControl(Protocol):
-    """What deploy needs of a vLLM."""
+    """The operations that deploy needs of a vLLM replica."""
 
     async def loaded(self) -> frozenset[str]:
-        """Names of the adapters loaded now. Raises: EngineError when vLLM is away."""
+        """Return the names of the loaded adapters. Raises: EngineError when vLLM is unreachable."""
         ...
 
     async def load(self, name: str, path: str) -> None:
-        """Load a PEFT folder under a name; a name that is loaded already is left as it is.
+        """Load a PEFT folder under a name; no effect when the name is loaded already.
 
         Raises: InvalidAdapterError when vLLM refuses the folder, EngineError when it fails.
         """
         ...
 
     async def unload(self, name: str) -> None:
-        """Unload a name; one that is not loaded is no error. Raises: EngineError."""
+        """Unload a name; no effect when it is not loaded. Raises: EngineError."""
         ...
 
     async def probe(self, model_name: str) -> Probe:
-        """What comes next after the fixed prompts by an adapter, or by the base model's name.
+        """Probe an adapter, or the base model by its name, with the fixed prompts.
 
         Raises: EngineError, also when the name is not loaded.
         """
@@ -111,7 +111,7 @@ class VllmControl:
             "max_tokens": 1,
             "logprobs": LIKELIEST,
             "return_tokens_as_token_ids": True,
-            # All said: the model's generation_config would else cut the distribution.
+            # Every sampling parameter is set: generation_config could truncate the distribution.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
@@ -145,7 +145,7 @@ def _read_probe(body: dict[str, Any]) -> Probe:
 
 
 def _likeliest(logprobs: dict[str, float]) -> dict[int, float]:
-    """The LIKELIEST of {"token_id:17": nats}, which also holds the sampled token."""
+    """Return the LIKELIEST entries of {"token_id:17": nats}, which also holds the sampled token."""
     by_id = {int(name.removeprefix("token_id:")): float(nats) for name, nats in logprobs.items()}
     return dict(sorted(by_id.items(), key=lambda item: (-item[1], item[0]))[:LIKELIEST])
 
@@ -156,7 +156,7 @@ def _raise_for_status(reply: httpx.Response, what: str) -> None:
 
 
 def _error_message(reply: httpx.Response) -> str | None:
-    """vLLM's own words, or None when the error is not vLLM's (a path that does not exist)."""
+    """Return vLLM's error message, or None when the error is not vLLM's (an unknown path)."""
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""What the store is told of an adapter whose files are not those that were registered.
+"""Record in the store that an adapter's files differ from the registered ones.
 
-The aliases stay: a person may restore the folder, and then it is loaded again. Until then the
-proxy answers its sessions by the champion or the base, as for any adapter that vLLM does not
-have. A canary of it ends, because what it would promote is not what was judged.
+The aliases stay: an operator may restore the folder, and then the adapter is loaded again. Until
+then the proxy serves its sessions from the champion or the base, as for any adapter that vLLM does
+not have loaded. The adapter's canary ends, because it would promote files that nobody judged.
 """
 
 from __future__ import annotations

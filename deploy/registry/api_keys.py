@@ -1,8 +1,8 @@
-"""API keys in the store: make one, list them, revoke one. Each change is in the audit.
+"""API keys in the store: create, list and revoke. Each change adds an audit row.
 
-Only this room writes the table; every proxy polls it, so that a change counts within
-`proxy.routing_poll_s`. A revoked key keeps its row: its name explains old exchanges, and whoever
-still uses it is told that it was revoked.
+Only deploy writes the table; every proxy polls it, so a change takes effect within
+`proxy.routing_poll_s`. A revoked key keeps its row: its name explains old exchanges, and a client
+that still uses it is told that it was revoked.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def create(
     actor: str,
     now: float,
 ) -> tuple[ApiKey, str]:
-    """Make a key. wanted: its record, given the fresh id and hash.
+    """Create a key.
 
-    Returns: the record, and the key itself, which is shown once and stored nowhere.
+    wanted: builds the key's record from the fresh id and hash.
+    Returns: the record, and the secret key itself, which is shown once and stored nowhere.
     Raises: InvalidKeyError; StoreError.
     """
     fresh = make_key(randomness)
@@ -90,11 +91,11 @@ def create(
 
 
 def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: float) -> ListedKey:
-    """End a key, for good. The same call again changes nothing. Raises: UnknownKeyError."""
+    """Revoke a key for good. Idempotent. Raises: UnknownKeyError; StoreError."""
     with database.write() as session:
         row = session.get(ApiKeyRow, key_id)
         if row is None:
-            # What was given is not repeated: it may be a whole key, pasted by mistake.
+            # The message does not repeat the argument: it may be a whole key, pasted by mistake.
             raise UnknownKeyError("no key has this id; `sidecar keys ls` lists the ids")
         if row.revoked_at is None:
             row.revoked_at = now
@@ -113,7 +114,7 @@ def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: flo
 
 
 def all_keys(database: Database) -> list[ListedKey]:
-    """Every key there is or was, the oldest first."""
+    """List every key, revoked ones too, the oldest first."""
     with database.read() as session:
         rows = session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at, ApiKeyRow.key_id))
         return [_listed(row) for row in rows]

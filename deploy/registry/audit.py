@@ -1,7 +1,7 @@
 """Write the audit trail: every change of an alias, a canary or the learner, by whom and why.
 
-A row is written in the transaction of the change itself, so that there is never one without the
-other. Rows are only ever added.
+A row is written in the same transaction as the change, so neither exists without the other. Rows
+are only added, never changed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sqlalchemy.orm import Session
 from sidecar.store.models import AuditRow
 
 CONTROL = "control"
-"""The actor of every change that the controller decides by itself."""
+"""Actor of the changes that the controller decides by itself."""
 
 SOURCE_CHARACTERS = 64
-"""An IPv6 address with a zone fits."""
+"""Longest source address that is kept: an IPv6 address with a zone fits."""
 _source: ContextVar[str] = ContextVar("audit_source", default="")
 
 
 @contextmanager
 def changes_come_from(source: str) -> Iterator[None]:
-    """Rows written inside, also in threads started from here, have this source address."""
+    """Set the source address of audit rows written inside, also by threads started inside."""
     token = _source.set(source)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Read canaries from the store. The only module that knows how a `canary` row is laid out.
+"""Read canaries from the store. Only this module knows the layout of a `canary` row.
 
-What has no column of its own lies in the row's `evidence` object, by key: `steps`, `clock`,
-`probe`, `loading`, `gate`, `step_<n>`, `breaker`, `tick_errors`.
+Values without a column of their own are in the row's `evidence` object, under the keys `steps`,
+`clock`, `probe`, `loading`, `gate`, `step_<n>`, `breaker` and `tick_errors`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sidecar.store.models import BreakerTripRow, CanaryRow
 
 
 def to_canary(row: CanaryRow) -> Canary:
-    """The store's row as a record."""
+    """Convert a row of the store to a record."""
     clock = row.evidence.get("clock", {})
     errors = row.evidence.get("tick_errors", {})
     return Canary(
@@ -44,13 +44,13 @@ def to_canary(row: CanaryRow) -> Canary:
 
 
 def breaker_trip(session: Session, canary: Canary) -> str | None:
-    """Why a proxy's breaker took the candidate out, when it did."""
+    """Return why a proxy's breaker took the candidate out of traffic; None when none did."""
     row = session.get(BreakerTripRow, (canary.model, canary.candidate, canary.salt))
     return row.reason if row is not None else None
 
 
 def active_row(session: Session, model: str) -> CanaryRow | None:
-    """The row of the one canary that has not ended, for a writer."""
+    """Return the row of the model's active canary, for a writer. At most one is active."""
     statement = (
         select(CanaryRow)
         .where(CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
@@ -60,13 +60,13 @@ def active_row(session: Session, model: str) -> CanaryRow | None:
 
 
 def active(session: Session, model: str) -> Canary | None:
-    """The one canary that has not ended, or None."""
+    """Return the model's active canary, or None."""
     row = active_row(session, model)
     return to_canary(row) if row is not None else None
 
 
 def find_row(session: Session, canary_id: str) -> CanaryRow:
-    """Raises: UnknownCanaryError."""
+    """Return the row of a canary by its id. Raises: UnknownCanaryError."""
     row = session.get(CanaryRow, canary_id)
     if row is None:
         raise UnknownCanaryError(
@@ -76,10 +76,10 @@ def find_row(session: Session, canary_id: str) -> CanaryRow:
 
 
 def canary_of(session: Session, candidate: str) -> CanaryRow | None:
-    """The canary that this adapter went through, active or ended. There is one at most."""
+    """Return the canary of this adapter, active or ended. An adapter has at most one."""
     return session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
 
 
 def etag(canary: Canary) -> str:
-    """The tag that `If-Match` is compared with."""
+    """Return the entity tag that `If-Match` is compared with."""
     return f'"g{canary.generation}"'

@@ -1,32 +1,34 @@
-"""The rule of a canary: given where it stands and what was seen, what happens next. Pure.
+"""The rules of a canary: from its phase and the evidence, its next transition. Pure.
 
 In plain words:
 
 1. **loading** A new adapter is validated on disk, loaded into vLLM under its own name and probed.
-   It goes on when replies carry its name and its log-probabilities on a fixed prompt differ from
-   the base's. An invalid or dead one is rejected. While vLLM is away it waits.
+   It passes when replies carry its name and its log-probabilities on a fixed prompt differ from
+   the base's. An invalid adapter, or one without effect, is rejected. While vLLM is unreachable
+   the canary waits.
 2. **gating** Candidate and champion answer the same held-out prompts; a judge scores both blind in
    one group. With `gate_prompts` of them scored (or all there are, `gate_min_prompts` at least)
-   the candidate goes on when its mean difference is above `-gate_margin` and it is not cut short
-   or empty more often than the champion by over `max_truncated_excess`; else it is rejected.
-   Too few prompts, judge away, vLLM away: it waits, and the clock stands. When the clock reaches
-   `gate_timeout_s` what is scored by then decides; under `gate_min_prompts` it is inconclusive.
-3. **ramping** It answers a share of the sessions, step by step. It is rolled back as soon as its
-   share of failed replies (of replies that the client cut; of cut-short or empty ones) is over the
-   champion's by more than the limit, looked at once it has `step_min_exchanges` replies or
-   `BREAKER_FAILURES` bad ones. Both arms are compared over the same span of time, and the
-   candidate must be worse than the champion in that span as well as with its earlier replies. A
-   request that the candidate failed or that vLLM did not know it for counts as failed, whoever
-   answered it instead; with
-   the newest `BREAKER_FAILURES` all of that kind the step does not end. Else it ends after
-   `step_min_s` and `step_min_exchanges`; after the last step the candidate is promoted.
+   the candidate passes when its mean difference is above `-gate_margin` and its share of truncated
+   or empty answers exceeds the champion's by at most `max_truncated_excess`; else it is rejected.
+   With too few prompts, or the judge or vLLM unreachable, it waits and its clock stops. When the
+   clock reaches `gate_timeout_s`, the prompts scored by then decide; with fewer than
+   `gate_min_prompts` the canary is inconclusive.
+3. **ramping** The candidate answers a share of the sessions, which grows step by step. Three guards
+   compare it with the champion: the share of failed replies, of replies that the client cut, and
+   of truncated or empty replies. The candidate is rolled back as soon as one of its shares exceeds
+   the champion's by more than the guard's limit. A guard applies once the candidate has
+   `step_min_exchanges` replies or `BREAKER_FAILURES` bad ones. Both arms are compared over the same
+   span of time, and the candidate must be worse both in that span and when the champion's earlier
+   replies are added. A request counts as failed when the candidate failed it or vLLM did not know
+   the adapter, also if another adapter then answered it; while the newest `BREAKER_FAILURES`
+   requests all met an unknown adapter, the step does not end. Otherwise a step ends after
+   `step_min_s` and `step_min_exchanges`, and after the last step the candidate is promoted.
    A step that reaches `step_max_s` first is inconclusive.
 
-A candidate that the proxy's breaker took out (`sidecar.routing.breaker`) is rolled back at once; a
-paused canary then stays paused, without traffic, until a person resumes or aborts it.
-
-Inconclusive keeps the champion and retires the candidate. A paused canary does nothing else. An
-ended canary never changes.
+When the proxy's breaker (`sidecar.routing.breaker`) takes a candidate out, the canary is rolled
+back at once. A paused canary instead stays paused, without traffic, until an operator resumes or
+aborts it; a paused canary makes no other transition. Inconclusive keeps the champion and retires
+the candidate. An ended canary never changes.
 """
 
 from __future__ import annotations
@@ -39,26 +41,26 @@ from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
 
 BREAKER_FAILURES = 5
-"""Bad replies that are enough to look at the guards before a step has its exchanges."""
+"""Bad replies after which the guards apply, although the step lacks its minimum of exchanges."""
 MAX_LOAD_FAILURES = 8
-"""Loads that vLLM, though up, failed with a server error before the adapter is rejected."""
+"""Failed loads (vLLM is up and answers with a server error) after which an adapter is rejected."""
 FIRST_LOAD_WAIT_S = 2.0
-"""After a failed load, doubling with each: eight of them span four minutes, which is longer than a
-vLLM lacks memory under a peak of traffic."""
+"""Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
+longer than a traffic peak keeps vLLM out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """Stay, and say why."""
+    """Stay in this phase or step, for the reason given."""
 
     reason: str
     stops_clock: bool = False
-    """True when what is waited for is not the candidate's doing."""
+    """True when the candidate is not the cause of the wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Go on to `to`."""
+    """Change to phase `to`."""
 
     to: Phase
     candidate_state: AdapterState
@@ -71,11 +73,11 @@ Decision = Hold | Move
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEvidence:
-    """What loading has shown so far. At most one of the three reasons is set."""
+    """Evidence of the loading phase. At most one of the three reasons is set."""
 
     live: bool = False
     invalid: str | None = None
-    """Why the folder cannot be served, or why the loaded adapter is not live."""
+    """Reason why the folder cannot be served or the loaded adapter has no effect."""
     away: str | None = None
     """Why vLLM could not be asked."""
     load_failures: int = 0
@@ -83,31 +85,31 @@ class LoadEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateEvidence:
-    """What the gate has shown so far."""
+    """Evidence of the gating phase."""
 
     prompts: int
-    """Held-out prompts there are, compared or not, at most `gate_prompts` wanted."""
+    """Held-out prompts available, compared or not; at most `gate_prompts`."""
     pending: int
-    """Of those, the ones not compared yet."""
+    """Held-out prompts not compared yet; part of `prompts`."""
     verdict: GateVerdict
     """The verdict if the gate ended now."""
     away: str | None = None
-    """Why the judge or vLLM could not be asked."""
+    """Reason why the judge or vLLM could not be reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCounts:
-    """Users' turns that one arm answered in a span of time."""
+    """Counts of the users' turns that one arm answered in a span of time."""
 
     replies: int
     errors: int
-    """vLLM failed in it, or did not know the adapter."""
+    """Turns in which vLLM failed or did not know the adapter."""
     short: int
-    """Ended by the token limit, or without any content; among `looked_at`."""
+    """Turns whose reply hit the token limit or is empty; among `looked_at`."""
     cuts: int = 0
-    """The client left before the end of the reply."""
+    """Turns in which the client disconnected before the end of the reply."""
     looked_at: int | None = None
-    """The newest turns, whose text was read; None: all."""
+    """Number of the newest turns whose reply text was read; None: all."""
 
     @property
     def error_share(self) -> float:
@@ -141,31 +143,37 @@ NOTHING = ArmCounts(replies=0, errors=0, short=0)
 class RampEvidence:
     candidate: ArmCounts
     champion: ArmCounts
-    """In the same span of time as the candidate's."""
+    """The champion's turns in the same span of time as `candidate`."""
     champion_before: ArmCounts = NOTHING
-    """The champion's newest replies before that span, while it has few in it."""
+    """The champion's newest turns before that span, added while the span holds few."""
     seen: int | None = None
-    """The candidate's turns in the whole step; None: those in `candidate`."""
+    """Number of the candidate's turns in the whole step; None: as in `candidate`."""
     missing_in_a_row: int = 0
-    """The candidate's newest requests for which vLLM did not know it, one after the other."""
+    """Consecutive newest requests of the candidate for which vLLM did not know the adapter."""
 
 
 Evidence = LoadEvidence | GateEvidence | RampEvidence
 
 
 def load_wait_s(failures: int) -> float:
-    """Seconds from a failed load to the next try. failures: loads that failed so far, 1 or more."""
+    """Return the seconds from a failed load to the next attempt.
+
+    failures: failed loads so far, at least 1.
+    """
     return FIRST_LOAD_WAIT_S * 2.0 ** (failures - 1)
 
 
 def elapsed_s(canary: Canary, now: float) -> float:
-    """Seconds on the clock of the present phase or step, without those in which it stood."""
+    """Return the seconds since the phase or step began, without those in which its clock stopped.
+
+    now: Unix seconds.
+    """
     until = canary.stopped_at if canary.stopped_at is not None else now
     return max(0.0, until - canary.step_started_at - canary.stopped_s)
 
 
 def decide(canary: Canary, evidence: Evidence, rules: CanarySettings, now: float) -> Decision:
-    """The next transition of a canary, or the reason why there is none. `now`: unix seconds."""
+    """Return the next transition of a canary, or the reason to hold. now: Unix seconds."""
     if not canary.active:
         return Hold(reason=canary.reason or "ended")
     if canary.paused:
@@ -232,7 +240,7 @@ def _after_ramping(
             f"{rules.step_max_s:g} s"
         )
     if missing:
-        # Enough good replies from before must not carry it on while nobody gets it.
+        # Good replies from before must not end the step while vLLM does not know the adapter.
         return Hold(
             reason=f"step {canary.step + 1} stands: vLLM did not know the adapter for its last "
             f"{evidence.missing_in_a_row} requests"

@@ -1,7 +1,7 @@
-"""Which registered adapter is tried next: the newest, one at a time, the others make room.
+"""Choose the adapter of the next canary: the newest registered one; older ones are retired.
 
-A registered adapter whose parents include a rolled-back one is not tried: it learned on top of
-what was taken away from users.
+A registered adapter with a rolled-back ancestor gets no canary: it was trained on top of what was
+taken away from users.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from deploy.registry import audit, canaries, transitions, versions
 def begin_next(
     session: Session, model: str, *, steps: tuple[int, ...], now: float
 ) -> Canary | None:
-    """The active canary, or the new canary of the newest registered adapter, or None.
+    """Return the active canary, or begin one for the newest registered adapter.
 
-    Works in the caller's write transaction.
+    Works in the caller's write transaction. Returns: None when no adapter waits.
     """
     active = canaries.active(session, model)
     if active is not None:
@@ -40,7 +40,7 @@ def begin_next(
 
 
 def has_waiting(session: Session, model: str) -> bool:
-    """True when `begin_next` would have something to do."""
+    """Return True when `begin_next` would begin a canary or retire an adapter."""
     if canaries.active(session, model) is not None:
         return False
     return any(one.state == "registered" for one in versions.versions(session, model))

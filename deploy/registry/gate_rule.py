@@ -1,8 +1,8 @@
-"""The gate's arithmetic: is the candidate no worse than the champion on held-out prompts? Pure.
+"""Arithmetic of the gate: is the candidate no worse than the champion on held-out prompts? Pure.
 
-One comparison is one prompt: the mean judge score of the candidate's answers minus that of the
-champion's, all scored in one blind group, because RULER's scores mean nothing across groups.
-The mean of these differences decides; its bootstrap interval is shown, and does not decide.
+One comparison is one prompt: the mean judge score of the candidate's answers minus the mean score
+of the champion's. All are scored in one blind group, because RULER's scores cannot be compared
+across groups. The mean of these differences decides; its bootstrap interval is only shown.
 A non-inferiority margin alone lets quality slide over many releases (Feng, Emerson and Simon 2021,
 "Approval policies for modifications to machine learning-based software"), so keep it small.
 """
@@ -21,20 +21,20 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What one held-out prompt showed."""
+    """Result of one held-out prompt."""
 
     difference: float | None
-    """Candidate minus champion, -1..1; None: set aside, the judge gave no usable score."""
+    """Mean score of the candidate minus the champion's, -1..1; None: no usable score."""
     candidate_answers: int = 0
     candidate_short: int = 0
-    """Of the answers, those that hit the token limit or are empty."""
+    """Number of the candidate's answers that hit the token limit or are empty."""
     champion_answers: int = 0
     champion_short: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdict:
-    """The comparisons added up, and what follows from them."""
+    """Sums over the comparisons, and whether the candidate passes."""
 
     passed: bool
     reason: str
@@ -49,14 +49,14 @@ class GateVerdict:
 
 
 def mean_difference(candidate: Sequence[float], champion: Sequence[float]) -> float:
-    """Mean score of the candidate's answers minus the champion's; both hold one score at least."""
+    """Return the mean of `candidate` minus the mean of `champion`; each holds a score or more."""
     return sum(candidate) / len(candidate) - sum(champion) / len(champion)
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """95% percentile interval of the mean, by resampling the prompts with replacement.
+    """Return the 95% percentile interval of the mean, by resampling `values` with replacement.
 
-    values: one at least. Same values and seed, same interval.
+    values: at least one. Deterministic for given values and seed.
     """
     rng = random.Random(seed)
     count = len(values)
@@ -68,7 +68,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 def judge_gate(
     comparisons: Sequence[Comparison], rules: CanarySettings, *, seed: int
 ) -> GateVerdict:
-    """Add up the comparisons made so far. Whether they are enough is not asked here."""
+    """Judge by the comparisons made so far. The caller decides whether they are enough."""
     differences = [c.difference for c in comparisons if c.difference is not None]
     candidate_short = _share(
         sum(c.candidate_short for c in comparisons), sum(c.candidate_answers for c in comparisons)
@@ -104,7 +104,7 @@ def _rule(
     rules: CanarySettings,
 ) -> tuple[bool, str]:
     if mean is None:
-        return False, "gate: nothing is scored yet"
+        return False, "gate: no prompt is scored yet"
     if candidate_short - champion_short > rules.max_truncated_excess:
         return False, (
             f"gate: {candidate_short:.0%} of the candidate's answers were cut short or empty, "

@@ -1,6 +1,6 @@
-"""The operator's switches of the learner, kept in the store: pause it, or have it run now.
+"""Operator switches for the learner, kept in the store: pause it, or request a run now.
 
-The learner's process reads the flags by these names. A request to run is kept until it is met.
+The learn process reads the flags by these names. A request to run stays set until a run meets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Switches:
 
     @property
     def etag(self) -> str:
-        """Says the state, so that a change and its reversal give the same tag again."""
+        """The entity tag: it encodes the state, so a change and its reversal give the same tag."""
         text = f"{self.paused} {self.run_requested}"
         return f'"{hashlib.sha256(text.encode()).hexdigest()[:12]}"'
 
@@ -42,12 +42,15 @@ def read(session: Session) -> Switches:
 
 
 def allowed_actions(switches: Switches) -> list[str]:
-    """What an operator may ask of the learner now."""
+    """List the actions that an operator may take on the learner now."""
     return ["resume"] if switches.paused else ["pause", "run"]
 
 
 def switch(session: Session, action: Action, *, now: float, actor: str, reason: str) -> Switches:
-    """Do it, with an audit row; what is so already is left. `run` is for one that is not paused."""
+    """Perform an operator's action. Idempotent: an audit row is added only for a change.
+
+    A request to run has an effect only while the learner is not paused.
+    """
     before = read(session)
     if action == "run":
         set_flag(session, RUN_REQUESTED, ON, now=now)

@@ -1,7 +1,7 @@
-"""Where an adapter comes from: parents down to the base, runs, groups, scores, gate and ramp.
+"""Lineage of an adapter: parents down to the base, runs, groups, scores, gate and ramp.
 
-Read from the store alone, so it also holds what happened after the folder was published. Content
-(prompts, answers) is not copied: ids lead to it while it is kept.
+It is read from the store alone, so it includes what happened after the folder was published.
+Content (prompts, answers) is not copied: ids lead to it while it is kept.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sidecar.visible import visible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageGroup:
-    """A group that one run took."""
+    """A group that a training run claimed."""
 
     group_id: str
     exchange_id: str
     adapter: str
-    """Who sampled the answers."""
+    """Adapter that sampled the answers, or "base"."""
     status: str
     reason: str | None
     scores: tuple[float | None, ...]
@@ -52,7 +52,7 @@ class LineageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageCanary:
-    """The canary that a version went through, with what it was decided on."""
+    """The canary of a version, with its evidence."""
 
     canary_id: str
     state: str
@@ -63,14 +63,14 @@ class LineageCanary:
     evidence: dict[str, Any]
     gate_exchange_ids: tuple[str, ...]
     gate_differences: tuple[float | None, ...]
-    """One per exchange id; None: set aside."""
+    """Score differences, one per exchange id; None: set aside."""
     gate_judges: tuple[str, ...]
-    """Judge model and rubric hash of every gate call, each once."""
+    """Judge models and rubric hashes of the gate's calls, without duplicates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageStep:
-    """One version of the chain."""
+    """One version of the lineage, with its training run and its canary."""
 
     adapter: AdapterVersion
     run: LineageRun | None
@@ -90,7 +90,7 @@ class Lineage:
 
 
 def trace_lineage(session: Session, model: str, reference: str) -> Lineage:
-    """Trace a version, an alias or a full name. Raises: UnknownAdapterError."""
+    """Trace the lineage of a version, an alias or a full name. Raises: UnknownAdapterError."""
     name = versions.resolve(session, model, reference)
     steps = tuple(
         LineageStep(
@@ -102,13 +102,13 @@ def trace_lineage(session: Session, model: str, reference: str) -> Lineage:
 
 
 def render_lineage(lineage: Lineage) -> str:
-    """The lineage as text for a person, the youngest version first."""
+    """Render a lineage as text for a person, the youngest version first."""
     lines = [f"{lineage.name} of {lineage.model}"]
     for step in lineage.steps:
         lines += ["", *_render_adapter(step.adapter)]
         lines += _render_run(step.run) if step.run is not None else ["  no training run recorded"]
         lines += _render_canary(step.canary) if step.canary is not None else ["  no canary yet"]
-    # Reasons are what people and judges wrote: none may end its line or move the cursor.
+    # Reasons hold text of people and judges: no character of it may end a line or move the cursor.
     return "\n".join(visible(line) for line in [*lines, "", f"base: {lineage.model}"])
 
 

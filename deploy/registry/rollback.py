@@ -1,10 +1,9 @@
-"""Roll back: one call, one transaction, one pointer.
+"""Roll back to an earlier champion in one call and one transaction.
 
-It needs the store and nothing else: not vLLM, not the judge, not the control process. It ends the
-active canary, moves the aliases and rewrites the routing table; proxies obey at their next look.
-
-The adapter that was champion is marked `rolled_back`, and no descendant of it gets a canary; the
-learner's next run starts from the champion that this leaves.
+A rollback needs only the store: no vLLM, no judge, no control process. It ends the active canary,
+moves the aliases and rewrites the routing table; proxies follow at their next poll. The adapter
+that was champion is marked `rolled_back`, and no descendant of it gets a canary; the learner's next
+run starts from the new champion.
 
 `previous` after a rollback is the new champion itself. So a second call, or an operator's retry
 after a lost reply, finds nothing more to undo: rolling back twice is rolling back once. To go
@@ -24,23 +23,23 @@ from sidecar.store.database import Database, count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackResult:
-    """What a rollback did."""
+    """Outcome of a rollback."""
 
     before: str
     """Champion before, or "base"."""
     after: str
     ended_canary: str | None
-    """Id of the canary that it ended."""
+    """Id of the canary that the rollback ended, if any."""
     changed: bool
-    """False: it was so already, and nothing was written."""
+    """False when the target was champion already: nothing was written."""
     generation: int
-    """Of the routing table that proxies must reach."""
+    """Generation of the routing table that this rollback leaves; proxies must reach it."""
 
 
 def rollback(
     database: Database, model: str, *, to: str = "previous", reason: str, actor: str, now: float
 ) -> RollbackResult:
-    """Make `to` the champion and end any canary. The same call again changes nothing.
+    """Make `to` the champion and end any canary. Idempotent.
 
     to: "previous", "base", a version or a full name. A version must have been champion before.
     Raises: UnknownAdapterError; TransitionError when the version never passed a canary.

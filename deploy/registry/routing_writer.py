@@ -1,8 +1,8 @@
 """Derive the routing table from the store's aliases and active canary, and write it.
 
-The table is never edited: whoever changes an alias or a canary calls `write` in the same
-transaction, so that a proxy sees either all of a decision or none of it. An unchanged table keeps
-its generation, which makes every caller idempotent.
+The table is never edited in place: code that changes an alias or a canary calls `write` in the
+same transaction, so a proxy sees either the whole decision or none of it. An unchanged table keeps
+its generation, so a repeated call has no effect.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sidecar.store.models import RoutingRow
 
 
 def current(session: Session, model: str) -> RoutingTable | None:
-    """The table that proxies poll, or None when none was ever written."""
+    """Return the table that proxies poll, or None when none was written yet."""
     row = session.get(RoutingRow, model)
     return decode_table(row.body) if row is not None else None
 
 
 def write(session: Session, model: str, *, now: float) -> RoutingTable:
-    """Write the table that follows from the store, one generation on when it changed."""
+    """Derive the table from the store and write it. A changed table gets the next generation."""
     row = session.get(RoutingRow, model)
     before = decode_table(row.body) if row is not None else None
     after = _derive(session, model)
@@ -41,9 +41,9 @@ def write(session: Session, model: str, *, now: float) -> RoutingTable:
 
 
 def initialise(session: Session, model: str, *, now: float, actor: str) -> RoutingTable:
-    """At a first start: champion and previous are the base, and the table says so.
+    """Prepare the store at the first start: both aliases point at the base.
 
-    On a later start this changes nothing, unless a table and the store disagree.
+    A later start changes nothing, unless the table and the store disagree.
     """
     known = versions.aliases_of(session, model)
     for alias in ("champion", "previous"):

@@ -1,8 +1,8 @@
-"""Change canaries in the store: begin, move on, hold, pause, resume, abort, promote.
+"""Change canaries in the store: begin, move, hold, pause, resume, abort, promote.
 
-Every function works in the caller's write transaction, and does all that belongs together: the
-canary, the adapters' states, the aliases, the routing table, the audit row. `apply` compares before
-it sets: a decision made on a canary that an operator changed meanwhile is discarded.
+Every function works in the caller's write transaction and writes all that belongs to one change:
+the canary, the adapters' states, the aliases, the routing table and the audit row. `apply` is a
+compare-and-set: it discards a decision on a canary that an operator has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sidecar.store.models import CanaryRow
 def begin(
     session: Session, *, model: str, candidate: str, steps: tuple[int, ...], now: float, actor: str
 ) -> Canary:
-    """Open the canary of a registered adapter against the champion of this moment."""
+    """Begin the canary of a registered adapter against the current champion."""
     row = CanaryRow(
         canary_id=uuid.uuid4().hex,
         model=model,
@@ -58,15 +58,15 @@ def apply(
     now: float,
     actor: str = audit.CONTROL,
 ) -> bool:
-    """Write what was decided on `canary`, with the evidence that it rests on.
+    """Write a decision on `canary` and its evidence.
 
-    Returns: False, with nothing written, when the row is not as it was when the decision was made.
+    Returns: False, with nothing written, when the row has changed since the decision was made.
     """
     row = canaries.find_row(session, canary.canary_id)
     if (row.state, row.generation, row.paused) != (canary.phase, canary.generation, canary.paused):
         return False
     if canaries.breaker_trip(session, canary) is not None and canary.phase == "ramping":
-        return False  # it came while this was decided; the next tick obeys it
+        return False  # the breaker tripped during the decision; the next tick rolls back
     row.evidence = {**row.evidence, **evidence}
     if isinstance(decision, Hold):
         _hold(row, decision, now)
@@ -76,7 +76,7 @@ def apply(
 
 
 def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
-    """Stop all decisions; the weight stays. A paused or ended canary is left as it is."""
+    """Stop all decisions and keep the traffic weight. No effect on a paused or ended canary."""
     before = canaries.to_canary(row)
     if before.paused or not before.active:
         return before
@@ -90,10 +90,10 @@ def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
 def take_out(
     session: Session, row: CanaryRow, *, why: str, now: float, actor: str = audit.CONTROL
 ) -> Canary:
-    """Obey the proxy's breaker: roll the candidate back, or leave a paused canary without traffic.
+    """Apply a trip of the proxy's breaker: roll back, or stop the traffic of a paused canary.
 
-    A person who paused a canary decides what becomes of it, so it stays paused: `resume` gives the
-    candidate its traffic back, `abort` ends the canary. The same trip again changes nothing.
+    The operator who paused a canary decides about it, so it stays paused: `resume` gives the
+    candidate its traffic back, `abort` ends the canary. A repeated trip has no effect.
     """
     before = canaries.to_canary(row)
     reason = f"the proxy's breaker took it out: {why}"
@@ -111,9 +111,10 @@ def take_out(
 
 
 def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
-    """Go on where it was paused, also when the breaker took the candidate out meanwhile.
+    """Continue a paused canary, also when the breaker took the candidate out meanwhile.
 
-    Raises: TransitionError when it is not paused."""
+    Raises: TransitionError when the canary is not paused.
+    """
     before = canaries.to_canary(row)
     if not before.active or not before.paused:
         raise TransitionError(f"canary {row.canary_id} is not paused, it is {before.phase}")
@@ -122,19 +123,19 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     row.reason = None
     row.generation += 1
     if tripped is not None:
-        # A new salt: the breaker keeps the canary of the old one out for good.
+        # A new salt: a breaker trip excludes the old salt for good.
         row.salt = uuid.uuid4().hex
         row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
-        row.step_started_at = now  # what tripped the breaker is not judged again
+        row.step_started_at = now  # the replies that tripped the breaker are not judged again
         row.evidence = {**row.evidence, "clock": {}}
     _start_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
 
 def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
-    """Take the candidate's traffic away for good. A canary that ended without promotion is left.
+    """End the canary and its traffic. No effect on a canary that ended without promotion.
 
-    Raises: TransitionError when the candidate was promoted: that is undone by a rollback.
+    Raises: TransitionError when the candidate was promoted: use a rollback then.
     """
     before = canaries.to_canary(row)
     if before.phase == "promoted":
@@ -146,9 +147,9 @@ def abort(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
 
 
 def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor: str) -> Canary:
-    """Make the candidate champion now, without the rest of the ramp.
+    """Make the candidate champion now and skip the rest of the ramp.
 
-    Raises: TransitionError unless it is ramping: nothing skips the gate.
+    Raises: TransitionError unless the canary is ramping: the gate cannot be skipped.
     """
     canary = canaries.to_canary(row)
     if canary.taken_out is not None or canaries.breaker_trip(session, canary) is not None:
@@ -165,7 +166,7 @@ def promote(session: Session, row: CanaryRow, *, reason: str, now: float, actor:
 
 
 def allowed_actions(canary: Canary) -> list[str]:
-    """What an operator may do with a canary now."""
+    """List the actions that an operator may take on a canary now."""
     if not canary.active:
         return ["rollback"] if canary.phase == "promoted" else []
     actions = ["resume" if canary.paused else "pause", "abort"]
@@ -173,8 +174,8 @@ def allowed_actions(canary: Canary) -> list[str]:
 
 
 def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
-    # Not a transition: no generation, no audit row, or every tick would make an operator's
-    # If-Match stale.
+    # A hold is no transition: with a new generation or an audit row, every tick would make an
+    # operator's If-Match stale.
     row.reason = hold.reason
     if hold.stops_clock:
         _stop_clock(row, now)

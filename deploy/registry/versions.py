@@ -1,11 +1,11 @@
 """The adapter registry: versions, their states, and the aliases that point at them.
 
-Everything works in the caller's transaction and knows no file, no vLLM and no clock. An adapter's
-name is given once and never used again; what moves are the aliases:
+All functions work in the caller's transaction and use no file, no vLLM and no clock. An adapter's
+name is used once and never again; the aliases move:
 
-- `champion` answers every session that no canary takes; "base" when no adapter does.
-- `previous` is where a rollback without a target goes: the champion that the current one replaced.
-  After a rollback it equals the champion (`deploy.registry.rollback` says why).
+- `champion` answers every session that no canary takes; it is "base" when no adapter does.
+- `previous` is the target of a rollback without one: the champion that the current one replaced.
+  After a rollback it equals the champion (`deploy.registry.rollback` gives the reason).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
 MAX_ANCESTORS = 10_000
-"""A longer chain of parents is a loop in the store, not a history."""
+"""Longest chain of parents that is followed; a longer one is a loop in the store."""
 
 
 def to_version(row: AdapterRow) -> AdapterVersion:
-    """The store's row as a record."""
+    """Convert a row of the store to a record."""
     return AdapterVersion(
         name=row.name,
         model=row.model,
@@ -45,7 +45,7 @@ def to_version(row: AdapterRow) -> AdapterVersion:
 
 
 def find(session: Session, name: str) -> AdapterVersion:
-    """The version with this full name. Raises: UnknownAdapterError."""
+    """Return the version with this full name. Raises: UnknownAdapterError."""
     row = session.get(AdapterRow, name)
     if row is None:
         raise UnknownAdapterError(f"no adapter is called {name}; `sidecar adapters ls` lists them")
@@ -53,7 +53,7 @@ def find(session: Session, name: str) -> AdapterVersion:
 
 
 def resolve(session: Session, model: str, reference: str) -> str:
-    """The adapter name, or "base", that a person's reference means.
+    """Resolve an operator's reference to an adapter name or "base".
 
     reference: "base", an alias ("champion", "previous"), a version ("12", "v12") or a full name.
     Raises: UnknownAdapterError.
@@ -74,14 +74,17 @@ def resolve(session: Session, model: str, reference: str) -> str:
     row = session.get(AdapterRow, reference)
     if row is None or row.model != model:
         raise UnknownAdapterError(
-            f"no adapter of {model} is meant by {reference!r}; name a version (12), a full name, "
+            f"no adapter of {model} matches {reference!r}; name a version (12), a full name, "
             "champion, previous or base"
         )
     return row.name
 
 
 def document_digests(session: Session, name: str) -> dict[str, str]:
-    """SHA-256 hex of a version's lineage and card, by file name, where its registration says so."""
+    """Return SHA-256 digests (hex) of a version's lineage and model card, by file name.
+
+    A file that the registration did not record is absent.
+    """
     statement = (
         select(AuditRow.after)
         .where(AuditRow.action == "adapter.registered", AuditRow.subject == name)
@@ -93,7 +96,7 @@ def document_digests(session: Session, name: str) -> dict[str, str]:
 
 
 def versions(session: Session, model: str) -> list[AdapterVersion]:
-    """Every version, the newest first."""
+    """List every version of a model, the newest first."""
     statement = (
         select(AdapterRow).where(AdapterRow.model == model).order_by(AdapterRow.version.desc())
     )
@@ -101,18 +104,18 @@ def versions(session: Session, model: str) -> list[AdapterVersion]:
 
 
 def aliases_of(session: Session, model: str) -> dict[str, str]:
-    """Alias -> adapter name or "base"."""
+    """Return the model's aliases: alias -> adapter name or "base"."""
     rows = session.scalars(select(AliasRow).where(AliasRow.model == model))
     return {row.alias: row.adapter for row in rows}
 
 
 def champion(session: Session, model: str) -> str:
-    """Name of the adapter that answers users now, or "base"."""
+    """Return the name of the champion, or "base"."""
     return aliases_of(session, model).get("champion", BASE)
 
 
 def ancestors(session: Session, name: str) -> list[AdapterVersion]:
-    """The version and its parents, the youngest first, down to the one trained from the base.
+    """List the version and its ancestors, the youngest first, to the one trained from the base.
 
     The chain ends early at a parent that this store does not know.
     """
@@ -125,7 +128,7 @@ def ancestors(session: Session, name: str) -> list[AdapterVersion]:
 
 
 def has_been_champion(session: Session, name: str) -> bool:
-    """True for the base, and for a version that a canary promoted."""
+    """Return True for the base and for a version that a canary promoted."""
     if name == BASE:
         return True
     statement = select(CanaryRow.canary_id).where(
@@ -137,9 +140,9 @@ def has_been_champion(session: Session, name: str) -> bool:
 def move_alias(
     session: Session, *, model: str, alias: str, to: str, now: float, actor: str, reason: str
 ) -> bool:
-    """Point an alias elsewhere, with its generation and an audit row.
+    """Move an alias to another adapter; write its next generation and an audit row.
 
-    Returns: False, with nothing written, when it pointed there already.
+    Returns: False, with nothing written, when it points there already.
     """
     row = session.get(AliasRow, (model, alias))
     before = row.adapter if row is not None else None
@@ -164,10 +167,10 @@ def move_alias(
 
 
 def set_state(session: Session, name: str, state: AdapterState, reason: str | None = None) -> None:
-    """Say where a version stands. The base has no row: nothing is written for it.
+    """Set the state of a version. The base has no row: nothing is written for it.
 
-    Nor has one that somebody deleted: what ends its canary, or takes its users away, must not fail.
-    The canary's or the rollback's own audit row names it.
+    A version whose row was deleted is skipped too: ending its canary or rolling it back must not
+    fail, and the audit row of that change names it.
     """
     if name == BASE:
         return
