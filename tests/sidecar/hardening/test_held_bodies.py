@@ -19,6 +19,7 @@ from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.store.database import Database
+from support.memory import traced_bytes
 
 LONG_S = 60.0
 """A limit that a test must not run into."""
@@ -71,15 +72,6 @@ def held_by(running: Any) -> int:
 # -- small chunks
 
 
-def traced_bytes() -> int:
-    """Bytes allocated by the relay and this file, not by threads that earlier tests left."""
-    ours = (
-        tracemalloc.Filter(True, f"*/{part}*") for part in ("sidecar/relay/", Path(__file__).name)
-    )
-    kept = tracemalloc.take_snapshot().filter_traces(tuple(ours))
-    return sum(trace.size for trace in kept.traces)
-
-
 @pytest.mark.parametrize("size", [1, 2, 16, 1000])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_body_in_small_pieces_holds_a_small_multiple_of_its_bytes(
@@ -94,7 +86,7 @@ def test_a_body_in_small_pieces_holds_a_small_multiple_of_its_bytes(
     for number in range(pieces - 1):
         piece = body[number * size : (number + 1) * size]
         parser.feed(b"%x\r\n%b\r\n" % (size, piece) if chunked else piece)
-    held = traced_bytes()
+    held = traced_bytes("/sidecar/relay/", "/test_held_bodies.py")
     tracemalloc.stop()
 
     assert parser.body_bytes == (pieces - 1) * size
