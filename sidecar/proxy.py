@@ -157,7 +157,7 @@ class Proxy:
 
         parent_gone: called when the parent of several workers has died; call `stop` then.
         """
-        self.routing.look()  # so that the first request follows the table
+        self.routing.poll()  # so that the first request follows the table
         # Bind the port first: only its holder may replace the unix socket.
         port = await self._relay.start(self._parent.own if self._parent is not None else None)
         listener = _listen(self._socket_path)

@@ -33,6 +33,7 @@ ROOMS = ("sidecar", "ingest", "learner", "deploy")
         ("ingest.ruler.judge, ingest.scoring", "litellm"),
         ("ingest.records", "fastapi"),
         ("sidecar.proxy", "alembic"),
+        ("sidecar.proxy", "sqlalchemy.orm"),
     ],
 )
 def test_an_import_stays_light(imported: str, forbidden: str) -> None:

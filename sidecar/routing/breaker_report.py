@@ -15,22 +15,15 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from sqlalchemy import Connection, column, insert, select, table
+from sqlalchemy import Connection, insert, select
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from sidecar.routing.breaker import Breaker, canary_tag
-from sidecar.routing.store_watch import open_store
 from sidecar.routing.table import RoutingTable
+from sidecar.store.existing import open_existing
+from sidecar.store.tables import BREAKER_TRIP
 
 log = structlog.get_logger()
-_TRIPS = table(
-    "breaker_trip",
-    column("model"),
-    column("canary"),
-    column("salt"),
-    column("at"),
-    column("reason"),
-)
 FILE_NAME = "breaker-trip.json"
 RETRY_S = 1.0
 """Between attempts to write while the store is away."""
@@ -75,7 +68,7 @@ class TripReporter:
             thread.join(RETRY_S)
 
     def _write(self, tripped: RoutingTable, reason: str, at: float) -> None:
-        engine = open_store(self._store_url)
+        engine = open_existing(self._store_url)
         row = {
             "model": tripped.model,
             "canary": tripped.canary,
@@ -88,7 +81,7 @@ class TripReporter:
         while True:
             try:
                 with engine.begin() as connection:
-                    connection.execute(insert(_TRIPS).values(**row))
+                    connection.execute(insert(BREAKER_TRIP).values(**row))
                 log.info("breaker_trip_stored", canary=tripped.canary)
                 break
             except IntegrityError:  # another worker was faster
@@ -139,10 +132,10 @@ class TripReader:
             self._show(0.0)
             return
         found = connection.execute(
-            select(_TRIPS.c.reason).where(
-                _TRIPS.c.model == now.model,
-                _TRIPS.c.canary == now.canary,
-                _TRIPS.c.salt == now.salt,
+            select(BREAKER_TRIP.c.reason).where(
+                BREAKER_TRIP.c.model == now.model,
+                BREAKER_TRIP.c.canary == now.canary,
+                BREAKER_TRIP.c.salt == now.salt,
             )
         ).scalar_one_or_none()
         self._away = False

@@ -1,27 +1,27 @@
-"""Follow the routing table in the store: a thread looks, the relay reads an attribute.
+"""Follow the routing table in the store: a thread polls it, the relay reads an attribute.
 
-A table is obeyed from the next request on. A table of an older generation is never taken, and when
-the store is away, or holds rubbish, the last table stays. Before the first one the base answers.
+A new table takes effect at the next request. A table of an older generation is never taken. While
+the store is away, or holds a table that cannot be read, the last table stays. Until a first table
+was read the base answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import structlog
-from sqlalchemy import Connection, column, select, table
+from sqlalchemy import Connection, select
 
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.store_watch import StoreReader, StoreWatch
 from sidecar.routing.table import RoutingTable, decode_table
+from sidecar.store.tables import ROUTING_TABLE
 
 log = structlog.get_logger()
-_ROUTING = table("routing_table", column("model"), column("body"))
 
 
 class RoutingSource:
-    """`table` is what the relay obeys. `start` it, `stop` it."""
+    """`table` is the table that the relay obeys. `start` it, `stop` it."""
 
     def __init__(
         self,
@@ -32,41 +32,42 @@ class RoutingSource:
         metrics: Metrics,
         readers: Sequence[StoreReader] = (),
     ) -> None:
-        """readers: what else is read from the store at each look, after the table."""
+        """readers: read the store at each poll too, after the table."""
         self.table = RoutingTable(model=model)
         self._seen = False
         self._failing: str | None = None
         self._metrics = metrics
-        self._query = select(_ROUTING.c.body).where(_ROUTING.c.model == model)
+        self._query = select(ROUTING_TABLE.c.body).where(ROUTING_TABLE.c.model == model)
         self._watch = StoreWatch(store_url, (self, *readers), poll_s=poll_s)
 
     def start(self) -> None:
-        """Look once, then go on looking in a thread."""
+        """Poll once, then go on in a thread."""
         self._watch.start()
 
     def stop(self) -> None:
+        """End the thread."""
         self._watch.stop()
 
-    def look(self) -> None:
-        """Look at the store now. Never raises: a look that fails is counted."""
-        self._watch.look()
+    def poll(self) -> None:
+        """Poll the store now. Never raises: a poll that fails is counted."""
+        self._watch.poll()
 
     def read(self, connection: Connection) -> None:
-        """One look. Raises: SQLAlchemyError."""
+        """Read the table once. Raises: SQLAlchemyError."""
         body = connection.execute(self._query).scalar_one_or_none()
         if body is None:
             self._recover()
             return
         try:
             found = decode_table(body)
-        except msgspec.MsgspecError as error:
+        except (ValueError, TypeError) as error:  # bytes or a number, where a disk damaged the row
             self._fail("unreadable", str(error))
             return
         self._recover()
         self._take(found)
 
     def store_away(self, why: str) -> None:
-        """A look that failed."""
+        """Count a poll that failed; the last table stays."""
         self._fail("store_away", why)
 
     def _take(self, found: RoutingTable) -> None:
@@ -86,7 +87,7 @@ class RoutingSource:
 
     def _fail(self, reason: str, why: str) -> None:
         self._metrics.routing_failures.labels(reason).inc()
-        if self._failing != reason:  # polled five times a second: say it once
+        if self._failing != reason:  # several polls a second: log it once
             log.warning("routing_table_kept", reason=reason, why=why)
         self._failing = reason
 

@@ -1,9 +1,9 @@
-"""Look at the store again and again: one thread and one connection for everything polled there.
+"""Poll the store: one thread and one connection for everything that the proxy follows there.
 
-The relay reads attributes that the readers set; no request ever waits for the store. A look at an
-SQLite file that nobody has written to since the last one costs a few microseconds instead of 700:
-the file system tells by the times of the file and of its log, else SQLite by `PRAGMA data_version`;
-and the file must still be the one that was opened.
+The relay reads attributes that the readers set; no request ever waits for the store. A poll of an
+SQLite file that did not change since the last poll costs a few microseconds instead of 700: the
+modification times of the file and of its log tell, else `PRAGMA data_version` does. Each poll also
+checks that the path still names the file that was opened.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from sqlalchemy import Connection, Engine, create_engine, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 
-from sidecar.errors import SettingsError
+from sidecar.store.existing import open_existing
 
-LOOKS_BETWEEN_READS = 50
-"""Read even an unchanged file now and then: readers may have a clock of their own."""
-
-
+POLLS_BETWEEN_READS = 50
+"""Every so many polls an unchanged file is read all the same: a reader may have a clock of its own
+(`sidecar.access.key_source.FULL_READ_S`)."""
 SETTLED_NS = 50_000_000
-"""A file whose last write is this old cannot be written again at the same time. Linux counts files'
-times in ticks of 10 ms at most."""
+"""A file whose last write is this old gets another modification time at its next write. Linux
+counts these times in ticks of 10 ms at most."""
 
 
 class StoreReader(Protocol):
-    """Something that is read at every look."""
+    """What the watch calls at every poll."""
 
     def read(self, connection: Connection) -> None:
-        """Raises: SQLAlchemyError; then `store_away` is told, and what was read before stays."""
+        """Read the store.
+
+        Raises: SQLAlchemyError; then the watch calls `store_away`, and what was read before stays.
+        """
         ...
 
     def store_away(self, why: str) -> None:
-        """This look failed."""
+        """Take note that this poll failed."""
         ...
 
 
@@ -46,24 +47,28 @@ class StoreWatch:
     """`start` it, `stop` it."""
 
     def __init__(self, store_url: str, readers: Sequence[StoreReader], *, poll_s: float) -> None:
-        """readers: in this order; one that fails does not keep the others from reading."""
+        """readers: in this order; one that fails does not keep the others from reading.
+
+        Raises: SettingsError when `store_url` is not a database URL.
+        """
         self._readers = readers
         self._poll_s = poll_s
-        self._engine = open_store(store_url)
+        self._engine = open_existing(store_url)
         self._kept = _KeptFile(self._engine) if self._engine.dialect.name == "sqlite" else None
-        self._looking = threading.Lock()
+        self._polling = threading.Lock()
         self._serves = threading.Lock()
-        """Held until `stop`. (Not an Event: a wait for one is thirty steps of Python, which is much
-        for a thread that wakes with cold caches, five times a second, for ever.)"""
+        """Held until `stop`. Not an Event: waiting for one takes thirty steps of Python, which is
+        much for a thread that wakes several times a second with cold caches."""
         self._serves.acquire()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
 
     def start(self) -> None:
-        """Look once, then go on looking in a thread."""
-        self.look()
+        """Poll once, then go on in a thread."""
+        self.poll()
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread and close the connection."""
         if self._serves.locked():
             self._serves.release()
         if self._thread.is_alive():
@@ -72,14 +77,14 @@ class StoreWatch:
             self._kept.close()
         self._engine.dispose()
 
-    def look(self) -> None:
-        """Look at the store now. Never raises."""
-        with self._looking:
-            self._look()
+    def poll(self) -> None:
+        """Poll the store now. Never raises."""
+        with self._polling:
+            self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._kept is not None:
-            self._look_at_file(self._kept)
+            self._poll_file(self._kept)
             return
         try:
             connection = self._engine.connect()
@@ -89,7 +94,7 @@ class StoreWatch:
         with connection:
             self._read(connection)
 
-    def _look_at_file(self, kept: _KeptFile) -> None:
+    def _poll_file(self, kept: _KeptFile) -> None:
         try:
             connection = kept.changed()
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
@@ -118,12 +123,12 @@ class StoreWatch:
 
     def _run(self) -> None:
         while not self._serves.acquire(timeout=self._poll_s):
-            self.look()
+            self.poll()
         self._serves.release()
 
 
 class _KeptFile:
-    """A connection to an SQLite file, kept while the file is the same one."""
+    """A connection to an SQLite file, kept while the path names the same file."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -133,20 +138,21 @@ class _KeptFile:
         self._file: tuple[int, int] | None = None
         self._log = self._path + "-wal"
         self._version = -1
-        self._looks = 0
+        self._polls = 0
         self._written: tuple[int, ...] = ()
-        """When, and how much, as of the last look; empty while that may still change unseen."""
+        """Modification times and sizes at the last poll; empty where a later write may not change
+        them."""
 
     def changed(self) -> Connection | None:
-        """The connection when there may be something new; None when there is nothing.
+        """The connection when the file may have changed since the last poll; else None.
 
         Raises: OSError, sqlite3.Error, SQLAlchemyError when the file cannot be read.
         """
         status = os.stat(self._path)
         file = (status.st_dev, status.st_ino)
-        self._looks += 1
+        self._polls += 1
         written = self._last_write(status)
-        if written and written == self._written and self._looks % LOOKS_BETWEEN_READS:
+        if written and written == self._written and self._polls % POLLS_BETWEEN_READS:
             return None
         self._written = written
         if self._connection is None or file != self._file:
@@ -156,14 +162,16 @@ class _KeptFile:
         driver = self._connection.connection.driver_connection
         assert isinstance(driver, sqlite3.Connection), "the engine's dialect is SQLite"
         (version,) = driver.execute("PRAGMA data_version").fetchone()
-        if version == self._version and self._looks % LOOKS_BETWEEN_READS:
+        if version == self._version and self._polls % POLLS_BETWEEN_READS:
             return None
         self._version = version
         return self._connection
 
     def _last_write(self, file: os.stat_result) -> tuple[int, ...]:
-        """What every later write will have changed, or nothing when that is not certain: two writes
-        within one tick of the file system's clock show as one."""
+        """Values of which every later write changes one; empty when no such values are certain.
+
+        Two writes within one tick of the file system's clock have the same time.
+        """
         try:
             log = os.stat(self._log)
         except FileNotFoundError:
@@ -181,7 +189,7 @@ class _KeptFile:
         )
 
     def close(self) -> None:
-        """Open the file anew at the next look."""
+        """Close the connection, so that the next poll opens the file anew."""
         self._written = ()
         connection, self._connection = self._connection, None
         self._version = -1
@@ -191,21 +199,3 @@ class _KeptFile:
 
 def _cause(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)
-
-
-def open_store(store_url: str) -> Engine:
-    """An engine for a store that exists. Raises: SettingsError when it is no database URL."""
-    try:
-        url = make_url(store_url)
-    except ArgumentError as error:
-        raise SettingsError("store.url: is not a database URL; see docs/settings.md") from error
-    if url.get_backend_name() != "sqlite" or not url.database:
-        return create_engine(url, pool_pre_ping=True)
-    # mode=rw: never make the file, it is not ours. No pool: a file that was replaced is followed.
-    query = {**url.query, "mode": "rw", "uri": "true"}
-    path = url.database if url.database.startswith("file:") else f"file:{url.database}"
-    # One thread at a time, but not always the same one.
-    opened = url.set(database=path, query=query)
-    return create_engine(
-        opened, poolclass=NullPool, connect_args={"timeout": 1.0, "check_same_thread": False}
-    )

@@ -13,7 +13,6 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from sqlalchemy.orm import Session
 
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
+from sidecar.store.existing import REPLACEMENT, read_damaged_text
 from sidecar.store.models import Base, CounterRow, FlagRow
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ _OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
 DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 """What reading a row comes to whose body, array, number or word is damaged."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_read_text = partial(str, encoding="utf-8", errors="replace")
 
 
 class Database:
@@ -195,7 +194,7 @@ def _open(url: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
-        connection.text_factory = _read_text
+        read_damaged_text(connection)
         connection.isolation_level = None  # the driver must not begin transactions by itself
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
@@ -257,7 +256,7 @@ def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
 
 def check_id(stored: str) -> str:
     """An id as it is. Raises: ValueError when it is damaged: no query would find it again."""
-    if "\ufffd" in stored:
+    if REPLACEMENT in stored:
         raise ValueError(f"the id {stored!r} holds bytes that are not UTF-8")
     return stored
 

@@ -116,13 +116,13 @@ def test_the_proxy_finds_what_the_command_made_and_sees_it_revoked(
     watch = StoreWatch(database.url, (source,), poll_s=1.0)
     made = keys.json("create", "--project", "shop", "--rpm", "7")
     with capture_logs():
-        watch.look()
+        watch.poll()
     assert source.ring is not None
     before = source.ring.find(made["key"].encode())
 
     keys.json("revoke", made["key_id"], "--reason", "it leaked")
     with capture_logs():
-        watch.look()
+        watch.poll()
     after = source.ring.find(made["key"].encode())
     watch.stop()
 

@@ -99,19 +99,6 @@ def test_a_store_without_its_tables_is_a_store_error(tmp_path: Path) -> None:
     database.close()
 
 
-def test_upgrading_an_empty_store_gives_the_models_and_twice_is_once(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
-    database.upgrade()
-
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    with database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.check(config)  # raises when a migration is missing
-    database.close()
-
-
 def test_an_exchange_of_an_older_store_had_its_first_choice_returned(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/store.db")
     config = Config()

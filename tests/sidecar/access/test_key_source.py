@@ -16,12 +16,12 @@ from sidecar.access.key_source import FULL_READ_S, KeySource
 from sidecar.access.keys import ApiKey, FreshKey, KeyRing, make_key
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.source import RoutingSource
-from sidecar.routing.store_watch import LOOKS_BETWEEN_READS, StoreWatch
+from sidecar.routing.store_watch import POLLS_BETWEEN_READS, StoreWatch
 from sidecar.routing.table import RoutingTable, encode_table
 
 
 class Store:
-    """The tables that proxies poll, as ingest's migrations make them."""
+    """The tables that proxies poll, as the migrations make them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,12 +113,12 @@ def ids(source: KeySource) -> list[str]:
 def test_before_the_store_is_seen_nothing_is_known(
     store: Store, source: KeySource, watch: StoreWatch, metrics: Metrics
 ) -> None:
-    watch.look()
+    watch.poll()
     assert source.ring is None
     assert not store.path.exists(), "the store is not ours to make"
 
     store.run("CREATE TABLE other (x)")  # of a release without keys: not migrated yet
-    watch.look()
+    watch.poll()
     assert source.ring is None
     assert failures(metrics, "store_away") == 2
 
@@ -128,7 +128,7 @@ def test_a_store_without_keys_is_known_to_have_none(
 ) -> None:
     store.create()
 
-    watch.look()
+    watch.poll()
 
     assert source.ring == KeyRing()
 
@@ -138,7 +138,7 @@ def test_a_row_becomes_a_key(store: Store, source: KeySource, watch: StoreWatch)
     store.create()
     store.put(fresh, 1)
 
-    watch.look()
+    watch.poll()
 
     assert source.ring is not None
     assert source.ring.find(fresh.presented.encode()) == ApiKey(
@@ -160,16 +160,16 @@ def test_changes_are_followed_and_the_rest_is_not_read_again(
     one, other = make_key(os.urandom), make_key(os.urandom)
     store.create()
     store.put(one, 1)
-    watch.look()
+    watch.poll()
     first = source.ring
-    watch.look()
+    watch.poll()
     assert source.ring is first, "the relay keeps what it made of it"
 
     store.put(other, 2)
-    watch.look()
+    watch.poll()
     assert ids(source) == sorted([one.key_id, other.key_id])
     store.put(one, 3, revoked_at=9.0)
-    watch.look()
+    watch.poll()
 
     assert source.ring is not None
     found = source.ring.find(one.presented.encode())
@@ -184,17 +184,17 @@ def test_another_store_of_the_same_generation_is_noticed_in_time(
     revoked, other = make_key(os.urandom), make_key(os.urandom)
     store.create()
     store.put(revoked, 1)
-    watch.look()
+    watch.poll()
     store.delete()
     store.create()
     store.put(other, 1)
 
     clock.now += FULL_READ_S - 0.1
-    watch.look()
+    watch.poll()
     before = ids(source)
     clock.now += 0.1
-    for _ in range(LOOKS_BETWEEN_READS):  # an unchanged file is read at one of these
-        watch.look()
+    for _ in range(POLLS_BETWEEN_READS):  # an unchanged file is read at one of these
+        watch.poll()
 
     assert (before, ids(source)) == ([revoked.key_id], [other.key_id])
 
@@ -205,11 +205,11 @@ def test_the_last_keys_outlive_the_store(
     fresh = make_key(os.urandom)
     store.create()
     store.put(fresh, 1)
-    watch.look()
+    watch.poll()
     store.delete()
     with capture_logs() as lines:
-        watch.look()
-        watch.look()
+        watch.poll()
+        watch.poll()
 
     assert ids(source) == [fresh.key_id]
     assert failures(metrics, "store_away") == 2
@@ -217,7 +217,14 @@ def test_the_last_keys_outlive_the_store(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"scopes": "infer fly"}, {"scopes": None}, {"best_of_max": "many"}, {"project": ""}]
+    "changes",
+    [
+        {"scopes": "infer fly"},
+        {"scopes": None},
+        {"best_of_max": "many"},
+        {"expires_at": "soon"},
+        {"project": ""},
+    ],
 )
 def test_a_row_that_is_no_key_opens_nothing_and_hides_no_other(
     changes: dict, store: Store, source: KeySource, watch: StoreWatch, metrics: Metrics
@@ -227,7 +234,7 @@ def test_a_row_that_is_no_key_opens_nothing_and_hides_no_other(
     store.put(good, 1)
     store.put(bad, 2, **changes)
     with capture_logs() as lines:
-        watch.look()
+        watch.poll()
 
     assert ids(source) == [good.key_id]
     assert failures(metrics, "unreadable") == 1
@@ -235,6 +242,23 @@ def test_a_row_that_is_no_key_opens_nothing_and_hides_no_other(
         bad.key_id
     ]
     assert bad.secret_hash not in repr(lines)
+
+
+@pytest.mark.parametrize("column", ["project", "name", "secret_hash", "scopes"])
+def test_a_row_with_bytes_that_are_no_utf8_opens_nothing_and_hides_no_other(
+    column: str, store: Store, source: KeySource, watch: StoreWatch, metrics: Metrics
+) -> None:
+    good, bad = make_key(os.urandom), make_key(os.urandom)
+    store.create()
+    store.put(good, 1)
+    store.put(bad, 2)
+    store.run(f"UPDATE api_key SET {column} = CAST(x'ff80c3' AS TEXT) WHERE key_id = ?", bad.key_id)
+
+    watch.poll()
+
+    assert ids(source) == [good.key_id]
+    assert failures(metrics, "unreadable") == 1
+    assert failures(metrics, "store_away") == 0
 
 
 def test_one_thread_follows_routing_and_keys_and_neither_stops_the_other(
@@ -264,7 +288,7 @@ def test_one_thread_follows_routing_and_keys_and_neither_stops_the_other(
     store.run("DROP TABLE api_key")
     store.run("CREATE TABLE routing_table (model, generation, body, updated_at)")
     store.run("INSERT INTO routing_table VALUES ('m', 1, ?, 0)", encode_table(table))
-    routing.look()
+    routing.poll()
     routing.stop()
 
     assert started == 1
@@ -288,7 +312,7 @@ def test_a_reader_that_fails_is_told_and_the_next_one_reads(store: Store) -> Non
     broken, whole = Reader("SELECT x FROM nowhere"), Reader("SELECT 7")
     watch = StoreWatch(store.url, (broken, whole), poll_s=1.0)
 
-    watch.look()
+    watch.poll()
     watch.stop()
 
     assert (broken.seen, whole.seen) == (["no such table: nowhere"], [7])

@@ -16,7 +16,7 @@ from sidecar.routing.table import RoutingTable, encode_table
 
 
 class Store:
-    """The table `routing_table`, as ingest's migrations make it."""
+    """The table `routing_table`, as the migrations make it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ def _table(generation: int, champion: str = "m--v1") -> RoutingTable:
 
 
 def test_before_the_first_table_the_base_answers(source: RoutingSource, store: Store) -> None:
-    source.look()
+    source.poll()
 
     assert source.table == RoutingTable(model="m")
     assert not store.path.exists(), "the store is not ours to make"
@@ -77,10 +77,10 @@ def test_before_the_first_table_the_base_answers(source: RoutingSource, store: S
 
 def test_a_newer_table_is_taken(source: RoutingSource, store: Store, metrics: Metrics) -> None:
     store.create()
-    source.look()
+    source.poll()
     for generation in (1, 2):
         store.put(_table(generation, f"m--v{generation}"))
-        source.look()
+        source.poll()
         assert source.table == _table(generation, f"m--v{generation}")
 
     assert metrics.registry.get_sample_value("sidecar_routing_generation") == 2
@@ -89,10 +89,10 @@ def test_a_newer_table_is_taken(source: RoutingSource, store: Store, metrics: Me
 def test_an_older_table_is_never_taken(source: RoutingSource, store: Store) -> None:
     store.create()
     store.put(_table(5, "new"))
-    source.look()
+    source.poll()
 
     store.put(_table(4, "old"))
-    source.look()
+    source.poll()
 
     assert source.table == _table(5, "new")
 
@@ -101,7 +101,7 @@ def test_a_first_table_of_generation_0_is_taken(source: RoutingSource, store: St
     store.create()
     store.put(_table(0))
 
-    source.look()
+    source.poll()
 
     assert source.table.champion == "m--v1"
 
@@ -119,13 +119,31 @@ def test_rubbish_in_the_store_changes_nothing_and_is_counted(
 ) -> None:
     store.create()
     store.put(_table(1))
-    source.look()
+    source.poll()
 
     store.put_text(body)
-    source.look()
+    source.poll()
 
     assert source.table == _table(1)
     assert _failures(metrics, reason) == 1
+
+
+@pytest.mark.parametrize(
+    "damaged", ["CAST(x'7bff80c3' AS TEXT)", "x'ff80c3'", "x'7b226d6f64656c223a22ff227d'"]
+)
+def test_a_row_with_bytes_that_are_no_utf8_changes_nothing_and_is_counted(
+    damaged: str, source: RoutingSource, store: Store, metrics: Metrics
+) -> None:
+    store.create()
+    store.put(_table(1))
+    source.poll()
+
+    store._run(f"UPDATE routing_table SET body = {damaged}")
+    source.poll()
+
+    assert source.table == _table(1)
+    assert _failures(metrics, "unreadable") == 1
+    assert _failures(metrics, "store_away") == 0
 
 
 def test_the_last_table_outlives_the_store_and_a_new_store_is_followed(
@@ -133,17 +151,17 @@ def test_the_last_table_outlives_the_store_and_a_new_store_is_followed(
 ) -> None:
     store.create()
     store.put(_table(1))
-    source.look()
+    source.poll()
 
     for suffix in ("", "-wal", "-shm"):
         store.path.with_name(store.path.name + suffix).unlink(missing_ok=True)
-    source.look()
+    source.poll()
     assert source.table == _table(1)
     assert _failures(metrics, "store_away") == 1
 
     store.create()
     store.put(_table(2))
-    source.look()
+    source.poll()
     assert source.table == _table(2)
 
 

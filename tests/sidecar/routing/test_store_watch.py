@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from sidecar.routing import store_watch
-from sidecar.routing.store_watch import LOOKS_BETWEEN_READS, SETTLED_NS, StoreWatch
+from sidecar.routing.store_watch import POLLS_BETWEEN_READS, SETTLED_NS, StoreWatch
 
 
 class Reader:
@@ -47,11 +47,11 @@ def test_an_unchanged_file_is_not_read_again_and_a_change_is_seen_at_once(tmp_pa
     write(path, 1)
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
 
-    watch.look()
-    watch.look()
-    watch.look()
+    watch.poll()
+    watch.poll()
+    watch.poll()
     write(path, 2)
-    watch.look()
+    watch.poll()
     watch.stop()
 
     assert reader.read_values == [1, 2]
@@ -63,8 +63,8 @@ def test_even_an_unchanged_file_is_read_now_and_then(tmp_path: Path) -> None:
     write(path, 1)
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
 
-    for _ in range(2 * LOOKS_BETWEEN_READS):
-        watch.look()
+    for _ in range(2 * POLLS_BETWEEN_READS):
+        watch.poll()
     watch.stop()
 
     assert len(reader.read_values) == 3  # the first look, and every fiftieth
@@ -74,16 +74,16 @@ def test_a_file_that_was_replaced_is_followed_and_one_that_is_gone_is_told(tmp_p
     path, reader = tmp_path / "store.db", Reader()
     write(path, 1)
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
-    watch.look()
+    watch.poll()
 
     other = tmp_path / "other.db"
     write(other, 7)
     other.replace(path)
-    watch.look()
+    watch.poll()
     path.unlink()
-    watch.look()
+    watch.poll()
     write(path, 8)
-    watch.look()
+    watch.poll()
     watch.stop()
 
     assert reader.read_values == [1, 7, 8]
@@ -95,8 +95,8 @@ def test_a_read_that_failed_is_tried_again_at_the_next_look(tmp_path: Path) -> N
     sqlite3.connect(path).close()
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
 
-    watch.look()
-    watch.look()
+    watch.poll()
+    watch.poll()
     watch.stop()
 
     assert len(reader.away) == 2
@@ -173,13 +173,13 @@ def test_every_change_is_seen_by_the_look_behind_it(
     path, reader = tmp_path / "store.db", Reader()
     rng = random.Random(5)
     with writer(path, journal) as connection, watched(path, reader) as watch:
-        watch.look()
+        watch.poll()
         for value in range(1, changes + 1):
             time.sleep(rng.choice((0.0, rng.random() * 0.03)))
             if rng.random() < 0.2:
-                watch.look()  # also one behind which nothing is new
+                watch.poll()  # also one behind which nothing is new
             put(connection, value)
-            watch.look()
+            watch.poll()
             assert reader.read_values[-1] == value
     assert reader.away == []
 
@@ -192,11 +192,11 @@ def test_changes_at_every_distance_from_the_moment_of_settling_are_seen(
     with writer(path) as connection, watched(path, reader) as watch:
         for value in range(1, 16):
             put(connection, value)
-            watch.look()
+            watch.poll()
             time.sleep(SETTLED_NS / 1e9 + (value % 5 - 2) * 0.002)
-            watch.look()
+            watch.poll()
             put(connection, -value)
-            watch.look()
+            watch.poll()
             assert reader.read_values[-1] == -value
 
 
@@ -207,11 +207,11 @@ def test_changes_of_writers_that_come_and_go_are_seen(ticks: None, tmp_path: Pat
     with watched(path, reader) as watch:
         for value in range(1, 41):
             write(path, value)
-            watch.look()
+            watch.poll()
             assert reader.read_values[-1] == value
             if value % 10 == 0:
                 age(path, 10)
-                watch.look()
+                watch.poll()
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1])
@@ -229,7 +229,7 @@ def test_a_change_that_has_settled_before_anybody_looks_is_seen(
             age(path, 1000 - value)
             if not checkpoints:
                 os.utime(path, ns=(10**18, 10**18))
-            watch.look()
+            watch.poll()
             assert reader.read_values[-1] == value
 
 
@@ -237,17 +237,17 @@ def test_sqlite_is_not_asked_about_a_file_that_has_settled(tmp_path: Path) -> No
     path, reader = tmp_path / "store.db", Reader()
     with writer(path) as connection, watched(path, reader) as watch:
         put(connection, 7)
-        watch.look()
+        watch.poll()
         age(path, 10)
-        watch.look()  # the times are others than at the look before
+        watch.poll()  # the times are others than at the look before
         asked = statements(watch)
 
         for _ in range(10):
-            watch.look()
+            watch.poll()
         assert asked == []
 
         put(connection, 8)
-        watch.look()
+        watch.poll()
         assert asked[0] == "PRAGMA data_version"
     assert reader.read_values == [7, 8]
 
@@ -260,12 +260,12 @@ def test_sqlite_is_asked_about_a_file_that_has_not_settled(
         connection.execute("PRAGMA wal_autocheckpoint=0")  # only the log is new
         put(connection, 7)
         os.utime(path, ns=(10**18, 10**18))
-        watch.look()
+        watch.poll()
         asked = statements(watch)
         written = os.stat(f"{path}-wal").st_mtime_ns
         for since, times in ((0, 1), (SETTLED_NS - 1, 2), (SETTLED_NS, 3), (SETTLED_NS, 3)):
             monkeypatch.setattr(time, "time_ns", lambda since=since: written + since)
-            watch.look()
+            watch.poll()
             # Once more when it has settled: something may have come since the look before.
             assert asked == ["PRAGMA data_version"] * times
     assert reader.read_values == [7]
@@ -279,11 +279,11 @@ def test_a_clock_that_stands_back_hides_nothing(
     now_ns = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now_ns() - int(back_s * 1e9))
     with writer(path) as connection, watched(path, reader) as watch:
-        watch.look()
+        watch.poll()
         for value in range(1, 51):
-            watch.look()
+            watch.poll()
             put(connection, value)
-            watch.look()
+            watch.poll()
             assert reader.read_values[-1] == value
 
 
@@ -293,16 +293,16 @@ def test_a_store_without_a_log_is_always_asked_about(tmp_path: Path) -> None:
         at = time.time_ns() - 10**10
         os.utime(path, ns=(at, at))
         assert not Path(f"{path}-wal").exists()
-        watch.look()
+        watch.poll()
         asked = statements(watch)
 
         for _ in range(3):
-            watch.look()
+            watch.poll()
         assert asked == ["PRAGMA data_version"] * 3
 
         put(connection, 1)
         os.utime(path, ns=(at, at))  # and nothing in the file's times tells of it
-        watch.look()
+        watch.poll()
     assert reader.read_values == [0, 1]
 
 
@@ -314,13 +314,13 @@ def test_a_settled_file_that_was_replaced_by_one_as_old_is_read(tmp_path: Path) 
         put(connection, 1)
         age(path, 10)
         for _ in range(3):
-            watch.look()
+            watch.poll()
         write(other, 2)
         times = os.stat(path)
         os.utime(other, ns=(times.st_mtime_ns, times.st_mtime_ns))
 
         other.replace(path)
-        watch.look()
+        watch.poll()
 
     assert len(reader.read_values) == 2
 
@@ -332,6 +332,6 @@ def test_a_settled_file_whose_reading_failed_is_read_again(tmp_path: Path) -> No
         age(path, 10)
 
         for _ in range(4):
-            watch.look()
+            watch.poll()
 
     assert len(reader.away) == 4

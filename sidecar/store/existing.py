@@ -1,0 +1,54 @@
+"""Open a store that another process makes and migrates. Needs no ORM."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import NullPool
+
+from sidecar.errors import SettingsError
+
+BUSY_TIMEOUT_S = 1.0
+"""How long a reader waits for a lock; it tries again at its next poll."""
+REPLACEMENT = "\ufffd"
+"""What stands for bytes that are not UTF-8 in a text that was read from the store."""
+
+
+def open_existing(store_url: str) -> Engine:
+    """Make an engine for a store that exists. Opens no file yet.
+
+    Raises: SettingsError when the URL is not a database URL.
+    """
+    try:
+        url = make_url(store_url)
+    except ArgumentError as error:
+        raise SettingsError("store.url: is not a database URL; see docs/settings.md") from error
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return create_engine(url, pool_pre_ping=True)
+    # mode=rw: this process must not create the file. NullPool: each connection opens the file
+    # anew, so a file that was replaced is followed.
+    path = url.database if url.database.startswith("file:") else f"file:{url.database}"
+    engine = create_engine(
+        url.set(database=path, query={**url.query, "mode": "rw", "uri": "true"}),
+        poolclass=NullPool,
+        # One thread at a time uses a connection, but not always the thread that opened it.
+        connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
+    )
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
+        read_damaged_text(connection)
+
+    return engine
+
+
+def read_damaged_text(connection: Any) -> None:  # Any: the driver's own type
+    """Have an SQLite connection read bytes that are not UTF-8 as U+FFFD.
+
+    A damaged value is then a wrong value of its own row; by default the driver raises an error, and
+    every query that meets the row fails.
+    """
+    connection.text_factory = partial(str, encoding="utf-8", errors="replace")

@@ -1,0 +1,45 @@
+"""The store's tables as row classes: the one place that states each column.
+
+`docs/data-dictionary.md` says what each column means; comments here only say what a name cannot.
+Migrations are made from these classes; a test compares both. Times are unix seconds (float). Bodies
+are zlib-compressed JSON (`body` columns), token arrays are packed (`sidecar.store.arrays`). No
+foreign key cascades: a record is kept or deleted on purpose, never as a side effect.
+"""
+
+from __future__ import annotations
+
+from sidecar.store.models.base import Base
+from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.store.models.groups import AnswerRow, BestOfScoreRow, GroupRow, JudgeCallRow
+from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow
+from sidecar.store.models.registry import (
+    AdapterRow,
+    AliasRow,
+    AuditRow,
+    CanaryRow,
+    GateComparisonRow,
+)
+from sidecar.store.models.runs import RunRow
+from sidecar.store.models.switches import CounterRow, FlagRow
+
+__all__ = [
+    "AdapterRow",
+    "AliasRow",
+    "AnswerRow",
+    "ApiKeyRow",
+    "AuditRow",
+    "Base",
+    "BestOfScoreRow",
+    "BreakerTripRow",
+    "CanaryRow",
+    "ChoiceRow",
+    "CounterRow",
+    "DeadLetterRow",
+    "ExchangeRow",
+    "FlagRow",
+    "GateComparisonRow",
+    "GroupRow",
+    "JudgeCallRow",
+    "RoutingRow",
+    "RunRow",
+]

@@ -1,0 +1,76 @@
+"""Tables of captured traffic: exchanges, their choices, and records that could not be stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ForeignKey, String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from sidecar.store.models.base import Base
+
+
+class ExchangeRow(Base):
+    """One captured exchange."""
+
+    __tablename__ = "exchange"
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    exchange_id: Mapped[str] = mapped_column(String(64), unique=True)
+    stored_at: Mapped[float]
+    started_at: Mapped[float] = mapped_column(index=True)
+    surface: Mapped[str] = mapped_column(String(16))
+    public_model: Mapped[str] = mapped_column(String(255))
+    adapter: Mapped[str] = mapped_column(String(255), index=True)
+    arm: Mapped[str] = mapped_column(String(16))
+    propensity: Mapped[float]
+    replica: Mapped[str] = mapped_column(String(255))
+    session_key: Mapped[str] = mapped_column(String(255), index=True)
+    held_out: Mapped[bool]
+    request_body: Mapped[bytes]
+    prompt_token_ids: Mapped[bytes]
+    sampling: Mapped[dict[str, Any]]
+    timings: Mapped[dict[str, Any]]
+    stream: Mapped[bool]
+    status: Mapped[int]
+    outcome: Mapped[str] = mapped_column(String(16))
+    untrainable_reason: Mapped[str | None] = mapped_column(String(64))
+    completion_tokens: Mapped[int | None]
+    returned_index: Mapped[int] = mapped_column(default=0, server_default="0")
+    trace_id: Mapped[str] = mapped_column(String(64))
+    project: Mapped[str] = mapped_column(String(64))
+    user: Mapped[str] = mapped_column(String(255))
+    key_id: Mapped[str] = mapped_column(String(64), default="")
+    turn_id: Mapped[str] = mapped_column(String(64), default="", index=True)
+    """The same for a request and its retries; empty: a turn of its own."""
+    retry_count: Mapped[int] = mapped_column(default=0)
+    request_bytes: Mapped[int] = mapped_column(default=0)
+    reply_bytes: Mapped[int] = mapped_column(default=0)
+    fallback_from: Mapped[str] = mapped_column(String(255), default="", index=True)
+    """The adapter that vLLM did not know, when another answered in its place."""
+    selection: Mapped[str] = mapped_column(String(64), default="new", index=True)
+    """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
+
+
+class ChoiceRow(Base):
+    """One answer of an exchange."""
+
+    __tablename__ = "choice"
+    exchange_id: Mapped[str] = mapped_column(
+        String(64), ForeignKey("exchange.exchange_id"), primary_key=True
+    )
+    index: Mapped[int] = mapped_column(primary_key=True)
+    message_body: Mapped[bytes]
+    finish_reason: Mapped[str | None] = mapped_column(String(32))
+    token_ids: Mapped[bytes]
+    logprobs: Mapped[bytes]
+
+
+class DeadLetterRow(Base):
+    """A bus record that could not be read or stored, kept whole for whoever looks into it."""
+
+    __tablename__ = "dead_letter"
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    reason: Mapped[str] = mapped_column(Text)
+    payload: Mapped[bytes]
+    """As it came, not compressed: nothing is known of it."""

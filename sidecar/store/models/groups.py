@@ -1,0 +1,104 @@
+"""Tables of groups: the answers to one prompt, their scores, and what the judge was asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ForeignKey, String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from sidecar.store.models.base import Base
+
+
+class GroupRow(Base):
+    """One chosen prompt and the life of its group.
+
+    status: sampling -> sampled -> scored -> claimed -> trained;
+    or set_aside / dropped with a reason.
+    """
+
+    __tablename__ = "answer_group"
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    group_id: Mapped[str] = mapped_column(String(64), unique=True)
+    exchange_id: Mapped[str] = mapped_column(
+        String(64), ForeignKey("exchange.exchange_id"), unique=True
+    )
+    session_key: Mapped[str] = mapped_column(String(255), index=True)
+    adapter: Mapped[str] = mapped_column(String(255))
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    reason: Mapped[str | None] = mapped_column(Text)
+    sampling_attempts: Mapped[int] = mapped_column(default=0)
+    """Rounds of sampling that ended with candidates missing."""
+    attempts: Mapped[int] = mapped_column(default=0)
+    """Judge attempts that answered rubbish."""
+    judge_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Attempts without a usable answer that were the group's own fault."""
+    judge_failures: Mapped[str | None] = mapped_column(Text)
+    """Failed attempts by reason, as JSON; those of which nobody knows whose fault it was too."""
+    judging_since: Mapped[float | None]
+    """A worker is asking the judge; left behind by a worker that died."""
+    detail: Mapped[str | None] = mapped_column(Text)
+    """The judge's last error, what a training run met, or the reason in words; 500 characters,
+    without keys."""
+    lease_until: Mapped[float] = mapped_column(default=0.0)
+    """Until then one worker has it; a dead worker's lease runs out."""
+    created_at: Mapped[float]
+    scored_at: Mapped[float | None]
+    judge_model: Mapped[str | None] = mapped_column(String(255))
+    rubric_hash: Mapped[str | None] = mapped_column(String(64))
+    run_id: Mapped[str | None] = mapped_column(String(64), index=True)
+    learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Runs that failed because of it, or that may have."""
+
+
+class AnswerRow(Base):
+    """One answer of a group, served or sampled."""
+
+    __tablename__ = "answer"
+    group_id: Mapped[str] = mapped_column(
+        String(64), ForeignKey("answer_group.group_id"), primary_key=True
+    )
+    index: Mapped[int] = mapped_column(primary_key=True)
+    origin: Mapped[str] = mapped_column(String(16))
+    message_body: Mapped[bytes]
+    finish_reason: Mapped[str | None] = mapped_column(String(32))
+    token_ids: Mapped[bytes]
+    logprobs: Mapped[bytes]
+    temperature: Mapped[float]
+    untrainable_reason: Mapped[str | None] = mapped_column(String(64))
+    score: Mapped[float | None]
+    explanation: Mapped[str | None] = mapped_column(Text)
+
+
+class JudgeCallRow(Base):
+    """Every judge call, good or bad: what was asked in which order, what came back."""
+
+    __tablename__ = "judge_call"
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    group_id: Mapped[str] = mapped_column(String(64), index=True)
+    """A group's id, or a gate comparison's."""
+    at: Mapped[float]
+    judge_model: Mapped[str] = mapped_column(String(255))
+    rubric_hash: Mapped[str] = mapped_column(String(64))
+    order_seed: Mapped[int]
+    ok: Mapped[bool]
+    error: Mapped[str | None] = mapped_column(Text)
+    reply: Mapped[str] = mapped_column(Text)
+    prompt_tokens: Mapped[int | None]
+    completion_tokens: Mapped[int | None]
+    cost_usd: Mapped[float | None]
+    seconds: Mapped[float]
+
+
+class BestOfScoreRow(Base):
+    """Scores given while a user waited, until the exchange that they belong to is stored."""
+
+    __tablename__ = "best_of_score"
+    exchange_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """Not a foreign key: the scores come first."""
+    at: Mapped[float] = mapped_column(index=True)
+    answers_digest: Mapped[str] = mapped_column(String(64))
+    scores: Mapped[list[Any]]
+    explanations: Mapped[list[Any]]
+    judge_model: Mapped[str] = mapped_column(String(255))
+    rubric_hash: Mapped[str] = mapped_column(String(64))

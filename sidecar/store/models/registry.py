@@ -1,0 +1,97 @@
+"""Tables of adapter versions: what serves, what is on canary, and who changed it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ForeignKey, Index, String, Text, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
+
+from sidecar.store.models.base import Base
+
+
+class AdapterRow(Base):
+    """One immutable adapter version. state: registered -> gating -> ramping -> champion -> retired;
+    or rejected, rolled_back."""
+
+    __tablename__ = "adapter_version"
+    __table_args__ = (UniqueConstraint("model", "version"),)
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """vLLM name `<model>--v<version>-<digest12>`; never used twice."""
+    model: Mapped[str] = mapped_column(String(255))
+    version: Mapped[int]
+    digest: Mapped[str] = mapped_column(String(64), index=True)
+    path: Mapped[str] = mapped_column(Text)
+    """Absolute path of the PEFT folder, as vLLM sees it."""
+    parent: Mapped[str] = mapped_column(String(255))
+    run_id: Mapped[str | None] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    reason: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[float]
+
+
+class AliasRow(Base):
+    """Where a name points now: champion, previous."""
+
+    __tablename__ = "alias"
+    model: Mapped[str] = mapped_column(String(255), primary_key=True)
+    alias: Mapped[str] = mapped_column(String(32), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(255))
+    generation: Mapped[int]
+
+
+class AuditRow(Base):
+    """Append-only: every change of an alias, a canary or the learner's state, by whom and why."""
+
+    __tablename__ = "audit"
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    actor: Mapped[str] = mapped_column(String(128))
+    source: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    """The address that the request came from; empty: no request asked for the change."""
+    action: Mapped[str] = mapped_column(String(64))
+    subject: Mapped[str] = mapped_column(String(255))
+    before: Mapped[dict[str, Any]]
+    after: Mapped[dict[str, Any]]
+    reason: Mapped[str] = mapped_column(Text)
+
+
+class CanaryRow(Base):
+    """One candidate's canary.
+
+    state: loading -> gating -> ramping -> promoted | rolled_back | inconclusive; paused is a flag.
+    Decisions latch: an ended canary never changes.
+    """
+
+    __tablename__ = "canary"
+    canary_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    model: Mapped[str] = mapped_column(String(255), index=True)
+    candidate: Mapped[str] = mapped_column(String(255), unique=True)
+    champion: Mapped[str] = mapped_column(String(255))
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    paused: Mapped[bool] = mapped_column(default=False)
+    reason: Mapped[str | None] = mapped_column(Text)
+    step: Mapped[int] = mapped_column(default=0)
+    salt: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[float]
+    step_started_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    evidence: Mapped[dict[str, Any]]
+    """The probe, the gate's summary, each step's counts: what the decision rests on."""
+    generation: Mapped[int] = mapped_column(default=1)
+
+
+class GateComparisonRow(Base):
+    """One held-out prompt of a gate: fresh answers of both arms in one blind group, judged."""
+
+    __tablename__ = "gate_comparison"
+    __table_args__ = (Index("ix_gate_comparison_canary", "canary_id"),)
+    comparison_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    canary_id: Mapped[str] = mapped_column(String(64), ForeignKey("canary.canary_id"))
+    exchange_id: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16))
+    """scored | set_aside"""
+    difference: Mapped[float | None]
+    """mean score of the candidate's answers minus mean score of the champion's, -1..1"""
+    answers: Mapped[list[Any]]
+    """Objects {arm, adapter, content, tool_calls, finish_reason, short, score, explanation}."""

@@ -1,0 +1,33 @@
+"""Table of training runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from sidecar.store.models.base import Base
+
+
+class RunRow(Base):
+    """One training run. status: running -> finished | failed | skipped."""
+
+    __tablename__ = "training_run"
+    run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    model: Mapped[str] = mapped_column(String(255), index=True)
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    reason: Mapped[str | None] = mapped_column(Text)
+    started_at: Mapped[float]
+    heartbeat_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    parent: Mapped[str] = mapped_column(String(255))
+    """Adapter name that it started from, or "base"."""
+    settings: Mapped[dict[str, Any]]
+    counts: Mapped[dict[str, Any]]
+    """Groups by outcome: used, and dropped by reason."""
+    metrics: Mapped[list[Any]]
+    """One object per optimiser step."""
+    adapter: Mapped[str | None] = mapped_column(String(255))
+    place: Mapped[str | None] = mapped_column(String(64))
+    """The group that it computes now; "": none; null: its trainer does not say."""

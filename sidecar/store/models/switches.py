@@ -1,0 +1,26 @@
+"""Tables that every room writes: durable counts, and the operator's switches."""
+
+from __future__ import annotations
+
+from sqlalchemy import String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from sidecar.store.models.base import Base
+
+
+class CounterRow(Base):
+    """Durable counts of where records went: (stage, reason) -> count."""
+
+    __tablename__ = "counter"
+    stage: Mapped[str] = mapped_column(String(32), primary_key=True)
+    reason: Mapped[str] = mapped_column(String(64), primary_key=True)
+    count: Mapped[int]
+
+
+class FlagRow(Base):
+    """Operator's switches that survive restarts: learner_paused, learner_run_requested, …"""
+
+    __tablename__ = "flag"
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[str] = mapped_column(Text)
+    updated_at: Mapped[float]

@@ -1,0 +1,60 @@
+"""The tables that a proxy reads or writes, and the metadata that all tables of the store share.
+
+These three are SQLAlchemy Core tables because a proxy does without the ORM: importing it with all
+models costs 0.3 s of CPU and 8 MB in every worker. `sidecar.store.models` maps its row classes onto
+these tables, so each column has its name and its type here only.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table, Text
+
+METADATA = MetaData(
+    naming_convention={
+        "ix": "ix_%(column_0_label)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+ROUTING_TABLE = Table(
+    "routing_table",
+    METADATA,
+    Column("model", String(255), primary_key=True),
+    Column("generation", Integer, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("updated_at", Float, nullable=False),
+)
+"""The routing table of each public model name. Body: `sidecar.routing.table.encode_table`."""
+
+BREAKER_TRIP = Table(
+    "breaker_trip",
+    METADATA,
+    Column("model", String(255), primary_key=True),
+    Column("canary", String(255), primary_key=True),
+    Column("salt", String(64), primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+"""Canaries that the breaker of a proxy took out. Written by `sidecar.routing.breaker_report`."""
+
+API_KEY = Table(
+    "api_key",
+    METADATA,
+    Column("key_id", String(16), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("secret_hash", String(64), nullable=False),
+    Column("scopes", String(64), nullable=False),  # names with a blank between them
+    Column("expires_at", Float),
+    Column("requests_per_minute", Integer),
+    Column("tokens_per_day", BigInteger),
+    Column("best_of_max", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
+    # Grows by one with each change of any key: a proxy need only read the largest.
+    Column("generation", Integer, nullable=False, index=True),
+)
+"""Keys of the data plane. The store holds no key itself, only its hash."""
