@@ -41,6 +41,7 @@ from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, score_answers
 from ingest.vllm.sampler import Sampler
+from sidecar.backoff import Backoff
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -49,8 +50,8 @@ log = structlog.get_logger()
 
 SPARE_PROMPTS = 2
 """Most prompts to try, as a multiple of `gate_prompts`: some comparisons are set aside."""
-FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 60.0
+WAITS = Backoff(first_s=1.0, last_s=60.0)
+"""Waits between attempts while the judge or vLLM is unreachable."""
 ATTEMPTS = 3
 """Failed judge calls (while the judge answers the probe) after which a prompt is set aside."""
 _AWAY = (EngineDownError, AdapterGoneError, JudgeBusyError)
@@ -80,7 +81,7 @@ class Retry:
 
     def later(self, now: float, reason: str) -> Retry:
         """Return the wait after one more failure: twice the last one, up to a limit."""
-        wait_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self.wait_s))
+        wait_s = WAITS.after_s(self.wait_s)
         return Retry(at=now + wait_s, wait_s=wait_s, reason=reason)
 
 

@@ -12,20 +12,20 @@ from deploy.errors import error_line
 from deploy.records import AdapterState, Canary
 from deploy.registry import transitions
 from deploy.registry.canary_rule import Decision, Hold, Move
+from sidecar.backoff import Backoff
 from sidecar.store.database import count
 
 MAX_TICK_ERRORS = 5
 """Consecutive errors that end a canary. With the waits between them they span 30 s: longer than a
 passing lack of threads or descriptors, shorter than the next candidate should wait."""
-FIRST_WAIT_S = 2.0
+WAITS = Backoff(first_s=2.0)
 
 
 def waits(canary: Canary, now: float) -> bool:
     """Return True while the retry after an error is not due: 2 s, doubling with each error."""
     if not canary.tick_errors:
         return False
-    wait_s = FIRST_WAIT_S * 2.0 ** (canary.tick_errors - 1)
-    return 0.0 <= now - canary.tick_error_at < wait_s
+    return 0.0 <= now - canary.tick_error_at < WAITS.wait_s(canary.tick_errors)
 
 
 def record(session: Session, canary: Canary, error: Exception, *, now: float) -> bool:

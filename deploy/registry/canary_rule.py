@@ -38,13 +38,14 @@ from dataclasses import dataclass
 
 from deploy.records import AdapterState, Canary, Phase
 from deploy.registry.gate_rule import GateVerdict
+from sidecar.backoff import Backoff
 from sidecar.settings import Canary as CanarySettings
 
 BREAKER_FAILURES = 5
 """Bad replies after which the guards apply, although the step lacks its minimum of exchanges."""
 MAX_LOAD_FAILURES = 8
 """Failed loads (vLLM is up and answers with a server error) after which an adapter is rejected."""
-FIRST_LOAD_WAIT_S = 2.0
+LOAD_WAITS = Backoff(first_s=2.0)
 """Wait after the first failed load; it doubles with each failure. Eight failures span four minutes,
 longer than a traffic peak keeps vLLM out of memory."""
 
@@ -160,7 +161,7 @@ def load_wait_s(failures: int) -> float:
 
     failures: failed loads so far, at least 1.
     """
-    return FIRST_LOAD_WAIT_S * 2.0 ** (failures - 1)
+    return LOAD_WAITS.wait_s(failures)
 
 
 def elapsed_s(canary: Canary, now: float) -> float:

@@ -16,7 +16,7 @@ from typing import IO
 import structlog
 
 from deploy.supervise.processes import RESTARTS, ProcessSpec, describe_exit, is_hopeless
-from sidecar.backoff import STEADY_S
+from sidecar.backoff import STEADY_S, Waits
 from sidecar.processes.children import own_environment
 from sidecar.processes.parent_death import guarded_command
 from sidecar.processes.readiness import VARIABLE as READY_VARIABLE
@@ -36,7 +36,7 @@ class Child:
         self.log_path = log_path
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
-        self.wait_s: float | None = None
+        self._waits = Waits(RESTARTS)
         self.restart_at = 0.0
         self.worked = False
         """It worked once since the supervisor started: its deaths are accidents from then on."""
@@ -121,15 +121,15 @@ class Child:
         lived_s = now - self.started_at
         self.worked = self.worked or lived_s >= STEADY_S
         self._lives_s.append(lived_s)
-        self.wait_s = RESTARTS.wait_s(self.wait_s, lived_s)
-        self.restart_at = now + self.wait_s
+        wait_s = self._waits.restart_s(lived_s)
+        self.restart_at = now + wait_s
         last_line = self.last_line()
         self.died = f"{how}: {last_line}" if last_line else how
         log.error(
             "process_died",
             name=self.spec.name,
             how=how,
-            restart_in_s=self.wait_s,
+            restart_in_s=wait_s,
             log=str(self.log_path),
             last_line=last_line,
         )

@@ -17,6 +17,7 @@ import structlog
 
 from deploy.errors import error_line
 from deploy.supervise.processes import RESTARTS
+from sidecar.backoff import Waits
 from sidecar.errors import StoreError
 
 log = structlog.get_logger()
@@ -51,7 +52,7 @@ class Loop:
         self._every_s = every_s
         self._wake = wake or asyncio.Event()
         self._clock = clock
-        self._wait_s: float | None = None
+        self._waits = Waits(RESTARTS)
 
     async def run(self) -> None:
         """Never returns; ends when its task is cancelled."""
@@ -73,20 +74,20 @@ class Loop:
             return STORE_RETRY_S
         except Exception as error:
             self._failed(error)
-            self._wait_s = RESTARTS.wait_s(self._wait_s, self._clock() - began)
+            wait_s = self._waits.restart_s(self._clock() - began)
             log.error(
                 "loop_failed",
                 loop=self.name,
                 error=self.view.error,
                 failures=self.view.failures,
-                retry_in_s=self._wait_s,
+                retry_in_s=wait_s,
                 exc_info=self.view.failures == 1,
             )
-            return self._wait_s
+            return wait_s
         if self.view.failures:
             log.info("loop_recovered", loop=self.name, failures=self.view.failures)
         self.view = LoopView()
-        self._wait_s = None
+        self._waits.reset()
         return self._every_s()
 
     def _failed(self, error: Exception) -> None:

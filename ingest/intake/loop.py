@@ -21,13 +21,14 @@ from ingest.intake.choose import choose_backlog, choose_new
 from ingest.intake.consume import consume
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
+from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
 BACKLOG_INTERVAL_S = 2.0
-PAUSE_LEAST_S = 0.5
-PAUSE_MOST_S = 30.0
+PAUSES = Backoff(first_s=0.5, last_s=30.0)
+"""Between attempts while the bus or the store is away."""
 
 log = structlog.get_logger()
 
@@ -74,8 +75,8 @@ class Intake:
         try:
             taken = self.step()
         except (BusError, StoreError) as error:
-            pause_s = min(PAUSE_LEAST_S * 2.0 ** min(self._failures, 10), PAUSE_MOST_S)
             self._failures += 1
+            pause_s = PAUSES.wait_s(self._failures)
             log.warning("intake_waits", error=str(error), pause_s=pause_s)
             return pause_s
         if self._failures:

@@ -27,6 +27,7 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Outage
+from sidecar.backoff import Backoff
 
 DEFECT = "judge_defect"
 """The sidecar's own code failed over the group."""
@@ -46,7 +47,7 @@ ATTEMPTS = {
 """After so many failed attempts for one reason a group is set aside; each reason is counted by
 itself. The less an error says of the group, the more attempts: where half of all calls fail by
 chance, one good group in 1,000 fails ten in a row."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
+WAITS = Backoff(first_s=5.0, last_s=3600.0)
 """A group's wait after its first attempt; it doubles with each. Ten attempts take 43 minutes,
 thirty take 21 hours, a hundred take 91 hours: longer than a weekend."""
 LIMITED_WAITS = 5
@@ -210,4 +211,4 @@ class Blame:
 
 def wait_s(attempts: int) -> float:
     """How long a group waits after so many attempts, at least one."""
-    return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(attempts - 1, 30)))
+    return WAITS.wait_s(attempts)

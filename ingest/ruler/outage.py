@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-FIRST_DELAY_S, LAST_DELAY_S = 1.0, 60.0
-"""The wait after a failure doubles from the first to the last while the outage lasts."""
+from dataclasses import replace
+
+from sidecar.backoff import Backoff
+
+LAST_DELAY_S = 60.0
+DELAYS = Backoff(first_s=1.0, last_s=LAST_DELAY_S)
+"""Waits while the outage lasts."""
 LONGEST_RETRY_AFTER_S = 300.0
 """A service that asks to be left alone for longer is asked again after this; that costs nothing."""
 
@@ -13,7 +18,7 @@ class Outage:
 
     def __init__(self) -> None:
         self._began_at: float | None = None
-        self._delay_s = FIRST_DELAY_S
+        self._delay_s = 0.0
         self.retry_at = 0.0
         """Unix seconds before which asking again is pointless."""
 
@@ -35,10 +40,10 @@ class Outage:
         began = self._began_at is None
         if self._began_at is None:
             self._began_at = now
-            self._delay_s = FIRST_DELAY_S
+            self._delay_s = DELAYS.first_s
             self.retry_at = now + self._delay_s
         elif now >= self.retry_at:
-            self._delay_s = min(longest_s, 2 * self._delay_s)
+            self._delay_s = replace(DELAYS, last_s=longest_s).after_s(self._delay_s)
             self.retry_at = now + self._delay_s
         self.retry_at = max(self.retry_at, now + min(retry_after_s, LONGEST_RETRY_AFTER_S))
         return began

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ingest.records import Answer
+from sidecar.backoff import Backoff
 
 Miss = Literal["held_back", "engine_down", "adapter_gone", "prompt_mismatch", "failed"]
 """Why a candidate is missing. held_back: users came first; prompt_mismatch: vLLM rendered another
@@ -20,8 +21,8 @@ prompt than the one that was answered; failed: the reply was an error or could n
 
 MAX_ROUNDS = 5
 """Rounds that may leave candidates missing through the group's own fault."""
-BACK_OFF_S = 5.0
-BACK_OFF_MOST_S = 300.0
+RETRIES = Backoff(first_s=5.0, last_s=300.0)
+"""Between the rounds of a group."""
 MIN_ANSWERS = 2
 
 
@@ -70,7 +71,7 @@ def conclude(
 
 def back_off_s(rounds: int) -> float:
     """How long to leave a group alone after so many rounds, in seconds: 5, 10, 20, ... 300."""
-    return min(BACK_OFF_S * 2.0 ** (rounds - 1), BACK_OFF_MOST_S)
+    return RETRIES.wait_s(rounds)
 
 
 def all_identical(answers: Sequence[Answer]) -> bool:

@@ -26,13 +26,15 @@ from ingest.sampling.round import Job, ask, load_job, store_round
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
 from ingest.vllm.sampler import LoadProbe, Sampler
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
+from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.settings import Groups, SamplingField
 from sidecar.store.database import DAMAGE, Database
 
 POLL_S = 0.5
 """How long a worker with nothing to do waits before it looks again."""
-PAUSE_MOST_S = 5.0
+PAUSES = Backoff(first_s=POLL_S, last_s=5.0)
+"""The first one is the ordinary poll; each failure in a row doubles it."""
 """The longest pause while vLLM or the store is away; it starts at POLL_S and doubles."""
 LEASE_SLACK_S = 60.0
 
@@ -236,4 +238,4 @@ class SamplingWorker:
 
 def _pause_s(failures: int) -> float:
     """0.5, 1, 2, 4, 5, 5, ... seconds."""
-    return min(POLL_S * 2.0 ** min(failures, 10), PAUSE_MOST_S)
+    return PAUSES.wait_s(failures + 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sidecar.backoff import Backoff
+
 Kind = Literal["start", "running", "paused", "not_due", "canary", "held_back", "too_few_groups"]
-FIRST_HOLD_S = 30.0
-LAST_HOLD_S = 3600.0
+HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,4 +71,4 @@ def hold_s(failures: int) -> float:
 
     A failure gives its groups back, so without this the same run would fail again at once.
     """
-    return min(FIRST_HOLD_S * 2.0 ** (failures - 1), LAST_HOLD_S) if failures else 0.0
+    return HOLDS.wait_s(failures) if failures else 0.0

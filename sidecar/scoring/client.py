@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from sidecar.backoff import Backoff, Waits
 from sidecar.scoring.wire import (
     MAX_QUESTION_BYTES,
     MAX_REPLY_BYTES,
@@ -26,8 +27,8 @@ from sidecar.scoring.wire import (
 )
 
 FAILURES_IN_A_ROW = 3
-FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""Length of the first and the longest pause, in seconds. It doubles while the failures go on."""
+PAUSES = Backoff(first_s=1.0, last_s=30.0)
+"""Pauses while the failures go on."""
 FAILURES = frozenset({"away", "timeout", "disconnect", "garbage", "judge_down", "failed"})
 """Reasons that concern the judge or the scoring process, not only this question."""
 TELLS_NOTHING = frozenset({"busy", "too_large"})
@@ -116,7 +117,7 @@ class Pause:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._failures = 0
-        self._length_s = 0.0
+        self._waits = Waits(PAUSES)
         self._until = 0.0
 
     @property
@@ -127,10 +128,10 @@ class Pause:
         """Record the result of a question. The pause grows once each time it has ended, not once a
         question, because questions in flight together fail together."""
         if not failed:
-            self._failures, self._length_s = 0, 0.0
+            self._failures = 0
+            self._waits.reset()
             return
         self._failures += 1
         if self._failures < FAILURES_IN_A_ROW or self.lasts:
             return
-        self._length_s = min(LAST_PAUSE_S, 2 * self._length_s or FIRST_PAUSE_S)
-        self._until = self._clock() + self._length_s
+        self._until = self._clock() + self._waits.next_s()

@@ -24,6 +24,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
+from sidecar.backoff import Waits
 from sidecar.metrics.hot import MetricSet
 from sidecar.metrics.proxy import worker_restarts
 from sidecar.metrics.table import (
@@ -132,7 +133,7 @@ class Workers:
 
     async def _keep(self, position: int, child: Child) -> None:
         """Have a worker at this position for as long as the process runs."""
-        wait_s: float | None = None
+        waits = Waits(RESTARTS)
         wanted = self._wanted[position]
         while True:
             if await ready(child):
@@ -149,7 +150,7 @@ class Workers:
                 self._serving[position] = None
             reason = await self._why(child)
             self._restarts.inc((reason,))
-            wait_s = RESTARTS.wait_s(wait_s, time.monotonic() - child.started)
+            wait_s = waits.restart_s(time.monotonic() - child.started)
             log.warning("worker_ended", slot=child.handover.slot, reason=reason, again_in_s=wait_s)
             if reason != "ended":
                 await asyncio.sleep(wait_s)
@@ -184,12 +185,12 @@ class Workers:
 
     async def _surely(self, position: int) -> Child:
         """Start a worker, however often the machine has no room for another process."""
-        wait_s: float | None = None
+        waits = Waits(RESTARTS)
         while True:
             try:
                 return await self._spawn(position)
             except OSError as error:
-                wait_s = RESTARTS.wait_s(wait_s, 0.0)
+                wait_s = waits.next_s()
                 log.error("worker_not_started", why=str(error), again_in_s=wait_s)
                 await asyncio.sleep(wait_s)
 

@@ -13,13 +13,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
+from sidecar.backoff import Backoff
 from sidecar.relay.upstream.connection import Endpoint, UpstreamPool
 
 SHARE: Final = 1.25
 """A replica takes its sessions up to this many times the mean work in flight."""
 FAILURES_TO_EJECT: Final = 3
-FIRST_EJECTION_S: Final = 2.0
-LONGEST_EJECTION_S: Final = 60.0
+EJECTION: Final = Backoff(first_s=2.0, last_s=60.0)
 _64_BITS = 2**64 - 1
 
 
@@ -77,9 +77,8 @@ class Replica:
         if self._failures < FAILURES_TO_EJECT:
             return False
         self._failures = 0
-        ejected_s = min(FIRST_EJECTION_S * 2**self._ejections, LONGEST_EJECTION_S)
-        self.ejected_until = now + ejected_s
         self._ejections += 1
+        self.ejected_until = now + EJECTION.wait_s(self._ejections)
         return True
 
     def came_back(self) -> None:

@@ -6,21 +6,32 @@ import sys
 from pathlib import Path
 
 from deploy.supervise.processes import RESTARTS, describe_exit, is_hopeless, plan
+from sidecar.backoff import Waits
 from sidecar.settings import Settings
 
 
 def test_backoff_doubles_up_to_half_a_minute() -> None:
-    waits = []
-    wait: float | None = None
-    for _ in range(8):
-        wait = RESTARTS.wait_s(wait, lived_s=1.0)
-        waits.append(wait)
+    waits = Waits(RESTARTS)
 
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [waits.restart_s(lived_s=1.0) for _ in range(8)] == [
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+        30.0,
+        30.0,
+    ]
 
 
 def test_a_steady_child_starts_again_at_once() -> None:
-    assert RESTARTS.wait_s(30.0, lived_s=60.0) == 0.5
+    waits = Waits(RESTARTS)
+    for _ in range(7):
+        waits.restart_s(lived_s=1.0)
+
+    assert waits.restart_s(lived_s=59.9) == 30.0
+    assert waits.restart_s(lived_s=60.0) == 0.5
 
 
 def test_plan_attaches_to_a_foreign_vllm_by_default() -> None:

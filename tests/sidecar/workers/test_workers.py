@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sidecar.backoff import Waits
 from sidecar.metrics.table import MetricTable, mark_dead, private_region, signs_of_life
 from sidecar.workers.child import HUNG_AFTER_S, LOOK_S, RESTARTS, Silence, takers
 
@@ -502,10 +503,12 @@ def test_a_listener_without_its_worker_is_taken_by_the_first_that_serves(
 
 
 def test_a_worker_that_dies_again_and_again_waits_longer_each_time() -> None:
-    assert RESTARTS.wait_s(None, 1.0) == 0.1
-    assert RESTARTS.wait_s(0.1, 1.0) == 0.2
-    assert RESTARTS.wait_s(8.0, 1.0) == 10.0
-    assert RESTARTS.wait_s(8.0, 60.0) == 0.1
+    waits = Waits(RESTARTS)
+
+    waited = [waits.restart_s(lived_s=1.0) for _ in range(9)]
+
+    assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert waits.restart_s(lived_s=60.0) == 0.1
 
 
 def test_signs_of_life_grow_while_the_writer_serves_and_are_gone_with_it() -> None:
