@@ -1,7 +1,7 @@
 """The admin API's POSTs.
 
-Rollback, abort and pause take no `If-Match` and may be repeated: they must never fail on a race.
-Resume, promote and the learner's run take the ETag of what the caller saw.
+Rollback, abort and pause take no `If-Match` and are idempotent: they must never fail on a race.
+Resume, promote and the learner's run require the ETag of the state that the caller read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Reason = Annotated[ReasonIn | None, Body()]
 
 
 def action_router(context: AdminContext) -> APIRouter:
-    """Every POST of `/admin/v1`."""
+    """Return the router of every POST of `/admin/v1`."""
     router = APIRouter()
     _add_rollback(router, context)
     _add_canary_actions(router, context)
@@ -50,7 +50,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
     ) -> RollbackOut:
         """Give the traffic back to an older adapter. Takes effect on the next request.
 
-        The routing table changes first and vLLM is not waited for: control loads the target
+        The routing table changes at once and does not wait for vLLM: control loads the target
         afterwards, and until then the base answers in its place, as `note` says.
         """
         wanted = asked or RollbackIn()
@@ -77,9 +77,10 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
 
 
 def until_loaded(adapter: str, engine: EngineView) -> str | None:
-    """Who answers the users of a champion that vLLM does not hold yet. Pure. None: it is held.
+    """Say who answers the users of a champion that vLLM has not loaded yet. Pure.
 
-    engine: what was last seen of every replica.
+    engine: the latest view of every replica.
+    Returns: None when every replica has it loaded.
     """
     lacking = [url for url, view in engine.replicas.items() if adapter not in view.loaded]
     if adapter == BASE or not lacking:
@@ -144,7 +145,7 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
         body: Reason = None,
         if_match: IfMatch = None,
     ) -> LearnerOut:
-        """Pause or resume the learner, or have it run now. The ETag comes from GET /learner."""
+        """Pause or resume the learner, or request a run now. The ETag comes from GET /learner."""
         reason = (body.reason if body is not None else "") or NO_REASON
         with context.database.write() as session:
             switches = learner_switches.read(session)
@@ -163,7 +164,7 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
 
 def _check_match(if_match: str | None, etag: str) -> None:
     if if_match is None:
-        raise PreconditionRequiredError("send If-Match with the ETag of the GET that you act on")
+        raise PreconditionRequiredError("send If-Match with the ETag of the resource's GET")
     tags = {tag.strip() for tag in if_match.split(",")}
     if "*" not in tags and etag not in tags:
-        raise StaleError(f"it is {etag} now, not {if_match}; GET it again and decide anew")
+        raise StaleError(f"the ETag is {etag} now, not {if_match}; GET it again, then decide")

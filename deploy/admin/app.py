@@ -1,8 +1,8 @@
-"""The admin API: its own listener, its own tokens, under `/admin/v1`.
+"""The admin API under `/admin/v1`, with its own listener and its own tokens.
 
-`admin_reception` stands before every route: it knows the caller and bounds the body.
-Reads are in `admin_reads` and `admin_records`, changes in `admin_actions`; every error is a
-problem+json. Handlers that touch the store run in threads, so that a slow one holds up no other.
+`reception` is middleware before every route: it authenticates the caller and limits the body.
+Reads are in `reads` and `records`, changes in `actions`; every error is a problem+json. Handlers
+that use the store run in threads, so that a slow one delays no other.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ VERSION = "0.1.0"
 
 
 def create_app(context: AdminContext) -> FastAPI:
-    """The ASGI application."""
+    """Build the ASGI application."""
     app = FastAPI(
         telemetry={"tracing": False},
         title="Learning sidecar: admin",
         version=VERSION,
         openapi_url="/admin/openapi.json",
-        # Swagger's page fetches scripts from elsewhere; the schema alone is enough.
+        # Swagger's page would load scripts from another host; the schema alone is enough.
         docs_url=None,
         redoc_url=None,
         default_response_class=AsciiJSONResponse,
-        # A redirect to the path without its slash would be made from the Host header.
+        # A redirect for a trailing slash would be built from the untrusted Host header.
         redirect_slashes=False,
         responses={"default": {"model": Problem, "description": "RFC 9457 problem"}},
     )
@@ -63,16 +63,15 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """The process answers."""
+        """Answer as long as the process does."""
         return {"status": "ok"}
 
     @app.get("/readyz")
     def readyz() -> JSONResponse:
-        """The store answers and holds a routing table.
+        """Ready when the store answers and holds a routing table.
 
-        vLLM may be away, and a loop of control may fail: both are survived, and said. This API can
-        still roll back, so it must not be taken for dead. Errors are told by `/admin/v1/status`,
-        which asks for a token.
+        While vLLM is away or a loop of control fails, this API can still roll back, so it stays
+        ready and the reply names the fault. `/admin/v1/status`, which needs a token, gives details.
         """
         try:
             with context.database.read() as session:

@@ -1,9 +1,9 @@
-"""Who may call the admin API. Pure: `admin_reception` asks before it reads a request's body.
+"""Authenticate callers of the admin API. Pure: `reception` calls it before it reads a body.
 
-With tokens configured (as SHA-256 hex digests) a caller must show one of them as a bearer token.
-Without, the listener is loopback only (the settings refuse anything else); then the caller is
-whoever is on this machine, but not a web page in their browser: requests that carry a foreign
-`Origin`, or a `Host` that is not a loopback name (DNS rebinding), are refused.
+With tokens configured (as SHA-256 hex digests) a caller must send one of them as a bearer token.
+Without tokens the listener is loopback only (the settings refuse anything else), and every local
+process may call. A web page in a local browser may not: requests with a foreign `Origin`, or with a
+`Host` that is not a loopback name (DNS rebinding), are refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from deploy.errors import DeployError
 from sidecar.settings.addresses import is_loopback
 
 LOCAL = "local"
-"""The audit's name of a caller that showed no token because none is configured."""
+"""Actor in the audit when no token is configured."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
 
 RefusalReason = Literal[
     "no_token", "unknown_token", "foreign_host", "foreign_origin", "unreadable", "too_large",
     "too_slow",
 ]  # fmt: skip
-"""Why a request is refused before any route sees it; the label of `sidecar_admin_refused_total`."""
+"""Reasons to refuse a request before routing; label values of `sidecar_admin_refused_total`."""
 
 
 class RefusedError(DeployError):
-    """The request is refused; `reason` is for the metric and the log."""
+    """The request is refused before routing. `reason` labels the metric and the log event."""
 
     def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(detail)
@@ -41,32 +41,32 @@ class RefusedError(DeployError):
 
 
 class UnauthorizedError(RefusedError, PermissionError):
-    """No valid bearer token: show one."""
+    """The request has no valid bearer token."""
 
 
 class ForbiddenError(RefusedError, PermissionError):
-    """The request comes from a web page, or from a name that is not this machine's."""
+    """The request comes from a web page, or its Host is not a loopback name."""
 
 
 class TooLargeError(RefusedError):
-    """The body is over the limit."""
+    """The body exceeds `MAX_BODY_BYTES`."""
 
 
 class TooSlowError(RefusedError, TimeoutError):
-    """The body did not come in time."""
+    """The body did not arrive in time."""
 
 
 def admit(headers: Iterable[tuple[bytes, bytes]], token_digests: Collection[str]) -> str:
-    """Decide who asks, by the request's headers.
+    """Authenticate a request by its headers.
 
-    headers: names in lower case, as ASGI has them.
-    Returns: the name under which the audit keeps the caller.
+    headers: (name, value) pairs with lower-case names, as in ASGI.
+    Returns: the caller's name for the audit.
     Raises: UnreadableError, UnauthorizedError, ForbiddenError.
     """
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in (b"host", b"origin", b"authorization") and name in found:
-            raise UnreadableError(f"header {name.decode()}: is there twice; send it once")
+            raise UnreadableError(f"header {name.decode()}: occurs twice; send it once")
         found[name] = value
     host, origin = _text(found, b"host"), _text(found, b"origin")
     asked_host = _host_name(host)
@@ -86,29 +86,29 @@ def admit(headers: Iterable[tuple[bytes, bytes]], token_digests: Collection[str]
 def actor_of(authorization: bytes | None, token_digests: Collection[str]) -> str:
     """Check the `Authorization` header.
 
-    Returns: the name under which the audit keeps the caller: the start of the token's digest.
+    Returns: the caller's name for the audit: the start of the token's digest.
     Raises: UnauthorizedError.
     """
     scheme, _, token = (authorization or b"").partition(b" ")
     if scheme.lower() != b"bearer" or not token.strip():
         raise UnauthorizedError("no_token", "send `Authorization: Bearer <token>`")
     digest = hashlib.sha256(token.strip()).hexdigest()
-    # All are compared, each in constant time: neither which nor how much matched shows in time.
+    # Every digest is compared, in constant time: timing shows neither the match nor its length.
     matches = [hmac.compare_digest(digest.encode(), one.lower().encode()) for one in token_digests]
     if not any(matches):
         raise UnauthorizedError(
-            "unknown_token", "this token is not known; admin.tokens holds the digests"
+            "unknown_token", "unknown token; admin.tokens lists the digests of valid ones"
         )
     return f"token:{digest[:8]}"
 
 
 async def caller(request: Request) -> str:
-    """The caller's name, which `admin_reception` found out before any route is asked."""
+    """Return the caller's name, which `reception` determined before routing."""
     return str(request.scope["caller"])
 
 
 Caller = Annotated[str, Depends(caller)]
-"""A parameter of this type holds the caller's name for the audit."""
+"""Type of a route's parameter that holds the caller's name for the audit."""
 
 
 def _text(headers: dict[bytes, bytes], name: bytes) -> str | None:
@@ -118,16 +118,16 @@ def _text(headers: dict[bytes, bytes], name: bytes) -> str | None:
     try:
         return value.decode("ascii")
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"header {name.decode()}: holds bytes that are no ASCII") from error
+        raise UnreadableError(f"header {name.decode()}: holds bytes outside ASCII") from error
 
 
 def _host_name(host: str | None) -> str:
-    """The name without its port; empty when the header is absent or empty."""
+    """Return the host without its port; empty when the header is absent or empty."""
     if not host:
         return ""
     match = _HOST.fullmatch(host)
     if match is None:
-        raise UnreadableError("header host: is no host name with an optional port")
+        raise UnreadableError("header host: is not a host name with an optional port")
     return match[1].strip("[]").lower()
 
 
@@ -135,4 +135,4 @@ def _netloc(origin: str | None) -> str:
     try:
         return urlsplit(origin or "").netloc
     except ValueError as error:
-        raise UnreadableError("header origin: is no URL") from error
+        raise UnreadableError("header origin: is not a URL") from error

@@ -1,8 +1,8 @@
-"""The `sidecar` command's way to the admin API: one place for its address, token and errors.
+"""The `sidecar` command's client of the admin API: its address, token and errors.
 
-The token goes to the admin API and nowhere else. A loopback address is never reached through the
-environment's proxy (`HTTP_PROXY`); another one is, unless `NO_PROXY` names it, as HTTP clients do:
-the API speaks plain HTTP, so such a proxy can read the token. No redirect is followed.
+The token is sent to the admin API only, and no redirect is followed. A loopback address is never
+reached through the environment's proxy (`HTTP_PROXY`). Any other address is, unless `NO_PROXY`
+names it, as usual for HTTP clients; the API speaks plain HTTP, so that proxy can read the token.
 """
 
 from __future__ import annotations
@@ -31,27 +31,31 @@ class AdminClient:
     """A thin client: paths under `/admin/v1`, JSON in and out."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises: SettingsError when the token cannot be sent."""
+        """Raises: SettingsError when the token cannot be a header value."""
         self._url = f"{base_url(settings.admin.host, settings.admin.port)}/admin/v1"
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not (token.isascii() and token.isprintable()):
             raise SettingsError(
-                f"{TOKEN_VARIABLE} holds characters that no header may have; set the token alone"
+                f"{TOKEN_VARIABLE} holds characters that a header cannot; set it to the token alone"
             )
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._takes_proxy = not is_loopback(urlsplit(self._url).hostname or "")
 
     def get(self, *path: str, **params: str | int) -> Any:  # Any: JSON
-        """path: the first part as it is, what follows quoted: it is what a person typed."""
+        """Read a resource.
+
+        path: parts of the path; all but the first are user input and are percent-encoded.
+        Raises: AdminApiError.
+        """
         return _read(self._request("GET", path, params=params))
 
     def post(self, *path: str, body: dict[str, Any], etag: str | None = None) -> Any:
-        """path: as `get`."""
+        """Perform an action. path: as for `get`; etag: for `If-Match`. Raises: AdminApiError."""
         headers = {"if-match": etag} if etag else {}
         return _read(self._request("POST", path, json=body, headers=headers))
 
     def etag(self, *path: str) -> str:
-        """The current ETag of a resource, for a change that must not race."""
+        """Return the current ETag of a resource, for a conditional change. Raises: AdminApiError."""
         return str(self._request("GET", path).headers.get("etag", ""))
 
     def _request(self, method: str, path: tuple[str, ...], **rest: Any) -> httpx.Response:
@@ -82,13 +86,13 @@ def _read(reply: httpx.Response) -> Any:  # Any: JSON
         return reply.json()
     except ValueError as error:
         raise AdminApiError(
-            f"{reply.url} did not answer with JSON; see that admin.host and admin.port are right"
+            f"{reply.url} did not answer with JSON; check admin.host and admin.port"
         ) from error
 
 
 def _problem(reply: httpx.Response) -> str:
     if reply.is_redirect:
-        return f"{reply.status_code}, a redirect: not followed; see admin.host and admin.port"
+        return f"{reply.status_code}, a redirect: not followed; check admin.host and admin.port"
     try:
         problem = dict(reply.json())
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What every route of the admin API works with."""
+"""The dependencies that every route of the admin API shares."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class AdminContext:
     rules: CanarySettings
     fleet: Fleet
     token_digests: tuple[str, ...] = ()
-    """SHA-256 hex of the accepted bearer tokens; none: this machine's own tools are let in."""
+    """SHA-256 (hex) of the accepted bearer tokens; empty: local processes need no token."""
     refusals: Refusals = field(default_factory=Refusals)
-    """Counts requests that no route saw."""
+    """Counter of requests refused before routing."""
     on_change: Callable[[], None] = lambda: None
-    """Told after every change of what vLLM should have loaded."""
+    """Called after every change of the adapters that vLLM should have loaded."""
     clock: Callable[[], float] = time.time
     loops: Callable[[], Mapping[str, LoopView]] = dict
-    """How the loops of this process do, by name."""
+    """Returns the state of the control process's loops, by name."""
 
     @property
     def engine(self) -> EngineView:
         return self.fleet.view()
 
     def loaded(self) -> frozenset[str] | None:
-        """Adapters in every vLLM that answers, when last asked; None while none does."""
+        """Return the adapters loaded in every reachable vLLM; None while none is reachable."""
         engine = self.engine
         return None if engine.away is not None else engine.loaded

@@ -1,7 +1,8 @@
-"""Read what a stranger wrote for the admin API, and show what one wrote into the store. Pure.
+"""Read untrusted JSON of admin requests, and show untrusted JSON of the store. Pure.
 
-Python's JSON reader takes more than the store, a reply or the call stack can hold: lone surrogates,
-NUL, NaN, integers of any size, nesting of any depth. Each is refused here, once for all routes.
+Python's JSON parser accepts more than the store, a reply or the call stack can hold: lone
+surrogates, NUL, NaN, integers of any size, nesting of any depth. All are refused here, for every
+route.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from starlette.responses import JSONResponse
 from deploy.errors import DeployError
 
 MAX_DEPTH = 16
-"""Nested objects and arrays; every body and cursor of this API is flat."""
+"""Deepest nesting of a request; every body and cursor of this API is flat."""
 MAX_SHOWN_DEPTH = 200
-"""Pydantic writes no deeper than 255, with what stands around the value."""
+"""Deepest nesting of a shown value: Pydantic serialises 255 levels, the enclosing ones included."""
 MAX_INTEGER = 2**63 - 1
-"""The largest integer that a database column holds."""
+"""Largest integer that a database column holds."""
 
 
 class UnreadableError(DeployError, ValueError):
-    """The request is malformed; the message says where."""
+    """The request is malformed; the message names the place."""
 
 
 class AsciiJSONResponse(JSONResponse):
-    """JSON in ASCII: a lone surrogate that a client wrote into the store is escaped, as it came."""
+    """JSON in ASCII: a lone surrogate that a client wrote into the store is sent escaped."""
 
     def render(self, content: Any) -> bytes:  # Any: JSON
         return json.dumps(content, separators=(",", ":")).encode()
 
 
 def read_stored(data: bytes) -> dict[str, Any]:
-    """Read a JSON object that a client wrote into the store, as far as a reply can hold it.
+    """Read a JSON object that a client wrote into the store, for a reply.
 
-    Returns: the object; or, when it is nested too deep or is none, its text under `unreadable`.
+    Returns: the object; if it is no object or nested too deep, its text under `unreadable`.
     """
     try:
         value = json.loads(data)
@@ -49,11 +50,11 @@ def read_stored(data: bytes) -> dict[str, Any]:
 
 
 def read_json(data: bytes, where: str) -> Any:  # Any: JSON
-    """Read a JSON text. where: its name in the error. Raises: UnreadableError."""
+    """Parse a JSON text. where: its name in the error. Raises: UnreadableError."""
     try:
         value = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{where}: is not JSON that can be read; send UTF-8 JSON") from error
+        raise UnreadableError(f"{where}: is not readable JSON; send UTF-8 JSON") from error
     for one, depth in _walk(value):
         if depth > MAX_DEPTH:
             raise UnreadableError(f"{where}: is nested deeper than {MAX_DEPTH}; send it flat")
@@ -65,7 +66,7 @@ def read_json(data: bytes, where: str) -> Any:  # Any: JSON
 
 
 def check_text(text: str, where: str) -> None:
-    """Raises: UnreadableError for text that no database and no reply can hold."""
+    """Check that the store and a reply can hold this text. Raises: UnreadableError."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise UnreadableError(f"{where}: holds a NUL or a lone surrogate; send UTF-8 text")
 
@@ -80,7 +81,7 @@ def check_quoted(quoted: bytes, where: str) -> None:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Every value inside a JSON value, names of members too, with its depth; not recursive."""
+    """Yield every value inside a JSON value, member names too, with its depth. Not recursive."""
     waiting = [(value, 1)]
     while waiting:
         one, depth = waiting.pop()

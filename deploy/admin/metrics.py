@@ -1,7 +1,8 @@
 """Prometheus metrics of the control process, read from the store at each scrape.
 
-So they are right after a restart, and whichever process did the counting. Requests that the admin
-API refused are the exception: they are counted in memory, or refusing would cost a write.
+The store's values survive a restart and include the counts of every process. Requests that the
+admin API refused are the exception: they are counted in memory, because a refusal must not cost a
+write.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sidecar.store.models import (
 
 
 class StoreCollector(Collector):
-    """Makes the metrics of one model."""
+    """Collects the metrics of one model."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class StoreCollector(Collector):
         admin_refused: Mapping[RefusalReason, int] = MappingProxyType({}),
         loops: Callable[[], Mapping[str, LoopView]] = dict,
     ) -> None:
-        """admin_refused: requests of the admin API that were refused, by reason; read each time.
-        loops: how control's loops do, by name."""
+        """admin_refused: refused requests of the admin API by reason; read at each scrape.
+        loops: returns the state of control's loops, by name."""
         self._database = database
         self._model = model
         self._engine = engine
@@ -58,7 +59,7 @@ class StoreCollector(Collector):
             yield _counters(session)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
-            "Requests that the admin API refused before any route saw them, since control started.",
+            "Admin API requests refused before routing, by reason, since control started.",
             labels=["reason"],
         )
         for reason in get_args(RefusalReason):
@@ -67,19 +68,25 @@ class StoreCollector(Collector):
 
     def _tallies(self, session: Session) -> Iterator[Metric]:
         tallies = (
-            ("groups", "Groups by status.", "status", GroupRow.status, ()),
-            ("exchanges", "Exchanges by selection.", "selection", ExchangeRow.selection, ()),
-            ("runs", "Training runs.", "status", RunRow.status, (RunRow.model == self._model,)),
+            ("groups", "Groups, by status.", "status", GroupRow.status, ()),
+            ("exchanges", "Exchanges, by selection.", "selection", ExchangeRow.selection, ()),
+            (
+                "runs",
+                "Training runs, by status.",
+                "status",
+                RunRow.status,
+                (RunRow.model == self._model,),
+            ),
             (
                 "adapters",
-                "Adapter versions by state.",
+                "Adapter versions, by state.",
                 "state",
                 AdapterRow.state,
                 (AdapterRow.model == self._model,),
             ),
             (
                 "canaries",
-                "Canaries by state.",
+                "Canaries, by state.",
                 "state",
                 CanaryRow.state,
                 (CanaryRow.model == self._model,),
@@ -99,31 +106,53 @@ class StoreCollector(Collector):
         singles = (
             (
                 "canary_weight",
-                "Share of sessions that the canary answers, 0..1.",
+                "Share of sessions routed to the canary, 0..1.",
                 canary.weight_bp / 10_000 if canary is not None else 0.0,
             ),
-            ("canary_paused", "1: paused.", float(canary is not None and canary.paused)),
-            ("routing_generation", "Of the table.", routing.generation if routing else 0),
-            ("learner_paused", "1: paused.", float(learner_switches.read(session).paused)),
-            ("engine_reachable", "1: a vLLM answers.", float(engine.away is None)),
-            ("adapters_loaded", "In every vLLM that answers.", float(len(engine.loaded))),
+            (
+                "canary_paused",
+                "Whether the active canary is paused (1) or not (0).",
+                float(canary is not None and canary.paused),
+            ),
+            (
+                "routing_generation",
+                "Generation of the routing table.",
+                routing.generation if routing else 0,
+            ),
+            (
+                "learner_paused",
+                "Whether the learner is paused (1) or not (0).",
+                float(learner_switches.read(session).paused),
+            ),
+            (
+                "engine_reachable",
+                "Whether at least one vLLM replica is reachable (1) or none (0).",
+                float(engine.away is None),
+            ),
+            (
+                "adapters_loaded",
+                "Adapters loaded in every reachable vLLM replica.",
+                float(len(engine.loaded)),
+            ),
             (
                 "adapters_refused",
-                "Wanted adapters that a vLLM does not take, or whose folder was changed.",
+                "Wanted adapters that a vLLM replica refuses or whose folder was altered.",
                 float(len(engine.refused)),
             ),
         )
         for name, help_text, value in singles:
             yield GaugeMetricFamily(f"sidecar_{name}", help_text, value=value)
         replicas = GaugeMetricFamily(
-            "sidecar_engine_replica_reachable", "1: it answers.", labels=["replica"]
+            "sidecar_engine_replica_reachable",
+            "Whether the vLLM replica is reachable (1) or not (0).",
+            labels=["replica"],
         )
         for url, view in engine.replicas.items():
             replicas.add_metric([url], float(view.away is None))
         yield replicas
         failures = GaugeMetricFamily(
             "sidecar_control_loop_failures",
-            "Turns in a row of control's loop that ended with an error.",
+            "Consecutive failed iterations of a loop of control, by loop.",
             labels=["loop"],
         )
         for name, loop in self._loops().items():
@@ -133,7 +162,7 @@ class StoreCollector(Collector):
 
 def _counters(session: Session) -> Metric:
     family = CounterMetricFamily(
-        "sidecar_records", "Where records went, by stage and reason.", labels=["stage", "reason"]
+        "sidecar_records", "Records, by stage and outcome.", labels=["stage", "reason"]
     )
     for row in session.scalars(select(CounterRow)):
         family.add_metric([row.stage, row.reason], row.count)
@@ -141,7 +170,7 @@ def _counters(session: Session) -> Metric:
 
 
 def render(collector: Collector) -> bytes:
-    """The metrics as Prometheus text."""
+    """Render the metrics as Prometheus text."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""What the admin API says and takes: the wire's side of deploy's records."""
+"""Request and reply bodies of the admin API: deploy's records as JSON."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class Page(BaseModel, Generic[T]):
-    """One page of a listing, the newest first."""
+    """One page of a listing, the newest item first."""
 
     items: list[T]
     next_cursor: str | None = None
-    """Give it back as `cursor` for the next page; null: this was the last."""
+    """Value of `cursor` for the next page; null on the last page."""
 
 
 class Problem(BaseModel):
-    """RFC 9457."""
+    """An error as RFC 9457 problem details."""
 
     type: str
     title: str
@@ -33,7 +33,7 @@ class Problem(BaseModel):
     detail: str
     instance: str
     allowed_actions: list[str] = Field(default_factory=list)
-    """What may be asked instead, now."""
+    """Actions that are allowed in the present state."""
 
 
 class AdapterOut(BaseModel):
@@ -48,7 +48,7 @@ class AdapterOut(BaseModel):
     created_at: float
     aliases: list[str]
     loaded: bool | None
-    """In vLLM, when control last looked; null while vLLM is away."""
+    """True if every reachable vLLM had it loaded at the last check; null: none is reachable."""
 
     @classmethod
     def of(
@@ -86,13 +86,13 @@ class CanaryOut(BaseModel):
     reason: str | None
     step: int
     steps: list[int]
-    """Weights of the ramp in basis points."""
+    """Traffic weights of the ramp's steps, in basis points."""
     weight_bp: int
-    """Share of sessions that the candidate answers now, in basis points."""
+    """Share of sessions routed to the candidate now, in basis points."""
     created_at: float
     step_started_at: float
     next_step_earliest_at: float | None
-    """Unix seconds; null unless it is ramping with its clock running."""
+    """Earliest end of the step, in Unix seconds; null unless ramping with its clock running."""
     ended_at: float | None
     generation: int
     allowed_actions: list[str]
@@ -217,7 +217,7 @@ class ExchangeOut(BaseModel):
     request_bytes: int
     reply_bytes: int
     fallback_from: str
-    """The adapter that vLLM did not know, when another answered in its place; else empty."""
+    """Adapter that vLLM did not know, when another one answered instead; else empty."""
     group_id: str | None
     request: dict[str, Any]
     choices: list[ChoiceOut]
@@ -230,7 +230,7 @@ class AuditOut(BaseModel):
     at: float
     actor: str
     source: str
-    """The address that the request came from; empty: no request asked for the change."""
+    """Source address of the request; empty when no request caused the change."""
     action: str
     subject: str
     before: dict[str, Any]
@@ -239,7 +239,7 @@ class AuditOut(BaseModel):
 
 
 class LearnerOut(BaseModel):
-    """Its ETag changes with every switch."""
+    """The learner's switches and newest run. Its ETag changes with every switch."""
 
     paused: bool
     run_requested: bool
@@ -248,13 +248,13 @@ class LearnerOut(BaseModel):
 
 
 class ReplicaOut(BaseModel):
-    """One vLLM."""
+    """One vLLM replica."""
 
     away: str | None
-    """Why it could not be asked; null: it could."""
+    """Reason why it is unreachable; null when it is reachable."""
     loaded: list[str]
     refused: dict[str, str]
-    """Wanted adapters that it does not take, and why."""
+    """Wanted adapters that it refuses -> reason."""
 
     @classmethod
     def of(cls, view: EngineView) -> ReplicaOut:
@@ -262,16 +262,16 @@ class ReplicaOut(BaseModel):
 
 
 class EngineOut(BaseModel):
-    """All replicas together."""
+    """All vLLM replicas together."""
 
     away: str | None
-    """Why none could be asked; null: one could."""
+    """Reason why no replica is reachable; null when one is."""
     loaded: list[str]
-    """In every replica that answers."""
+    """Adapters loaded in every reachable replica."""
     refused: dict[str, str]
-    """Wanted adapters that a replica does not take, and why."""
+    """Wanted adapters that a replica refuses -> reason."""
     replicas: dict[str, ReplicaOut]
-    """By base URL."""
+    """Replicas by base URL."""
 
     @classmethod
     def of(cls, view: EngineView) -> EngineOut:
@@ -291,12 +291,12 @@ class RoutingOut(BaseModel):
 
 
 class LoopOut(BaseModel):
-    """One of control's own loops."""
+    """One loop of the control process."""
 
     failures: int
-    """Turns in a row that ended with an error; 0: all is well."""
+    """Consecutive failed iterations; 0 when the last one succeeded."""
     error: str | None
-    """The last of these errors."""
+    """Error of the last failed iteration, if the loop fails now."""
 
     @classmethod
     def of(cls, view: LoopView) -> LoopOut:
@@ -304,7 +304,7 @@ class LoopOut(BaseModel):
 
 
 class StatusOut(BaseModel):
-    """What serves, what is on canary, what the learner does."""
+    """The serving adapters, the active canary and the learner."""
 
     model: str
     champion: str
@@ -314,35 +314,35 @@ class StatusOut(BaseModel):
     learner: LearnerOut
     engine: EngineOut
     control: dict[str, LoopOut]
-    """Control's own loops, by name: the canary (`tick`), and each vLLM (`reconcile URL`)."""
+    """Loops of control by name: the canary's (`tick`) and one for each vLLM (`reconcile URL`)."""
     adapters: dict[str, int]
-    """Versions by state."""
+    """Number of versions by state."""
     groups: dict[str, int]
-    """Groups by status."""
+    """Number of groups by status."""
     exchanges: int
     token_check: str
-    """"on": token ids are compared with the texts they belong to; else why not."""
+    """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 
 
 class FunnelOut(BaseModel):
-    """Where records stop, from request to gradient."""
+    """Counts of records by stage, from request to gradient."""
 
     exchanges: dict[str, int]
-    """By what selection made of them."""
+    """Number of exchanges by outcome of the selection."""
     groups: dict[str, int]
-    """By status."""
+    """Number of groups by status."""
     groups_by_reason: dict[str, int]
-    """Those that stopped, by reason."""
+    """Number of groups that were set aside or expired, by reason."""
     runs: dict[str, int]
     canaries: dict[str, int]
     counters: dict[str, dict[str, int]]
     """Durable counts: stage -> reason -> count."""
     token_check: str
-    """"on": token ids are compared with the texts they belong to; else why not."""
+    """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 
 
 class ReasonIn(BaseModel):
-    # Strict: `true` is no version, and a number is no reason.
+    # Strict: `true` is not a version, and a number is not a reason.
     model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str = Field(default="", max_length=2_000)
@@ -360,12 +360,12 @@ class RollbackOut(BaseModel):
     """Adapter that was champion before, or "base"."""
     to: str
     changed: bool
-    """False: it was so already."""
+    """False when the target was champion already."""
     ended_canary: str | None
     generation: int
-    """Of the routing table that every proxy obeys at its next look."""
+    """Generation of the routing table, which every proxy applies at its next poll."""
     note: str | None
-    """Who answers meanwhile, when vLLM does not hold the target yet."""
+    """Who answers meanwhile, when vLLM has not loaded the target yet."""
 
     @classmethod
     def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:

@@ -1,6 +1,7 @@
-"""Cursor paging: a page goes on after the last row that was seen, whatever was added since. Pure.
+"""Cursor paging: a page continues after the last row of the page before. Pure.
 
-A cursor is opaque to clients; inside it is the sort key of the last row as JSON.
+Rows added meanwhile do not shift a page. A cursor is opaque to clients; it holds the sort key of
+the last row as JSON.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ class BadCursorError(DeployError, ValueError):
 
 
 def encode_cursor(*key: str | float) -> str:
-    """Name the place after the row with this sort key."""
+    """Encode the position after the row with this sort key."""
     return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
 
 
 def decode_cursor(cursor: str, *kinds: type) -> tuple[Any, ...]:
-    """The sort key that a cursor holds, one value of each kind (`float` takes whole numbers too).
+    """Decode a cursor to a sort key, one value of each kind (`float` accepts integers too).
 
     Raises: BadCursorError.
     """
     try:
         key = read_json(base64.urlsafe_b64decode(cursor.encode()), "cursor")
     except (binascii.Error, UnreadableError) as error:
-        raise BadCursorError("cursor: take it from next_cursor of the page before") from error
+        raise BadCursorError("cursor: use the previous page's next_cursor") from error
     accepted = [(int, float) if kind is float else (kind,) for kind in kinds]
     if not isinstance(key, list) or len(key) != len(kinds):
         raise BadCursorError("cursor: is of another listing")
@@ -61,9 +62,9 @@ def newest_first(
     cursor: str | None,
     key: Mapping[InstrumentedAttribute[Any], type],
 ) -> Select[T]:
-    """The rows of one page and one more, behind the cursor's place.
+    """Select one page of rows after the cursor, and one row more.
 
-    key: the sort key's columns and the kind of each, the same as in the cursor.
+    key: columns of the sort key with their types, as in the cursor.
     Raises: BadCursorError.
     """
     if cursor is not None:
@@ -73,6 +74,6 @@ def newest_first(
 
 
 def page(items: list[T], limit: int, cursor_of: Callable[[T], str]) -> Page[T]:
-    """A page of at most `limit` of the items, which hold one more when there is a next page."""
+    """Build a page of at most `limit` items. One item more means that there is a next page."""
     following = cursor_of(items[limit - 1]) if len(items) > limit else None
     return Page(items=items[:limit], next_cursor=following)

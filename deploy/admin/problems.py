@@ -31,15 +31,15 @@ TYPE_PREFIX = "urn:learning-sidecar:problem:"
 
 
 class PreconditionRequiredError(DeployError):
-    """The change needs `If-Match`."""
+    """The change requires `If-Match`."""
 
 
 class StaleError(DeployError):
-    """The resource changed since the caller's ETag."""
+    """The resource has changed since the caller read its ETag."""
 
 
 class ConflictError(DeployError):
-    """Not in this state; carries what is allowed instead."""
+    """The state does not allow the action; `allowed_actions` lists what it allows."""
 
     def __init__(self, detail: str, allowed_actions: Sequence[str]) -> None:
         super().__init__(detail)
@@ -48,26 +48,26 @@ class ConflictError(DeployError):
 
 _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     UnreadableError: (400, "unreadable", "The request cannot be read"),
-    UnauthorizedError: (401, "unauthorized", "A token is needed"),
-    ForbiddenError: (403, "forbidden", "Not from here"),
+    UnauthorizedError: (401, "unauthorized", "A valid token is required"),
+    ForbiddenError: (403, "forbidden", "This origin is not allowed"),
     UnknownAdapterError: (404, "unknown-adapter", "No such adapter"),
     UnknownCanaryError: (404, "unknown-canary", "No such canary"),
     UnknownRecordError: (404, "unknown-record", "No such record"),
     ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
     TransitionError: (409, "not-allowed-now", "Not allowed in this state"),
-    TooSlowError: (408, "too-slow", "The body came too slowly"),
-    StaleError: (412, "stale", "It changed meanwhile"),
+    TooSlowError: (408, "too-slow", "The body arrived too slowly"),
+    StaleError: (412, "stale", "The resource has changed meanwhile"),
     TooLargeError: (413, "too-large", "The body is too large"),
     BadCursorError: (400, "bad-cursor", "Bad cursor"),
-    PreconditionRequiredError: (428, "if-match-needed", "If-Match is needed"),
-    EngineError: (502, "engine-away", "vLLM cannot be asked"),
-    StoreError: (503, "store-away", "The store cannot be asked"),
+    PreconditionRequiredError: (428, "if-match-needed", "If-Match is required"),
+    EngineError: (502, "engine-away", "vLLM cannot be reached"),
+    StoreError: (503, "store-away", "The store cannot be reached"),
 }
 _BY_STATUS = {404: "no-such-path", 405: "no-such-method", 422: "bad-request"}
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of this app a problem."""
+    """Answer every error of this app with a problem."""
     for kind in _KINDS:
         app.add_exception_handler(kind, _on_known)
     app.add_exception_handler(RequestValidationError, _on_validation)
@@ -84,7 +84,7 @@ def problem(
     detail: str,
     allowed_actions: Sequence[str] = (),
 ) -> JSONResponse:
-    """Answer with a problem."""
+    """Build the reply for a problem."""
     body = Problem(
         type=TYPE_PREFIX + slug,
         title=title,
@@ -100,7 +100,7 @@ def problem(
 
 
 def refusal(path: str, error: Exception) -> JSONResponse:
-    """The problem that one of the known errors means. path: of the request, decoded."""
+    """Build the reply for a known error. path: the request's path, decoded."""
     kind = next(one for one in type(error).__mro__ if one in _KINDS)
     status, slug, title = _KINDS[kind]
     allowed: Sequence[str] = getattr(error, "allowed_actions", ())
@@ -149,5 +149,5 @@ async def _on_unknown(request: Request, error: Exception) -> JSONResponse:
 
 
 def _path(request: Request) -> str:
-    # Not `request.url.path`: a URL is made from the Host header, which may be no host.
+    # Not `request.url.path`: the URL is built from the Host header, which may be no host name.
     return str(request.scope["path"])

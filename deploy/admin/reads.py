@@ -1,4 +1,4 @@
-"""The admin API's GETs of what serves: status, funnel, learner, adapters, aliases, canaries."""
+"""GETs of the admin API for the present state: status, funnel, learner, adapters, canaries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from sidecar.store.models import (
 
 
 def read_router(context: AdminContext) -> APIRouter:
-    """The GETs of the present state."""
+    """Return the router of the GETs for the present state."""
     router = APIRouter(dependencies=[Depends(caller)])
     _add_overview(router, context)
     _add_adapters(router, context)
@@ -194,7 +194,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
 
 
 def read_learner(session: Session, model: str) -> LearnerOut:
-    """The learner's switches and its newest run."""
+    """Read the learner's switches and its newest run."""
     switches = learner_switches.read(session)
     newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
     row = session.scalars(newest.limit(1)).first()

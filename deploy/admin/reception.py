@@ -1,9 +1,9 @@
-"""Receive a request of the admin API: who asks, then what they sent. ASGI middleware.
+"""ASGI middleware of the admin API: authenticate the caller, then read the body.
 
-The caller is known before a byte of the body is read, for every method and every path but the
-probes. A body is small and comes soon, or it is refused; the routes get it whole. Whoever is
-refused is counted by reason and leaves a log line, at most one for each reason in LOG_INTERVAL_S.
-Neither the token nor the query is logged.
+The caller is authenticated before any byte of the body is read, for every method and every path but
+the probes. A body that is too long or too slow is refused; the routes get it whole. A refusal is
+counted by reason and logged at most once for each reason in LOG_INTERVAL_S. Neither the token nor
+the query is logged.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from deploy.registry import audit
 log = structlog.get_logger()
 
 PROBES = frozenset({"/healthz", "/readyz", "/admin/openapi.json"})
-"""Paths whose GET needs no caller and has no body."""
+"""Paths whose GET needs no authentication and has no body."""
 MAX_BODY_BYTES = 65_536
-"""The longest body of a route is a reason of 2,000 characters."""
+"""Largest body. The longest that a route takes is a reason of 2,000 characters."""
 BODY_TIMEOUT_S = 10.0
-"""For the whole body."""
+"""Timeout for receiving the whole body."""
 LINGER_BYTES = 1_048_576
 LINGER_S = 1.0
-"""After a refusal this much of the body is read and thrown away, for this long: a connection that
-is closed on unread bytes is reset, and the client loses the reply."""
+"""After a refusal, up to LINGER_BYTES of the body are read and discarded, for at most this long:
+closing a connection with unread bytes resets it, and the client loses the reply."""
 LOG_INTERVAL_S = 10.0
 _LOGGED_PATH_CHARACTERS = 200
 
@@ -53,7 +53,7 @@ class Refusals:
         self._logged: dict[RefusalReason, tuple[float, int]] = {}
 
     def note(self, reason: RefusalReason, *, source: str, method: str, path: str) -> None:
-        """Count one, and log it unless the same reason was logged a moment ago."""
+        """Count a refusal, and log it unless the same reason was logged within LOG_INTERVAL_S."""
         self.counts[reason] += 1
         now = self._clock()
         logged_at, counted = self._logged.get(reason, (now - LOG_INTERVAL_S, 0))
@@ -72,7 +72,7 @@ class Refusals:
 
 
 class Reception:
-    """The middleware. It tells the routes the caller in `scope["caller"]`."""
+    """The middleware. It passes the caller's name to the routes in `scope["caller"]`."""
 
     def __init__(
         self,
@@ -112,7 +112,10 @@ class Reception:
             await self._app(scope, _once(body, receive), send)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises: TooLargeError, TooSlowError, UnreadableError; ConnectionAbortedError."""
+        """Read the whole body.
+
+        Raises: TooLargeError, TooSlowError, UnreadableError; ConnectionAbortedError.
+        """
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > MAX_BODY_BYTES:
                 raise _too_large()
@@ -123,14 +126,14 @@ class Reception:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ConnectionAbortedError("the client left inside its body")
+                        raise ConnectionAbortedError("the client disconnected during its body")
                     body += message.get("body", b"")
                     if len(body) > MAX_BODY_BYTES:
                         raise _too_large()
                     more = message.get("more_body", False)
         except TimeoutError as error:
             raise TooSlowError(
-                "too_slow", f"the body did not come within {self._body_timeout_s:g} s"
+                "too_slow", f"the body did not arrive within {self._body_timeout_s:g} s"
             ) from error
         if body:
             read_json(bytes(body), "body")
@@ -138,7 +141,7 @@ class Reception:
 
 
 def source_of(scope: Scope) -> str:
-    """The address at the other end of the connection; headers that name another are not trusted."""
+    """Return the peer address of the connection; forwarding headers are not trusted."""
     client = scope.get("client")
     return str(client[0])[: audit.SOURCE_CHARACTERS] if client else ""
 
@@ -148,7 +151,7 @@ def _too_large() -> TooLargeError:
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives a body that was read already, and after it what the client does."""
+    """Return an ASGI `receive` that first yields the body read already, then later events."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_whole() -> Message:
@@ -164,7 +167,8 @@ async def _answer_and_close(response: Response, scope: Scope, receive: Receive, 
         if message["type"] != "http.response.body":
             await send(message)
             return
-        # The reply is whole by its content-length; the last, empty part ends the connection.
+        # The content-length completes the reply for the client. The last, empty part would close
+        # the connection, so it is sent after the rest of the body was read.
         await send({**message, "more_body": True})
         await _discard(scope, receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

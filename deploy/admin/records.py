@@ -1,4 +1,4 @@
-"""The admin API's GETs of records: groups, runs, exchanges, the audit."""
+"""GETs of the admin API for records: groups, runs, exchanges, the audit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, Gr
 
 
 def record_router(context: AdminContext) -> APIRouter:
-    """The GETs of what was recorded and done."""
+    """Return the router of the GETs for records."""
     router = APIRouter(dependencies=[Depends(caller)])
     _add_groups(router, context)
     _add_history(router, context)
@@ -100,7 +100,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
 
 
 def run_out(row: RunRow) -> RunOut:
-    """A run as the wire shows it."""
+    """Convert a run's row to its reply."""
     return RunOut(**{name: getattr(row, name) for name in RunOut.model_fields})
 
 
@@ -125,7 +125,7 @@ def _answer(row: AnswerRow) -> AnswerOut:
 def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
     row = session.scalar(select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
     if row is None:
-        raise UnknownRecordError(f"no exchange {exchange_id}; it is stored some time after it")
+        raise UnknownRecordError(f"no exchange {exchange_id}; ingest stores it a little later")
     choices = session.scalars(
         select(ChoiceRow).where(ChoiceRow.exchange_id == exchange_id).order_by(ChoiceRow.index)
     )
