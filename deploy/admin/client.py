@@ -55,7 +55,7 @@ class AdminClient:
         return _read(self._request("POST", path, json=body, headers=headers))
 
     def etag(self, *path: str) -> str:
-        """Return the current ETag of a resource, for a conditional change. Raises: AdminApiError."""
+        """Return a resource's current ETag, for a conditional change. Raises: AdminApiError."""
         return str(self._request("GET", path).headers.get("etag", ""))
 
     def _request(self, method: str, path: tuple[str, ...], **rest: Any) -> httpx.Response:
