@@ -1,9 +1,9 @@
-"""The judge's queue in the store: which group is asked about next, and what failed attempts leave.
+"""The judge's queue in the store: which group is judged next, and the counts of failed attempts.
 
-`judging_since` marks a group that a worker is asking about. Every end of that, good or bad, clears
-it, so a mark that is still there when the lease has run out tells of a process that died in the
-middle. The next claim counts that as one attempt, and takes such groups one at a time: if one of
-them brings the process down, it alone is charged with that.
+`judging_since` marks a group that a worker is judging. Every outcome, good or bad, clears it, so a
+mark that outlives its lease shows that a process died while it judged the group. The next claim
+counts that as one attempt, and takes such groups ("suspects") one at a time: if one of them crashes
+the process again, the failure counts against that group alone.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ INTERRUPTED_DETAIL = "the scoring process ended while the judge was asked about 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """Groups that a worker has now."""
+    """Groups that a worker has claimed."""
 
     group_ids: list[str]
     suspect: str | None = None
-    """The one of them that a process died over."""
+    """Id of the claimed group that a process died over, if any."""
 
 
 def claim_for_judge(
     session: Session, *, limit: int, now: float, lease_s: float, suspects: bool = True
 ) -> Claimed:
-    """Take up to `limit` groups for `lease_s` seconds: fewest failed attempts first, then those
-    that were never tried, then the one that waits longest.
+    """Claim up to `limit` groups for `lease_s` seconds.
 
-    suspects: whether one of them may be a group that a process died over.
-    Call it in a write transaction, as `claim_groups`.
+    Order: fewest failed attempts, then never tried, then longest wait.
+    suspects: True when one of them may be a group that a process died over.
+    Call it in a write transaction, like `claim_groups`.
     """
     waiting = (
         select(GroupRow)
@@ -63,7 +63,7 @@ def claim_for_judge(
 
 
 def hold(session: Session, group_id: str, *, until: float) -> None:
-    """Keep a group whose judging failed until it is known whose fault that was."""
+    """Keep the claim on a group whose judging failed until the cause is known."""
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id, GroupRow.status == SAMPLED)
@@ -72,7 +72,7 @@ def hold(session: Session, group_id: str, *, until: float) -> None:
 
 
 def give_back(session: Session, group_id: str, *, until: float = 0.0) -> None:
-    """Give a group back as it was; nobody is to take it before `until` (unix seconds)."""
+    """Release a group unchanged; nobody may claim it before `until` (Unix seconds)."""
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id, GroupRow.status == SAMPLED)
@@ -81,9 +81,9 @@ def give_back(session: Session, group_id: str, *, until: float = 0.0) -> None:
 
 
 def charge(session: Session, failed: Failed, *, now: float) -> bool:
-    """Count a failed attempt that is the group's own fault; after too many set the group aside.
+    """Count a failed attempt that is the group's own fault; after too many, set the group aside.
 
-    Returns: whether it was set aside now.
+    Returns: True when it was set aside now.
     """
     row = _waiting(session, failed.group_id)
     if row is None:
@@ -94,7 +94,7 @@ def charge(session: Session, failed: Failed, *, now: float) -> bool:
 
 
 def doubt(session: Session, failed: Failed, *, now: float) -> bool:
-    """Count a failed attempt of which nobody knows whose fault it is; as `charge`."""
+    """Count a failed attempt of unknown cause; otherwise like `charge`."""
     row = _waiting(session, failed.group_id)
     if row is None:
         return False
@@ -103,7 +103,7 @@ def doubt(session: Session, failed: Failed, *, now: float) -> bool:
 
 
 def newest_scored(session: Session) -> str | None:
-    """The newest group that a judge has scored, to ask about again; None when there is none."""
+    """Return the newest scored group, to judge it again as a probe; None when there is none."""
     return session.scalar(
         select(GroupRow.group_id)
         .where(GroupRow.scored_at.is_not(None))
@@ -113,7 +113,7 @@ def newest_scored(session: Session) -> str | None:
 
 
 def failures(row: GroupRow) -> dict[str, int]:
-    """The group's failed attempts by reason. What cannot be read counts for nothing."""
+    """Return the group's failed attempts by reason. Unreadable entries are left out."""
     try:
         return msgspec.json.decode(row.judge_failures or "{}", type=dict[str, int])
     except (msgspec.MsgspecError, UnicodeError):
@@ -127,7 +127,7 @@ def _waiting(session: Session, group_id: str) -> GroupRow | None:
 
 
 def _count_failure(row: GroupRow, reason: str) -> bool:
-    """Returns: whether the group has failed too often for this reason."""
+    """Count one failure. Returns: True when the group has failed too often for this reason."""
     counts = failures(row)
     counts[reason] = counts.get(reason, 0) + 1
     row.judge_failures = msgspec.json.encode(counts).decode()
@@ -135,7 +135,7 @@ def _count_failure(row: GroupRow, reason: str) -> bool:
 
 
 def _put_back(session: Session, row: GroupRow, failed: Failed, *, now: float, ended: bool) -> bool:
-    """Let the group wait for its next attempt, or set it aside. Returns: whether it was."""
+    """Queue the group for its next attempt, or set it aside. Returns: True when set aside."""
     wait = wait_s(max(row.judge_attempts, failures(row).get(UNPROVEN, 0)))
     row.detail = failed.detail
     row.judging_since = None
@@ -145,8 +145,11 @@ def _put_back(session: Session, row: GroupRow, failed: Failed, *, now: float, en
 
 
 def _first_to_try_again(session: Session, left: Sequence[GroupRow]) -> GroupRow | None:
-    """Of groups that a process died over, the first that may be tried again. It has failed once
-    more; those before it have failed too often and are set aside."""
+    """Return the first group, of those that a process died over, that may be tried again.
+
+    The death counts as one more failure of it. Groups before it that have failed too often are set
+    aside.
+    """
     for row in left:
         row.judge_attempts += 1
         if not _count_failure(row, INTERRUPTED):

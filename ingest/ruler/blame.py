@@ -1,19 +1,20 @@
-"""Whose fault is a failed judge call: the group's or the judge's? Pure: the caller has the clock.
+"""Decide who caused a failed judge call: the group or the judge? Pure: the caller has the clock.
 
-An error does not tell. A content filter answers 403 to one group, a wrong key answers 403 to all; a
-prompt that crashes the judge's worker looks like an outage. So a group that failed is held until
-there is evidence, of three kinds:
+The error itself does not tell. A content filter answers 403 to one group, a wrong key answers 403
+to all; a prompt that crashes the judge's worker looks like an outage. So a group that failed is
+held until there is evidence, of three kinds:
 
 - A real group is scored afterwards: the failure was the held group's own and counts as an attempt.
-  When nothing else is in flight, the caller asks again about a group that was scored before.
-- The judge fails over that group and over a sum too: an outage. Nothing counts.
-- The judge answers the sum only. That proves nothing of real groups: each failure counts as
-  unproven, of which a group may have many, over days. When several groups fail in a row so, the
-  judge fails over all real groups: that is treated as an outage.
+  When nothing else is in flight, the caller judges a group again that was scored before.
+- The judge fails on that group and on the sum question (`ingest.ruler.probe`) too: an outage.
+  Nothing counts.
+- The judge answers the sum question only. That proves nothing about real groups: each failure
+  counts as unproven, and a group may have many of these, over days. When many groups in a row fail
+  like this, the judge is taken to fail on all real groups: an outage.
 
-In an outage one group is asked at a time, after longer and longer waits. So an outage costs at most
-the calls that were in flight when it began, `FAILED_IN_A_ROW` where the judge still answers the
-sum, and one for each wait.
+In an outage one group is judged at a time, after growing waits. So an outage costs at most the
+calls in flight when it began, `FAILED_IN_A_ROW` calls if the judge still answers the sum question,
+and one call for each wait.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Outage
 from sidecar.backoff import Backoff
 
 DEFECT = "judge_defect"
-"""The sidecar's own code failed over the group."""
+"""Reason: the sidecar's own code failed on the group."""
 INTERRUPTED = "judge_interrupted"
-"""The process died while the group was being judged."""
+"""Reason: the process died while the group was being judged."""
 UNPROVEN = "unproven"
-"""The judge failed over the group and answered a sum; whether it can judge any group, is open."""
+"""Reason: the judge failed on the group but answered the sum question, so the cause is unknown."""
 ATTEMPTS = {
     JudgeRejectedError.reason: 3,
     JudgeGarbledError.reason: 3,
@@ -44,80 +45,80 @@ ATTEMPTS = {
     JudgeBusyError.reason: 30,
     UNPROVEN: 100,
 }
-"""After so many failed attempts for one reason a group is set aside; each reason is counted by
-itself. The less an error says of the group, the more attempts: where half of all calls fail by
-chance, one good group in 1,000 fails ten in a row."""
+"""Failed attempts for one reason after which a group is set aside; each reason has its own count.
+The less an error tells about the group, the more attempts: where half of all calls fail by chance,
+one good group in 1,000 fails ten in a row."""
 WAITS = Backoff(first_s=5.0, last_s=3600.0)
-"""A group's wait after its first attempt; it doubles with each. Ten attempts take 43 minutes,
-thirty take 21 hours, a hundred take 91 hours: longer than a weekend."""
+"""A group's wait after its first failed attempt, doubling up to the longest. Ten attempts take 43
+minutes, thirty take 21 hours, a hundred take 91 hours: longer than a weekend."""
 LIMITED_WAITS = 5
-"""After so many waits for a limit the probe tells whether a group is too large for the limit."""
+"""Waits for a rate limit after which a probe tests whether the group is too large for the limit."""
 MOST_LIMITED = 1_000
 FAILED_IN_A_ROW = 24
-"""After so many failures in a row, none of them a group's proven fault, the judge fails over all
-groups. Fewer would let a few bad groups at the front of the queue slow down all others."""
+"""Consecutive unproven failures after which the judge is taken to fail on all groups. Fewer would
+let a few bad groups at the front of the queue slow down all others."""
 SEVERAL = 3
-"""So many different groups are enough once one of them has failed twice: groups that never failed
-go first, so none of those is left."""
+"""Different failed groups that are enough instead once one of them has failed twice: groups that
+never failed go first, so none of those is left."""
 UNUSABLE_IN_A_ROW = 3
-"""So many groups in a row may be refused for good (too long, rubbish twice) on the judge's word.
-Then the probe has to show that the judge does not refuse everything."""
+"""Consecutive groups that the judge may refuse for good (too long, unusable reply twice) without a
+check. After that a probe must show that the judge does not refuse everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A group whose judging failed, held until it is known whose fault that was."""
+    """A group whose judging failed, held until the cause is known."""
 
     group_id: str
     reason: str
     detail: str
     final: bool = False
-    """Set aside as soon as it is known to be the group's own fault."""
+    """True: set aside without further attempts once the failure is proven the group's own."""
     retry_after_s: float = 0.0
-    """The judge asked for so long a pause before the next attempt."""
+    """Pause that the judge asked for before the next attempt, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleared:
-    """The judge works."""
+    """Evidence that the judge works."""
 
     own_faults: tuple[Failed, ...]
     outage_s: float | None
-    """How long the outage lasted that ended with it, if one did."""
+    """Duration of the outage that this ended, in seconds; None when there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubted:
-    """The judge answers a sum; it is open whether it judges real groups."""
+    """Evidence that the judge answers the sum question, but maybe no real group."""
 
     unproven: tuple[Failed, ...]
     all_fail: bool
-    """So many groups have failed that it is taken not to: an outage lasts."""
+    """True when so many groups have failed that the judge is taken to fail on all: an outage."""
     outage_s: float | None
-    """As `Cleared.outage_s`."""
+    """Same as `Cleared.outage_s`."""
 
 
 class Blame:
-    """What is known of one judge, from the calls of one worker."""
+    """Evidence about one judge, from the calls of one worker."""
 
     def __init__(self) -> None:
         self.outage = Outage()
         self._held: dict[str, Failed] = {}
         self._unproven: dict[str, Failed] = {}
-        """Groups that failed since one was last scored, while the judge answered the sum."""
+        """Groups that failed since the last scored one, though the sum question was answered."""
         self._in_a_row = 0
         self._all_fail = False
         self._limited: dict[str, Failed] = {}
-        """Groups that met a limit of requests or tokens, by id. They are not held."""
+        """Groups that met a rate limit of requests or tokens, by id. They are not held."""
         self._met_alone: set[str] = set()
-        """Groups that met a limit while others, afterwards, did not."""
+        """Groups that met a rate limit while later ones did not."""
         self._limited_waits = 0
         self._open = False
         self._unusable = 0
         self._quiet_until = 0.0
 
     def room(self, most: int, now: float) -> int:
-        """Groups that may be in flight now: all, one to try the judge again, or none."""
+        """Return how many groups may be in flight: `most`, one to test the judge again, or none."""
         if self._open or now < self._quiet_until:
             return 0
         if not self.outage.lasts:
@@ -125,22 +126,22 @@ class Blame:
         return 1 if now >= self.outage.retry_at else 0
 
     def wants_probe(self, now: float) -> bool:
-        """Whether to send the probe, provided that no other call is in flight that may tell."""
+        """Return True when a probe is due, provided that no other call is in flight."""
         return self._open and now >= max(self.outage.retry_at, self._quiet_until)
 
     def failed(self, failed: Failed, now: float) -> bool:
-        """Note a group without a usable answer. Returns: whether a pause for all began with it."""
-        # A group pauses the others once: at its next limit the probe tells whether it is its own.
+        """Note a group without a usable answer. Returns: True when a pause for all begins now."""
+        # A group pauses the others once: at its next limit a probe tells whether it is too large.
         if failed.reason != JudgeBusyError.reason or failed.group_id in self._met_alone:
             self._held[failed.group_id] = failed
             self._open = True
             return False
-        # The probe would use up what the limit leaves: it is sent only after many waits.
+        # A probe uses up part of the rate limit, so it is sent only after many waits.
         self._limited_waits += now >= self.outage.retry_at
         self._open = self._open or self._limited_waits > LIMITED_WAITS
         if len(self._limited) < MOST_LIMITED:
             self._limited[failed.group_id] = failed
-        # Also when others are still answered: whoever counts our requests has asked for it.
+        # The pause also holds when other calls are still answered: the rate limiter asked for it.
         quiet_s = min(failed.retry_after_s, LONGEST_RETRY_AFTER_S)
         self._quiet_until = max(self._quiet_until, now + quiet_s)
         return self.outage.unanswered(now, retry_after_s=failed.retry_after_s)
@@ -149,7 +150,7 @@ class Blame:
         return group_id in self._held
 
     def unusable(self) -> bool:
-        """Note a group refused for good. Returns: whether that may be believed without a probe."""
+        """Note a group refused for good. Returns: True when no probe is needed to believe it."""
         self._unusable += 1
         self._open = self._open or self.outage.lasts
         return self._unusable <= UNUSABLE_IN_A_ROW
@@ -157,7 +158,7 @@ class Blame:
     def works(self, now: float) -> Cleared:
         """Note that the judge scored a group, for the first time or again.
 
-        A limit that a group met before it is nobody's fault: limits come and go with time.
+        Earlier rate limits then count against no group: limits come and go with time.
         """
         own_faults = tuple({**self._unproven, **self._held}.values())
         if len(self._met_alone) + len(self._limited) > MOST_LIMITED:
@@ -170,9 +171,9 @@ class Blame:
         return Cleared(own_faults=own_faults, outage_s=outage_s)
 
     def answers(self, now: float, *, longest_s: float, again_failed: bool = False) -> Doubted:
-        """Note that the judge answered the sum, and nothing better is known of it.
+        """Note that the judge answered the sum question, and there is no better evidence.
 
-        again_failed: it failed over a group that was scored before.
+        again_failed: the judge failed on a group that was scored before.
         """
         failed_twice = bool(self._held.keys() & self._unproven.keys())
         doubted = {**self._limited, **self._held}
@@ -185,7 +186,7 @@ class Blame:
         if self._all_fail:
             self.outage.unanswered(now, longest_s=longest_s)
             self._unproven = {}
-        elif not self._limited:  # the sum may pass below a limit of tokens: a group ends that wait
+        elif not self._limited:  # the sum may fit under a token limit: only a group ends that wait
             outage_s = self.outage.answered(now)
         self._settle()
         self._held = {}
@@ -193,15 +194,15 @@ class Blame:
         return Doubted(unproven=unproven, all_fail=self._all_fail, outage_s=outage_s)
 
     def down(self, now: float, *, longest_s: float, retry_after_s: float = 0.0) -> bool:
-        """Note that the probe failed: what is held is not the groups' fault; see `release`.
+        """Note that the probe failed: the held failures are the judge's fault; see `release`.
 
-        Returns: whether an outage began with it.
+        Returns: True when an outage begins now.
         """
         self._settle()
         return self.outage.unanswered(now, longest_s=longest_s, retry_after_s=retry_after_s)
 
     def release(self) -> tuple[Failed, ...]:
-        """Let go of what is held, without blame."""
+        """Return the held failures and forget them; they count against no group."""
         released, self._held = tuple(self._held.values()), {}
         return released
 
@@ -210,5 +211,5 @@ class Blame:
 
 
 def wait_s(attempts: int) -> float:
-    """How long a group waits after so many attempts, at least one."""
+    """Return the seconds that a group waits after this many failed attempts, at least 1."""
     return WAITS.wait_s(attempts)

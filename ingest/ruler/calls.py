@@ -1,4 +1,4 @@
-"""Judge calls in the store: every reply that came back, good or bad, as it came."""
+"""Judge calls in the store: every reply, usable or not, unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def save_judge_calls(
 ) -> None:
     """Store the calls of one judgement, and count them.
 
-    subject: the id of the group or gate comparison that was judged.
+    subject: id of the judged group or gate comparison.
     """
     for call in calls:
         session.add(

@@ -1,7 +1,7 @@
-"""Decide one group by the judge: scored, to be set aside, or to be asked about again.
+"""Judge one group. Outcome: scored, to be set aside, or unanswered (to be judged again).
 
-No store in here: what becomes of the group is returned, and the calls are handed out as they are
-answered, so that a worker can write both together.
+This module uses no store: it returns the outcome and reports each call when it is answered, so
+that a worker can write both together.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside:
-    """Nothing will be learned from the group."""
+    """The group cannot be scored; nothing is learned from it."""
 
     reason: str
     detail: str
     asked: bool
-    """Whether the judge was asked and refused the group; else nobody needs to ask it."""
+    """True when the judge refused the group; False when the judge did not need to be asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """The judge gave no usable answer; the group is as it was. Whose fault it is, is open."""
+    """The judge gave no usable answer; the cause is unknown, and the group is unchanged."""
 
     detail: str
     reason: str = JudgeUnavailableError.reason
-    """As `JudgeUnavailableError.reason`."""
+    """Same values as `JudgeUnavailableError.reason`."""
     retry_after_s: float = 0.0
-    """The judge asks to be left alone for so long."""
+    """Pause that the judge asked for, in seconds."""
 
 
 GroupOutcome = Scored | SetAside | Unanswered
@@ -64,17 +64,17 @@ async def judge_group(
     seed: int,
     on_call: Callable[[JudgeCall], None],
 ) -> GroupOutcome:
-    """Have one group judged.
+    """Judge one group.
 
-    seed: as `score_answers` takes it.
-    on_call: told of every answered call, also of those of a group that ends badly.
+    seed: as for `score_answers`.
+    on_call: receives every answered call, also of a group without scores.
     """
     try:
         material = read_material(group)
     except UnreadableGroupError as error:
         return SetAside(reason=UNREADABLE, detail=str(error), asked=False)
     if len(merge_identical(material.answers)[0]) < 2:
-        # Nothing to compare: the scores would be equal whatever the judge says of them.
+        # Nothing to compare: the scores would be equal whatever the judge says.
         return SetAside(reason=IDENTICAL, detail=f"{len(group.answers)} answers", asked=False)
     try:
         judgement = await score_answers(
@@ -99,7 +99,7 @@ async def judge_group(
 
 
 def failure_of(outcome: GroupOutcome | None) -> str | None:
-    """Why a group that the judge was asked about has no scores."""
+    """Return the reason why a judged group has no scores; None when it has."""
     if isinstance(outcome, Unanswered) or (isinstance(outcome, SetAside) and outcome.asked):
         return outcome.reason
     return None

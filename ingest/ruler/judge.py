@@ -1,9 +1,8 @@
 """The judge: any model that LiteLLM can call, behind one method.
 
-LiteLLM is loaded at the first call, in a thread: it takes seconds, and a process without a judge
-never needs it. Its own retries, cache, telemetry and price-list download are off: retries and
-waits are decided in one place (`ingest.ruler.judging`), and nothing leaves the machine but the
-prompt.
+LiteLLM is imported at the first call, in a thread: the import takes seconds, and a process without
+a judge never needs it. LiteLLM's own retries, cache, telemetry and price-list download are off:
+`ingest.ruler.judging` alone decides on retries and waits, and only the prompt leaves the machine.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings.no_proxy import ask_loopback_directly
 
 MAX_COUNT = 2**31 - 1
-"""Of tokens in one call: what every store's integer holds. A larger figure is not believed."""
+"""Largest believable number of tokens in one call: it fits the integer column of every store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReply:
-    """What one call gave. `None`: the provider did not say."""
+    """The reply to one call. `None` in a field: the provider did not report it."""
 
     text: str
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cost_usd: float | None = None
-    """None also for a model that LiteLLM has no price of."""
+    """Cost of the call in US dollars; None also for a model without a price in LiteLLM."""
     seconds: float = 0.0
 
 
 class Judge(Protocol):
-    """One chat completion at a time; safe to call from many tasks."""
+    """A model that answers chat completions; safe to call from many tasks."""
 
     @property
     def model(self) -> str:
-        """The name that scores are recorded under."""
+        """Model name that is recorded with the scores."""
 
     async def complete(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
-        """Answer a conversation with JSON of the schema, as far as the model can.
+        """Answer a conversation with JSON of the schema, if the model supports schemas.
 
         Raises: JudgeUnavailableError or a subclass when there was no usable answer,
         JudgeRefusalError when there never will be one to this conversation.
@@ -64,9 +63,9 @@ class LiteLlmJudge:
         key = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
         keys = [*key, *hidden_values(settings.params, free_form=False)]
         self._keys = [one for one in keys if len(one) >= MIN_FREE_FORM]
-        """What a reply must not quote. A shorter one (`EMPTY`) may be a word of the reply."""
+        """Keys that a reply must not quote. A short key (`EMPTY`) may be a word of the reply."""
         self._secrets = [*key, *hidden_values(settings.params)]
-        """What an error's text must not quote."""
+        """Values that an error's text must not quote."""
         self._litellm: Any = None  # Any: LiteLLM's package ships no types that hold under strict
         self._loading = asyncio.Lock()
         self._takes_schema = False
@@ -78,17 +77,17 @@ class LiteLlmJudge:
     async def complete(
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
-        """As `Judge.complete`."""
+        """See `Judge.complete`."""
         litellm = await self._load()
         started = time.monotonic()
         try:
-            # LiteLLM's own limit is per read; a server that drips would outlive it.
+            # LiteLLM's own timeout is per read; a server that sends slowly would exceed it.
             async with asyncio.timeout(self._settings.timeout_s):
                 response = await litellm.acompletion(**self._request(messages, schema))
         except TimeoutError as error:
             raise JudgeUnavailableError(
                 f"judge {self.model} did not answer in {self._settings.timeout_s:g} s; "
-                "see whether it is overloaded, or raise judge.timeout_s"
+                "check whether it is overloaded, or raise judge.timeout_s"
             ) from error
         except (
             litellm.exceptions.ContextWindowExceededError,
@@ -96,7 +95,7 @@ class LiteLlmJudge:
         ) as error:
             # `from None`, here and below: LiteLLM's errors quote requests, and with them keys.
             raise JudgeRefusalError(self._explain(error)) from None
-        except Exception as error:  # noqa: BLE001 - whatever LiteLLM stumbles over
+        except Exception as error:  # noqa: BLE001 - LiteLLM raises many kinds of errors
             raise sort_error(error, self._explain(error), now=time.time()) from None
         try:
             return self._reply(response, time.monotonic() - started)
@@ -104,7 +103,7 @@ class LiteLlmJudge:
             raise JudgeGarbledError(self._explain(error)) from None
 
     async def aclose(self) -> None:
-        """Close LiteLLM's pooled connections, which are the process's: call it at its end."""
+        """Close LiteLLM's connection pool. All judges share it: call this when the process ends."""
         if self._litellm is not None:
             await self._litellm.close_litellm_async_clients()
             self._litellm.in_memory_llm_clients_cache.flush_cache()
@@ -119,7 +118,7 @@ class LiteLlmJudge:
         return self._litellm
 
     def _urls(self) -> list[str]:
-        """Where LiteLLM is told to ask."""
+        """Return the URLs that LiteLLM is configured to call."""
         named = (self._settings.params.get(name) for name in ("api_base", "base_url"))
         return [url for url in (self._settings.api_base, *named) if isinstance(url, str)]
 
@@ -152,7 +151,7 @@ class LiteLlmJudge:
         cost = response._hidden_params.get("response_cost")
         text = (choices[0].message.content or "") if choices else ""
         return JudgeReply(
-            # No text at all is a reply too: it is refused, retried and recorded like other rubbish.
+            # A reply without text is refused, retried and recorded like other unusable replies.
             # One character more than may be parsed, so that a longer one is still refused.
             text=storable(hide_values(text[: MAX_REPLY_CHARACTERS + 1], self._keys)),
             prompt_tokens=_count(getattr(usage, "prompt_tokens", None)),
@@ -166,7 +165,7 @@ class LiteLlmJudge:
 
 
 def _import_litellm() -> Any:
-    # Read at import: without it LiteLLM fetches its price list from the network there and then.
+    # LiteLLM reads this at import: without it, the import downloads a price list.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 

@@ -1,8 +1,8 @@
-"""Sort what LiteLLM raises by what it means, and say it without secrets.
+"""Translate LiteLLM's errors to ours, with messages that hold no secrets.
 
-LiteLLM's own class and status are not enough: a page of HTML under status 200 and a message of null
-come as "internal server error" from one provider, as "connection error" or "bad request" from
-another. The exception that httpx raised is still in the chain, so the chain is asked first.
+LiteLLM's own class and status are not enough: an HTML page with status 200, or a message of null,
+becomes "internal server error" with one provider, and "connection error" or "bad request" with
+another. The exception that httpx raised is still in the chain of causes, so it decides first.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sidecar.hiding import HIDDEN, hide_in_text, hide_values
 
 ERROR_CHARACTERS = 300
 CHAIN_LENGTH = 16
-"""Exceptions looked at, from the one that was caught to the one that caused it."""
+"""Longest chain of causes that is examined, from the caught exception on."""
 LIMITED = frozenset({429, 529})
 TRY_AGAIN = frozenset({408, 409, 425})
 _KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""A provider's error is shown on terminals, and must not drive them."""
+"""Control characters. A provider's error is shown on terminals and must not control them."""
 
 
 def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailableError:
-    """The error of ours for one of LiteLLM's.
+    """Translate one of LiteLLM's errors to ours.
 
-    text: what to say; see `explain`. now: unix seconds, for a `Retry-After` that is a date.
+    text: the message; see `explain`. now: Unix seconds, for a `Retry-After` that is a date.
     """
     chain = list(_chain(error))
     response = next((e.response for e in chain if isinstance(e, httpx.HTTPStatusError)), None)
@@ -44,8 +44,8 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
         return _by_status(response.status_code, text, wait_s)
     if any(isinstance(e, httpx.TransportError | OSError) for e in chain):
         return JudgeUnavailableError(text)
-    # No reply with an error's status and no broken connection: LiteLLM refused to send the request,
-    # or the reply came and could not be read, which LiteLLM calls 500 or 200.
+    # Neither an error status nor a broken connection: LiteLLM refused to send the request, or could
+    # not read the reply, which it reports as 500 or 200.
     status = getattr(error, "status_code", None)
     if isinstance(status, int) and status > 300 and status != 500:
         return _by_status(status, text, None)
@@ -61,7 +61,7 @@ def _by_status(status: int, text: str, wait_s: float | None) -> JudgeUnavailable
 
 
 def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds that the server asks to be left alone; None when it does not say so readably."""
+    """Return the seconds of a valid `Retry-After` header, else None. now: Unix seconds."""
     said = headers.get("retry-after", "").strip()
     try:
         seconds = float(said)
@@ -74,11 +74,11 @@ def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
 
 
 def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
-    """One line: which judge, and what LiteLLM and the provider say; no key in it, storable.
+    """Describe an error in one storable line without keys: the judge and the provider's message.
 
-    secrets: values that the text may quote; those that look like keys are hidden without it.
+    secrets: values to hide in the text; values that look like keys are hidden anyway.
     """
-    # Before and after the lines are joined: a key may have several.
+    # Secrets are hidden before and after the lines are joined: a key may span several lines.
     said = hide_values(str(error).split("Traceback (most recent call last)")[0], secrets)
     said = _CONTROL.sub("?", storable(" ".join(said.split()))) or type(error).__name__
     said = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(said, secrets)))
@@ -86,7 +86,7 @@ def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
 
 
 def storable(text: str) -> str:
-    """The text without what a store or a request cannot hold: lone surrogates and NUL."""
+    """Remove what a store or a request cannot hold: lone surrogates and NUL."""
     return text.encode("utf-8", "replace").decode().replace("\x00", "")
 
 

@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class Judgements:
-    """Groups to judge and their outcomes, in the store."""
+    """The judging worker's access to the store."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""The worker that has groups judged: claim `sampled`, ask, write `scored` or `set_aside`.
+"""The judging worker: claims `sampled` groups, asks the judge, writes `scored` or `set_aside`.
 
-A group is written in one transaction together with every judge call that was made for it. A call
-without a usable answer stops nothing for good: `ingest.ruler.blame` finds out whether the group or
-the judge is at fault. The group's own faults are counted, and after a few it is set aside with the
-judge's words; for a judge that is down the worker waits, longer each time, and blames no group.
+A group's outcome is written in one transaction with every judge call made for it. After a call
+without a usable answer, `ingest.ruler.blame` finds out whether the group or the judge is at fault.
+Failures caused by the group are counted, and after a few it is set aside with the judge's error;
+while the judge is down the worker waits, longer each time, and no failure counts against a group.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from sidecar.store.database import Database
 POLL_S = 0.5
 LEASE_SLACK_S = 60.0
 GIVEN_BACK_S = 5.0
-"""A group that failed during an outage waits this much longer than the worker does."""
+"""Extra wait of a group that failed during an outage, after the worker's own wait."""
 LONGEST_SETUP_WAIT_S = 300.0
-"""The wait grows up to this while the judge refuses the probe, or every group: a person has to act,
-and useless replies may cost money."""
-ALL_FAIL = "the judge answers a sum and fails over one group after the other"
+"""Longest wait while the judge refuses the probe, or every group: an operator has to act, and
+useless replies may cost money."""
+ALL_FAIL = "the judge answers a simple sum but fails on every group"
 
 log = structlog.get_logger()
 
 
 class JudgingWorker:
-    """Judges groups until told to stop. Several may run, in one process or in many."""
+    """Judges groups until stopped. Several may run, in one process or in many."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class JudgingWorker:
         clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
-        """draw_seed: drawn afresh for each group, so that nobody can foresee its ids."""
+        """draw_seed: called for each group, so that nobody can predict the ids in its prompt."""
         self._judge = judge
         self._settings = settings
         self._clock = clock
@@ -68,17 +68,17 @@ class JudgingWorker:
         )
         self._blame = Blame()
         self._store = Outage()
-        """The store's: it refused what a judge call brought, so that the call was in vain."""
+        """Outage of the store: judge calls whose result cannot be stored are wasted."""
         self._asking: set[str] = set()
         self._suspect: str | None = None
-        """The group in flight that a process died over: one at a time."""
+        """Id of the group in flight that a process died over: at most one at a time."""
         self._said: str | None = None
-        """What was last logged of the outage that lasts."""
+        """Reason that was last logged in the present outage."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Judge what there is, at most `judge.concurrency` groups at once, until `stop` is set.
+        """Judge groups, at most `judge.concurrency` at once, until `stop` is set.
 
-        Groups in flight are then dropped and given back: they are not lost, only asked again.
+        Groups in flight are then cancelled and given back, so another worker judges them again.
         """
         in_flight: dict[asyncio.Task[None], str] = {}
         stopping = asyncio.create_task(stop.wait())
@@ -103,7 +103,7 @@ class JudgingWorker:
             await asyncio.to_thread(self._judgements.give_back, [*in_flight.values(), *held])
 
     async def step(self) -> int:
-        """Judge waiting groups, as many as may be in flight. Returns: how many were tried."""
+        """Judge waiting groups, as many as may be in flight. Returns: the number tried."""
         group_ids = await self._claim(self._room())
         await asyncio.gather(*(self._work(group_id) for group_id in group_ids))
         if self._wants_probe():
@@ -178,7 +178,7 @@ class JudgingWorker:
             await asyncio.to_thread(self._judgements.give_back, [failed.group_id], until)
 
     def _failed(self, group_id: str, outcome: GroupOutcome) -> Failed | None:
-        """What is to be held against the group or the judge, once it is known which."""
+        """Return the failure of an outcome, to be blamed on the group or the judge; None: final."""
         if isinstance(outcome, Unanswered):
             return Failed(
                 group_id=group_id,
@@ -193,7 +193,7 @@ class JudgingWorker:
         return None
 
     async def _probe(self) -> None:
-        """Find out by a question of our own whether the judge works; see `ingest.ruler.blame`."""
+        """Test with our own question whether the judge works; see `ingest.ruler.blame`."""
         calls: list[JudgeCall] = []
         try:
             before = await asyncio.to_thread(self._judgements.load_scored)
@@ -202,7 +202,7 @@ class JudgingWorker:
                 again = None  # damaged: the judge was not asked
             tells = isinstance(again, Scored) or failure_of(again) == JudgeBusyError.reason
             last = again if again is not None and tells else await self._ask_probe(None, calls)
-            # Settled before it is recorded: a full disk must not send the probe again and again.
+            # Apply the result before recording it: a full disk must not repeat the probe for ever.
             if not isinstance(last, Scored):
                 await self._wait(last)
             elif last is again:
@@ -222,20 +222,20 @@ class JudgingWorker:
                 on_call=calls.append,
                 group=group,
             )
-        except Exception as error:  # what fails over every group fails over the probe too
+        except Exception as error:  # a defect that hits every group hits the probe too
             log.exception("judge_probe_failed")
             return Unanswered(detail=_defect(SUBJECT, error).detail, reason=DEFECT)
 
     async def _clear(self, cleared: Cleared) -> None:
-        """The judge works: what failed before that was the groups' own fault."""
+        """The judge works: charge the earlier failures to their groups."""
         self._say_up(cleared.outage_s)
-        # One that is asked about again was given back before: its next failure will count.
+        # A group that is being judged again was given back before: its next failure will count.
         faults = [one for one in cleared.own_faults if one.group_id not in self._asking]
         if faults:
             await asyncio.to_thread(self._judgements.charge, faults, proven=True)
 
     async def _doubt(self, again: GroupOutcome | None) -> None:
-        """The judge answers a sum: what failed before that may be anybody's fault."""
+        """The judge answers the sum question: count the earlier failures as unproven."""
         doubted = self._blame.answers(
             self._clock(),
             longest_s=LONGEST_SETUP_WAIT_S,
@@ -250,7 +250,7 @@ class JudgingWorker:
                 model=self._judge.model,
                 reason=last.reason if last is not None else failure_of(again),
                 error=last.detail if last is not None else "",
-                to_do=f"{ALL_FAIL}: see its limits of length and tokens, and judge.params",
+                to_do=f"{ALL_FAIL}: check its length and token limits, and judge.params",
             )
         await asyncio.to_thread(self._judgements.charge, doubted.unproven, proven=False)
 
@@ -260,7 +260,7 @@ class JudgingWorker:
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
 
     async def _wait(self, outcome: SetAside | Unanswered) -> None:
-        """The judge does not work: nobody is to blame, and all wait."""
+        """The judge does not work: charge no group, and pause all."""
         passes = isinstance(outcome, Unanswered) and outcome.reason in _PASSING
         self._blame.down(
             self._clock(),
@@ -270,9 +270,7 @@ class JudgingWorker:
         if self._said != outcome.reason:
             self._said = outcome.reason
             say = log.warning if passes else log.error
-            to_do = (
-                "" if passes else "it refuses even a sum: see judge.model, api_base, key, params"
-            )
+            to_do = "" if passes else "it fails on a sum: check judge.model, api_base, key, params"
             say(
                 "judge_down",
                 model=self._judge.model,
@@ -286,7 +284,7 @@ class JudgingWorker:
 
 
 _PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
-"""Reasons of an outage that ends by itself."""
+"""Reasons for an outage that ends by itself."""
 
 
 def _defect(group_id: str, error: Exception) -> Failed:

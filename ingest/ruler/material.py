@@ -1,6 +1,6 @@
-"""From a group to what RULER is shown of it: the request's messages and tools, and the answers.
+"""Extract what RULER needs from a group: the request's messages and tools, and the answers.
 
-Pure. A group comes from live traffic, so nothing in its bodies is taken for granted.
+Pure. A group comes from live traffic, so every part of its bodies is checked.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ingest.records import Group
 
 
 class UnreadableGroupError(IngestError, ValueError):
-    """A body of the group is not what a chat request or an assistant message is: set it aside."""
+    """A body is no valid chat request or assistant message: set the group aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """The arguments of `score_answers` that a group holds."""
+    """Arguments of `score_answers`, taken from a group."""
 
     context: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     answers: tuple[Mapping[str, Any], ...]
-    """[G] in the group's order."""
+    """[G] assistant messages in the group's order."""
 
 
 def read_material(group: Group) -> Material:
-    """Decode a group's bodies. Raises: UnreadableGroupError, saying which and why."""
+    """Decode a group's bodies. Raises: UnreadableGroupError, naming the body and the defect."""
     request = _object(group.request, "request")
     answers = [_object(answer.message, f"answer {answer.index}") for answer in group.answers]
     return Material(

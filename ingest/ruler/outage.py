@@ -1,4 +1,4 @@
-"""When to ask again a service that does not answer. Pure: the caller brings the clock."""
+"""Back-off for a service that does not answer. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LAST_DELAY_S = 60.0
 DELAYS = Backoff(first_s=1.0, last_s=LAST_DELAY_S)
 """Waits while the outage lasts."""
 LONGEST_RETRY_AFTER_S = 300.0
-"""A service that asks to be left alone for longer is asked again after this; that costs nothing."""
+"""Longest honoured `Retry-After`; a request after it costs nothing."""
 
 
 class Outage:
@@ -20,7 +20,7 @@ class Outage:
         self._began_at: float | None = None
         self._delay_s = 0.0
         self.retry_at = 0.0
-        """Unix seconds before which asking again is pointless."""
+        """Time of the next attempt, in Unix seconds."""
 
     @property
     def lasts(self) -> bool:
@@ -29,13 +29,12 @@ class Outage:
     def unanswered(
         self, now: float, *, longest_s: float = LAST_DELAY_S, retry_after_s: float = 0.0
     ) -> bool:
-        """Note a call without an answer. Returns: whether an outage began with it.
+        """Note a call without an answer. Returns: True when an outage begins now.
 
-        The wait grows once per wait, not once per call: calls that were in flight together fail
-        together.
+        The wait doubles once per wait, not once per call: calls in flight together fail together.
 
-        longest_s: the wait grows up to it. retry_after_s: the service asks to be left alone for so
-        long; it is, for `LONGEST_RETRY_AFTER_S` at most.
+        longest_s: upper limit of the wait. retry_after_s: pause that the service asked for,
+            honoured up to `LONGEST_RETRY_AFTER_S`.
         """
         began = self._began_at is None
         if self._began_at is None:
@@ -49,7 +48,7 @@ class Outage:
         return began
 
     def answered(self, now: float) -> float | None:
-        """Note an answered call. Returns: how long the outage lasted that it ended, if one did."""
+        """Note an answered call. Returns: seconds of the outage that it ended; None without one."""
         if self._began_at is None:
             return None
         lasted_s = now - self._began_at

@@ -1,9 +1,9 @@
-"""Ask the judge about a group of our own choice: does it work at all?
+"""Probe the judge with a group of our own choice: does it work at all?
 
-A failed call does not tell whose fault it was. The probe goes the same way as every group (rubric,
-settings, LiteLLM, reading the reply). Best is a group that was scored before. Without one it is two
-answers to a sum, which no judge has a reason to refuse; but a judge may answer that and fail over
-every real group.
+A failed call does not tell whether the group or the judge caused it. The probe uses the same path
+as every group (rubric, settings, LiteLLM, reading the reply). Best is a group that was scored
+before. Without one, the probe is the sum question: two answers to "What is 2 + 3?", which no judge
+has a reason to refuse. But a judge may answer it and still fail on every real group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ingest.ruler.ruler import JudgeCall
 from sidecar.settings import Judge as JudgeSettings
 
 SUBJECT = "probe"
-"""What stands for a group's id beside the probe's calls in the store."""
+"""Subject of the probe's calls in the store, in place of a group's id."""
 
 
 async def ask_probe(
@@ -29,9 +29,9 @@ async def ask_probe(
     on_call: Callable[[JudgeCall], None],
     group: Group | None = None,
 ) -> GroupOutcome:
-    """Have the probe judged, in one pass.
+    """Send the probe, in one pass.
 
-    group: one that was scored before; None: the sum.
+    group: a group that was scored before; None: the sum question.
     """
     one_pass = settings.model_copy(update={"passes": 1})
     return await judge_group(group or _sum(), judge, one_pass, seed=seed, on_call=on_call)

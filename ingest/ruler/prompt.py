@@ -1,16 +1,16 @@
 """The prompt that asks a judge to score the answers of one group against each other. Pure.
 
-The conversation is sent once, the answers under ids drawn for this prompt alone and in an order
-drawn for this prompt alone. Everything that a user, a tool or the model wrote is untrusted: it
-stands as JSON inside blocks whose lines carry a nonce, with every character that could imitate
-a block, a role token or invisible text escaped, so that it can neither close nor open a block.
+The conversation is sent once. The answers follow in a random order under random ids, both drawn
+for this prompt alone. All text of users, tools and models is untrusted: it is sent as JSON inside
+blocks whose delimiter lines carry a nonce. Every character that could imitate a delimiter or a role
+token, or that is invisible, is escaped, so the text can neither open nor close a block.
 
     <conversation-NONCE>            one message a line
     <tools-NONCE>                   one tool a line; left out when there are none
     <answer-NONCE id="a1b2c3d">     one line: {"content": ..., "tool_calls": [...]}
 
-Source of the shape: RULER (OpenPipe ART), which scores a group in one call, 0..1, relative. What
-differs, and why: its ids are list positions, its order is fixed, its text is not escaped.
+Source: RULER (OpenPipe ART), which scores a group in one call, 0..1, relative. Differences: RULER's
+ids are list positions, its order is fixed and its text is not escaped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WORDING = "1"
-"""Of the instructions below. It is part of `rubric_hash`: other words, other scores."""
+"""Version of the instructions below. It is part of `rubric_hash`: other words give other scores."""
 
 INSTRUCTIONS = """\
 You judge the work of an AI agent. You are shown one conversation, the tools that the agent could \
@@ -52,18 +52,18 @@ Reply with one JSON object and nothing else, one entry for each of the {count} i
 {{"scores": [{{"id": "<id>", "explanation": "<one short sentence>", "score": <0 to 1>}}]}}"""
 
 _ROLE_TOKEN = re.compile(r"\[(?=/?[A-Z_]{2,}\])")
-"""`[INST]` and its like, which some chat templates read as a change of speaker."""
+"""Role tokens such as `[INST]`, which some chat templates read as a change of speaker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RulerPrompt:
-    """What to send, and how to read the reply."""
+    """A prompt for the judge, with what is needed to read the reply."""
 
     messages: tuple[dict[str, str], ...]
     ids_in_order: tuple[str, ...]
-    """[G] ids as shown, first to last."""
+    """[G] ids in the order shown."""
     order: tuple[int, ...]
-    """[G] `order[k]` is the place, in `answers`, of the answer shown k-th."""
+    """[G] `order[k]` is the index in `answers` of the answer shown at position k."""
     nonce: str
     schema: dict[str, Any]
     """JSON schema of the reply."""
@@ -93,7 +93,7 @@ def build_prompt(
     order = list(range(len(answers)))
     rng.shuffle(order)
     nonce = f"{rng.getrandbits(64):016x}"
-    # A leading letter: an id of digits alone would come back as a number.
+    # A leading letter: the judge would return an id of digits alone as a number.
     ids = [f"a{number:07x}" for number in rng.sample(range(16**7), len(answers))]
     if reverse:
         order.reverse()
@@ -119,8 +119,11 @@ def build_prompt(
 
 
 def shown_answer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the judge sees of an assistant message: its content, and its tool calls by name and
-    arguments. Call ids are drawn by the server, and reasoning is not what the user gets."""
+    """Return the parts of an assistant message that the judge sees.
+
+    These are its content, and its tool calls by name and arguments. Call ids are left out because
+    the server draws them; reasoning is left out because the user does not get it.
+    """
     shown: dict[str, Any] = {"content": message.get("content")}
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     if calls:
@@ -131,22 +134,22 @@ def shown_answer(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def escape(text: str) -> str:
-    """Make JSON text inert: no character in it can imitate a block, a speaker or be unseen.
+    """Escape JSON text: no character can imitate a delimiter or a role token, or be invisible.
 
-    The result is the same JSON value. Only characters inside JSON strings are touched: of those
-    escaped here, none but `[` occurs outside of one, and never before capitals.
+    The result is the same JSON value. Only characters inside JSON strings change: of the escaped
+    ones, only `[` occurs outside of a string, and never before capitals.
     """
     inert = "".join(_escape_character(character) for character in text)
     return _ROLE_TOKEN.sub(r"\\u005b", inert)
 
 
 def rubric_hash(rubric: str) -> str:
-    """Names the standard that scores were given by: the rubric and the wording around it."""
+    """Return a hash of the scoring standard: the rubric and the wording of the instructions."""
     return hashlib.sha256(f"{WORDING}\x00{rubric.strip()}".encode()).hexdigest()
 
 
 def reply_schema(ids: Sequence[str]) -> dict[str, Any]:
-    """The reply's JSON schema, in the subset that every provider's strict mode accepts."""
+    """Build the JSON schema of the reply, in the subset that all providers' strict modes accept."""
     entry = {
         "type": "object",
         "properties": {
@@ -172,9 +175,9 @@ def _block(name: str, values: Sequence[Mapping[str, Any]], attribute: str = "") 
 
 def _escape_character(character: str) -> str:
     if character.isascii():
-        # JSON has escaped the controls below 0x20 already.
+        # JSON has escaped the control characters below 0x20 already.
         return f"\\u{ord(character):04x}" if character in "<>\x7f" else character
-    # Compatibility forms ("＜", "≮"): a server that normalises text would make brackets of them.
+    # Compatibility forms ("＜", "≮"): a server that normalises text would turn them into brackets.
     imitates = set(unicodedata.normalize("NFKD", character)) & set("<>")
     # C*: controls, invisible and direction marks, surrogates, private use; Zl, Zp: line breaks.
     unseen = unicodedata.category(character) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}

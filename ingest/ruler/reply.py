@@ -1,7 +1,7 @@
 """Read a judge's reply: one finite score for each id, matched by id, or an error to show it. Pure.
 
-Tolerant of form (a code fence, words before and after, thinking), strict in substance: what is
-missing, doubled, unknown or out of range refuses the whole reply, because a group with one wrong
+The form may vary (a code fence, text before and after, thinking), the scores may not: one that is
+missing, duplicate, unknown or out of range refuses the whole reply, because a group with one wrong
 score teaches the wrong thing.
 """
 
@@ -16,21 +16,21 @@ from typing import Any
 from ingest.errors import JudgeReplyError
 
 MAX_REPLY_CHARACTERS = 200_000
-"""A longer reply is not read: sixteen explanations fit in a hundredth of it."""
+"""Longest reply that is read: sixteen explanations fit in a hundredth of it."""
 
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-"""At the start only: an explanation may quote these tags."""
+"""Thinking at the start of the reply only: an explanation may quote these tags."""
 _DECODER = json.JSONDecoder()
 
 
 def parse_reply(
     text: str, ids_in_order: Sequence[str], order: Sequence[int]
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """Read the scores out of a reply.
+    """Parse the scores of a reply.
 
     ids_in_order, order: [G] of the `RulerPrompt` that was sent.
     Returns: ([G] scores 0..1, [G] explanations), both in the order of the prompt's `answers`.
-    Raises: JudgeReplyError; its message says what is wrong and may be shown to the judge.
+    Raises: JudgeReplyError; its message names the defect and may be shown to the judge.
     """
     found = _read_entries(_scores_in(text), ids_in_order)
     missing = [wanted for wanted in ids_in_order if wanted not in found]
@@ -42,7 +42,7 @@ def parse_reply(
 
 
 def _scores_in(text: str) -> list[Any]:
-    """The value of "scores" of the one object in the text that has it."""
+    """Return the "scores" list of the one object in the text that has it."""
     if len(text) > MAX_REPLY_CHARACTERS:
         raise JudgeReplyError(f"the reply is longer than {MAX_REPLY_CHARACTERS} characters")
     found = [
@@ -58,14 +58,14 @@ def _scores_in(text: str) -> list[Any]:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """Every JSON object that stands in the text, left to right, nested ones not counted."""
+    """List every JSON object in the text, left to right, without nested ones."""
     objects: list[dict[str, Any]] = []
     start = text.find("{")
     while start >= 0:
         try:
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError):
-            # ValueError also covers an integer too long to read, which is no JSONDecodeError.
+            # ValueError also covers an integer that is too long, which is no JSONDecodeError.
             end = start + 1
         else:
             objects.append(value)
@@ -101,8 +101,10 @@ def _score(name: str, value: Any) -> float:
 
 
 def _words(value: Any) -> str:
-    """An explanation that every store takes: no lone surrogate, no NUL. None is as good as empty:
-    it is the score that is needed."""
+    """Return an explanation that every store can hold: without lone surrogates and NUL.
+
+    A missing explanation becomes empty: only the score is required.
+    """
     if not isinstance(value, str):
         return ""
     return value.encode("utf-8", "replace").decode().replace("\x00", "")

@@ -1,9 +1,9 @@
 """RULER: an LLM judge scores the answers to one prompt against each other.
 
-One call judges the whole group. Further passes show the answers in another order, every second
-one in the reverse of the one before, so that what the judge gives to a position cancels out.
-Answers that say the same are shown once and share their score. A reply that cannot be trusted is
-answered once with what is wrong with it; a second one refuses the group.
+One call judges the whole group. Further passes show the answers in another order, every second pass
+in the reverse order of the one before, so that the judge's position bias cancels out. Equal answers
+are shown once and share their score. An unusable reply is sent back once with its defect; a second
+unusable reply refuses the group.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ingest.ruler.reply import parse_reply
 
 ATTEMPTS = 2
 SEED_BITS = 29
-"""What `score_answers` takes."""
+"""Size of the seed of `score_answers`, in bits."""
 SHOWN_BACK_CHARACTERS = 4_000
-"""Of a bad reply, shown to the judge again: enough to mend it, not enough to drown in it."""
+"""Characters of an unusable reply that the judge is shown again: enough to correct it."""
 
 _tracer = trace.get_tracer("ingest.ruler.ruler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeCall:
-    """One call that was answered, good or bad."""
+    """One answered call, usable or not."""
 
     judge_model: str
     order_seed: int
-    """`random.Random(order_seed >> 1)` drew the order; it was reversed when the seed is odd."""
+    """`random.Random(order_seed >> 1)` drew the order; an odd seed reversed it."""
     attempt: int
-    """0, or 1 for the retry that showed the error."""
+    """0, or 1 for the retry that showed the judge its error."""
     error: str | None
-    """None: the reply was taken."""
+    """Defect of the reply; None when it was accepted."""
     reply: JudgeReply
 
     @property
@@ -50,12 +50,12 @@ class JudgeCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the judge said of one group."""
+    """Scores and explanations of one group."""
 
     scores: tuple[float, ...]
-    """[G] unitless, 0..1, comparable within this group only; the mean over the passes."""
+    """[G] mean scores over the passes, unitless, 0..1, comparable within this group only."""
     explanations: tuple[str, ...]
-    """[G] the judge's words, those of several passes on a line each."""
+    """[G] the judge's explanations, one line per pass."""
     calls: tuple[JudgeCall, ...]
 
 
@@ -79,14 +79,14 @@ async def score_answers(
     """Score answers to one prompt against each other.
 
     context: the messages that all answers follow; tools: the request's tools.
-    answers: [G] assistant messages, from whatever mixture of adapters; the judge cannot tell.
+    answers: [G] assistant messages, from any mixture of adapters, which the judge cannot see.
     passes: judge calls, each in another order; the score is their mean.
-    seed: draws orders and ids, 0 <= seed < 2**29 so that it fits every store; must not be
-        guessable by whoever writes prompts or answers.
-    on_call: told of every answered call as it is made, also of those before an error.
+    seed: draws orders and ids, 0 <= seed < 2**29 so that it fits every store; authors of prompts
+        and answers must not be able to guess it.
+    on_call: receives every answered call at once, also those before an error.
     subject: the group's or comparison's id, for the trace.
-    Raises: JudgeReplyError when a reply is bad twice; JudgeRefusalError when the judge takes no
-        such request at all; JudgeUnavailableError when it does not answer; ValueError without
+    Raises: JudgeReplyError when a reply is unusable twice; JudgeRefusalError when the judge never
+        accepts such a request; JudgeUnavailableError when it does not answer; ValueError without
         answers.
     """
     distinct, place_of = merge_identical(answers)
@@ -127,9 +127,9 @@ async def score_answers(
 def merge_identical(
     answers: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Drop answers that the judge could not tell apart.
+    """Drop answers that look equal to the judge.
 
-    Returns: (the distinct ones in order of first appearance, [G] where each answer is in them).
+    Returns: (the distinct answers in order of first appearance, [G] index of each answer in them).
     """
     first: dict[str, int] = {}
     distinct: list[Mapping[str, Any]] = []
@@ -146,7 +146,7 @@ def merge_identical(
 async def _one_pass(
     judge: Judge, prompt: RulerPrompt, order_seed: int, note: OnCall, span: trace.Span
 ) -> Read:
-    """Ask, and once more in the same conversation when the reply is bad."""
+    """Ask the judge; after an unusable reply, ask once more in the same conversation."""
     messages = list(prompt.messages)
     prompt_tokens = completion_tokens = attempt = 0
     while True:
@@ -182,7 +182,7 @@ def _call(
 
 
 def _complaint(text: str, error: JudgeReplyError) -> list[dict[str, str]]:
-    """The bad reply and what is wrong with it, to go on the conversation with."""
+    """Build the messages that show the judge its unusable reply and the defect."""
     return [
         # Some providers refuse an assistant message without text.
         {"role": "assistant", "content": text[:SHOWN_BACK_CHARACTERS] or "(no text)"},

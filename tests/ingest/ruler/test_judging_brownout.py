@@ -97,7 +97,7 @@ async def test_a_judge_that_is_good_for_a_sum_only_costs_no_group(
     assert asked <= 2 * 24 + 2 * (8 + seconds / 30), "a few at first, then one for each wait"
     said = [one for one in events if one["event"] == "judge_down"]
     assert [one["log_level"] for one in said] == (["error"] if waiting > 2 else [])
-    assert all("answers a sum" in one["to_do"] for one in said)
+    assert all("answers a simple sum but fails on every group" in one["to_do"] for one in said)
 
 
 async def test_a_judge_that_fails_over_what_it_scored_before_costs_no_group(play: Play) -> None:
