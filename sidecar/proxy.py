@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import uvicorn
 
 from sidecar.access.admission import open_access
 from sidecar.access.key_source import KeySource
+from sidecar.access.limits_file import open_limits
 from sidecar.app import make_app
 from sidecar.capture.outbox import Outbox, outbox_path
 from sidecar.capture.recorder import Capture, ExchangeSink
@@ -55,10 +57,12 @@ class Proxy:
         tracing: Tracing | None = None,
         sink: ExchangeSink | None = None,
         handover: Handover | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """tracing: None exports neither spans nor OpenTelemetry metrics.
         sink: stores exchanges; None opens the bus of `bus.url`.
-        handover: what the parent of several workers passes on; None for a single process."""
+        handover: what the parent of several workers passes on; None for a single process.
+        clock: unix seconds; decides when keys expire and limits refill."""
         self._settings = settings
         others: list[memoryview] = []
         shared: memoryview | None = None
@@ -115,11 +119,13 @@ class Proxy:
             interval_s=settings.proxy.health_interval_s,
             api_key=api_key.get_secret_value() if api_key is not None else None,
         )
-        self._access = open_access(settings, self._keys, self.metrics)
+        table = handover.limits if handover is not None else None
+        limiter, self._limits_file = open_limits(settings, self.metrics, table, clock)
         self._relay = RelayServer(
             RelayContext(
                 proxy=settings.proxy,
-                access=self._access,
+                access=open_access(settings, self._keys, limiter, self.metrics),
+                clock=clock,
                 sampling=SamplingRule(
                     settings.capture.sample_rate,
                     projects=settings.capture.projects,
@@ -163,6 +169,8 @@ class Proxy:
         listener = _listen(self._socket_path)
         self.routing.start()
         self.capture.start()
+        if self._limits_file is not None:
+            self._limits_file.start()
         self._tasks.append(asyncio.create_task(self._app_server.serve(sockets=[listener])))
         self._lag.start()
         self.metrics.workers_alive.set(1)
@@ -190,7 +198,8 @@ class Proxy:
         await self._watch.stop()
         self.routing.stop()
         await asyncio.to_thread(self._reporter.stop)
-        self._access.close()
+        if self._limits_file is not None:
+            await self._limits_file.stop()
         if not await asyncio.to_thread(self.capture.stop, CAPTURE_STOP_S):
             log.error("captures_lost_at_stop", waited_s=CAPTURE_STOP_S)
         self._socket_path.unlink(missing_ok=True)

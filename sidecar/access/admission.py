@@ -1,13 +1,13 @@
-"""Who may ask the model, as whom, and how much: the one object that the relay asks.
+"""Admit requests: check the API key, the scopes and the limits of each.
 
-Three modes (`access.mode`). `open`: no key is asked for; for a loopback listener. `keys`: keys of
-the sidecar's own, from the store; vLLM never sees them. `upstream`: the caller's own credentials
-go on to vLLM, which judges them; nothing is known of the caller, so no limits apply.
+`access.mode` is one of three. `open`: no key is needed; for a loopback listener. `keys`: the
+sidecar's own keys, from the store; vLLM never sees them. `upstream`: vLLM checks the caller's
+credentials; the sidecar knows nothing of the caller, so no limits apply.
 
-`admit` runs on the event loop for every request, and a known key without limits must cost next to
-nothing: the SHA-256 of what was presented leads to an answer made beforehand. A key that is met
-for the first time is compared in constant time (`KeyRing.find`).
-Nothing here holds, logs or repeats what a client presented.
+`Access.admit` runs on the event loop for every request, so a known key without limits must cost
+next to nothing: `Credentials`, read once for a head that repeats, holds the SHA-256 of the key, and
+that leads to an admission made beforehand. A key seen for the first time is compared in constant
+time (`KeyRing.find`). Nothing here logs or repeats what a client sent as a key.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 from typing import Literal, Protocol
-
-import structlog
 
 from sidecar.access.denials import (
     EXPIRED,
@@ -38,15 +36,12 @@ from sidecar.access.denials import (
 )
 from sidecar.access.header_names import AUTHORIZATION, X_API_KEY
 from sidecar.access.keys import MAX_PRESENTED_BYTES, ApiKey, KeyRing
-from sidecar.access.limits import Allowance, Limiter, MemoryLimiter
-from sidecar.access.limits_file import FileLimiter
-from sidecar.metrics.hot import LabelledCounter
+from sidecar.access.limits import Allowance, Limiter
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.session_key import DEFAULT_PROJECT
 from sidecar.settings import Settings
 from sidecar.settings.addresses import is_loopback
 
-log = structlog.get_logger()
 ADAPTER = b"x-sidecar-adapter"
 Mode = Literal["open", "keys", "upstream"]
 
@@ -63,29 +58,29 @@ KEEP = Keep.KEEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request that may go on."""
+    """What an admitted request may do, and how it is counted."""
 
     project: str = DEFAULT_PROJECT
     key_id: str = ""
-    """Empty when no key of ours was asked for."""
+    """Empty when the request needed no key of the sidecar's."""
     operator: bool = False
     """May name an adapter by `x-sidecar-adapter`."""
     best_of_max: int = 1
     headers: tuple[Header, ...] = ()
-    """To be added to the reply, whatever its status."""
+    """Headers to add to the reply, whatever its status."""
     replace_authorization: bytes | Keep | None = field(default=None, repr=False)
-    """What vLLM is sent as `Authorization`; None: nothing. Unless it is `KEEP`, the caller's
-    `Authorization` and `x-api-key` must both be dropped."""
+    """The `Authorization` that vLLM gets; None: none. Unless it is `KEEP`, the caller's
+    `Authorization` and `x-api-key` are both dropped."""
     allowance: Allowance | None = None
     """None: the key has no limits."""
 
 
 class Keys(Protocol):
-    """Where the keys are read: an attribute, never a query."""
+    """The API keys as last read from the store: an attribute, never a query."""
 
     @property
     def ring(self) -> KeyRing | None:
-        """None: the store was not seen yet."""
+        """None until the store was read once."""
         ...
 
 
@@ -95,25 +90,27 @@ class _Holder:
     def __init__(self, admission: Admission, expires_at: float) -> None:
         self.admission = admission
         self.expires_at = expires_at
-        """Infinity when it never does."""
+        """Unix seconds; infinity when the key never expires."""
 
 
 class Credentials:
-    """What a request shows of its sender: read once for each head, as heads repeat."""
+    """What a request's head says of its sender. Made once for a head that repeats."""
 
     __slots__ = ("denial", "digest", "names_adapter", "presented")
 
     def __init__(self, headers: Mapping[bytes, bytes]) -> None:
+        """headers: by lower-case name, at least those that this module names. A header that came
+        twice must be joined with a comma, which makes it no key."""
         presented = _presented(headers)
         self.presented = presented if isinstance(presented, bytes) else b""
         self.denial = presented if isinstance(presented, Denial) else None
-        """Why this is no key at all."""
+        """Why the headers hold no key; None when they hold one."""
         self.digest = sha256(self.presented).digest()
         self.names_adapter = ADAPTER in headers
 
 
 class Access:
-    """Asked by one thread: the relay's."""
+    """Decides who is admitted. For one thread, the relay's."""
 
     def __init__(
         self,
@@ -126,11 +123,11 @@ class Access:
         anyone_operates: bool = False,
         best_of_max: int = 1,
     ) -> None:
-        """keys: needed in mode `keys`, and only there. upstream_key: vLLM's own, for that mode.
-        denied: counts a denial by its reason. anyone_operates, best_of_max: of requests without a
-        key of ours; only the loopback may let everybody operate."""
+        """keys: given in mode `keys`, and only there. upstream_key: vLLM's own key, for that mode.
+        denied: counts a denial by its reason. anyone_operates, best_of_max: apply in the other
+        modes; only a loopback listener may let everybody operate."""
         if (mode == "keys") != (keys is not None):
-            raise ValueError("mode `keys` goes with a source of keys, and no other mode does")
+            raise ValueError("mode `keys` needs a source of keys, and no other mode takes one")
         self._keys = keys
         self._limiter = limiter
         self._denied = denied
@@ -142,19 +139,13 @@ class Access:
         )
         self._ring: KeyRing | None = None
         self._known: dict[bytes, _Holder] = {}
-        """SHA-256 of a key that was presented and found good, under `_ring`."""
+        """SHA-256 of a key that `_ring` knows -> its admission."""
 
-    def admit(self, headers: Mapping[bytes, bytes], now: float) -> Admission | Denial:
-        """Let a request through or not. Counts it against the key's requests per minute.
+    def admit(self, shown: Credentials, now: float) -> Admission | Denial:
+        """Admit a request or say why not. Counts it against the key's requests per minute.
 
-        headers: by lower-case name, the names in this module at least. One that came twice must
-        be joined with a comma: then it is no key.
         now: unix seconds.
         """
-        return self.let_in(Credentials(headers), now)
-
-    def let_in(self, shown: Credentials, now: float) -> Admission | Denial:
-        """As `admit`, of credentials that were read already."""
         admission = self._judge(shown, now)
         if isinstance(admission, Denial):
             self._denied(admission.reason)
@@ -163,8 +154,8 @@ class Access:
         return admission
 
     def reject(self, shown: Credentials, now: float) -> Denial | None:
-        """Who will not be let in, before the body of the request is here. Nothing is counted
-        against a key's limits."""
+        """Why these credentials are refused; None when they are good. Counts nothing against a
+        key's limits."""
         admission = self._judge(shown, now)
         if isinstance(admission, Denial):
             self._denied(admission.reason)
@@ -172,13 +163,10 @@ class Access:
         return None
 
     def charge(self, admission: Admission, tokens: int, now: float) -> None:
-        """After the reply: what it cost, prompt and completion."""
+        """Count the prompt and completion tokens of a finished reply."""
         allowance = admission.allowance
         if allowance is not None and allowance.tokens_per_day is not None and tokens > 0:
             self._limiter.charge(admission.key_id, allowance, tokens, now)
-
-    def close(self) -> None:
-        self._limiter.close()
 
     def _judge(self, shown: Credentials, now: float) -> Admission | Denial:
         keys = self._keys
@@ -190,7 +178,7 @@ class Access:
             self._ring = ring
             self._known = {}
         if shown.denial is not None:
-            # Without the store's keys nobody can be told that theirs is wrong.
+            # Before the keys are read, the sidecar cannot tell anybody that a key is wrong.
             return shown.denial if ring is not None else KEYS_UNKNOWN
         holder = self._known.get(shown.digest)
         if holder is None:
@@ -254,7 +242,7 @@ class Access:
 
 
 def _presented(headers: Mapping[bytes, bytes]) -> bytes | Denial:
-    """The key that the client shows, from either header."""
+    """The key in the headers, or why there is none."""
     authorization, api_key = headers.get(AUTHORIZATION), headers.get(X_API_KEY)
     if authorization is None:
         if api_key is None:
@@ -275,39 +263,21 @@ def _presented(headers: Mapping[bytes, bytes]) -> bytes | Denial:
     return key
 
 
-def open_access(settings: Settings, keys: Keys | None, metrics: Metrics) -> Access:
-    """The access that the settings ask for. Opens the limits' file in `state_dir`.
+def open_access(
+    settings: Settings, keys: Keys | None, limiter: Limiter, metrics: Metrics
+) -> Access:
+    """The access that the settings ask for.
 
     keys: a `KeySource` when `access.mode` is `keys`, else None.
     """
     api_key = settings.serving.api_key
-    limiter: Limiter = MemoryLimiter()
-    if settings.access.mode == "keys":
-        limiter = FileLimiter(
-            settings.state_dir / "limits",
-            unchecked=_counted(metrics.limits_unchecked, "limits_unchecked"),
-            lost=_counted(metrics.limits_lost, "limits_lost"),
-        )
     return Access(
         settings.access.mode,
         keys=keys,
         limiter=limiter,
         denied=lambda reason: metrics.access_denied.labels(reason).inc(),
         upstream_key=api_key.get_secret_value() if api_key is not None else None,
-        # On the loopback, who could be kept out has the admin API and the store anyway.
+        # Who can reach the loopback can reach the admin API and the store anyway.
         anyone_operates=is_loopback(settings.proxy.host),
         best_of_max=settings.best_of.max_n,
     )
-
-
-def _counted(counter: LabelledCounter, event: str) -> Callable[[str], None]:
-    """Count each time, and log the first of each reason."""
-    said: set[str] = set()
-
-    def count(reason: str) -> None:
-        counter.labels(reason).inc()
-        if reason not in said:
-            said.add(reason)
-            log.warning(event, reason=reason)
-
-    return count

@@ -1,27 +1,30 @@
 """How much a key may use: requests per minute and tokens per day. The rule is pure.
 
-Requests: a bucket that holds one minute's requests and fills evenly. A bucket, not a sliding
-window, because its state is two numbers, which fit a slot that processes share, and because the
-field's `x-ratelimit-reset-requests` ("time until the limit is back in its initial state") is a
-bucket's word. Its price: a client that was silent may send twice its limit within its first minute.
+Requests: a token bucket that holds one minute's requests and refills evenly. A bucket and not a
+sliding window, because its state is two numbers, which fit a slot that processes share, and because
+`x-ratelimit-reset-requests` ("time until the limit is back in its initial state") describes a
+bucket. Its price: a client that was idle may send twice its limit within its first minute.
 
-Tokens: what the replies of a UTC day have cost. They are known after the reply, so replies that
-are under way when the allowance runs out are still given, and paid.
+Tokens: what the replies of a UTC day have cost. The cost is known after the reply, so replies in
+flight when the allowance runs out are still delivered, and charged.
 
-The clock may be set back, and processes read it a moment apart. A bucket then keeps what it has,
-and never fills for time that passes twice; tokens of a day that this key has already seen begin
-are never forgotten.
+The clock may be set back, and processes read it a moment apart. The bucket then keeps its level and
+never refills twice for the same time; tokens of a day that has begun for a key are never forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 DAY_S = 86_400
 MINUTE_S = 60.0
 CLOCK_SKEW_S = 1.0
-"""A reading this much older is the same clock, read earlier; an older one is a clock set back."""
+"""A reading at most this much older comes from the same clock, read earlier; an older one means
+that the clock was set back."""
+SWEEP_AT = 4096
+"""Records in `MemoryLimiter` from which on it looks for records that may be forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,64 +36,63 @@ class Allowance:
 
 
 class Usage(NamedTuple):
-    """What is remembered of one key. A tuple, as `Standing`: two are made for each request, at a
-    fifth of a frozen dataclass's cost."""
+    """What is remembered of one key. A tuple, as `Standing` is: each request makes two of them, and
+    a frozen dataclass costs five times as much."""
 
     at: float
-    """Unix seconds to which the bucket is filled."""
+    """Unix seconds of the last refill of the bucket."""
     requests: float
-    """In the bucket, 0..requests_per_minute."""
+    """Requests left in the bucket, 0..requests_per_minute."""
     day: int
     """Days since 1970, UTC."""
     tokens: int
-    """Spent in `day`."""
+    """Tokens spent in `day`."""
 
 
 class Standing(NamedTuple):
-    """Where a key stands after one request was asked for."""
+    """What is left of a key's limits after one request."""
 
     refused: str | None
-    """None: let through. Else the limit that says no: `requests_per_minute`, `tokens_per_day`."""
+    """None: admitted. Else the limit that is used up: `requests_per_minute`, `tokens_per_day`."""
     requests_left: int
     requests_reset_s: float
-    """Until the bucket is full."""
+    """Seconds until the bucket is full."""
     tokens_left: int
     tokens_reset_s: float
-    """Until the midnight UTC that ends the day in which they count."""
+    """Seconds until the midnight UTC that ends the day in which the tokens count."""
     retry_after_s: float = 0.0
-    """When refused: until the same request would be let through, if nobody else asks."""
+    """When refused: seconds until the same request is admitted, if no other comes before it."""
 
 
 class Limiter(Protocol):
-    """Counts what keys use. Never raises, never waits: called on the event loop."""
+    """Counts what keys use. Never raises and never waits longer than 2 ms: the event loop calls
+    it."""
 
     def take(self, key_id: str, allowance: Allowance, now: float) -> Standing:
         """Ask for one request. now: unix seconds."""
         ...
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
-        """Tokens that a finished reply has cost."""
+        """Count the tokens of a finished reply."""
         ...
-
-    def close(self) -> None: ...
 
 
 def fresh(allowance: Allowance, now: float) -> Usage:
-    """Of a key that was never seen."""
+    """The usage of a key that was never seen: a full bucket, no tokens spent."""
     return Usage(
         at=now, requests=float(allowance.requests_per_minute or 0), day=_day(now), tokens=0
     )
 
 
 def is_spent_record(usage: Usage, now: float) -> bool:
-    """True when forgetting it changes nothing: its bucket is full again and its day is over."""
+    """True when forgetting it changes nothing: the bucket is full again, the day is over."""
     return usage.day < _day(now) and now - usage.at > MINUTE_S
 
 
 def take(usage: Usage, allowance: Allowance, now: float) -> tuple[Usage, Standing]:
-    """One request: what is remembered after it, and whether it is let through.
+    """Take one request from the bucket. Returns: the usage after it, and whether it is admitted.
 
-    A request that is refused takes nothing from the bucket.
+    A refused request takes nothing from the bucket.
     """
     usage = _brought_to(usage, allowance, now)
     per_minute, per_day = allowance.requests_per_minute, allowance.tokens_per_day
@@ -117,7 +119,7 @@ def take(usage: Usage, allowance: Allowance, now: float) -> tuple[Usage, Standin
 
 
 def charge(usage: Usage, allowance: Allowance, tokens: int, now: float) -> Usage:
-    """Tokens of a finished reply; they count for the day in which it ended."""
+    """Add the tokens of a finished reply; they count for the day in which it ended."""
     usage = _brought_to(usage, allowance, now)
     return Usage(usage.at, usage.requests, usage.day, usage.tokens + tokens)
 
@@ -144,22 +146,38 @@ def _day(now: float) -> int:
 
 
 class MemoryLimiter:
-    """Counts for one process. Also what each process falls back to without the shared file.
+    """A `Limiter` for one process. Workers fall back to it when they cannot use the shared table.
 
-    Nothing is thrown away: there is one record per key that has limits.
+    It holds one record for each key with limits that was used today. Keys come from the store, so
+    a client cannot make it grow.
     """
 
     def __init__(self) -> None:
         self._usages: dict[str, Usage] = {}
+        self._sweep_at = SWEEP_AT
 
     def take(self, key_id: str, allowance: Allowance, now: float) -> Standing:
-        usage, standing = take(self._usages.get(key_id) or fresh(allowance, now), allowance, now)
+        usage, standing = take(self._usage(key_id, allowance, now), allowance, now)
         self._usages[key_id] = usage
         return standing
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
-        usage = self._usages.get(key_id) or fresh(allowance, now)
-        self._usages[key_id] = charge(usage, allowance, tokens, now)
+        self._usages[key_id] = charge(self._usage(key_id, allowance, now), allowance, tokens, now)
 
-    def close(self) -> None:
-        self._usages.clear()
+    def records(self) -> list[tuple[str, Usage]]:
+        """Each key id with its usage."""
+        return list(self._usages.items())
+
+    def restore(self, records: Iterable[tuple[str, Usage]]) -> None:
+        """Take over what `records` of an earlier process returned."""
+        self._usages.update(records)
+
+    def _usage(self, key_id: str, allowance: Allowance, now: float) -> Usage:
+        usage = self._usages.get(key_id)
+        if usage is not None:
+            return usage
+        if len(self._usages) >= self._sweep_at:
+            kept = {key: one for key, one in self._usages.items() if not is_spent_record(one, now)}
+            self._usages = kept
+            self._sweep_at = max(SWEEP_AT, 2 * len(kept))
+        return fresh(allowance, now)

@@ -182,18 +182,8 @@ class Metrics:
             ["reason"],
             threads=True,
         )
-        self.limits_unchecked = make.labelled_counter(
-            "sidecar_limits_unchecked",
-            "Requests and charges that the shared limits could not decide; memory did.",
-            ["reason"],
-            threads=True,
-        )
-        self.limits_lost = make.labelled_counter(
-            "sidecar_limits_lost",
-            "Counts of limits that were lost: of one key, or of all of them.",
-            ["reason"],
-            threads=True,
-        )
+        self.limits_unchecked = limits_unchecked(make)
+        self.limits_lost = limits_lost(make)
 
     def _breaker(self, make: MetricSet) -> None:
         self.bad_replies = make.labelled_counter(
@@ -244,4 +234,24 @@ def worker_restarts(make: MetricSet) -> LabelledCounter:
         "sidecar_worker_restarts",
         "Proxy processes that ended unexpectedly and were restarted.",
         ["reason"],
+    )
+
+
+def limits_unchecked(make: MetricSet) -> LabelledCounter:
+    """Counted by each worker, and by the parent of several."""
+    return make.labelled_counter(
+        "sidecar_limits_unchecked",
+        "Requests and charges that the workers' shared table of limits could not decide.",
+        ["reason"],
+        threads=True,
+    )
+
+
+def limits_lost(make: MetricSet) -> LabelledCounter:
+    """Counted by each worker, and by the parent of several."""
+    return make.labelled_counter(
+        "sidecar_limits_lost",
+        "Losses of usage that limits had counted: of one key, or of all of them.",
+        ["reason"],
+        threads=True,
     )

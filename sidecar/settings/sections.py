@@ -210,7 +210,7 @@ class Settings(BaseSettings):
     )
 
     state_dir: Folder = Path(".sidecar")
-    """The proxy's socket, the limits' file and the logs of `sidecar up`."""
+    """The proxy's socket, usage of limits and the logs of `sidecar up`."""
     serving: Serving = Serving()
     engine: Engine = Engine()
     proxy: Proxy = Proxy()

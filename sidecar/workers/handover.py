@@ -35,13 +35,17 @@ class Handover:
     """Descriptor of the line to the parent; at its end the parent is gone."""
     metrics: int
     """Descriptor of the memory that all workers' metrics are in."""
+    limits: int | None = None
+    """Descriptor of the memory that the keys' limits are in; None: no key has limits."""
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
 
     def descriptors(self) -> tuple[int, ...]:
         """All that the worker must inherit."""
-        return (*(fd for one in self.listeners for fd in one), self.control, self.metrics)
+        listeners = (fd for one in self.listeners for fd in one)
+        limits = () if self.limits is None else (self.limits,)
+        return (*listeners, self.control, self.metrics, *limits)
 
     def table(self) -> tuple[MetricTable, list[memoryview], memoryview]:
         """This worker's numbers, the regions of all others, and the breaker's memory."""

@@ -24,9 +24,11 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
+from sidecar.access.limits_file import LimitsFile, counted, limits_path
+from sidecar.access.limits_table import TableLimiter
 from sidecar.backoff import Waits
 from sidecar.metrics.hot import MetricSet
-from sidecar.metrics.proxy import worker_restarts
+from sidecar.metrics.proxy import limits_lost, limits_unchecked, worker_restarts
 from sidecar.metrics.table import (
     MetricTable,
     map_regions,
@@ -84,7 +86,13 @@ class Workers:
         for slot in slots:
             self._slots.put_nowait(slot)
         own = MetricTable(self._regions[PARENT_REGION])
-        self._restarts = worker_restarts(MetricSet(CollectorRegistry(), own))
+        counts = MetricSet(CollectorRegistry(), own)
+        self._restarts = worker_restarts(counts)
+        self._limits: int | None = None
+        self._limits_file: LimitsFile | None = None
+        if settings.access.mode == "keys":
+            self._limits = shared_memory(1)
+            self._limits_file = _limits_file(settings, self._limits, counts)
         self._serving: list[Child | None] = [None] * proxy.workers
         """By position, which is also the number of its listener."""
         self._takers: list[Child | None] = [None] * proxy.workers
@@ -110,6 +118,8 @@ class Workers:
         loop.add_signal_handler(
             signal.SIGHUP, lambda: self._begin(self._replace_all(), self._lives)
         )
+        if self._limits_file is not None:
+            self._limits_file.start()
         self._begin(self._start_all(), self._lives)
         self._begin(self._end_hung(), self._lives)
         await self._stopping.wait()
@@ -204,6 +214,7 @@ class Workers:
             listeners=tuple(tuple(one.fileno() for one in item) for item in self._listeners),
             control=theirs.fileno(),
             metrics=self._memory,
+            limits=self._limits,
         )
         try:
             process = await asyncio.create_subprocess_exec(
@@ -284,6 +295,8 @@ class Workers:
             self._exit_code = 1
             child.process.kill()
             await child.process.wait()
+        if self._limits_file is not None:
+            await self._limits_file.stop()
         log.info("workers_stopped")
 
     def _begin(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
@@ -299,3 +312,11 @@ class Workers:
             log.error("workers_failed", exc_info=error)
             self._exit_code = 1
             self._stopping.set()
+
+
+def _limits_file(settings: Settings, memory: int, counts: MetricSet) -> LimitsFile:
+    """The file in which the parent keeps what is in the workers' table of limits."""
+    lost = counted(limits_lost(counts), "limits_lost")
+    unchecked = counted(limits_unchecked(counts), "limits_unchecked")
+    table = TableLimiter(memory, unchecked=unchecked, lost=lost)
+    return LimitsFile(limits_path(settings), table, lost=lost)

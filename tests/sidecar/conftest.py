@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -415,7 +416,12 @@ async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Sta
     """Start a proxy in front of the fake; keyword arguments are sections of the settings."""
     running: list[Running] = []
 
-    async def start(sink: Any = None, tracing: Any = None, **sections: dict[str, Any]) -> Running:
+    async def start(
+        sink: Any = None,
+        tracing: Any = None,
+        clock: Callable[[], float] = time.time,
+        **sections: dict[str, Any],
+    ) -> Running:
         settings = Settings(
             state_dir=state_dir,
             serving={
@@ -432,7 +438,7 @@ async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Sta
             telemetry=sections.get("telemetry", {}),
         )
         memory = sink if isinstance(sink, MemorySink) else MemorySink()
-        proxy = Proxy(settings, tracing, sink if sink is not None else memory)
+        proxy = Proxy(settings, tracing, sink if sink is not None else memory, clock=clock)
         started = Running(proxy, await proxy.start(), memory)
         running.append(started)
         return started

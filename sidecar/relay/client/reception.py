@@ -45,7 +45,7 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
         return not_found()
     if not _asks_for_key(head):
         return NOBODY
-    answer = context.access.let_in(head.credentials, context.clock())
+    answer = context.access.admit(head.credentials, context.clock())
     return denied(answer, _surface(head.where)) if isinstance(answer, Denial) else answer
 
 

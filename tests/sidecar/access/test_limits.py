@@ -1,16 +1,14 @@
-"""Limits: the rule by hand, and one contract for the limiter in memory and the one in the file."""
+"""Limits: the rule by hand, and one contract for one process's limiter and the shared table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.access.limits import DAY_S, Allowance, Limiter, MemoryLimiter, charge, fresh, take
-from sidecar.access.limits_file import FileLimiter
+from sidecar.access.limits_table import TableLimiter
+from sidecar.metrics.table import shared_memory
 
 MIDNIGHT = 20_000 * float(DAY_S)
 NOON = MIDNIGHT + 43_200.0
@@ -20,15 +18,14 @@ def unexpected(reason: str) -> None:
     raise AssertionError(reason)
 
 
-def make_file(folder: Path) -> Limiter:
-    return FileLimiter(folder / "limits", unchecked=unexpected, lost=unexpected, lock_wait_s=10.0)
+def make_table() -> Limiter:
+    return TableLimiter(shared_memory(1), unchecked=unexpected, lost=unexpected, lock_wait_s=10.0)
 
 
-@pytest.fixture(params=["memory", "file"])
-def limiter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Limiter]:
-    made = MemoryLimiter() if request.param == "memory" else make_file(tmp_path)
-    yield made
-    made.close()
+@pytest.fixture(params=[MemoryLimiter, make_table])
+def limiter(request: pytest.FixtureRequest) -> Limiter:
+    made: Limiter = request.param()
+    return made
 
 
 def let_through(limiter: Limiter, allowance: Allowance, times: list[float]) -> int:
@@ -195,7 +192,7 @@ def test_no_clock_forgets_tokens_of_the_newest_day(moves: list[tuple[float, int]
         assert usage.tokens == tokens + (0 if newer_day else before.tokens)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(
@@ -206,14 +203,23 @@ def test_no_clock_forgets_tokens_of_the_newest_day(moves: list[tuple[float, int]
         max_size=40,
     )
 )
-def test_the_file_says_what_the_memory_says(
-    tmp_path: Path, asks: list[tuple[str, float, int]]
-) -> None:
-    (tmp_path / "limits").unlink(missing_ok=True)
+def test_the_table_says_what_one_processs_memory_says(asks: list[tuple[str, float, int]]) -> None:
     allowance = Allowance(requests_per_minute=3, tokens_per_day=100)
-    one, other = MemoryLimiter(), make_file(tmp_path)
+    one, other = MemoryLimiter(), make_table()
     for key, offset, tokens in asks:
         assert one.take(key, allowance, NOON + offset) == other.take(key, allowance, NOON + offset)
         one.charge(key, allowance, tokens, NOON + offset)
         other.charge(key, allowance, tokens, NOON + offset)
-    other.close()
+
+
+def test_one_process_forgets_records_that_say_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sidecar.access.limits.SWEEP_AT", 3)
+    limiter = MemoryLimiter()
+    for key in ("a", "b", "c"):
+        limiter.take(key, Allowance(requests_per_minute=1), NOON)
+
+    limiter.take("d", Allowance(requests_per_minute=1), NOON + DAY_S)
+
+    assert [key for key, _ in limiter.records()] == ["d"]

@@ -1,362 +1,208 @@
-"""The limits' file: right across processes, kept over restarts, and never in anyone's way."""
+"""The file of limits: a restart renews no allowance, and a damaged file costs only what it held."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from sidecar.access.limits import DAY_S, Allowance
-from sidecar.access.limits_file import (
-    FILE_BYTES,
-    HEADER,
-    WINDOW,
-    FileLimiter,
-)
+from sidecar.access.limits import DAY_S, Allowance, MemoryLimiter, Usage
+from sidecar.access.limits_file import LimitsFile, open_limits
+from sidecar.access.limits_table import TableLimiter
+from sidecar.metrics.proxy import Metrics
+from sidecar.metrics.table import shared_memory
+from sidecar.settings import Settings
 
 NOON = 20_000 * float(DAY_S) + 43_200.0
-ONE = Allowance(requests_per_minute=1)
-Open = Callable[[], FileLimiter]
+ALLOWANCE = Allowance(requests_per_minute=2, tokens_per_day=100)
+SPENT = Usage(NOON, 1.0, 20_000, 60)
 
 
-class Seen:
-    """What a limiter counted."""
-
-    def __init__(self) -> None:
-        self.unchecked: Counter[str] = Counter()
-        self.lost: Counter[str] = Counter()
-
-    def count_unchecked(self, reason: str) -> None:
-        self.unchecked[reason] += 1
-
-    def count_lost(self, reason: str) -> None:
-        self.lost[reason] += 1
+def unexpected(reason: str) -> None:
+    raise AssertionError(reason)
 
 
-@pytest.fixture
-def seen() -> Seen:
-    return Seen()
+def memory() -> MemoryLimiter:
+    return MemoryLimiter()
+
+
+def table() -> TableLimiter:
+    return TableLimiter(shared_memory(1), unchecked=unexpected, lost=unexpected)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "limits"
+    return tmp_path / "state" / "limits.jsonl"
 
 
 @pytest.fixture
-def opened(path: Path, seen: Seen) -> Iterator[Open]:
-    made: list[FileLimiter] = []
-
-    def make() -> FileLimiter:
-        limiter = FileLimiter(path, unchecked=seen.count_unchecked, lost=seen.count_lost)
-        made.append(limiter)
-        return limiter
-
-    yield make
-    for limiter in made:
-        limiter.close()
+def lost() -> Counter[str]:
+    return Counter()
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from sidecar.access.limits import Allowance
-from sidecar.access.limits_file import FileLimiter
-
-path, now = Path(sys.argv[1]), float(sys.argv[2])
-asks, per_minute, key_count = map(int, sys.argv[3:])
-limiter = FileLimiter(path, unchecked=sys.exit, lost=sys.exit, lock_wait_s=60.0)
-allowance = Allowance(requests_per_minute=per_minute, tokens_per_day=10**9)
-print("ready", flush=True)
-sys.stdin.readline()
-passed = [0] * key_count
-for turn in range(asks):
-    for key in range(key_count):
-        passed[key] += limiter.take(f"k{key}", allowance, now).refused is None
-        limiter.charge(f"k{key}", allowance, 3, now)
-print(*passed)
-"""
+async def kept(
+    path: Path, limiter: MemoryLimiter | TableLimiter, lost: Counter[str], now: float = NOON
+) -> LimitsFile:
+    """A file that is read, and written whenever it is stopped."""
+    file = LimitsFile(path, limiter, lost=lambda reason: lost.update([reason]), clock=lambda: now)
+    file.start()
+    await asyncio.sleep(0)
+    return file
 
 
-def test_four_processes_together_let_exactly_the_limit_through(path: Path, opened: Open) -> None:
-    asks, limit, keys = 500, 700, 3
-    arguments = [str(path), str(NOON), str(asks), str(limit), str(keys)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:  # all of them, before the first is waited for
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+@pytest.mark.parametrize("make", [memory, table])
+async def test_a_restart_renews_nothing(
+    make: Callable[[], MemoryLimiter | TableLimiter], path: Path, lost: Counter[str]
+) -> None:
+    first, second = make(), make()
+    file = await kept(path, first, lost)
+    first.take("k", ALLOWANCE, NOON)
+    first.charge("k", ALLOWANCE, 60, NOON)
+    await file.stop()
 
-    passed = [[int(word) for word in output.split()] for output in outputs]
-    assert [sum(of_key) for of_key in zip(*passed, strict=True)] == [limit] * keys
-    # Not one charge was lost either: 4 processes, 500 turns, 3 tokens.
-    allowance = Allowance(tokens_per_day=10**9)
-    left = [opened().take(f"k{key}", allowance, NOON).tokens_left for key in range(keys)]
-    assert left == [10**9 - 4 * asks * 3] * keys
+    await (await kept(path, second, lost)).stop()
 
-
-def test_a_restart_renews_nothing(opened: Open) -> None:
-    allowance = Allowance(requests_per_minute=2, tokens_per_day=100)
-    first = opened()
-    first.take("k", allowance, NOON)
-    first.charge("k", allowance, 60, NOON)
-    first.close()
-
-    standing = opened().take("k", allowance, NOON)
-
+    standing = second.take("k", ALLOWANCE, NOON)
     assert (standing.refused, standing.requests_left, standing.tokens_left) == (None, 0, 40)
+    assert lost == {}
 
 
-def test_the_file_is_for_its_owner_alone(path: Path, opened: Open) -> None:
-    opened()
+async def test_a_proxy_that_is_killed_forgets_only_what_it_used_since_the_last_interval(
+    path: Path, lost: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sidecar.access.limits_file.SAVE_S", 0.01)
+    limiter = memory()
+    file = await kept(path, limiter, lost)
+    limiter.restore([("k", SPENT)])
+    async with asyncio.timeout(60):
+        while not path.exists():
+            await asyncio.sleep(0.005)
+    read = path.read_bytes()  # before `stop` wrote anything
+    await file.stop()
+
+    assert read == b'["k",1728043200.0,1.0,20000,60]\n'
+
+
+async def test_a_key_whose_usage_says_nothing_any_more_is_not_kept(
+    path: Path, lost: Counter[str]
+) -> None:
+    limiter = memory()
+    file = await kept(path, limiter, lost, now=NOON + DAY_S)
+    limiter.restore([("old", SPENT), ("new", SPENT._replace(day=20_001))])
+    await file.stop()
+
+    assert [line.split(b'"')[1] for line in path.read_bytes().splitlines()] == [b"new"]
+
+
+async def test_the_file_is_for_its_owner_alone(path: Path, lost: Counter[str]) -> None:
+    limiter = memory()
+    file = await kept(path, limiter, lost)
+    limiter.restore([("k", SPENT)])
+    await file.stop()
 
     assert path.stat().st_mode & 0o777 == 0o600
-    assert path.stat().st_size == FILE_BYTES
+    assert list(path.parent.iterdir()) == [path]
+
+
+async def test_without_limits_no_file_is_written(path: Path, lost: Counter[str]) -> None:
+    await (await kept(path, memory(), lost)).stop()
+
+    assert not path.parent.exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "bad",
     [
-        (b"x", "short"),
-        (HEADER, "short"),
-        (b"\xff" * FILE_BYTES, "foreign"),
-        (HEADER + bytes(FILE_BYTES), "foreign"),
+        b"rubbish",
+        b"\xff\xff",
+        b'["k",1.0]',
+        b'["K!",1728043200.0,1.0,20000,60]',
+        b'["k",1728043200.0,-1.0,20000,60]',
+        b'["k",1728043200.0,1.0,20000,-60]',
+        b'["k",1728043200.0,1.0,20000,1e400]',
+        b'["k",1728043200.0,1.0,20000,99999999999999999999]',
+        b'["01234567890123456",1728043200.0,1.0,20000,60]',
     ],
-    ids=["a byte", "cut after the header", "another format", "longer"],
+    ids=["text", "bytes", "short", "id", "requests", "tokens", "infinite", "too many", "long id"],
 )
-def test_a_file_that_is_not_ours_is_made_anew_and_counted(
-    content: bytes, reason: str, path: Path, opened: Open, seen: Seen
+@pytest.mark.parametrize("make", [memory, table])
+async def test_a_line_that_cannot_be_read_costs_only_itself(
+    bad: bytes,
+    make: Callable[[], MemoryLimiter | TableLimiter],
+    path: Path,
+    lost: Counter[str],
 ) -> None:
     path.parent.mkdir()
-    path.write_bytes(content)
+    path.write_bytes(bad + b'\n["good",1728043200.0,1.0,20000,60]\n')
+    limiter = make()
 
-    limiter = opened()
+    await (await kept(path, limiter, lost)).stop()
 
-    assert [limiter.take("k", ONE, NOON).refused for _ in range(2)] == [
-        None,
-        "requests_per_minute",
-    ]
-    assert path.stat().st_size == FILE_BYTES
-    assert (seen.lost, seen.unchecked) == ({reason: 1}, {})
+    assert limiter.records() == [("good", SPENT)]
+    assert lost == {"line": 1}
 
 
-def test_a_slot_that_was_torn_is_begun_anew_and_counted(
-    path: Path, opened: Open, seen: Seen
+async def test_a_file_that_cannot_be_read_is_counted_and_requests_go_on(
+    path: Path, lost: Counter[str]
 ) -> None:
-    limiter = opened()
-    limiter.take("k", ONE, NOON)
-    offset = path.read_bytes().index(b"k\0\0\0")
-    with path.open("r+b") as file:
-        file.seek(offset + 30)
-        file.write(b"\xaa\xbb\xcc")
+    path.mkdir(parents=True)
+    limiter = memory()
+    with capture_logs() as lines:
+        file = await kept(path, limiter, lost)
 
-    again = limiter.take("k", ONE, NOON)
-
-    assert (again.refused, again.requests_left) == (None, 0)
-    assert limiter.take("k", ONE, NOON).refused == "requests_per_minute"
-    assert (seen.lost, seen.unchecked) == ({"torn": 1}, {})
+    assert limiter.take("k", ALLOWANCE, NOON).refused is None
+    assert lost == {"unreadable": 1}
+    assert [line["event"] for line in lines] == ["limits_unreadable"]
+    await file.stop()
 
 
-def test_a_file_emptied_under_a_running_proxy_is_made_anew(
-    path: Path, opened: Open, seen: Seen
-) -> None:
-    limiter = opened()
-    limiter.take("k", ONE, NOON)
-    os.truncate(path, 0)
-
-    passed = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
-
-    assert passed == [None, "requests_per_minute"]
-    assert path.stat().st_size == FILE_BYTES
-    assert seen.unchecked == {}
-
-
-def test_a_file_deleted_under_a_running_proxy_is_left_for_the_new_one(
-    path: Path, opened: Open, seen: Seen
-) -> None:
-    old = opened()
-    old.take("k", ONE, NOON)
-    path.unlink()
-    new = opened()
-    new.take("k", ONE, NOON)
-
-    assert old.take("other", ONE, NOON + 11.0).refused is None
-    assert new.take("other", ONE, NOON + 11.0).refused == "requests_per_minute"
-    assert (seen.lost, seen.unchecked) == ({"deleted": 1}, {})
-
-
-def test_without_the_file_each_process_limits_by_itself_and_counts_it(
-    path: Path, opened: Open, seen: Seen
+async def test_a_file_that_cannot_be_written_is_counted_and_written_later(
+    path: Path, lost: Counter[str]
 ) -> None:
     path.parent.write_text("a file where the folder should be")
-    limiter = opened()
-    limiter.charge("k", Allowance(tokens_per_day=5), 5, NOON)
-
-    by_tokens = limiter.take("k", Allowance(tokens_per_day=5), NOON)
-    by_requests = [limiter.take("r", ONE, NOON).refused for _ in range(2)]
-
-    assert by_tokens.refused == "tokens_per_day"
-    assert by_requests == [None, "requests_per_minute"]
-    assert seen.unchecked == {"away": 4}
-
-
-def test_a_file_that_can_be_made_later_is_used_from_then_on(
-    path: Path, opened: Open, seen: Seen
-) -> None:
-    path.parent.write_text("in the way")
-    limiter = opened()
-    limiter.take("k", ONE, NOON)
+    limiter = memory()
+    file = LimitsFile(path, limiter, lost=lambda reason: lost.update([reason]), clock=lambda: NOON)
+    limiter.restore([("k", SPENT)])
+    await file.save()
     path.parent.unlink()
+    await file.save()
 
-    limiter.take("k", ONE, NOON + 5.0)
-    limiter.take("k", ONE, NOON + 10.0)
-
-    assert opened().take("k", ONE, NOON + 10.0).refused == "requests_per_minute"
-    assert seen.unchecked == {"away": 2}
+    assert lost == {"not_saved": 1}
+    assert path.read_bytes().startswith(b'["k",')
 
 
-def test_a_disk_that_refuses_is_counted_and_the_memory_decides(
-    opened: Open, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limiter = opened()
-    limiter.take("k", ONE, NOON)
-
-    def refuse(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("sidecar.access.limits_file.os.pwrite", refuse)
-    passed = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
-
-    assert passed == [None, "requests_per_minute"]
-    assert seen.unchecked == {"io": 2}
+# As the settings ask
 
 
-HOLDER = """
-import fcntl, os, sys
-fd = os.open(sys.argv[1], os.O_RDWR)
-fcntl.lockf(fd, fcntl.LOCK_EX, 0, 0)
-print("held", flush=True)
-sys.stdin.readline()
-"""
+def opened(
+    state_dir: Path, metrics: Metrics, mode: str, table: int | None = None
+) -> LimitsFile | None:
+    settings = Settings(state_dir=state_dir, access={"mode": mode})
+    return open_limits(settings, metrics, table, lambda: NOON)[1]
 
 
-def test_a_lock_whose_holder_stands_still_delays_nobody_and_ends_with_it(
-    path: Path, opened: Open, seen: Seen
-) -> None:
-    limiter = opened()
-    limiter.take("k", ONE, NOON)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
+def test_only_one_proxy_with_keys_keeps_a_file_of_its_own(tmp_path: Path) -> None:
+    metrics = Metrics()
 
-    started = time.monotonic()
-    meanwhile = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
-    waited_s = time.monotonic() - started
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
-    assert holder.stdin is not None
-    holder.stdin.close()
-
-    assert meanwhile == [None, "requests_per_minute"]
-    assert seen.unchecked == {"locked": 2}
-    assert waited_s < 5.0  # 2 ms each; a blocking lock would never have returned
-    assert limiter.take("k", ONE, NOON).refused == "requests_per_minute"
-    assert seen.unchecked == {"locked": 2}
+    assert opened(tmp_path, metrics, "keys") is not None
+    assert opened(tmp_path, metrics, "open") is None
+    # The parent of several workers keeps the file for them all.
+    assert opened(tmp_path, metrics, "keys", shared_memory(1)) is None
 
 
-@pytest.fixture
-def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys want the same 64 slots."""
-    monkeypatch.setattr("sidecar.access.limits_file.SLOTS", WINDOW)
+async def test_what_is_lost_is_a_metric_and_logged_once_for_each_reason(tmp_path: Path) -> None:
+    metrics = Metrics()
+    (tmp_path / "limits-8080.jsonl").write_bytes(b"rubbish\nmore\n")
+    file = opened(tmp_path, metrics, "keys")
+    assert file is not None
+    with capture_logs() as lines:
+        file.start()
+        await file.stop()
 
-
-@pytest.mark.usefixtures("one_window")
-def test_keys_beyond_the_slots_are_limited_by_each_process_and_counted(
-    opened: Open, seen: Seen
-) -> None:
-    limiter = opened()
-    for number in range(WINDOW):
-        limiter.take(f"k{number}", ONE, NOON)
-
-    passed = [limiter.take("late", ONE, NOON).refused for _ in range(2)]
-
-    assert passed == [None, "requests_per_minute"]
-    assert seen.unchecked == {"full": 2}
-    assert limiter.take("k0", ONE, NOON).refused == "requests_per_minute"
-
-
-@pytest.mark.usefixtures("one_window")
-def test_a_slot_that_says_nothing_any_more_goes_to_another_key(opened: Open, seen: Seen) -> None:
-    one, other = opened(), opened()
-    for number in range(WINDOW):
-        one.take(f"k{number}", ONE, NOON)
-    next_day = NOON + DAY_S
-
-    other.take("late", ONE, next_day)
-    theirs = one.take("late", ONE, next_day).refused
-    # Whichever key lost its slot finds another, and has its full allowance, as it would have had.
-    back = [one.take(f"k{number}", ONE, next_day).refused for number in range(WINDOW - 1)]
-
-    assert theirs == "requests_per_minute"
-    assert back == [None] * (WINDOW - 1)
-    assert (seen.lost, seen.unchecked) == ({}, {})
-
-
-def test_a_slot_under_way_is_not_taken_for_a_torn_one(
-    path: Path, opened: Open, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened().take("k", ONE, NOON)
-    whole = path.read_bytes()
-    offset = whole.index(b"k\0\0\0")
-    half = bytearray(whole)
-    half[offset + 20 : offset + 24] = b"half"
-    path.write_bytes(half)
-    late = opened()
-    lock = late._lock
-
-    def finish_writing(at: int, wait_s: float) -> None:
-        lock(at, wait_s)
-        if at == offset:
-            path.write_bytes(whole)  # who held the lock has written the rest
-
-    monkeypatch.setattr(late, "_lock", finish_writing)
-
-    assert late.take("k", ONE, NOON).refused == "requests_per_minute"
-    assert (seen.lost, seen.unchecked) == ({}, {})
-
-
-def test_no_lock_is_left_behind(path: Path, opened: Open) -> None:
-    limiter = opened()
-    for number in range(5):
-        limiter.take(f"k{number}", ONE, NOON)
-        limiter.charge(f"k{number}", ONE, 1, NOON)
-
-    # Asked by another process: one's own locks never stand in one's way.
-    probe = (
-        "import fcntl,os,sys; fd=os.open(sys.argv[1], os.O_RDWR);"
-        "fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB, 0, 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", probe, str(path)], check=False)
-
-    assert done.returncode == 0
+    value = metrics.registry.get_sample_value
+    assert value("sidecar_limits_lost_total", {"reason": "line"}) == 2
+    assert [(line["event"], line["reason"]) for line in lines] == [("limits_lost", "line")]

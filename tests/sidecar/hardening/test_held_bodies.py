@@ -267,8 +267,9 @@ async def test_a_request_counts_against_its_key_when_its_head_is_here(
     """Who keeps bodies unfinished uses up the key's requests as everybody else does."""
     key = make_key.create(requests_per_minute=2)
     shown = b"Authorization: Bearer " + key.encode()
-    running = await start_proxy(access={"mode": "keys"}, proxy={"body_timeout_s": LONG_S})
-    running.proxy._relay._context.clock = lambda: 1_000_000.0
+    running = await start_proxy(
+        clock=lambda: 1_000_000.0, access={"mode": "keys"}, proxy={"body_timeout_s": LONG_S}
+    )
     for _ in range(2):
         slow = await bring(running)
         slow.say(announced(MB, shown) + bytes(came))
@@ -288,8 +289,9 @@ async def test_who_is_over_the_limit_is_told_before_the_long_body_and_after_a_sh
 ) -> None:
     key = make_key.create(requests_per_minute=1)
     shown = b"Authorization: Bearer " + key.encode()
-    running = await start_proxy(access={"mode": "keys"}, proxy={"body_timeout_s": LONG_S})
-    running.proxy._relay._context.clock = lambda: 1_000_000.0
+    running = await start_proxy(
+        clock=lambda: 1_000_000.0, access={"mode": "keys"}, proxy={"body_timeout_s": LONG_S}
+    )
     body = question(200)
     client = await bring(running)
     client.say(announced(len(body), shown) + body)

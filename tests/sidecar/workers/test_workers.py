@@ -19,13 +19,17 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sidecar.access.keys import make_key
 from sidecar.backoff import Waits
 from sidecar.metrics.table import MetricTable, mark_dead, private_region, signs_of_life
+from sidecar.store.database import Database
+from sidecar.store.models import ApiKeyRow
 from sidecar.workers.child import HUNG_AFTER_S, LOOK_S, RESTARTS, Silence, takers
 
 WAIT_S = 30.0
 """For what takes a second on a machine that is not busy."""
 CHAT = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
+REFUSED = "HTTP/1.1 429 Too Many Requests"
 STREAM = CHAT[:-1] + b',"stream":true}'
 IMPATIENT_S = 3.0
 """After this long without a sign of life a worker is taken for hung, where a test says so."""
@@ -103,14 +107,18 @@ class Service:
 
 
 async def exchange(
-    port: int, body: bytes, method: str = "POST", path: str = "/v1/chat/completions"
+    port: int,
+    body: bytes,
+    method: str = "POST",
+    path: str = "/v1/chat/completions",
+    key: str = "none",
 ) -> tuple[str, bytes]:
     """One request on a connection of its own: status line, and what came after the head."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(
             f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+            f"Content-Length: {len(body)}\r\nx-api-key: {key}\r\nConnection: close\r\n\r\n".encode()
             + body
         )
         received = await reader.read()
@@ -217,6 +225,7 @@ async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., 
         port: int = 0,
         wait: bool = True,
         hung_after_s: float | None = None,
+        access: str = "open",
         **proxy: Any,
     ) -> Service:
         config = state_dir / "sidecar.toml"
@@ -227,6 +236,7 @@ async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., 
             f"proxy = {{port = {port}{options}}}\n"
             f'bus = {{url = "sqlite:///{state_dir}/outbox.db"}}\n'
             f'store = {{url = "sqlite:///{state_dir}/store.db"}}\n'
+            f'access = {{mode = "{access}"}}\n'
             "telemetry = {log_json = true}\n"
         )
         log = state_dir / f"log{len(started)}"
@@ -555,3 +565,48 @@ def alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def key_with_limits(state_dir: Path, **limits: int) -> str:
+    """Make an API key in the store that the workers read. Returns: what a client sends."""
+    fresh = make_key(os.urandom)
+    plain = {"requests_per_minute": None, "tokens_per_day": None}
+    row = ApiKeyRow(
+        key_id=fresh.key_id, project="shop", name="", secret_hash=fresh.secret_hash,
+        scopes="infer", expires_at=None, best_of_max=1, created_at=0.0, revoked_at=None,
+        generation=1, **{**plain, **limits},
+    )  # fmt: skip
+    database = Database(f"sqlite:///{state_dir}/store.db")
+    database.upgrade()
+    with database.write() as session:
+        session.add(row)
+    database.close()
+    return fresh.presented
+
+
+async def test_a_keys_limit_holds_over_all_workers_a_killed_one_and_a_restart(
+    fake_vllm: Any, wire: Any, state_dir: Path, start: Any
+) -> None:
+    fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
+    key = key_with_limits(state_dir, tokens_per_day=1)
+    service = await start(2, access="keys")
+
+    async def statuses(count: int) -> set[str]:
+        """What requests on so many connections are told, which the kernel spreads over workers."""
+        return {(await exchange(service.port, CHAT, key=key))[0] for _ in range(count)}
+
+    assert await statuses(1) == {"HTTP/1.1 200 OK"}
+    for _ in range(500):  # the reply is charged a moment after its last byte is sent
+        if await statuses(1) == {REFUSED}:
+            break
+        await asyncio.sleep(0.02)
+    assert await statuses(20) == {REFUSED}
+    os.kill(next(iter(service.workers())), signal.SIGKILL)
+    await service.serving(3)
+    assert await statuses(20) == {REFUSED}
+    service.process.terminate()
+    await asyncio.to_thread(service.process.wait)
+    service = await start(2, access="keys")
+    assert await statuses(20) == {REFUSED}
+    counted = await service.metrics()
+    assert [name for name in counted if name.startswith("sidecar_limits_") and counted[name]] == []

@@ -1,11 +1,11 @@
-"""Who will be refused is refused before much of the body is held; all others notice nothing."""
+"""A client that will be refused is refused before its long body is held; others see no change."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,15 +59,13 @@ def keys(state_dir: Path) -> Iterator[KeyStore]:
 @pytest.fixture
 def guarded(start_proxy: Any, fake_vllm: Any, wire: Any) -> Any:
     """Start a proxy that asks for keys, before a vLLM that answers as it was recorded; its clock
-    stands at NOW."""
+    stands at NOW unless it is given one."""
 
-    async def start(**sections: Any) -> Any:
+    async def start(clock: Callable[[], float] = lambda: NOW, **sections: Any) -> Any:
         fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
-        running = await start_proxy(
-            access={"mode": "keys"}, capture={"sample_rate": 0.0}, **sections
+        return await start_proxy(
+            clock=clock, access={"mode": "keys"}, capture={"sample_rate": 0.0}, **sections
         )
-        running.proxy._relay._context.clock = lambda: NOW
-        return running
 
     return start
 
@@ -249,15 +247,15 @@ async def test_a_head_that_was_good_before_is_looked_at_again(
 ) -> None:
     """Heads that come again are recognised, and what they showed is remembered with them."""
     key = keys.create(expires_at=NOW)
-    running = await guarded()
-    running.proxy._relay._context.clock = lambda: NOW - 1
+    now = NOW - 1
+    running = await guarded(clock=lambda: now)
     body = large_body(wire)
     async with dialled(running) as client:
         for _ in range(3):
             await client.say(head(len(body), key))
             await client.say(body)
             assert (await client.hear())[0] == "HTTP/1.1 200 OK"
-        running.proxy._relay._context.clock = lambda: NOW
+        now = NOW
 
         await client.say(head(len(body), key))
         sent = await client.send_slowly(len(body))

@@ -1,0 +1,308 @@
+"""The workers' table of limits: exact across processes, bounded, and never in anyone's way."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from sidecar.access.limits import DAY_S, Allowance, Usage
+from sidecar.access.limits_table import LOCK_PAUSE_S, SLOT_BYTES, SLOTS, WINDOW, TableLimiter
+from sidecar.metrics.table import map_regions, shared_memory
+
+NOON = 20_000 * float(DAY_S) + 43_200.0
+ONE = Allowance(requests_per_minute=1)
+Open = Callable[[], TableLimiter]
+
+
+class Seen:
+    """What the limiters counted."""
+
+    def __init__(self) -> None:
+        self.unchecked: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+
+    def count_unchecked(self, reason: str) -> None:
+        self.unchecked[reason] += 1
+
+    def count_lost(self, reason: str) -> None:
+        self.lost[reason] += 1
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+@pytest.fixture
+def memory() -> int:
+    return shared_memory(1)
+
+
+@pytest.fixture
+def opened(memory: int, seen: Seen) -> Open:
+    """Make one more limiter over the same memory."""
+    return lambda: TableLimiter(memory, unchecked=seen.count_unchecked, lost=seen.count_lost)
+
+
+def child(memory: int, program: str, *arguments: object) -> subprocess.Popen[str]:
+    """A process that inherited the memory, as a worker does."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(memory), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(memory,),
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+ASKER = """
+import sys
+from sidecar.access.limits import Allowance
+from sidecar.access.limits_table import TableLimiter
+
+memory, now = int(sys.argv[1]), float(sys.argv[2])
+asks, per_minute, key_count = map(int, sys.argv[3:])
+limiter = TableLimiter(memory, unchecked=sys.exit, lost=sys.exit, lock_wait_s=60.0)
+allowance = Allowance(requests_per_minute=per_minute, tokens_per_day=10**9)
+print("ready", flush=True)
+sys.stdin.readline()
+passed = [0] * key_count
+for turn in range(asks):
+    for key in range(key_count):
+        passed[key] += limiter.take(f"k{key}", allowance, now).refused is None
+        limiter.charge(f"k{key}", allowance, 3, now)
+print(*passed)
+"""
+
+
+def test_four_processes_together_admit_exactly_the_limit(memory: int, opened: Open) -> None:
+    asks, limit, keys = 500, 700, 3
+    processes = [child(memory, ASKER, NOON, asks, limit, keys) for _ in range(4)]
+    for process in processes:
+        assert said(process) == "ready"
+    for process in processes:  # all of them, before the first is waited for
+        tell(process, "go")
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+
+    passed = [[int(word) for word in output.split()] for output in outputs]
+    assert [sum(of_key) for of_key in zip(*passed, strict=True)] == [limit] * keys
+    # No charge was lost either: 4 processes, 500 turns, 3 tokens.
+    allowance = Allowance(tokens_per_day=10**9)
+    left = [opened().take(f"k{key}", allowance, NOON).tokens_left for key in range(keys)]
+    assert left == [10**9 - 4 * asks * 3] * keys
+
+
+def test_a_worker_that_is_killed_takes_no_count_with_it(memory: int, opened: Open) -> None:
+    dying = child(memory, ASKER, NOON, 1, 1, 1)
+    assert said(dying) == "ready"
+    tell(dying, "go")
+    assert said(dying) == "1"
+    kill(dying)
+
+    assert opened().take("k0", ONE, NOON).refused == "requests_per_minute"
+
+
+HOLDER = """
+import fcntl, sys
+fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX, 0, 0)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_stopped_holder_of_the_lock_delays_nobody_and_its_death_frees_the_lock(
+    memory: int, opened: Open, seen: Seen
+) -> None:
+    limiter = opened()
+    limiter.take("k", ONE, NOON)
+    holder = child(memory, HOLDER)
+    assert said(holder) == "held"
+
+    started = time.monotonic()
+    meanwhile = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
+    waited_s = time.monotonic() - started
+    kill(holder)
+
+    assert meanwhile == [None, "requests_per_minute"]
+    assert seen.unchecked == {"locked": 2}
+    assert waited_s < 5.0  # 2 ms; a blocking lock would never have returned
+    assert limiter.take("k", ONE, NOON).refused == "requests_per_minute"
+    assert seen.unchecked == {"locked": 2}
+
+
+def test_while_the_lock_is_stuck_only_one_request_in_a_while_waits_for_it(
+    memory: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limiter = TableLimiter(
+        memory, unchecked=seen.count_unchecked, lost=seen.count_lost, lock_wait_s=0.5
+    )
+    clock = [100.0]
+    waits = 0
+
+    def wait() -> None:
+        nonlocal waits
+        waits += 1
+        clock[0] += 0.25
+
+    monkeypatch.setattr("sidecar.access.limits_table.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sidecar.access.limits_table.os.sched_yield", wait)
+    holder = child(memory, HOLDER)
+    assert said(holder) == "held"
+
+    for _ in range(5):
+        limiter.take("k", ONE, NOON)
+    waits_of_five = waits
+    clock[0] += LOCK_PAUSE_S
+    limiter.take("k", ONE, NOON)
+    kill(holder)
+
+    assert (waits_of_five, waits) == (2, 4)  # two steps of 0.25 s each time
+    assert seen.unchecked == {"locked": 6}
+
+
+DIES_WRITING = """
+import fcntl, os, signal, sys
+from sidecar.metrics.table import map_regions
+
+memory, place = map(int, sys.argv[1:])
+fcntl.lockf(memory, fcntl.LOCK_EX, 1, 0)
+map_regions(memory)[0][place + 20 : place + 24] = b"half"
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_killed_while_it_writes_costs_one_keys_usage_and_no_more(
+    memory: int, opened: Open, seen: Seen
+) -> None:
+    limiter = opened()
+    for key in ("k", "other"):
+        limiter.take(key, ONE, NOON)
+    place = bytes(map_regions(memory)[0]).index(b"k\0\0\0")
+    child(memory, DIES_WRITING, place).communicate(timeout=60)
+
+    again = limiter.take("k", ONE, NOON)
+
+    assert (again.refused, again.requests_left) == (None, 0)
+    assert limiter.take("k", ONE, NOON).refused == "requests_per_minute"
+    assert limiter.take("other", ONE, NOON).refused == "requests_per_minute"
+    assert (seen.lost, seen.unchecked) == ({"torn": 1}, {})
+
+
+def test_a_lock_that_the_kernel_refuses_is_counted_and_own_memory_decides(
+    opened: Open, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limiter = opened()
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    passed = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
+    limiter.charge("k", ONE, 1, NOON)
+
+    assert passed == [None, "requests_per_minute"]
+    assert seen.unchecked == {"lock_failed": 3}
+    assert limiter.records() == []
+
+
+@pytest.fixture
+def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys want the same 64 slots."""
+    monkeypatch.setattr("sidecar.access.limits_table.SLOTS", WINDOW)
+
+
+@pytest.mark.usefixtures("one_window")
+def test_keys_beyond_the_slots_are_limited_by_each_worker_and_counted(
+    opened: Open, seen: Seen
+) -> None:
+    limiter = opened()
+    for number in range(WINDOW):
+        limiter.take(f"k{number}", ONE, NOON)
+
+    passed = [limiter.take("late", ONE, NOON).refused for _ in range(2)]
+
+    assert passed == [None, "requests_per_minute"]
+    assert seen.unchecked == {"full": 2}
+    assert limiter.take("k0", ONE, NOON).refused == "requests_per_minute"
+
+
+@pytest.mark.usefixtures("one_window")
+def test_a_slot_whose_usage_is_spent_goes_to_another_key(opened: Open, seen: Seen) -> None:
+    one, other = opened(), opened()
+    for number in range(WINDOW):
+        one.take(f"k{number}", ONE, NOON)
+    next_day = NOON + DAY_S
+
+    other.take("late", ONE, next_day)
+    theirs = one.take("late", ONE, next_day).refused
+    # The key that lost its slot finds another, and has its full allowance, as it would have had.
+    back = [one.take(f"k{number}", ONE, next_day).refused for number in range(WINDOW - 1)]
+
+    assert theirs == "requests_per_minute"
+    assert back == [None] * (WINDOW - 1)
+    assert (seen.lost, seen.unchecked) == ({}, {})
+
+
+def test_the_slots_fill_the_memory_and_no_more(memory: int) -> None:
+    assert len(map_regions(memory)[0]) == SLOTS * SLOT_BYTES
+
+
+def test_records_restored_into_new_memory_leave_the_same_allowance(
+    opened: Open, seen: Seen
+) -> None:
+    allowance = Allowance(requests_per_minute=2, tokens_per_day=100)
+    first = opened()
+    for key in ("k", "other"):
+        first.take(key, allowance, NOON)
+        first.charge(key, allowance, 60, NOON)
+    records = first.records()
+    second = TableLimiter(shared_memory(1), unchecked=seen.count_unchecked, lost=seen.count_lost)
+    second.restore(records)
+
+    assert sorted(records) == [(key, Usage(NOON, 1.0, 20_000, 60)) for key in ("k", "other")]
+    assert sorted(second.records()) == sorted(records)
+    standing = second.take("k", allowance, NOON)
+    assert (standing.refused, standing.requests_left, standing.tokens_left) == (None, 0, 40)
+    assert (seen.lost, seen.unchecked) == ({}, {})
+
+
+TRIES = """
+import fcntl, sys
+fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB, 0, 0)
+print("free")
+"""
+
+
+def test_no_lock_is_left_behind(memory: int, opened: Open) -> None:
+    limiter = opened()
+    for number in range(5):
+        limiter.take(f"k{number}", ONE, NOON)
+        limiter.charge(f"k{number}", ONE, 1, NOON)
+    limiter.restore(limiter.records())
+
+    # Another process asks: a process's own locks never stand in its way.
+    tried = child(memory, TRIES)
+
+    assert tried.communicate(timeout=60)[0] == "free\n"
