@@ -6,6 +6,7 @@ machine can.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -181,11 +182,30 @@ def betweens(kind: Any) -> list[Between]:
     ]
 
 
+def test_the_settings_page_has_a_heading_for_each_section_and_no_other() -> None:
+    headings = re.findall(r"^## `\[(.+)\]`$", SETTINGS.read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert headings == [name for name, kind in SECTIONS.items() if is_section(kind)]
+
+
+@pytest.mark.parametrize("name", [n for n, kind in SECTIONS.items() if is_section(kind)])
+def test_a_range_has_the_unit_that_the_name_of_its_key_ends_with(name: str) -> None:
+    kinds = get_type_hints(SECTIONS[name], include_extras=True)
+    units = {key: "s" if key.endswith("_s") else "" for key in kinds}
+
+    wrong = [key for key in kinds for between in betweens(kinds[key]) if between.unit != units[key]]
+
+    assert wrong == []
+
+
 def test_the_settings_page_quotes_the_default_rubric() -> None:
     assert DEFAULT_RUBRIC in section(SETTINGS, "The default rubric")
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     broken = [link for link in links if not link.startswith("http") and not leads(page, link)]
@@ -205,9 +225,6 @@ def anchors(page: Path) -> set[str]:
     """Headings as GitHub names them: lower case, no punctuation, hyphens for spaces."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -237,3 +254,71 @@ def repeated_first_cells(text: str) -> list[str]:
         elif cell:
             seen.add(cell)
     return repeated
+
+
+README = ROOT / "README.md"
+PRODUCT = ("sidecar", "ingest", "learner", "deploy", "demo", "benchmarks")
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
+
+
+def test_the_tree_of_the_readme_names_every_package_and_no_folder_that_is_not_there() -> None:
+    named = set()
+    for row in re.findall(r"^\| (`.+)$", section(README, "The tree"), flags=re.MULTILINE):
+        first, *inner = (cell for cell in row.split("|") if cell.strip())
+        for folder in re.findall(r"`([^`]+)/`", first):
+            named.add(folder)
+            named |= {f"{folder}/{one}" for one in re.findall(r"`([\w_]+)/`", " ".join(inner))}
+    packages = {
+        str(made.parent.relative_to(ROOT))
+        for room in PRODUCT
+        for made in (ROOT / room).rglob("__init__.py")
+        if "migrations" not in made.parts
+    }
+
+    assert len(packages) > 40
+    assert packages - named == set()
+    assert [folder for folder in sorted(named) if not (ROOT / folder).is_dir()] == []
+
+
+def test_every_package_says_what_lives_there() -> None:
+    packages = [made for room in PRODUCT for made in (ROOT / room).rglob("__init__.py")]
+
+    assert len(packages) > 40
+    silent = [str(one) for one in packages if not ast.get_docstring(ast.parse(one.read_text()))]
+    assert silent == []
+
+
+def of_a_date(page: Path) -> bool:
+    """Logs and decisions name files as they were called on the day."""
+    return page.name in ("log.md", "CHANGELOG.md") or page.parent.name == "decisions"
+
+
+NOT_OURS = {"ingest.py", "json.py", "sitecustomize.py", "config.py"}
+"""Files of the reader's own, which a page speaks of."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not of_a_date(page)], ids=lambda page: page.name
+)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    assert missing_files(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_file_that_is_not_there_is_found_by_its_path_and_by_its_name() -> None:
+    text = "`sidecar/gone.py`, `gone.py`, `sidecar/app.py`, `app.py`, `docs/`, `adapters/<digest>`"
+
+    assert missing_files(text) == ["sidecar/gone.py", "gone.py"]
+
+
+def missing_files(text: str) -> list[str]:
+    """The names in backticks that look like files of the repository, and are none."""
+    tops = "|".join((*PRODUCT, "tests", "docs", "scripts", "constraints"))
+    modules = {path.name for room in (*PRODUCT, "tests") for path in (ROOT / room).rglob("*.py")}
+    modules |= {path.name for path in ROOT.glob("*.py")} | NOT_OURS
+    paths = re.findall(rf"`((?:{tops})/[\w./-]*)(?::\d+)?`", text)
+    return [path for path in paths if not (ROOT / path).exists()] + [
+        name for name in re.findall(r"`([\w-]+\.py)`", text) if name not in modules
+    ]
