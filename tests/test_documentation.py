@@ -270,7 +270,7 @@ def test_the_tree_of_the_readme_names_every_package_and_no_folder_that_is_not_th
         first, *inner = (cell for cell in row.split("|") if cell.strip())
         for folder in re.findall(r"`([^`]+)/`", first):
             named.add(folder)
-            named |= {f"{folder}/{one}" for one in re.findall(r"`([\w_]+)/`", " ".join(inner))}
+            named |= {f"{folder}/{one}" for one in re.findall(r"`([\w/]+)/`", " ".join(inner))}
     packages = {
         str(made.parent.relative_to(ROOT))
         for room in PRODUCT
