@@ -1,16 +1,16 @@
-"""What each field of a chat request means to sampling. Pure.
+"""The meaning of each chat request field for sampling. Pure.
 
-vLLM 0.32's `/v1/chat/completions`. Fields fall into four lists: those that make the prompt or end
-the answer (kept in a candidate's request), those that say how to sample (replaced, because only
-temperature-only sampling has log-probabilities that a trainer can recompute), those that forbid
-tokens (kept, and the exchange is not learned from: the trainer cannot recompute the mask), and
-those that do not matter to what is sampled. A field that is in none of them is not sent for
-candidates, and the served answer of a request with one is not taken to be exchangeable with them.
+The fields are those of `/v1/chat/completions` in vLLM 0.32, in four lists: fields that form the
+prompt or end the answer (kept in a candidate's request); fields that set the sampling (replaced,
+because a trainer can recompute log-probabilities only for temperature-only sampling); fields that
+forbid tokens (kept, but the exchange is not learned from: the trainer cannot recompute the mask);
+and fields without effect on sampling. A field on none of the lists is not sent for candidates, and
+the served answer of a request with such a field is not exchangeable with them.
 
-vLLM also builds a grammar that no field of the masking list names: from a tool with `strict: true`,
-and from `parallel_tool_calls: false` where there are tools. Both apply with `tool_choice` auto.
-vLLM reads truth values loosely (1 and "yes" are true, 0 and "off" are false), so any value other
-than the one that certainly asks for nothing counts as asking.
+vLLM also builds a grammar for a tool with `strict: true`, and for `parallel_tool_calls: false` when
+there are tools; both apply with `tool_choice` auto, and no field of the masking list names them.
+vLLM reads booleans loosely (1 and "yes" are true, 0 and "off" are false), so every value except the
+one that certainly has no effect counts as set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# One name a line would hide that these are four lists.
+# One name per line would hide that these are four lists.
 # fmt: off
 PROMPT_FIELDS = frozenset({
     "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
@@ -61,15 +61,15 @@ _MEDIA_KEYS = frozenset({
 
 
 def masking_field(request: Mapping[str, Any]) -> str | None:
-    """The field, if any, by which the request forbids tokens while they are sampled.
+    """Return the field, if any, by which the request forbids tokens during sampling.
 
-    Returns: the field's name; `STRICT_TOOLS` where it is the `strict` of a tool.
+    Returns: the field's name; `STRICT_TOOLS` for the `strict` of a tool.
     """
     for name in sorted(MASKING_FIELDS & request.keys()):
         if _asks(name, request[name]):
             return name
     tool_choice = request.get("tool_choice")
-    # A named function or "required" is held to by a grammar.
+    # vLLM enforces a named function or "required" with a grammar.
     if tool_choice and tool_choice not in _UNMASKED_TOOL_CHOICES:
         return "tool_choice"
     if not has_tools(request) or tool_choice == "none":
@@ -80,7 +80,7 @@ def masking_field(request: Mapping[str, Any]) -> str | None:
 
 
 def _asks(name: str, value: Any) -> bool:  # Any: JSON
-    """Whether a masking field of this value asks for anything."""
+    """Return True when a masking field with this value has an effect."""
     if name == "response_format":
         return value is not None and value not in _UNMASKED_FORMATS
     if name == "thinking_token_budget":
@@ -89,7 +89,7 @@ def _asks(name: str, value: Any) -> bool:  # Any: JSON
 
 
 def _is_strict(tool: Any) -> bool:  # Any: JSON
-    """Whether a tool, or its function, asks for its schema to be kept to."""
+    """Return True when a tool, or its function, enforces its schema."""
     if not isinstance(tool, Mapping):
         return False
     function = tool.get("function")
@@ -98,16 +98,16 @@ def _is_strict(tool: Any) -> bool:  # Any: JSON
 
 
 def has_tools(request: Mapping[str, Any]) -> bool:
-    """Whether the request shows tools to the model."""
+    """Return True when the request shows tools to the model."""
     tools = request.get("tools")
     return isinstance(tools, list) and bool(tools)
 
 
 def has_media(request: Mapping[str, Any]) -> bool:
-    """Whether a message holds anything but text.
+    """Return True when a message holds an image, sound or other media.
 
-    The token ids of such a prompt have placeholders for the image or sound, from which a trainer
-    cannot recompute what the model saw.
+    The token ids of such a prompt hold placeholders for the media, so a trainer cannot recompute
+    what the model saw.
     """
     messages = request.get("messages")
     if not isinstance(messages, list):
@@ -126,7 +126,7 @@ def _is_media(part: Any) -> bool:  # Any: JSON
 
 
 def unknown_field(request: Mapping[str, Any]) -> str | None:
-    """A field, if any, whose meaning to sampling is not known here."""
+    """Return a field that is on none of the lists, or None."""
     return min(
         (name for name in request.keys() - KNOWN_FIELDS if request[name] is not None), default=None
     )
@@ -140,9 +140,9 @@ def candidate_body(
     max_tokens: int | None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """The body that asks for one more answer to the same prompt, exact and not streamed.
+    """Build the request for one more answer to the same prompt, not streamed.
 
-    Every sampling field is said: a field left out would take the default of the model's own
+    Every sampling field is set: a missing one would take its default from the model's own
     `generation_config`, which often holds a top_p or a top_k.
     """
     body = {

@@ -1,9 +1,10 @@
-"""What the vLLM that answers does unasked: values for unsaid fields, and grammars. Pure.
+"""Facts about vLLM that no request shows: sampling defaults and implicit grammars. Pure.
 
-vLLM fills a sampling field that the agent leaves out from the model's `generation_config.json` or
+vLLM takes a sampling field that the agent leaves out from the model's `generation_config.json` or
 from its own flags, and may constrain every tool call (`--tool-strict-level`, some tool parsers).
-Neither shows in a request or a reply, so both are found out (`ingest.vllm.probe`,
-`ingest.grouping.generation_config`) or stated by the operator; what is neither is not learned from.
+Neither shows in a request or a reply. So both are measured (`ingest.vllm.probe`), read from files
+(`ingest.grouping.generation_config`) or stated by the operator; where a fact stays unknown, the
+exchange is not learned from.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from sidecar.records import Sampling
 from sidecar.settings import SamplingField, Serving
 
 Grammar = Literal["as_asked", "with_tools", "always"]
-"""When vLLM forbids tokens: as the request asks; for every request with tools; for every one."""
+"""When vLLM forbids tokens: as the request asks, for requests with tools, or for all requests."""
 FLAG = "engine_facts"
-"""Row of the `flag` table: the facts as JSON, as ingest last found them out."""
+"""Row of the `flag` table: the latest facts as JSON, written by ingest."""
 NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "temperature": (1.0,),
     "top_p": (1.0,),
@@ -31,15 +32,15 @@ NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
 }
-"""Sampling fields that vLLM may fill, and the values that change nothing."""
+"""Sampling fields that vLLM may fill -> values without effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What is known; None: not known."""
+    """Facts about a vLLM. A field is None while it is unknown."""
 
     defaults: frozenset[str] | None = None
-    """Fields of `NEUTRAL` that vLLM fills with another value where the request leaves them out."""
+    """Fields of `NEUTRAL` that vLLM fills with another value when the request leaves them out."""
     grammar: Grammar | None = None
 
     @property
@@ -51,7 +52,7 @@ UNKNOWN = EngineFacts()
 
 
 def merge(found: Iterable[EngineFacts]) -> EngineFacts:
-    """The facts of several replicas, as one: each field is as bad as on the worst of them."""
+    """Merge the facts of several replicas: each field is as restrictive as on the worst replica."""
     order: tuple[Grammar | None, ...] = ("as_asked", None, "with_tools", "always")
     facts = list(found)
     fields = [one.defaults for one in facts]
@@ -62,7 +63,7 @@ def merge(found: Iterable[EngineFacts]) -> EngineFacts:
 
 
 def state(facts: EngineFacts, serving: Serving) -> EngineFacts:
-    """The facts with what the operator states in the settings, which wins."""
+    """Override the facts with those that the operator states in the settings."""
     return EngineFacts(
         defaults=facts.defaults if serving.sampling_defaults is None else frozenset(),
         grammar=facts.grammar if serving.grammar == "find_out" else serving.grammar,
@@ -70,13 +71,13 @@ def state(facts: EngineFacts, serving: Serving) -> EngineFacts:
 
 
 def dump_facts(facts: EngineFacts) -> str:
-    """As JSON, for the `flag` table."""
+    """Serialise the facts as JSON, for the `flag` table."""
     fields = None if facts.defaults is None else sorted(facts.defaults)
     return msgspec.json.encode({"defaults": fields, "grammar": facts.grammar}).decode()
 
 
 def load_facts(text: str) -> EngineFacts:
-    """Inverse of `dump_facts`; what cannot be read is `UNKNOWN`."""
+    """Inverse of `dump_facts`. Returns: `UNKNOWN` for unreadable text."""
     try:
         return msgspec.json.decode(text, type=EngineFacts)
     except (msgspec.MsgspecError, UnicodeError):
@@ -84,7 +85,7 @@ def load_facts(text: str) -> EngineFacts:
 
 
 def fill(sampling: Sampling, stated: Mapping[SamplingField, float] | None) -> Sampling:
-    """The sampling with the values that the operator states for what the request leaves out."""
+    """Complete the sampling with the operator's values for fields that the request leaves out."""
     missing: dict[str, Any] = {
         name: value for name, value in (stated or {}).items() if getattr(sampling, name) is None
     }
@@ -94,7 +95,7 @@ def fill(sampling: Sampling, stated: Mapping[SamplingField, float] | None) -> Sa
 
 
 def why_unsaid(sampling: Sampling, defaults: frozenset[str] | None) -> str | None:
-    """Why a field that the request leaves out has a value that is not known; None when none has."""
+    """Return the reason why the value of a missing field is unknown; None when all are known."""
     unsaid = [name for name in NEUTRAL if getattr(sampling, name) is None]
     if defaults is None:
         return "defaults_unknown" if unsaid else None
@@ -102,7 +103,7 @@ def why_unsaid(sampling: Sampling, defaults: frozenset[str] | None) -> str | Non
 
 
 def why_masked(request: Mapping[str, Any], grammar: Grammar | None) -> str | None:
-    """Why vLLM may have forbidden tokens that the request does not ask it to forbid."""
+    """Return the reason why vLLM may have forbidden tokens unasked; None when it has not."""
     if grammar == "always":
         return "masked_by_server"
     if not has_tools(request) or grammar == "as_asked":

@@ -1,8 +1,8 @@
-"""Is the served answer exchangeable with the candidates that will be sampled beside it? Pure.
+"""Decide whether a served answer is exchangeable with the sampled candidates. Pure.
 
-Candidates are sampled at one temperature with nothing else set. A served answer takes part in the
-gradient only if it could have been one of them, if it is known how it was sampled, and if its ids
-and log-probabilities are exact; otherwise it is judged and shown, and masked.
+Candidates are sampled with a temperature and no other sampling field. A served answer takes part in
+the gradient only if it could have been one of them, if it is known how it was sampled, and if its
+ids and log-probabilities are exact; otherwise it is judged and shown, but masked.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from sidecar.records import Exchange, Sampling
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 DEFAULT_TEMPERATURE = 1.0
-"""What vLLM takes when nothing is said, unless the model's generation_config says otherwise."""
+"""vLLM's temperature when neither the request nor the model's generation_config sets one."""
 RAISED_BELOW = 0.01
-"""vLLM samples at 0.01 where a lower temperature above 0 is asked for (its `_MAX_TEMP`)."""
+"""vLLM raises a temperature between 0 and this to this (its `_MAX_TEMP`)."""
 IMPOSSIBLE_LOGPROB = -9999.0
-"""What vLLM's API writes in the place of minus infinity."""
+"""Value that vLLM's API writes for minus infinity."""
 
 
 def candidate_temperature(sampling: Sampling, mode: LogprobsMode) -> float:
-    """The temperature for candidates: the request's, or 1 where that would teach nothing.
+    """Return the temperature for candidates: the request's, or 1 if that would teach nothing.
 
-    Greedy answers are all alike, so 0 becomes 1, and so does what vLLM raises to 0.01. Raw
-    log-probabilities are those before the temperature, so with them only 1 is exact.
+    Greedy answers are all equal, so 0 becomes 1, and so do temperatures that vLLM raises to 0.01.
+    Raw log-probabilities do not include the temperature, so with them only 1 is exact.
     """
     if mode == "raw_logprobs" or _temperature(sampling) < RAISED_BELOW:
         return DEFAULT_TEMPERATURE
@@ -46,10 +46,10 @@ def served_answers(
     mode: LogprobsMode,
     limit: int,
 ) -> tuple[Answer, ...]:
-    """The reply's choices as the first answers of a group, at most `limit` of them.
+    """Convert the reply's choices to the first answers of a group, at most `limit` of them.
 
-    sampling: the exchange's, with the values that the operator states for unsaid fields.
-    defaults: fields that vLLM fills with a value that is not known; None: any of them.
+    sampling: the exchange's, completed with the operator's values for missing fields.
+    defaults: fields that vLLM fills with an unknown value; None: any field may be.
     """
     masked = (
         why_unsaid(sampling, defaults)
@@ -72,7 +72,7 @@ def served_answers(
 
 
 def why_inexact(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> str | None:
-    """What is wrong with the ids and log-probabilities of an answer; None when nothing is."""
+    """Return the defect of an answer's token ids and log-probabilities; None when exact."""
     if not token_ids:
         return "no_token_ids"
     if len(token_ids) != len(logprobs):

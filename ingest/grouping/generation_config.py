@@ -1,9 +1,9 @@
-"""The sampling values of the base model's `generation_config.json`, found as the tokenizer is.
+"""Read the sampling defaults in the base model's `generation_config.json`.
 
-vLLM applies them where a request leaves the field out (`--generation-config auto`, its default).
-Where that file is missing it takes them from `config.json`, so that is read too. Whether this vLLM
-was started otherwise cannot be read here: `ingest.vllm.probe` measures it, and
-`serving.sampling_defaults` states it.
+vLLM applies them to fields that a request leaves out (`--generation-config auto`, its default).
+Without that file it takes them from `config.json`, so that is read too. The files are found like
+the tokenizer. Files do not show whether this vLLM was started with other flags:
+`ingest.vllm.probe` measures it, and `serving.sampling_defaults` states it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def read_defaults(base_model_path: str) -> frozenset[str] | None:
-    """The fields that the base model's files set to a value that is not neutral.
+    """Return the fields that the base model's files set to a value that is not neutral.
 
-    Returns: None when that cannot be known: no path, no such folder, not in the hub's cache, or a
-    file that cannot be read.
+    Returns: None when that is unknown: no path, no such folder, not in the Hugging Face Hub cache,
+        or an unreadable file.
     """
     if not base_model_path:
         return None
@@ -53,8 +53,11 @@ def _is_set(value: Any, neutral: tuple[float, ...]) -> bool:  # Any: JSON
 
 
 def _in_hub_cache(name: str, file: str) -> Path | None:
-    """The file in this machine's hub cache; a path that does not exist when the hub has no such
-    file; None when that is not known here."""
+    """Find a file in this machine's Hugging Face Hub cache.
+
+    Returns: a path, which does not exist when the Hub has no such file; None when the cache does
+        not know.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,4 +1,4 @@
-"""Which sessions are never trained on, so that they can tell whether training helped. Pure."""
+"""Choose held-out sessions: never trained on, so they can show whether training helped. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import hashlib
 
 
 def is_held_out(session_key: str, rate: float) -> bool:
-    """Decide by hash of the session's key: the same for all its turns, everywhere, for ever.
+    """Return True for a held-out session, decided by a hash of its key.
 
-    rate: share of sessions held out, 0..1. Raising it only adds sessions.
+    All turns of a session, in every process and at any time, get the same result.
+    rate: share of sessions held out, 0..1. A higher rate only adds sessions.
     """
     return share_of(f"held_out\x00{session_key}") < rate
 
 
 def share_of(text: str) -> float:
-    """A number in 0..1 that is the text's own, evenly spread over texts."""
+    """Hash a text to a number in 0..1, evenly distributed over texts."""
     return (
         int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
         / 2**64

@@ -1,4 +1,4 @@
-"""What selection needs to know besides the exchange: settings, facts about vLLM, live adapters."""
+"""Inputs of selection besides the exchange: settings, facts about vLLM, live adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sidecar.store.models import RoutingRow
 
 
 def rules_of(settings: Settings) -> Rules:
-    """Selection's share of the settings."""
+    """Build selection's rules from the settings."""
     return Rules(
         size=settings.groups.size,
         rate=settings.groups.rate,
@@ -29,13 +29,13 @@ def rules_of(settings: Settings) -> Rules:
 
 
 def rules_now(session: Session, rules: Rules) -> Rules:
-    """The rules with what ingest last found out about vLLM; as they are before it has."""
+    """Add the latest facts about vLLM to the rules; unchanged while there are none."""
     found = get_flag(session, FLAG)
     return rules if found is None else replace(rules, facts=load_facts(found))
 
 
 def live_adapters(session: Session, model: str) -> frozenset[str]:
-    """The adapters that answer users now, by the routing table; the base until there is one."""
+    """Return the adapters that the routing table serves now; the base until there is a table."""
     row = session.get(RoutingRow, model)
     if row is None:
         return frozenset({BASE})

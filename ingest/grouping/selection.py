@@ -1,13 +1,13 @@
-"""Which exchanges become groups, and why the others do not. Pure, and without chance.
+"""Decide which exchanges become groups, and why the others do not. Pure and deterministic.
 
-The share that `rate` leaves in is chosen by a hash of the exchange's id: the same exchange gets the
-same answer in every process and after every restart. What an exchange is comes first, then how
-much is wanted; only `backlog` is looked at again, when there is room.
+A hash of the exchange's id selects the share `rate`, so an exchange gets the same decision in every
+process and after every restart. First it is checked whether an exchange is fit for learning, then
+whether it is wanted; only decisions of `backlog` are made again, when there is room.
 
 A user's turn counts once. Of the exchanges of one turn (a request and the client's retries of it)
-that could become a group, only the last does; once one of them was decided, those that arrive later
-are too late. So each turn has one group at most, and each reason the same count, in whatever order
-and in whatever batches they arrive.
+that are fit, only the last becomes a group; once one of them was decided, those that arrive later
+are too late. So each turn has at most one group, and the counts by reason do not depend on the
+order or the batches of arrival.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ RATE = "rate"
 SESSION_CAP = "session_cap"
 RETRIED_TURN = "retried_turn"
 TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP)
-"""An exchange of a turn that ended here was the one that counts: the turn's others do not."""
+"""Reasons that decide a whole turn: the turn's other exchanges then do not count."""
 CHOSEN_SURFACES = frozenset({"chat"})
-"""Candidates are sampled by chat requests (`ingest.vllm.sampler`), and the judge is shown their
-messages. A plain completion has a prompt text and no messages; the others give no token ids."""
+"""Surfaces whose exchanges can become groups. Candidates are sampled with chat requests
+(`ingest.vllm.sampler`), and the judge is shown their messages. A plain completion has a prompt text
+and no messages; the other surfaces give no token ids."""
 REASON_LENGTH = 64
-"""Of the columns that hold a reason."""
+"""Length of the columns that hold a reason, in characters."""
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What reading bytes that an agent sent may come to; the last for brackets without end."""
+"""Errors of parsing bytes that an agent sent; the last one for very deep nesting."""
 
 
 Turn = tuple[str, str]
-"""Project and turn id."""
+"""(project, turn id)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the operator wants; the settings of the same names."""
+    """The operator's rules: settings of the same names, and facts about vLLM."""
 
     size: int
     rate: float
@@ -57,32 +58,32 @@ class Rules:
     max_pending_groups: int
     logprobs_mode: LogprobsMode
     sampling_defaults: Mapping[SamplingField, float] | None = None
-    """`serving.sampling_defaults`; None: not stated."""
+    """Setting `serving.sampling_defaults`; None: not stated."""
     facts: EngineFacts = UNKNOWN
-    """What is known of vLLM beside the settings."""
+    """Measured facts about vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How things stand in the store when a batch is decided."""
+    """The state of the store when a batch is decided."""
 
     live_adapters: frozenset[str]
-    """Champion and canary; what is learned about another comes too late."""
+    """Champion and canary; learning about any other adapter comes too late."""
     pending_groups: int
-    """Groups that wait for candidates or for the judge."""
+    """Number of groups that wait for candidates or for the judge."""
     groups_by_session: Mapping[str, int]
-    """Groups that a session ever had."""
+    """Session key -> number of groups that the session has ever had."""
     decided_turns: frozenset[Turn] = frozenset()
-    """Turns of which one exchange was decided in an earlier batch (`TURN_DECIDED`)."""
+    """Turns that an earlier batch decided (`TURN_DECIDED`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of one exchange."""
+    """The decision on one exchange."""
 
     exchange_id: str
     reason: str
-    """"chosen", or why it was not."""
+    """Either "chosen" or the reason why not."""
     group: Group | None
     """The new group with its served answers; None when it was not chosen."""
 
@@ -90,10 +91,10 @@ class Decision:
 def select(
     batch: Sequence[tuple[Exchange, bool]], standing: Standing, rules: Rules
 ) -> list[Decision]:
-    """Decide a batch in the order given; each exchange takes a place from those after it.
+    """Decide a batch in the order given; each chosen exchange leaves less room for later ones.
 
-    batch: exchanges, each with whether its session is held out. Those of one turn that wait in
-        the backlog must be in it too, beside those of the turn that are new.
+    batch: (exchange, whether its session is held out). It must also hold the exchanges in the
+        backlog that belong to the turns of new ones.
     """
     pending = standing.pending_groups
     by_session = dict(standing.groups_by_session)
@@ -125,17 +126,17 @@ def select(
 
 
 def group_id_of(exchange_id: str) -> str:
-    """An exchange has at most one group, of this id: choosing it twice changes nothing."""
+    """Return the id of an exchange's one group: choosing the exchange twice has no effect."""
     return "g-" + hashlib.sha256(exchange_id.encode()).hexdigest()[:24]
 
 
 def turn_of(exchange: Exchange) -> Turn | None:
-    """The turn that it shares with the client's retries; None when it is one of its own."""
+    """Return the turn that an exchange shares with the client's retries; None when it has none."""
     return (exchange.project, exchange.turn_id) if exchange.turn_id else None
 
 
 def _last_of_each_turn(fit: Sequence[Exchange]) -> dict[Turn, str]:
-    """Turn -> id of the exchange that began last."""
+    """Map each turn to the id of its exchange that began last."""
     last: dict[Turn, Exchange] = {}
     for exchange in fit:
         turn = turn_of(exchange)
@@ -151,7 +152,7 @@ def _begun(exchange: Exchange) -> tuple[float, str]:
 def _counts_elsewhere(
     exchange: Exchange, counting: Mapping[Turn, str], decided: frozenset[Turn]
 ) -> bool:
-    """Whether another exchange of its turn is the one that counts."""
+    """Return True when another exchange of the same turn counts."""
     turn = turn_of(exchange)
     return turn is not None and (turn in decided or counting[turn] != exchange.exchange_id)
 
@@ -163,7 +164,7 @@ def _why_unfit(
     live_adapters: frozenset[str],
     rules: Rules,
 ) -> str | None:
-    """What the exchange is: nothing could be learned from it, or must not be."""
+    """Return the reason why the exchange is unfit for learning, or None."""
     if held_out:
         return "held_out"
     if exchange.outcome != "ok" or exchange.status != 200:
@@ -190,7 +191,7 @@ def _why_unfit(
 
 
 def _why_unwanted(exchange: Exchange, in_session: int, pending: int, rules: Rules) -> str | None:
-    """How much is wanted: a fit exchange of which there is enough."""
+    """Return the reason why a fit exchange is not wanted now, or None."""
     # A retry draws what its turn drew: else a turn would have one more chance with each.
     drawn = exchange.turn_id or exchange.exchange_id
     if share_of(f"rate\x00{drawn}") >= rules.rate:
@@ -208,11 +209,11 @@ def judged_group(
     in_session: int,
     rules: Rules,
 ) -> Group | str:
-    """The reply's answers as a group of their own, for scores that were given already.
+    """Build a group of the reply's answers alone, for scores that exist already.
 
-    It costs nothing more, so `rate` and the backlog have no say; the session's cap has, because it
-    keeps one session from filling a run.
-    Returns: the group, or why there is none.
+    Such a group costs nothing more, so `rate` and the backlog do not apply. The session's cap does,
+    because it keeps one session from filling a run.
+    Returns: the group, or the reason why there is none.
     """
     request = _object(exchange.request)
     reason = _why_unfit(exchange, request, held_out, live_adapters, rules)

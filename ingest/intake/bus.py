@@ -1,7 +1,7 @@
-"""The bus as ingest sees it: read a batch, store it, then say how far it was stored.
+"""The bus for ingest: read a batch, store it, then commit its position.
 
-Delivery is at least once: what was read and not committed is read again. That the effect is exactly
-once is the store's doing (the exchange id is the key).
+Delivery is at least once: records that were read but not committed are read again. The store makes
+the effect exactly once, because the exchange id is its key.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from sidecar.errors import OutboxError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """One record of the bus, not looked into yet."""
+    """One record of the bus, not parsed yet."""
 
     position: int
-    """Grows along the bus."""
+    """Position of the record; it increases along the bus."""
     payload: bytes
 
 
 class BusReader(Protocol):
-    """What ingest needs of a bus."""
+    """The operations that ingest needs of a bus."""
 
     def read(self, limit: int) -> Sequence[Envelope]:
-        """The next records after the last commit, in order, at most `limit`; none when it is empty.
+        """Return up to `limit` records after the last commit, in order; none when it is empty.
 
-        Reading again without a commit gives the same records. Raises: BusError.
+        Reading again without a commit returns the same records. Raises: BusError.
         """
 
     def commit(self, position: int) -> None:
-        """Everything up to and including `position` is stored and need not be kept.
+        """Declare the records up to and including `position` stored: the bus may drop them.
 
         Raises: BusError.
         """
 
     def lag(self) -> int:
-        """Records that wait. Raises: BusError."""
+        """Return the number of waiting records. Raises: BusError."""
 
     def close(self) -> None:
-        """Let go of the bus; what was not committed stays."""
+        """Close the bus; uncommitted records stay."""
 
 
 class OutboxBus:
-    """The embedded bus: the proxy's outbox file. One reader at a time."""
+    """The embedded bus: the proxy's outbox file, with one reader at a time."""
 
     def __init__(self, reader: OutboxReader) -> None:
         self._reader = reader
 
     def read(self, limit: int) -> Sequence[Envelope]:
         try:
-            # What is committed is deleted, so the front of the file is where to go on.
+            # Committed records are deleted, so reading starts at the front of the file.
             rows = self._reader.read(0, limit)
         except OutboxError as error:
             raise BusError(str(error)) from error
@@ -79,7 +79,7 @@ class OutboxBus:
 def open_bus(url: str) -> BusReader:
     """Open the bus that `bus.url` names.
 
-    Raises: SettingsError for any but `sqlite:///path`: Kafka comes with a later release, as one
-    more class here that passes the same contract.
+    Raises: SettingsError for any URL but `sqlite:///path`. Kafka comes with a later release, as
+        another class in this module that passes the same contract.
     """
     return OutboxBus(OutboxReader(outbox_path(url)))

@@ -1,8 +1,8 @@
-"""Apply selection to what the store holds: new exchanges, and the backlog when there is room.
+"""Apply selection to stored exchanges: new ones, and the backlog when there is room.
 
-Each call is one write transaction: the reason on the exchange, the count of it, the new group and
-its served answers are stored together or not at all. The counters of stage `selection` always add
-up to the number of exchanges looked at: one that leaves the backlog is taken out of its count.
+Each call is one write transaction: the reason on the exchange, its count, the new group and its
+served answers are stored together or not at all. The counters of stage `selection` always add up to
+the number of decided exchanges: one that leaves the backlog is subtracted from the backlog's count.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ log = structlog.get_logger()
 
 
 def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
-    """Decide up to `limit` exchanges that were not looked at yet, the oldest first.
+    """Decide up to `limit` new exchanges, the oldest first.
 
-    Returns: how many were looked at.
+    now: Unix seconds.
+    Returns: the number of exchanges decided.
     """
     with database.read() as session:
         if not any_with(session, NEW):
-            return 0  # the usual case between two requests: leave the write lock to others
+            return 0  # usual between two requests: take no write lock
     with database.write() as session:
         batch = _readable(session, NEW, lambda: load_by_selection(session, NEW, limit=limit))
         _decide(session, batch, rules, model=model, now=now)
@@ -50,9 +51,10 @@ def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now:
 
 
 def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) -> int:
-    """Look at the backlog again if there is room, the newest first: it is the least stale.
+    """Decide the backlog again if there is room, the newest first: it is the least stale.
 
-    Returns: how many were looked at.
+    now: Unix seconds.
+    Returns: the number of exchanges decided.
     """
     with database.write() as session:
         room = rules.max_pending_groups - count_pending(session, live_adapters(session, model))
@@ -70,7 +72,7 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
 def _readable(
     session: Session, left: str, load: Callable[[], list[StoredExchange]]
 ) -> list[StoredExchange]:
-    """Load exchanges out of one place; damaged ones leave it, counted, and the others come."""
+    """Load exchanges of one selection state; damaged ones are counted and leave that state."""
     while True:
         try:
             return load()
@@ -89,7 +91,7 @@ def _decide(
     if not batch:
         return
     turns = {turn for stored in batch if (turn := turn_of(stored.exchange)) is not None}
-    # A retry that comes while its original waits in the backlog takes its place.
+    # A retry that arrives while its original waits in the backlog replaces it.
     held = {stored.exchange.exchange_id for stored in batch}
     waiting = _readable(session, BACKLOG, lambda: load_of_turns(session, turns, selection=BACKLOG))
     batch = [*batch, *(one for one in waiting if one.exchange.exchange_id not in held)]

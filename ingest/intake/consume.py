@@ -1,9 +1,9 @@
-"""Bus to store, in batches: at least once from the bus, exactly once in the store.
+"""Move batches from the bus to the store: at least once from the bus, exactly once in the store.
 
-One write transaction stores a batch, and only then is the bus told, so a crash between the two
-means that the batch comes again and changes nothing. A record that cannot be read or stored is kept
-whole in `dead_letter`, counted and logged; it never holds up those behind it. An exchange whose
-token ids do not decode to its text is stored, marked, and never learned from.
+One write transaction stores a batch, and only then it is committed on the bus. After a crash
+between the two, the batch comes again and changes nothing. A record that cannot be read or stored
+is kept whole in `dead_letter`, counted and logged; it never blocks later records. An exchange
+whose token ids do not decode to its text is stored, marked, and never learned from.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STORED = "stored"
 REPEATED = "repeated"
 POISON = "poison"
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError)
-"""Not a record, or one with a value that no row can hold."""
+"""Errors of bytes that are no record, or of a value that no row can hold."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumed:
-    """What a batch came to; the three add up to the records read."""
+    """Outcome of a batch; the three numbers add up to the records read."""
 
     stored: int
     repeated: int
@@ -50,7 +50,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A record of the bus, looked into before the write lock is taken."""
+    """A record of the bus, parsed before the write lock is taken."""
 
     envelope: Envelope
     exchange: Exchange | None = None
@@ -62,7 +62,7 @@ class _Read:
 class _Tally:
     outcomes: dict[str, int] = field(default_factory=lambda: {STORED: 0, REPEATED: 0, POISON: 0})
     tokens: Counter[str] = field(default_factory=Counter)
-    """Fates of the token check, of what was stored."""
+    """Outcomes of the token check of stored exchanges -> count."""
 
 
 def consume(
@@ -74,11 +74,11 @@ def consume(
     now: float,
     check_tokens: Callable[[Exchange], str] = lambda _: NOT_CHECKED,
 ) -> Consumed:
-    """Take one batch from the bus to the store.
+    """Move one batch from the bus to the store.
 
-    held_out_rate: share of sessions that are marked as never to be trained on.
-    check_tokens: a outcome of `ingest.tokens.check`, which is counted.
-    Raises: BusError or StoreError; then nothing is lost, and the batch comes again.
+    held_out_rate: share of sessions that are held out from training, 0..1.
+    check_tokens: returns an outcome of `ingest.tokens.check`, which is counted.
+    Raises: BusError or StoreError; nothing is lost then, and the batch comes again.
     """
     envelopes = bus.read(limit)
     if not envelopes:
@@ -87,8 +87,8 @@ def consume(
     try:
         consumed = _store(database, records, held_out_rate=held_out_rate, now=now)
     except StatementError:
-        # The database itself refused a row, and the whole batch with it. One by one, only the
-        # rows that it refuses are put aside.
+        # The database refused a row, and with it the whole batch. Stored one by one, only the
+        # refused rows are dead-lettered.
         log.warning("batch_refused", records=len(envelopes))
         consumed = _store_one_by_one(database, records, held_out_rate=held_out_rate, now=now)
     bus.commit(envelopes[-1].position)

@@ -1,8 +1,8 @@
-"""The intake loop: consume a batch, decide what is new, look at the backlog now and then.
+"""The intake loop: consume a batch, decide new exchanges, decide the backlog from time to time.
 
-Nothing else shares this loop's thread, so it works on the store directly; a stop is obeyed between
-two batches. When the bus or the store is away it says so, waits, longer each time, and goes on
-where it was: nothing is taken from the bus before the store has it.
+This loop has its own thread, so it calls the store directly; it stops between two batches. While
+the bus or the store is unreachable it logs that and waits, longer each time. It then continues
+where it was, because a record leaves the bus only once the store has it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sidecar.store.database import Database, get_flag, set_flag
 
 BACKLOG_INTERVAL_S = 2.0
 PAUSES = Backoff(first_s=0.5, last_s=30.0)
-"""Between attempts while the bus or the store is away."""
+"""Pauses between attempts while the bus or the store is unreachable."""
 
 log = structlog.get_logger()
 
 
 class Intake:
-    """Takes exchanges in until told to stop."""
+    """Consumes exchanges until stopped."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Intake:
         now: Callable[[], float] = time.time,
         engine: EngineWatch | None = None,
     ) -> None:
-        """engine: what is known of vLLM; None: found out as the settings say."""
+        """engine: watches the facts about vLLM; None: built from the settings."""
         self._bus = bus
         self._database = database
         self._bus_settings = settings.bus
@@ -58,7 +58,7 @@ class Intake:
         self._backlog_due = 0.0
         self._upgraded = False
         self._told = False
-        """Whether the store says how the token check stands and what is known of vLLM."""
+        """True once the store holds the state of the token check and the facts about vLLM."""
         self._failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -71,7 +71,7 @@ class Intake:
                 continue
 
     def attempt(self) -> float:
-        """One step, whatever becomes of it. Returns: how long to wait before the next, seconds."""
+        """Run one step and log its errors. Returns: seconds to wait before the next step."""
         try:
             taken = self.step()
         except (BusError, StoreError) as error:
@@ -85,10 +85,11 @@ class Intake:
         return 0.0 if taken else self._bus_settings.poll_interval_s
 
     def step(self) -> int:
-        """Consume a batch and decide what is new, unless vLLM is just being found out about for the
-        first time. Returns: how many records or exchanges were taken on.
+        """Consume a batch and decide new exchanges.
 
-        Raises: BusError or StoreError; nothing is lost, the next step takes it up.
+        No exchange is decided before the first probe of vLLM has ended.
+        Returns: the number of records or exchanges processed.
+        Raises: BusError or StoreError; nothing is lost, the next step retries.
         """
         if not self._upgraded:
             self._database.upgrade()

@@ -1,4 +1,4 @@
-"""The day's allowance of candidate tokens, kept in the store: a restart does not renew it."""
+"""The daily budget of candidate tokens. It is kept in the store, so a restart does not renew it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ STAGE = "sampling_tokens"
 
 
 def day_of(now: float) -> str:
-    """The UTC day of a unix time, as 2026-11-21."""
+    """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
     return datetime.fromtimestamp(now, UTC).date().isoformat()
 
 
 def next_midnight(now: float) -> datetime:
-    """When the day's allowance is renewed: the next midnight UTC."""
+    """Return when the budget is renewed: the next midnight UTC."""
     today = datetime.fromtimestamp(now, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     return today + timedelta(days=1)
 
 
 def tokens_spent(session: Session, *, now: float) -> int:
-    """Candidate tokens sampled today."""
+    """Return the number of candidate tokens sampled today (UTC)."""
     row = session.get(CounterRow, (STAGE, day_of(now)))
     return row.count if row is not None else 0
 
 
 def spend_tokens(session: Session, tokens: int, *, now: float) -> None:
-    """Take sampled tokens from today's allowance, in the caller's transaction."""
+    """Subtract sampled tokens from today's budget, in the caller's transaction."""
     count(session, STAGE, day_of(now), tokens)

@@ -1,7 +1,7 @@
-"""What becomes of a group after a round of sampling. Pure.
+"""Decide about a group after a round of sampling. Pure.
 
-A round asks for every candidate that is missing. Some come back, some do not; from what is there
-and why the rest is not, the group is complete, set aside, or tried again.
+A round requests every missing candidate. From the answers, and from the reasons why others failed,
+follows whether the group is complete, set aside, or sampled again.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from sidecar.backoff import Backoff
 
 Miss = Literal["held_back", "engine_down", "adapter_gone", "prompt_mismatch", "failed"]
 """Why a candidate is missing. held_back: users came first; prompt_mismatch: vLLM rendered another
-prompt than the one that was answered; failed: the reply was an error or could not be believed."""
+prompt than the one of the served answer; failed: the reply was an error or invalid."""
 
 MAX_ROUNDS = 5
-"""Rounds that may leave candidates missing through the group's own fault."""
+"""Most rounds that leave candidates missing through the group's own fault."""
 RETRIES = Backoff(first_s=5.0, last_s=300.0)
-"""Between the rounds of a group."""
+"""Pauses between the rounds of a group."""
 MIN_ANSWERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One candidate asked for: an answer, or why there is none."""
+    """The result of one requested candidate: an answer, or why there is none."""
 
     answer: Answer | None = None
     miss: Miss | None = None
     tokens: int = 0
-    """Sampled for it, kept or not."""
+    """Tokens sampled for it, whether it was kept or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """sampled: to the judge; set_aside: for `reason`; retry: a round was used up; wait: it was
-    not, nothing was wrong with the group."""
+    """Decision about a group after a round.
+
+    sampled: complete, goes to the judge. set_aside: for `reason`. retry: one of its rounds is used
+    up. wait: no round is used up, since nothing is wrong with the group.
+    """
 
     action: Literal["sampled", "set_aside", "retry", "wait"]
     reason: str = ""
@@ -50,8 +53,8 @@ def conclude(
 ) -> Conclusion:
     """Decide a group after a round.
 
-    answers: all that it has now. rounds: those used up before this one.
-    misses: why each candidate of this round that is not there is missing.
+    answers: all answers that the group has now. rounds: rounds used up before this one.
+    misses: the reason for each missing candidate of this round.
     """
     if len(answers) >= size:
         return _complete(answers)
@@ -60,7 +63,7 @@ def conclude(
     if "held_back" in misses or "engine_down" in misses:
         return Conclusion(action="wait")
     if len(misses) == size - _served(answers) and set(misses) == {"prompt_mismatch"}:
-        # Not one matched: the rendering has changed since, and trying again will not mend it.
+        # No candidate matched: the rendering has changed since, and a retry would not help.
         return Conclusion(action="set_aside", reason="prompt_mismatch")
     if rounds + 1 < MAX_ROUNDS:
         return Conclusion(action="retry")
@@ -70,12 +73,12 @@ def conclude(
 
 
 def back_off_s(rounds: int) -> float:
-    """How long to leave a group alone after so many rounds, in seconds: 5, 10, 20, ... 300."""
+    """Return the pause after this many rounds, in seconds: 5, 10, 20, ... 300."""
     return RETRIES.wait_s(rounds)
 
 
 def all_identical(answers: Sequence[Answer]) -> bool:
-    """Whether a judge would see one answer over and over. The ids of tool calls do not count."""
+    """Return True when all answers look equal to a judge. The ids of tool calls do not count."""
     return len({_as_seen(answer.message) for answer in answers}) <= 1
 
 

@@ -1,4 +1,4 @@
-"""One round of one group: read what is missing, ask for one candidate, store how it went."""
+"""One sampling round of one group: load it, sample candidates one by one, store the outcome."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sidecar.settings import SamplingField
 from sidecar.store.database import count
 
 STAGE = "candidate"
-"""Counter rows: ("candidate", "kept" or why there is none) -> candidates."""
+"""Stage of the counter rows: ("candidate", "kept" or the miss) -> number of candidates."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A group to complete, and how to ask for its candidates."""
+    """A group to complete, with what a request for a candidate needs."""
 
     group: Group
     request: dict[str, Any]
@@ -48,7 +48,7 @@ class Job:
     temperature: float
     max_tokens: int | None
     rounds: int
-    """Used up before this one."""
+    """Rounds used up before this one."""
     missing: int
 
 
@@ -61,9 +61,9 @@ def load_job(
     size: int,
     sampling_defaults: Mapping[SamplingField, float] | None = None,
 ) -> Job | None:
-    """Read a group to complete; None when it, or its exchange, is not there any more.
+    """Load a group to complete. Returns: None when it or its exchange is gone.
 
-    sampling_defaults: what the operator states for fields that the request leaves out.
+    sampling_defaults: the operator's values for fields that the request leaves out.
     """
     group = load_group(session, group_id)
     stored = load_exchange(session, group.exchange_id) if group is not None else None
@@ -82,7 +82,7 @@ def load_job(
 
 
 async def ask(sampler: Sampler, job: Job) -> Attempt:
-    """Ask for one candidate. Never raises for what vLLM does: the attempt says it."""
+    """Sample one candidate. Errors of vLLM are not raised: the attempt holds the miss."""
     try:
         sampled = await sampler.sample(
             upstream_model=job.upstream_model,
@@ -93,7 +93,7 @@ async def ask(sampler: Sampler, job: Job) -> Attempt:
     except EngineDownError as error:
         return _missed(job, Attempt(miss="engine_down"), error)
     except AdapterGoneError as error:
-        # The base cannot go: a 404 for it is a wrong name or URL, which somebody will mend.
+        # The base cannot be unloaded: a 404 for it means a wrong name or URL, an operator's error.
         gone = job.group.adapter != BASE
         return _missed(job, Attempt(miss="adapter_gone" if gone else "failed"), error)
     except SamplingError as error:
@@ -117,14 +117,14 @@ async def ask(sampler: Sampler, job: Job) -> Attempt:
 def store_round(
     session: Session, job: Job, attempts: Sequence[Attempt], *, size: int, now: float
 ) -> Conclusion:
-    """Store a round and take the group one step on, in the caller's transaction."""
+    """Store a round and the group's next status, in the caller's transaction."""
     group_id = job.group.group_id
     spend_tokens(session, sum(attempt.tokens for attempt in attempts), now=now)
     kept = [attempt.answer for attempt in attempts if attempt.answer is not None]
     misses = [attempt.miss for attempt in attempts if attempt.miss is not None]
     added = append_answers(session, group_id, kept, size=size)
     count(session, STAGE, "kept", added)
-    # Another worker completed the group while this one was thought dead.
+    # Another worker completed the group after this worker's lease ran out.
     count(session, STAGE, "late", len(kept) - added)
     for miss in misses:
         count(session, STAGE, miss)

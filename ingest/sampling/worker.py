@@ -1,9 +1,9 @@
 """The sampling worker: completes chosen groups with candidates from the adapter that answered.
 
-Users come first: a candidate is sent only while vLLM has room for it, and what is held back is
-taken up later. One round of a group is stored in one transaction: its answers, its tokens, what was
-dropped and why, and the group's next status. What a dead worker was sampling is sampled again when
-its lease has run out.
+Users come first: a candidate is requested only while vLLM has capacity for it, and a candidate that
+is held back is requested later. One round of a group is stored in one transaction: its answers, its
+tokens, the dropped candidates with reasons, and the group's next status. The groups of a worker
+that died are sampled again when its lease has run out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from sidecar.settings import Groups, SamplingField
 from sidecar.store.database import DAMAGE, Database
 
 POLL_S = 0.5
-"""How long a worker with nothing to do waits before it looks again."""
+"""How long an idle worker waits before it polls again."""
 PAUSES = Backoff(first_s=POLL_S, last_s=5.0)
-"""The first one is the ordinary poll; each failure in a row doubles it."""
-"""The longest pause while vLLM or the store is away; it starts at POLL_S and doubles."""
+"""Pauses while vLLM or the store is unreachable: the first equals the poll, then they double."""
 LEASE_SLACK_S = 60.0
 
 Result = TypeVar("Result")
@@ -44,10 +43,10 @@ log = structlog.get_logger()
 
 
 class SamplingWorker:
-    """Claims groups in sampling and completes them. One per event loop; `run` until told to stop.
+    """Claims groups in status `sampling` and completes them. One per event loop.
 
-    The day's allowance is looked at before a group is begun, and a begun group is finished: at most
-    `concurrency + size` answers are sampled beyond it.
+    The daily budget is checked before a group is begun, and a begun group is finished: so at most
+    `concurrency + size` answers are sampled beyond the budget.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class SamplingWorker:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._working: set[str] = set()
         self._failures = 0
-        """In a row, of vLLM or the store as a whole; sets the pause."""
+        """Consecutive failures of vLLM or the store; they set the pause."""
         self._day_said = ""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Complete groups until `stop` is set; then give back those that are under way."""
+        """Complete groups until `stop` is set; then give back those in progress."""
         tasks: set[asyncio.Task[bool]] = set()
         try:
             while not stop.is_set():
@@ -94,15 +93,15 @@ class SamplingWorker:
             await asyncio.to_thread(self._give_back, under_way)
 
     async def step(self) -> int:
-        """One round: take what may be taken now and see it through.
+        """Claim groups and run one round of each.
 
-        Returns: how many groups went on to the judge.
+        Returns: the number of groups that went on to the judge.
         """
         names = await self._take()
         return sum(await asyncio.gather(*(self._complete(name) for name in names)))
 
     async def _take(self) -> list[str]:
-        """Claim as many groups as keep every slot busy; none while something speaks against it."""
+        """Claim as many groups as keep every slot busy; none without capacity or budget."""
         wanted = self._settings.size - 1
         groups = ceil(self._settings.concurrency / wanted) - len(self._working)
         if groups <= 0:
@@ -132,7 +131,7 @@ class SamplingWorker:
         return [name for name in names if name not in self._working]
 
     async def _complete(self, group_id: str) -> bool:
-        """One round of one group. Returns: whether it went on to the judge."""
+        """Run one round of one group. Returns: True when it went on to the judge."""
         try:
             try:
                 job = await self._patiently(lambda: self._load(group_id))
@@ -165,7 +164,7 @@ class SamplingWorker:
             try:
                 if not await self._throttle.is_open():
                     return Attempt(miss="held_back")
-            except SamplingError:  # said by `_take`, which measures as often
+            except SamplingError:  # `_take` polls the load as often, and logs the error
                 return Attempt(miss="engine_down")
             with self._throttle.sending():
                 return await ask(self._sampler, job)
@@ -198,9 +197,9 @@ class SamplingWorker:
             log.warning("leases_kept", groups=len(names), error=str(error))
 
     async def _patiently(self, work: Callable[[], Result]) -> Result:
-        """Do something with the store in a thread, again and again while the store is away.
+        """Run a store operation in a thread; retry it while the store is unreachable.
 
-        What was sampled is paid for: it is held on to until it is stored.
+        Sampled answers have cost tokens, so they are kept until they are stored.
         """
         failures = 0
         while True:
@@ -215,9 +214,9 @@ class SamplingWorker:
     async def _wait(
         self, tasks: Collection[asyncio.Task[bool]], stop: asyncio.Event
     ) -> set[asyncio.Task[bool]]:
-        """Until a group is done, a pause is over, or it is time to stop. Returns: what is done."""
+        """Wait until a group is done, a pause ends, or `stop` is set. Returns: the done tasks."""
         stopping = asyncio.create_task(stop.wait())
-        # After a failure the pause is a pause: groups that come back at once must not spin.
+        # After a failure the whole pause is waited: groups that fail at once must not spin.
         watched = {stopping} if self._failures else {stopping, *tasks}
         await asyncio.wait(
             watched, timeout=_pause_s(self._failures), return_when=asyncio.FIRST_COMPLETED
@@ -225,7 +224,7 @@ class SamplingWorker:
         stopping.cancel()
         done = {task for task in tasks if task.done()}
         for task in done:
-            task.result()  # a bug must not go by in silence
+            task.result()  # re-raises an unexpected error
         return done
 
     def _say_spent(self, spent: int, now: float) -> None:
@@ -237,5 +236,5 @@ class SamplingWorker:
 
 
 def _pause_s(failures: int) -> float:
-    """0.5, 1, 2, 4, 5, 5, ... seconds."""
+    """Return the pause after this many failures, in seconds: 0.5, 1, 2, 4, 5, 5, ..."""
     return PAUSES.wait_s(failures + 1)

@@ -1,10 +1,9 @@
-"""The base model's tokenizer: find it, read it, and have exchanges checked with it.
+"""The base model's tokenizer: find it, load it, and check exchanges with it.
 
-`serving.base_model_path` is a folder, or a name of the Hugging Face hub whose files the learner or
-vLLM has brought to this machine's cache. Nothing is fetched here: ingest must not wait for a hub.
-Without a tokenizer nothing is checked, which is said in the log, counted with every exchange, and
-shown by `sidecar status`. The `tokenizers` library is Rust: it needs neither torch nor
-transformers.
+`serving.base_model_path` is a folder, or a Hugging Face Hub name whose files the learner or vLLM
+has downloaded to this machine's cache. Nothing is downloaded here: ingest must not wait for the
+Hub. Without a tokenizer nothing is checked, which is logged, counted with every exchange, and shown
+by `sidecar status`. The `tokenizers` library is Rust: it needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,27 +20,28 @@ from sidecar.records import Choice, Exchange
 
 FILE = "tokenizer.json"
 FLAG = "token_check"
-"""Row of the `flag` table by which the other processes learn of `TokenCheck.state`."""
+"""Row of the `flag` table that shows `TokenCheck.state` to other processes."""
 ON = "on"
 OFF = "off"
 LOOK_AGAIN_S = 60.0
-"""A file that is not there may come: the learner fetches the base model at its first run."""
+"""Interval of the search for a missing file: the learner downloads the base model at its first
+run."""
 
 log = structlog.get_logger()
 
 
 class TokenCheck:
-    """Checks exchanges as soon as there is a tokenizer. Used by one thread."""
+    """Checks exchanges once there is a tokenizer. For one thread."""
 
     def __init__(self, base_model_path: str) -> None:
         self._base_model_path = base_model_path
         self._vocabulary: Vocabulary | None = None
         self._look_at = 0.0
         self.state = ""
-        """"on", or "off: " and what to do about it; empty before the first look."""
+        """Either "on" or "off: " with what to do; empty before the first search."""
 
     def look(self, now: float) -> bool:
-        """Look for the tokenizer if there is none yet. Returns: whether `state` changed."""
+        """Search for the tokenizer if there is none yet. Returns: True when `state` changed."""
         if self._vocabulary is not None or now < self._look_at:
             return False
         self._look_at = now + LOOK_AGAIN_S
@@ -60,18 +60,18 @@ class TokenCheck:
         return True
 
     def __call__(self, exchange: Exchange) -> str:
-        """A outcome of `ingest.tokens.check`, or "off"."""
+        """Check an exchange. Returns: an outcome of `ingest.tokens.check`, or "off"."""
         return OFF if self._vocabulary is None else check_exchange(exchange, self._vocabulary)
 
     def answer(self, choice: Choice, request: Mapping[str, Any], prompt: Sequence[int]) -> str:
-        """The same of one answer with ids to a request, given its prompt's ids."""
+        """Check one answer with token ids. prompt: the prompt's ids. Returns: as `__call__`."""
         if self._vocabulary is None:
             return OFF
         return check_answer(choice, request, prompt, self._vocabulary)
 
 
 def load_vocabulary(base_model_path: str) -> Vocabulary:
-    """Read the tokenizer of the base model.
+    """Load the tokenizer of the base model.
 
     Raises: NoTokenizerError, whose message says what to do.
     """
@@ -91,7 +91,7 @@ def load_vocabulary(base_model_path: str) -> Vocabulary:
 
 
 def find_tokenizer(base_model_path: str) -> Path:
-    """The tokenizer's file. Raises: NoTokenizerError."""
+    """Return the path of the tokenizer's file. Raises: NoTokenizerError."""
     if not base_model_path:
         raise NoTokenizerError(
             "serving.base_model_path is empty; name the weights that vLLM serves"
@@ -114,11 +114,10 @@ def _in_hub_cache(name: str) -> Path:
         found = try_to_load_from_cache(name, FILE)
     except HFValidationError as error:
         raise NoTokenizerError(
-            f"serving.base_model_path {name} is neither a folder nor a name of the hub"
+            f"serving.base_model_path {name} is neither a folder nor a Hugging Face Hub name"
         ) from error
     if not isinstance(found, str):
         raise NoTokenizerError(
-            f"{FILE} of {name} is not in this machine's hub cache; `hf download {name} {FILE}` "
-            "brings it there"
+            f"{FILE} of {name} is not in this machine's hub cache; run `hf download {name} {FILE}`"
         )
     return Path(found)

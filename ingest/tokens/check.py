@@ -1,23 +1,23 @@
-"""Do the recorded token ids say what the user was told? Pure, given the tokenizer.
+"""Check that recorded token ids decode to the text that the user received. Pure.
 
-vLLM has reported ids that do not belong to the text: some missing, some twice, when a stream met a
-tool or reasoning parser. Counts can agree all the same, so the ids are decoded here and compared
-with the recorded message. This is ingest's work, off the data plane.
+vLLM has reported ids that do not belong to the text: when a stream met a tool or reasoning parser,
+some were missing and some occurred twice. The counts can agree all the same, so the ids are decoded
+and compared with the recorded message. Ingest does this work, off the data plane.
 
-**Plain text** (content, neither tool calls nor reasoning) must be exactly what the ids decode to.
-Allowed for, because vLLM's detokenizer does so: special tokens are no text (unless the request or a
-tool parser wants them shown); the token that ended the answer is no text; a stop string is cut, and
-what came after it in the same token; a character whose last bytes never came is not shown; a first
-token's space may hang on the prompt; a reasoning parser takes an empty thinking block away.
+**Plain text** (content without tool calls and reasoning) must be exactly what the ids decode to,
+except for what vLLM's detokenizer changes: it shows no special tokens (unless the request or a tool
+parser wants them shown) and not the token that ended the answer; it cuts a stop string and the rest
+of its token; it does not show an incomplete character at the end; the space of the first token may
+belong to the prompt; a reasoning parser removes an empty thinking block.
 
-**Parsed messages** (tool calls, reasoning) are made of pieces of the text. Each piece must be in
-what the ids decode to, in this order: reasoning, content, the names of the called tools. Of the
-arguments each key, string and whole number must be somewhere in it; a parser may write them anew
-(spaces, quotes, escapes), so white space is not compared there.
+**Parsed messages** (tool calls, reasoning) consist of pieces of the text. Each piece must be in the
+decoded text, in this order: reasoning, content, the names of the called tools. Each key, string and
+whole number of the arguments must be anywhere in it; a parser may rewrite arguments (spaces,
+quotes, escapes), so white space is not compared there.
 
-**What this cannot tell**: a wrong id among special tokens that are not shown, in the markup that a
-parser takes away, or in the spaces and fractions of arguments; ids that decode to the same text.
-The learner's drift check is the net behind this one.
+**Not detected**: a wrong id among special tokens that are not shown, in the markup that a parser
+removes, or in the spaces and fractions of arguments; ids that decode to the same text. The
+learner's drift check is the second line of defence.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ import msgspec
 from sidecar.records import Choice, Exchange
 
 DISAGREES: Final = "ids_do_not_decode"
-"""`untrainable_reason` of an exchange whose ids are not those of its text."""
+"""`untrainable_reason` of an exchange whose ids do not belong to its text."""
 AGREES: Final = "agrees"
 IN_PARTS: Final = "agrees_in_parts"
 NOT_CHECKED: Final = "not_checked"
-GroupOutcome = Literal["agrees", "agrees_in_parts", "ids_do_not_decode", "not_checked"]
-"""not_checked: it has no ids, or must not be trained on anyway."""
+CheckOutcome = Literal["agrees", "agrees_in_parts", "ids_do_not_decode", "not_checked"]
+"""Outcomes. not_checked: it has no ids, or is not trained on for another reason."""
 
 CHECKED_SURFACES = frozenset({"chat", "completions"})
 CONTEXT = 8
-"""Prompt ids that are decoded before an answer to see how its first token is spaced."""
+"""Number of prompt ids decoded before an answer, to find the spacing of its first token."""
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What bytes that are no whole character decode to."""
+"""The character that an incomplete character's bytes decode to."""
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>")
 WHITE = re.compile(r"\s+")
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer; `tokenizers.Tokenizer` has it."""
+    """The part of `tokenizers.Tokenizer` that the check needs."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Raises: OverflowError for what cannot be an id."""
+        """Decode ids to text. Raises: OverflowError for a number that cannot be an id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A base model's tokenizer, and which of its ids are not ordinary text."""
+    """A base model's tokenizer, and its ids that are not ordinary text."""
 
     decoder: Decoder = field(repr=False)
     added: frozenset[int]
-    """Added to the learned vocabulary, special or not: those that end an answer are among them."""
+    """Ids added to the learned vocabulary, special or not, with those that end an answer."""
     special: frozenset[int]
-    """Not shown as text."""
+    """Ids that are not shown as text."""
 
 
-def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> GroupOutcome:
-    """Compare each answer's ids with its message. Never raises for what an agent or vLLM sent.
+def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> CheckOutcome:
+    """Compare each answer's ids with its message. No content from agents or vLLM makes it raise.
 
-    Returns: the worst that any of the answers came to.
+    Returns: the worst outcome of its answers.
     """
     if exchange.untrainable_reason is not None or exchange.surface not in CHECKED_SURFACES:
         return NOT_CHECKED
@@ -86,15 +86,15 @@ def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> GroupOutcome:
 
 def check_answer(
     choice: Choice, request: Mapping[str, Any], prompt: Sequence[int], vocabulary: Vocabulary
-) -> GroupOutcome:
-    """Compare one answer's ids, one at least, with its message. As `check_exchange`."""
+) -> CheckOutcome:
+    """Compare one answer's ids, at least one, with its message. See `check_exchange`."""
     ids = choice.token_ids
     if (
         choice.finish_reason != "length"
         and ids[-1] in vocabulary.special
         and ids[-2:-1] == ids[-1:]
     ):
-        return DISAGREES  # an answer ends at the first token that ends it
+        return DISAGREES  # an end token inside the answer would have ended it
     message = _object(choice.message)
     content = message.get("content") or ""
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
@@ -116,12 +116,12 @@ def check_answer(
 def _texts(
     ids: Sequence[int], request: Mapping[str, Any], prompt: Sequence[int], vocabulary: Vocabulary
 ) -> Iterator[str]:
-    """What vLLM may have shown for these ids, the usual way first."""
+    """Yield the texts that vLLM may have shown for these ids, the usual one first."""
     decode = vocabulary.decoder.decode
     ends = vocabulary.added.union(_whole_numbers(request.get("stop_token_ids")))
     hidden = request.get("skip_special_tokens") is not False
     bodies = [ids, ids[:-1]] if ids[-1] in ends else [ids]
-    # Some tool parsers have special tokens shown without the request's saying so.
+    # Some tool parsers have special tokens shown although the request does not ask for it.
     for skip in (hidden, not hidden):
         for body in bodies:
             yield decode(body, skip_special_tokens=skip)
@@ -132,7 +132,7 @@ def _texts(
 
 
 def _is_text(content: str, decoded: str, request: Mapping[str, Any]) -> bool:
-    """Whether a plain message is what its ids decode to, but for what vLLM leaves out."""
+    """Return True when a plain message equals its decoded ids, except for what vLLM leaves out."""
     if decoded == content:
         return True
     if decoded.startswith(content):
@@ -148,7 +148,7 @@ def _is_text(content: str, decoded: str, request: Mapping[str, Any]) -> bool:
 
 
 def _holds(decoded: str, parts: Iterable[str], calls: Sequence[Any]) -> bool:
-    """Whether what a parser made of a text is in it."""
+    """Return True when the pieces that a parser made of a text are in the text."""
     place = 0
     functions = [_mapping(_mapping(call).get("function")) for call in calls]
     for piece in (*parts, *(str(function.get("name") or "") for function in functions)):
@@ -165,7 +165,7 @@ def _holds(decoded: str, parts: Iterable[str], calls: Sequence[Any]) -> bool:
 
 
 def _arguments(arguments: Any) -> Any:  # Any: JSON
-    """A call's arguments, read; the text itself when it is not JSON, as when it was cut."""
+    """Parse a call's arguments; return the text itself when it is not JSON (it may be cut)."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -175,7 +175,7 @@ def _arguments(arguments: Any) -> Any:  # Any: JSON
 
 
 def _leaves(value: Any) -> Iterator[str]:  # Any: JSON
-    """Keys, strings and whole numbers. A truth value or a fraction has no one way to be written."""
+    """Yield keys, strings and whole numbers. Booleans and fractions have many notations."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield key
@@ -190,7 +190,7 @@ def _leaves(value: Any) -> Iterator[str]:  # Any: JSON
 
 
 def _forms(leaf: str) -> Iterator[str]:
-    """How a model may have written a string: as it is, in JSON, in Python."""
+    """Yield the forms in which a model may write a string: plain, in JSON, in Python."""
     yield leaf
     yield json.dumps(leaf, ensure_ascii=False)[1:-1]
     yield json.dumps(leaf)[1:-1]
