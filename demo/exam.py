@@ -16,7 +16,7 @@ from demo.agent import MAX_TOKENS
 from demo.questions import Conversation, Questions
 from ingest.ruler.judge import Judge
 from ingest.ruler.ruler import score_answers
-from ingest.vllm.sampler import Sampler
+from ingest.vllm.sampler import Sampler, SampleRequest
 
 BOOTSTRAP_DRAWS = 10_000
 
@@ -52,10 +52,12 @@ async def sit_exam(
     async def one(question: Conversation) -> ExamAnswer:
         async with gate:
             sampled = await sampler.sample(
-                upstream_model=upstream_model,
-                request={"messages": messages_of(questions, question)},
-                temperature=1.0,
-                max_tokens=MAX_TOKENS,
+                SampleRequest(
+                    upstream_model=upstream_model,
+                    chat={"messages": messages_of(questions, question)},
+                    temperature=1.0,
+                    max_tokens=MAX_TOKENS,
+                )
             )
         text = json.loads(sampled.message).get("content") or ""
         return ExamAnswer(

@@ -17,7 +17,7 @@ from deploy.canary.answer_shape import is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
 from ingest.errors import AdapterGoneError, EngineDownError
-from ingest.vllm.sampler import SampledAnswer, Sampler
+from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
 
@@ -79,10 +79,12 @@ class FreshAnswers:
         asked = prompt.request.get("max_completion_tokens") or prompt.request.get("max_tokens")
         limit = self._rules.max_tokens
         return await self._sampler.sample(
-            upstream_model=upstream_model(canary.model, adapter),
-            request=prompt.request,
-            temperature=1.0,
-            max_tokens=min(asked, limit) if isinstance(asked, int) else limit,
+            SampleRequest(
+                upstream_model=upstream_model(canary.model, adapter),
+                chat=prompt.request,
+                temperature=1.0,
+                max_tokens=min(asked, limit) if isinstance(asked, int) else limit,
+            )
         )
 
 

@@ -26,7 +26,7 @@ from ingest.store.groups import (
     sampling_attempts,
     set_aside,
 )
-from ingest.vllm.sampler import Sampler
+from ingest.vllm.sampler import Sampler, SampleRequest
 from sidecar.records import BASE
 from sidecar.routing.table import upstream_model
 from sidecar.settings import SamplingField
@@ -85,10 +85,12 @@ async def ask(sampler: Sampler, job: Job) -> Attempt:
     """Sample one candidate. Errors of vLLM are not raised: the attempt holds the miss."""
     try:
         sampled = await sampler.sample(
-            upstream_model=job.upstream_model,
-            request=job.request,
-            temperature=job.temperature,
-            max_tokens=job.max_tokens,
+            SampleRequest(
+                upstream_model=job.upstream_model,
+                chat=job.request,
+                temperature=job.temperature,
+                max_tokens=job.max_tokens,
+            )
         )
     except EngineDownError as error:
         return _missed(job, Attempt(miss="engine_down"), error)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from ingest.errors import SamplingError
 from ingest.tokens.base_tokenizer import TokenCheck
 from ingest.tokens.check import DISAGREES
-from ingest.vllm.sampler import SampledAnswer, Sampler
+from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.records import Choice
 
 
@@ -23,23 +22,9 @@ class CheckedSampler:
         self._check = check
         self._now = now
 
-    async def sample(
-        self,
-        *,
-        upstream_model: str,
-        request: Mapping[str, Any],
-        temperature: float,
-        max_tokens: int | None,
-        seed: int | None = None,
-    ) -> SampledAnswer:
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
         """As `Sampler.sample`. Raises: SamplingError, too, when ids and text disagree."""
-        answer = await self._sampler.sample(
-            upstream_model=upstream_model,
-            request=request,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-        )
+        answer = await self._sampler.sample(request)
         self._check.look(self._now())
         choice = Choice(
             index=0,
@@ -48,7 +33,7 @@ class CheckedSampler:
             token_ids=answer.token_ids,
         )
         # Candidates are asked for without an echo, whatever the agent asked for.
-        asked = {name: value for name, value in request.items() if name != "echo"}
+        asked = {name: value for name, value in request.chat.items() if name != "echo"}
         if self._check.answer(choice, asked, answer.prompt_token_ids) == DISAGREES:
             raise SamplingError(f"{DISAGREES}: the answer's token ids are not those of its text")
         return answer

@@ -8,13 +8,13 @@ here.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.load import EngineLoad
-from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, VllmSampler
+from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
 
 Result = TypeVar("Result")
 
@@ -34,25 +34,11 @@ class ReplicaSampler:
         self._now = 0
         """Place of the one in use."""
 
-    async def sample(
-        self,
-        *,
-        upstream_model: str,
-        request: Mapping[str, Any],
-        temperature: float,
-        max_tokens: int | None,
-        seed: int | None = None,
-    ) -> SampledAnswer:
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
         """As `Sampler.sample`. Raises: what the replica in use raised, if no other answers."""
 
         async def ask(replica: Replica) -> SampledAnswer:
-            return await replica.sample(
-                upstream_model=upstream_model,
-                request=request,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                seed=seed,
-            )
+            return await replica.sample(request)
 
         # Any other error is of this one answer: the next replica would only be asked for another.
         return await self._first(ask, (EngineDownError, AdapterGoneError))

@@ -28,6 +28,20 @@ UNAVAILABLE = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """What to ask for one more answer."""
+
+    upstream_model: str
+    """An adapter's name in vLLM, or the base model's."""
+    chat: Mapping[str, Any]
+    """The recorded chat request, of which the messages and tools are sent."""
+    temperature: float
+    max_tokens: int | None
+    """None leaves the length to the model's context."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
     """One answer and what vLLM said of how it was sampled."""
 
@@ -47,19 +61,9 @@ class SampledAnswer:
 class Sampler(Protocol):
     """Whoever can answer a chat request once more."""
 
-    async def sample(
-        self,
-        *,
-        upstream_model: str,
-        request: Mapping[str, Any],
-        temperature: float,
-        max_tokens: int | None,
-        seed: int | None = None,
-    ) -> SampledAnswer:
-        """One answer to `request`'s messages and tools, sampled with nothing but a temperature.
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
+        """Return one answer to the messages and tools, sampled with nothing but a temperature.
 
-        upstream_model: what to ask for: an adapter's name, or the base model's.
-        max_tokens: None leaves it to the model's context.
         Raises: AdapterGoneError, EngineDownError, or SamplingError with the reason.
         """
 
@@ -89,28 +93,22 @@ class VllmSampler:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def sample(
-        self,
-        *,
-        upstream_model: str,
-        request: Mapping[str, Any],
-        temperature: float,
-        max_tokens: int | None,
-        seed: int | None = None,
-    ) -> SampledAnswer:
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
         body = candidate_body(
-            request,
-            upstream_model=upstream_model,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
+            request.chat,
+            upstream_model=request.upstream_model,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
         )
         response = await self._send(self._client.build_request("POST", CHAT_PATH, json=body))
         if response.status_code == 404:
-            raise AdapterGoneError(f"vLLM serves no {upstream_model}: {response.text[:300]}")
+            raise AdapterGoneError(
+                f"vLLM serves no {request.upstream_model}: {response.text[:300]}"
+            )
         if response.status_code != 200:
             raise SamplingError(f"status {response.status_code}: {response.text[:300]}")
-        return read_reply(response.content, asked=upstream_model)
+        return read_reply(response.content, asked=request.upstream_model)
 
     async def load(self) -> EngineLoad:
         request = self._client.build_request("GET", METRICS_PATH, timeout=METRICS_TIMEOUT_S)

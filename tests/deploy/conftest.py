@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,18 +28,16 @@ from deploy.records import AdapterVersion, Canary
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.supervise.loops import LoopView
-from ingest.errors import JudgeUnavailableError
-from ingest.ruler.judge import JudgeReply
-from ingest.vllm.sampler import SampledAnswer
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
+from support.fake_judge import FakeJudge
+from support.fake_sampler import FakeSampler
 
 MODEL = "m"
-ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
 
 
 class Clock:
@@ -106,45 +103,6 @@ class FakeControl:
             raise EngineError("vLLM gave no reply")
 
 
-class FakeSampler:
-    """Answers every prompt with the model's own text. `errors`: raised instead, by model name."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.finish_reasons: dict[str, str] = {}
-        self.errors: dict[str, Exception] = {}
-        self.asked: list[dict[str, Any]] = []
-
-    async def sample(
-        self,
-        *,
-        upstream_model: str,
-        request: Mapping[str, Any],
-        temperature: float,
-        max_tokens: int | None,
-        seed: int | None = None,
-    ) -> SampledAnswer:
-        self.asked.append(
-            {
-                "model": upstream_model,
-                "prompt": request["messages"][-1]["content"],
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-            }
-        )
-        if upstream_model in self.errors:
-            raise self.errors[upstream_model]
-        text = self.texts.get(upstream_model, f"says {upstream_model}")
-        return SampledAnswer(
-            message=json.dumps({"role": "assistant", "content": text}).encode(),
-            finish_reason=self.finish_reasons.get(upstream_model, "stop"),
-            token_ids=(1, 2),
-            logprobs=(-0.5, -0.5),
-            prompt_token_ids=(7,),
-            model=upstream_model,
-        )
-
-
 class FakeRoom:
     """Whether users leave room in the engine; `error` is raised instead when set."""
 
@@ -156,32 +114,6 @@ class FakeRoom:
         if self.error is not None:
             raise self.error
         return self.open
-
-
-class FakeJudge:
-    """Scores each answer by a table of contents; 0.5 for those that are not in it."""
-
-    def __init__(self) -> None:
-        self.model = "fake-judge"
-        self.scores: dict[str, float] = {}
-        self.away = False
-        self.rubbish = False
-        self.prompts: list[str] = []
-
-    async def complete(
-        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
-    ) -> JudgeReply:
-        if self.away:
-            raise JudgeUnavailableError("judge is down")
-        self.prompts.append(messages[1]["content"])
-        if self.rubbish:
-            return JudgeReply(text="I like them all")
-        shown = {name: json.loads(body) for name, body in ANSWER_BLOCK.findall(self.prompts[-1])}
-        scores = [
-            {"id": name, "explanation": "so", "score": self.scores.get(one["content"], 0.5)}
-            for name, one in shown.items()
-        ]
-        return JudgeReply(text=json.dumps({"scores": scores}), seconds=0.1)
 
 
 def write_adapter(
@@ -242,8 +174,10 @@ class World:
     control: FakeControl = field(default_factory=FakeControl)
     others: dict[str, FakeControl] = field(default_factory=dict)
     """Further replicas, by base URL."""
-    sampler: FakeSampler = field(default_factory=FakeSampler)
-    judge: FakeJudge = field(default_factory=FakeJudge)
+    sampler: FakeSampler = field(
+        default_factory=lambda: FakeSampler(lambda request: f"says {request.upstream_model}")
+    )
+    judge: FakeJudge = field(default_factory=lambda: FakeJudge(model="fake-judge"))
     room: FakeRoom = field(default_factory=FakeRoom)
     exchanges: int = 0
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from sqlalchemy import select
 
 from ingest.records import Answer, Group
-from ingest.ruler.judge import JudgeReply, LiteLlmJudge
+from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judging import JudgingWorker
 from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, save_group
@@ -23,55 +22,10 @@ from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
+from support.fake_judge import FakeJudge, score_by_content, scores_reply, shown_answers
 from support.ingest_kit import empty_store, filled_bus, kit
 
 __all__ = ["empty_store", "filled_bus", "kit"]  # fixtures of the tests below this folder
-
-ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
-
-Reply = str | Exception | Callable[[Mapping[str, dict[str, Any]]], str]
-
-
-class ScriptedJudge:
-    """A judge that plays a script: texts, errors, or functions of the answers it was shown.
-
-    The last entry is repeated. A function gets {id: shown answer} in the order shown.
-    """
-
-    model = "scripted"
-
-    def __init__(self, *script: Reply) -> None:
-        self.script = list(script)
-        self.conversations: list[list[dict[str, str]]] = []
-        self.schemas: list[Mapping[str, Any]] = []
-
-    async def complete(
-        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
-    ) -> JudgeReply:
-        self.conversations.append([dict(message) for message in messages])
-        self.schemas.append(schema)
-        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        if isinstance(step, Exception):
-            raise step
-        text = step if isinstance(step, str) else step(shown_answers(messages))
-        return JudgeReply(text=text, prompt_tokens=100, completion_tokens=10, seconds=0.5)
-
-
-def shown_answers(messages: Sequence[Mapping[str, str]]) -> dict[str, dict[str, Any]]:
-    """{id: answer} in the order shown, read as a model would read the prompt."""
-    return {name: json.loads(body) for name, body in ANSWER_BLOCK.findall(messages[1]["content"])}
-
-
-def scores_reply(scores: Mapping[str, Any]) -> str:
-    """A well-formed reply with these scores by id."""
-    entries = [{"id": name, "explanation": f"why {name}", "score": s} for name, s in scores.items()]
-    return json.dumps({"scores": entries})
-
-
-def score_by_content(table: Mapping[str, float]) -> Callable[[Mapping[str, Any]], str]:
-    """A judge's reply that scores each answer by a table of contents."""
-    return lambda shown: scores_reply({n: table[a["content"]] for n, a in shown.items()})
-
 
 Step = tuple[Any, ...] | Callable[[dict[str, Any]], tuple[Any, ...]]
 """(status, JSON or bytes, then headers as pairs), or what makes it of the request."""
@@ -264,7 +218,7 @@ async def until(condition: Any) -> None:
 class JudgeKit:
     """What the tests of RULER and of the judges use."""
 
-    ScriptedJudge = ScriptedJudge
+    FakeJudge = FakeJudge
     shown_answers = staticmethod(shown_answers)
     scores_reply = staticmethod(scores_reply)
     score_by_content = staticmethod(score_by_content)

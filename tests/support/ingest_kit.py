@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from ingest.intake.bus import Envelope
 from ingest.intake.choose import choose_new
 from ingest.store.exchanges import save_exchange
 from ingest.vllm.load import EngineLoad
-from ingest.vllm.sampler import SampledAnswer
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database
@@ -33,6 +31,7 @@ from sidecar.store.models import (
     GroupRow,
     RoutingRow,
 )
+from support.fake_sampler import FakeSampler
 
 PROMPT = (1, 9, 9, 4)
 REQUEST = {"model": "smollm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
@@ -97,60 +96,6 @@ class MemoryBus:
         """Nothing to let go of."""
 
 
-class ScriptedSampler:
-    """Answers with one text after the other, or raises what the script holds instead."""
-
-    def __init__(self, *script: str | Exception, prompt: tuple[int, ...] = PROMPT) -> None:
-        self.script = list(script)
-        self.prompt = prompt
-        self.calls: list[dict[str, Any]] = []
-        self.in_flight = 0
-        self.most_in_flight = 0
-        self.hold: asyncio.Event | None = None
-        """When set, every answer waits for it."""
-        self.asked = asyncio.Event()
-
-    async def sample(
-        self,
-        *,
-        upstream_model: str,
-        request: Mapping[str, Any],
-        temperature: float,
-        max_tokens: int | None,
-        seed: int | None = None,
-    ) -> SampledAnswer:
-        number = len(self.calls)
-        self.calls.append(
-            {
-                "upstream_model": upstream_model,
-                "request": dict(request),
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-            }
-        )
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        self.asked.set()
-        try:
-            if self.hold is not None:
-                await self.hold.wait()
-            else:
-                await asyncio.sleep(0)
-        finally:
-            self.in_flight -= 1
-        step = self.script[number % len(self.script)] if self.script else f"answer {number}"
-        if isinstance(step, Exception):
-            raise step
-        return SampledAnswer(
-            message=message(step),
-            finish_reason="stop",
-            token_ids=(7, 8, 9, 10, 2),
-            logprobs=(-0.1, -0.2, -0.3, -0.4, -0.5),
-            prompt_token_ids=self.prompt,
-            model=upstream_model,
-        )
-
-
 class ScriptedLoad:
     """Says the load that it was given; the last one again and again."""
 
@@ -171,7 +116,7 @@ class Kit:
     choice = staticmethod(make_choice)
     message = staticmethod(message)
     MemoryBus = MemoryBus
-    ScriptedSampler = ScriptedSampler
+    FakeSampler = FakeSampler
     ScriptedLoad = ScriptedLoad
 
     def __init__(self, database: Database) -> None:

@@ -10,9 +10,16 @@ import pytest
 from deploy.registry import canaries, transitions
 from deploy.registry.rollback import rollback
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.vllm.sampler import SampleRequest
 from sidecar.store.models import CounterRow, JudgeCallRow
 
 World = Any
+
+
+def prompt_of(request: SampleRequest) -> str:
+    return str(request.chat["messages"][-1]["content"])
+
+
 FULL_STORY = [
     "canary.loading",
     "canary.gating",
@@ -233,7 +240,7 @@ async def test_the_gate_waits_for_held_out_prompts(world: World) -> None:
     await tick(world)
     assert world.canary(name).phase == "gating"
     assert world.canary(name).reason == "gate waits for held-out prompts: 1 of the 2 it needs"
-    assert world.sampler.asked == []
+    assert world.sampler.requests == []
 
     world.serve("held-late", held_out=True)
     await tick(world)
@@ -262,7 +269,7 @@ async def test_a_killed_control_makes_only_the_missing_comparisons(world: World)
     await tick(world, 2)
     done = {row.comparison_id for row in world.comparisons()}
     assert len(done) == 2
-    asked = len(world.sampler.asked)
+    asked = len(world.sampler.requests)
     assert asked == 4
 
     await tick(world)
@@ -270,8 +277,8 @@ async def test_a_killed_control_makes_only_the_missing_comparisons(world: World)
     assert world.canary(name).phase == "ramping"
     assert len(world.comparisons()) == 4
     assert done <= {row.comparison_id for row in world.comparisons()}
-    assert len(world.sampler.asked) == 8
-    prompts = [one["prompt"] for one in world.sampler.asked]
+    assert len(world.sampler.requests) == 8
+    prompts = [prompt_of(one) for one in world.sampler.requests]
     assert all(prompts.count(prompt) == 2 for prompt in prompts)
 
 
@@ -282,11 +289,11 @@ async def test_gate_answers_are_fresh_blind_and_limited(world: World) -> None:
 
     await tick(world, 2)
 
-    asked = {(one["prompt"], one["model"]): one for one in world.sampler.asked}
+    asked = {(prompt_of(one), one.upstream_model): one for one in world.sampler.requests}
     assert {model for _, model in asked} == {name, "m"}
-    assert {one["temperature"] for one in asked.values()} == {1.0}
-    assert asked[("ask x1", name)]["max_tokens"] == 5
-    assert asked[("ask x2", name)]["max_tokens"] == 256
+    assert {one.temperature for one in asked.values()} == {1.0}
+    assert asked[("ask x1", name)].max_tokens == 5
+    assert asked[("ask x2", name)].max_tokens == 256
     assert not any("candidate" in prompt or "champion" in prompt for prompt in world.judge.prompts)
 
 
@@ -334,7 +341,7 @@ async def test_an_absent_judge_costs_vllm_no_second_answers(world: World) -> Non
     for _ in range(10):
         await controller.tick()
         world.clock.now += 100.0
-    assert len(world.sampler.asked) == 4, "two prompts, one answer of each arm"
+    assert len(world.sampler.requests) == 4, "two prompts, one answer of each arm"
 
     world.judge.away = False
     for _ in range(3):
@@ -342,7 +349,7 @@ async def test_an_absent_judge_costs_vllm_no_second_answers(world: World) -> Non
         world.clock.now += 0.5
 
     assert world.canary(name).phase == "ramping"
-    assert len(world.sampler.asked) == 8
+    assert len(world.sampler.requests) == 8
 
 
 async def test_whoever_is_away_is_asked_again_after_longer_and_longer(world: World) -> None:
@@ -353,15 +360,15 @@ async def test_whoever_is_away_is_asked_again_after_longer_and_longer(world: Wor
     world.sampler.errors = {"m": EngineDownError("down")}
     asked: list[float] = []
     for _ in range(200):
-        before = len(world.sampler.asked)
+        before = len(world.sampler.requests)
         await controller.tick()
-        if len(world.sampler.asked) > before:
+        if len(world.sampler.requests) > before:
             asked.append(world.clock.now - 1_000.0)
         world.clock.now += 0.5
 
     assert asked == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
     # The first try is of two prompts with two answers each, the others of one prompt.
-    assert len(world.sampler.asked) == 4 + 6 * 2
+    assert len(world.sampler.requests) == 4 + 6 * 2
 
 
 async def test_the_gate_yields_to_users(world: World) -> None:
@@ -370,7 +377,7 @@ async def test_the_gate_yields_to_users(world: World) -> None:
     world.room.open = False
     await tick(world, 3)
     assert world.canary(name).reason == "gate waits: vLLM is busy with users"
-    assert world.sampler.asked == []
+    assert world.sampler.requests == []
 
     world.room.open = True
     await tick(world, 2)
@@ -396,7 +403,7 @@ async def test_without_a_judge_the_gate_says_so(world: World) -> None:
     await tick(world, 2)
 
     assert world.canary(name).reason == "gate waits: no judge is set: name one in judge.model"
-    assert world.sampler.asked == []
+    assert world.sampler.requests == []
 
 
 async def test_rubbish_is_set_aside_and_ends_inconclusive_in_time(world: World) -> None:
@@ -657,4 +664,4 @@ async def test_the_second_round_starts_against_the_promoted_champion(world: Worl
     await tick(world, 3)
 
     assert world.canary(second).champion == first
-    assert {one["model"] for one in world.sampler.asked} == {first, second}
+    assert {one.upstream_model for one in world.sampler.requests} == {first, second}

@@ -116,7 +116,7 @@ class Rig:
 @pytest.fixture
 def rig(kit: Any, judge_kit: Any) -> Callable[..., Rig]:
     def make(*script: Any, **sections: Any) -> Rig:
-        judge = judge_kit.ScriptedJudge(*(script or (judge_kit.score_by_content(WORTH),)))
+        judge = judge_kit.FakeJudge(*(script or (judge_kit.score_by_content(WORTH),)))
         made = Rig(kit, judge, **sections)
         made.asked = judge.conversations
         return made
@@ -228,7 +228,7 @@ class SlowJudge:
 
 
 async def test_more_than_it_can_judge_at_once_are_declined(kit: Any, judge_kit: Any) -> None:
-    slow = SlowJudge(judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)))
+    slow = SlowJudge(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)))
     one = Rig(kit, slow, best_of={"concurrency": 1})
     first = asyncio.create_task(one.judge.decide(material()))
     await slow.asked.wait()
@@ -243,7 +243,7 @@ async def test_more_than_it_can_judge_at_once_are_declined(kit: Any, judge_kit: 
 async def test_a_verdict_that_nobody_waits_for_any_more_is_still_stored(
     kit: Any, judge_kit: Any
 ) -> None:
-    slow = SlowJudge(judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)))
+    slow = SlowJudge(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)))
     one = Rig(kit, slow)
     asking = asyncio.create_task(one.judge.decide(material()))
     await slow.asked.wait()
@@ -257,7 +257,7 @@ async def test_a_verdict_that_nobody_waits_for_any_more_is_still_stored(
 
 
 async def test_what_is_being_judged_at_the_end_is_given_up(kit: Any, judge_kit: Any) -> None:
-    slow = SlowJudge(judge_kit.ScriptedJudge("never"))
+    slow = SlowJudge(judge_kit.FakeJudge("never"))
     one = Rig(kit, slow)
     asking = asyncio.create_task(one.judge.decide(material()))
     await slow.asked.wait()

@@ -49,7 +49,7 @@ async def start(database: Database, judge_kit: Any, state_dir: Path) -> AsyncIte
     running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
     async def begin(judge: Any = None, *, wait: bool = True) -> tuple[BestOfServer, asyncio.Event]:
-        judge = judge or judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+        judge = judge or judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
         settings = Settings(judge={"model": "scripted"}, best_of={"enabled": True})
         server = BestOfServer(socket_path(state_dir), BestOfJudge(database, judge, settings))
         stop = asyncio.Event()
@@ -95,7 +95,7 @@ async def test_the_socket_is_for_this_user_alone(start: Start, state_dir: Path) 
 async def test_an_asker_that_leaves_does_not_stop_the_judgement(
     start: Start, state_dir: Path, database: Database, judge_kit: Any
 ) -> None:
-    inner = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    inner = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     asked, go = asyncio.Event(), asyncio.Event()
 
     class SlowJudge:
@@ -160,8 +160,8 @@ async def test_of_two_one_listens_and_the_other_takes_over(
     start: Start, state_dir: Path, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingest.best_of.server.TAKE_OVER_S", 0.01)
-    first = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
-    second = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    first = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+    second = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     _, stop = await start(first)
     await ask(state_dir)
     with structlog.testing.capture_logs() as events:
@@ -183,7 +183,7 @@ async def test_a_path_too_long_for_a_socket_is_said_and_stops_nothing_else(
     database: Database, judge_kit: Any, tmp_path: Path
 ) -> None:
     settings = Settings(judge={"model": "scripted"})
-    judge = BestOfJudge(database, judge_kit.ScriptedJudge("x"), settings)
+    judge = BestOfJudge(database, judge_kit.FakeJudge("x"), settings)
     stop = asyncio.Event()
     stop.set()
 

@@ -95,7 +95,7 @@ async def test_a_damaged_group_keeps_no_other_from_its_candidates(
     damage(kit, table, column)
     worker = SamplingWorker(
         kit.database,
-        kit.ScriptedSampler(*(f"answer {number}" for number in range(9))),
+        kit.FakeSampler(*(f"answer {number}" for number in range(9))),
         kit.ScriptedLoad(),
         Groups(size=4, concurrency=16),
         model="smollm",
@@ -118,7 +118,7 @@ async def test_a_group_that_cannot_be_read_is_set_aside_with_its_reason(kit: Any
         connection.execute(text("UPDATE answer SET token_ids = x'010203'"))
     worker = SamplingWorker(
         kit.database,
-        kit.ScriptedSampler(),
+        kit.FakeSampler(),
         kit.ScriptedLoad(),
         Groups(size=4, concurrency=16),
         model="smollm",

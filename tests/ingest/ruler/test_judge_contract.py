@@ -22,7 +22,7 @@ def build(request: pytest.FixtureRequest, judge_kit: Any) -> Build:
 
     def scripted(*replies: str) -> Any:
         errors = {"down": JudgeUnavailableError("down"), "refused": JudgeRefusalError("refused")}
-        return judge_kit.ScriptedJudge(*(errors.get(reply, reply) for reply in replies))
+        return judge_kit.FakeJudge(*(errors.get(reply, reply) for reply in replies))
 
     def litellm(*replies: str) -> Any:
         errors = {"down": (503, {"error": {"message": "away"}}), "refused": (400, TOO_LONG)}

@@ -20,7 +20,7 @@ async def test_a_sampled_group_is_scored_in_the_answers_order(
     database: Database, clock: Any, judge_kit: Any
 ) -> None:
     judge_kit.put_group(database, "g1", "fair", "bad", "good", "bad")
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
 
     assert await judge_kit.worker(database, judge, clock).step() == 1
 
@@ -49,14 +49,14 @@ async def test_a_sampled_group_is_scored_in_the_answers_order(
 async def test_nothing_waiting_is_nothing_done(
     database: Database, clock: Any, judge_kit: Any
 ) -> None:
-    judge = judge_kit.ScriptedJudge("never asked")
+    judge = judge_kit.FakeJudge("never asked")
     assert await judge_kit.worker(database, judge, clock).step() == 0
     assert judge.conversations == []
 
 
 async def test_every_pass_is_written(database: Database, clock: Any, judge_kit: Any) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     await judge_kit.worker(database, judge, clock, passes=3).step()
     assert [row.order_seed for row in judge_kit.calls(database)] == [200, 201, 202]
 
@@ -86,7 +86,7 @@ async def test_rubbish_twice_sets_the_group_aside_and_is_counted(
         return made if isinstance(made, str) else judge_kit.scores_reply(made)
 
     judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.ScriptedJudge(rubbish)
+    judge = judge_kit.FakeJudge(rubbish)
 
     with structlog.testing.capture_logs() as events:
         await judge_kit.worker(database, judge, clock).step()
@@ -110,7 +110,7 @@ async def test_rubbish_once_costs_one_more_call(
     database: Database, clock: Any, judge_kit: Any
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.ScriptedJudge("hm", judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge("hm", judge_kit.score_by_content(WORTH))
     await judge_kit.worker(database, judge, clock).step()
     assert judge_kit.status(database, "g1") == ("scored", None)
     assert [(row.ok, row.reply == "hm") for row in judge_kit.calls(database)] == [
@@ -125,7 +125,7 @@ async def test_a_group_the_judge_refuses_is_set_aside(
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     await judge_kit.worker(
-        database, judge_kit.ScriptedJudge(JudgeRefusalError("too long")), clock
+        database, judge_kit.FakeJudge(JudgeRefusalError("too long")), clock
     ).step()
     assert judge_kit.status(database, "g1") == ("set_aside", "judge_refused")
 
@@ -151,7 +151,7 @@ async def test_what_cannot_be_compared_is_set_aside_without_a_call(
     database: Database, clock: Any, judge_kit: Any, fields: Any, reason: str
 ) -> None:
     judge_kit.put_group(database, "g1", **fields)
-    judge = judge_kit.ScriptedJudge("never asked")
+    judge = judge_kit.FakeJudge("never asked")
     await judge_kit.worker(database, judge, clock).step()
     assert judge_kit.status(database, "g1") == ("set_aside", reason)
     assert judge.conversations == []

@@ -41,7 +41,7 @@ class Play:
         self.began = clock.now
         self.asked: list[tuple[float, str]] = []
         self.refuse: Callable[[str], Exception | None] = lambda texts: None
-        judge = kit.ScriptedJudge(self._reply)
+        judge = kit.FakeJudge(self._reply)
         self.worker = kit.worker(database, judge, clock)
 
     def _reply(self, shown: Any) -> str:

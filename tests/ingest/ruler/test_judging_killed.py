@@ -68,7 +68,7 @@ api_key = "sk-test"
     row = judge_kit.group_row(database, "g1")
     assert (row.status, row.judge_attempts) == (SAMPLED, 0)
     clock.now = row.lease_until
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
 
     assert await judge_kit.worker(database, judge, clock).step() == 1
 
@@ -84,7 +84,7 @@ async def test_groups_that_a_process_died_over_are_tried_one_at_a_time(
     assert len(die_over(database, clock)) == 8
     assert len(die_over(database, clock)) == 1
     clock.now += LEASE_S
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     judging = judge_kit.worker(database, judge, clock)
 
     tried = [await judging.step() for _ in range(9)]
@@ -102,7 +102,7 @@ async def test_a_group_that_brings_each_process_down_is_set_aside_and_costs_no_o
     judge_kit.put_group(database, "deadly", "deadly", "bad")
     deaths = 0
     for _ in range(40):
-        judging = judge_kit.worker(database, judge_kit.ScriptedJudge(_kill), clock)
+        judging = judge_kit.worker(database, judge_kit.FakeJudge(_kill), clock)
         try:
             await judging.step()
         except Killed:
@@ -125,7 +125,7 @@ async def test_a_worker_that_is_told_to_stop_charges_nobody(
     """held: its group has failed, and the probe that would tell why is not sent yet."""
     judge_kit.put_group(database, "g1", "good", "bad")
     error = JudgeBusyError("later", retry_after_s=60) if held else JudgeUnavailableError("down")
-    judge = judge_kit.ScriptedJudge(error)
+    judge = judge_kit.FakeJudge(error)
     judging = judge_kit.worker(database, judge, clock)
     await judging.step()
 

@@ -23,7 +23,7 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
 ) -> None:
     for name in ("g1", "g2", "g3"):
         judge_kit.put_group(database, name, "good", "bad")
-    judge = judge_kit.ScriptedJudge(DOWN)
+    judge = judge_kit.FakeJudge(DOWN)
     judging = judge_kit.worker(database, judge, clock, concurrency=2)
 
     with structlog.testing.capture_logs() as events:
@@ -64,7 +64,7 @@ async def test_a_group_that_only_the_judge_chokes_on_lets_others_by(
 
     judge_kit.put_group(database, "g1", "poison", "bad")
     judge_kit.put_group(database, "g2", "good", "bad")
-    judging = judge_kit.worker(database, judge_kit.ScriptedJudge(choke), clock, concurrency=1)
+    judging = judge_kit.worker(database, judge_kit.FakeJudge(choke), clock, concurrency=1)
     await judging.step()
     for _ in range(3):
         clock.now += 1.0
@@ -77,7 +77,7 @@ async def test_a_claimed_group_is_left_alone_until_its_lease_ends(
     database: Database, clock: Any, judge_kit: Any
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     with database.write() as session:
         assert claim_groups(session, "sampled", limit=1, now=clock.now, lease_s=30) == ["g1"]
     assert await judge_kit.worker(database, judge, clock).step() == 0
@@ -95,9 +95,7 @@ async def test_the_lease_outlasts_the_slowest_judgement(
         leases.append(judge_kit.group_row(database, "g1").lease_until)
         return judge_kit.score_by_content(WORTH)(shown)
 
-    judging = judge_kit.worker(
-        database, judge_kit.ScriptedJudge(look), clock, passes=3, timeout_s=50
-    )
+    judging = judge_kit.worker(database, judge_kit.FakeJudge(look), clock, passes=3, timeout_s=50)
     await judging.step()
     # Three passes of two attempts of 50 s, and a minute.
     assert leases[0] == 1_000 + 3 * 2 * 50 + 60
@@ -107,11 +105,9 @@ async def test_the_slower_of_two_judgements_changes_nothing(
     database: Database, clock: Any, judge_kit: Any
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
-    fast = judge_kit.worker(
-        database, judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)), clock
-    )
+    fast = judge_kit.worker(database, judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), clock)
 
-    class Slow(judge_kit.ScriptedJudge):  # type: ignore[misc]
+    class Slow(judge_kit.FakeJudge):  # type: ignore[misc]
         async def complete(self, messages: Any, schema: Any) -> Any:
             clock.now += 10_000  # the lease runs out
             assert await fast.step() == 1
@@ -155,7 +151,7 @@ async def test_run_keeps_to_the_concurrency_and_judges_everything(
 ) -> None:
     for number in range(7):
         judge_kit.put_group(database, f"g{number}", "good", "bad")
-    judge = GatedJudge(judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)))
+    judge = GatedJudge(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)))
     judging = judge_kit.worker(database, judge, clock, concurrency=3)
     claim, limits = judging._claim, []
 
@@ -183,7 +179,7 @@ async def test_stopping_gives_back_what_is_in_flight_at_once(
     database: Database, clock: Any, judge_kit: Any
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
-    judge = GatedJudge(judge_kit.ScriptedJudge("never"))
+    judge = GatedJudge(judge_kit.FakeJudge("never"))
     stop = asyncio.Event()
     running = asyncio.create_task(judge_kit.worker(database, judge, clock).run(stop))
     await judge_kit.until(lambda: judge.under_way == 1)
@@ -201,7 +197,7 @@ async def test_run_outlives_an_outage_of_judge_and_store(
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judging = judge_kit.worker(
-        database, judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)), clock
+        database, judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), clock
     )
     whole = judging._claim_now
     failures = iter([StoreError("locked"), StoreError("locked")])
@@ -227,7 +223,7 @@ async def test_a_judgement_that_cannot_be_stored_is_made_again(
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judging = judge_kit.worker(
-        database, judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH)), clock
+        database, judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), clock
     )
 
     def full(*_: Any) -> None:

@@ -38,7 +38,7 @@ async def score(judge: Any, answers: list[dict[str, Any]], **changes: Any) -> An
 async def test_scores_follow_the_answers_whatever_the_order_shown(judge_kit: Any) -> None:
     orders = set()
     for seed in range(12):
-        judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+        judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
         judgement = await score(judge, said("fair", "bad", "good"), seed=seed)
         assert judgement.scores == (0.5, 0.1, 0.9)
         shown = judge_kit.shown_answers(judge.conversations[0]).values()
@@ -51,13 +51,13 @@ async def test_a_judge_that_lists_the_best_first_changes_nothing(judge_kit: Any)
         scores = {name: WORTH[answer["content"]] for name, answer in shown.items()}
         return judge_kit.scores_reply(dict(sorted(scores.items(), key=lambda pair: -pair[1])))
 
-    judgement = await score(judge_kit.ScriptedJudge(best_first), said("bad", "good", "fair"))
+    judgement = await score(judge_kit.FakeJudge(best_first), said("bad", "good", "fair"))
     assert judgement.scores == (0.1, 0.9, 0.5)
 
 
 async def test_the_second_pass_is_the_first_in_reverse_and_the_third_is_new(judge_kit: Any) -> None:
     worth = {str(number): 0.1 * number for number in range(8)}
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(worth))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(worth))
     await score(judge, said(*worth), passes=3, seed=1)
     first, second, third = (
         [answer["content"] for answer in judge_kit.shown_answers(talk).values()]
@@ -79,7 +79,7 @@ async def test_two_passes_cancel_what_the_judge_gives_to_a_position(judge_kit: A
             }
         )
 
-    judgement = await score(judge_kit.ScriptedJudge(biased), said("good", "fair", "bad"), passes=2)
+    judgement = await score(judge_kit.FakeJudge(biased), said("good", "fair", "bad"), passes=2)
     # Forward and backward bonuses of each place add up to 0.2, so each mean is +0.1.
     assert judgement.scores == pytest.approx((0.55, 0.35, 0.15))
 
@@ -87,7 +87,7 @@ async def test_two_passes_cancel_what_the_judge_gives_to_a_position(judge_kit: A
 async def test_the_score_is_the_mean_and_the_explanations_stand_on_a_line_each(
     judge_kit: Any,
 ) -> None:
-    judge = judge_kit.ScriptedJudge(
+    judge = judge_kit.FakeJudge(
         judge_kit.score_by_content({"a": 0.2, "b": 0.4}),
         judge_kit.score_by_content({"a": 0.6, "b": 0.5}),
     )
@@ -97,7 +97,7 @@ async def test_the_score_is_the_mean_and_the_explanations_stand_on_a_line_each(
 
 
 async def test_the_recorded_seed_rebuilds_the_prompt(judge_kit: Any) -> None:
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     answers = said("bad", "good", "fair")
     judgement = await score(judge, answers, passes=4, seed=5)
     assert [call.order_seed for call in judgement.calls] == [10, 11, 12, 13]
@@ -114,7 +114,7 @@ async def test_the_recorded_seed_rebuilds_the_prompt(judge_kit: Any) -> None:
 
 
 async def test_identical_answers_are_shown_once_and_share_the_score(judge_kit: Any) -> None:
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     judgement = await score(judge, said("good", "bad", "good", "good"))
     assert len(judge_kit.shown_answers(judge.conversations[0])) == 2
     assert judgement.scores == (0.9, 0.1, 0.9, 0.9)
@@ -132,7 +132,7 @@ def test_calls_that_differ_only_in_their_id_are_identical() -> None:
 
 
 async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: Any) -> None:
-    judge = judge_kit.ScriptedJudge("I like the second.", judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge("I like the second.", judge_kit.score_by_content(WORTH))
     judgement = await score(judge, said("good", "bad"))
     assert judgement.scores == (0.9, 0.1)
     first, second = judge.conversations
@@ -161,7 +161,7 @@ async def test_a_second_bad_reply_refuses_the_group(judge_kit: Any, make: Any, w
         made = make(list(shown))
         return made if isinstance(made, str) else judge_kit.scores_reply(made)
 
-    judge = judge_kit.ScriptedJudge(rubbish)
+    judge = judge_kit.FakeJudge(rubbish)
     heard: list[JudgeCall] = []
     with pytest.raises(JudgeReplyError, match=words):
         await score(judge, said("good", "bad"), passes=2, on_call=heard.append)
@@ -171,7 +171,7 @@ async def test_a_second_bad_reply_refuses_the_group(judge_kit: Any, make: Any, w
 
 
 async def test_a_long_bad_reply_is_shown_back_in_part(judge_kit: Any) -> None:
-    judge = judge_kit.ScriptedJudge("x" * 10_000, judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge("x" * 10_000, judge_kit.score_by_content(WORTH))
     await score(judge, said("good", "bad"))
     assert judge.conversations[1][2]["content"] == "x" * ruler.SHOWN_BACK_CHARACTERS
 
@@ -180,14 +180,14 @@ async def test_a_long_bad_reply_is_shown_back_in_part(judge_kit: Any) -> None:
 async def test_a_judge_that_does_not_answer_is_not_asked_again(
     judge_kit: Any, error: Exception
 ) -> None:
-    judge = judge_kit.ScriptedJudge(error)
+    judge = judge_kit.FakeJudge(error)
     with pytest.raises(type(error)):
         await score(judge, said("good", "bad"))
     assert len(judge.conversations) == 1
 
 
 async def test_calls_before_an_outage_are_told(judge_kit: Any) -> None:
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH), JudgeUnavailableError("x"))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH), JudgeUnavailableError("x"))
     heard: list[JudgeCall] = []
     with pytest.raises(JudgeUnavailableError):
         await score(judge, said("good", "bad"), passes=2, on_call=heard.append)
@@ -195,7 +195,7 @@ async def test_calls_before_an_outage_are_told(judge_kit: Any) -> None:
 
 
 async def test_the_judge_is_given_the_schema_of_the_prompt(judge_kit: Any) -> None:
-    judge = judge_kit.ScriptedJudge(judge_kit.score_by_content(WORTH))
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     await score(judge, said("good", "bad"))
     entry = judge.schemas[0]["properties"]["scores"]["items"]
     assert entry["properties"]["id"]["enum"] == list(
@@ -211,7 +211,7 @@ async def test_each_pass_leaves_a_span_without_content(
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(ruler, "_tracer", provider.get_tracer("test"))
     good = judge_kit.score_by_content(WORTH)
-    judge = judge_kit.ScriptedJudge(good, "rubbish", good)
+    judge = judge_kit.FakeJudge(good, "rubbish", good)
 
     await score(judge, said("good", "bad"), passes=2, subject="g-1")
 

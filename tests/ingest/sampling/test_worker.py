@@ -8,6 +8,7 @@ from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.sampling.budget import day_of, next_midnight
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group
+from ingest.vllm.sampler import SampleRequest
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups
@@ -56,7 +57,7 @@ async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_wor
     kit.route(champion="smollm--v2")
     sampling = Sampling(temperature=0.7, max_tokens=16)
     (group_id,) = kit.choose(kit.exchange("e1", adapter="smollm--v2", sampling=sampling))
-    sampler = kit.ScriptedSampler("a", "b", "c")
+    sampler = kit.FakeSampler("a", "b", "c")
 
     assert await make_worker(sampler).step() == 1
 
@@ -68,18 +69,18 @@ async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_wor
     assert group.answers[1].token_ids == (7, 8, 9, 10, 2)
     assert kit.row(group_id).status == "sampled"
     assert (
-        sampler.calls
+        sampler.requests
         == [
-            {
-                "upstream_model": "smollm--v2",
-                "request": {
+            SampleRequest(
+                upstream_model="smollm--v2",
+                chat={
                     "model": "smollm",
                     "messages": [{"role": "user", "content": "hi"}],
                     "max_tokens": 16,
                 },
-                "temperature": 0.7,
-                "max_tokens": 16,
-            }
+                temperature=0.7,
+                max_tokens=16,
+            )
         ]
         * 3
     )
@@ -90,11 +91,11 @@ async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_wor
 
 async def test_the_base_is_asked_for_by_its_public_name(kit, make_worker) -> None:
     kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
 
     await make_worker(sampler).step()
 
-    assert {call["upstream_model"] for call in sampler.calls} == {"smollm"}
+    assert {call.upstream_model for call in sampler.requests} == {"smollm"}
 
 
 @pytest.mark.parametrize(
@@ -110,22 +111,22 @@ async def test_candidates_have_the_requests_temperature_where_that_can_teach(
     kit, make_worker, sampling, mode, temperature
 ) -> None:
     kit.choose(kit.exchange("e1", sampling=sampling), logprobs_mode=mode)
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
 
     await make_worker(sampler, mode=mode).step()
 
-    assert {call["temperature"] for call in sampler.calls} == {temperature}
+    assert {call.temperature for call in sampler.requests} == {temperature}
 
 
 async def test_free_answers_are_not_sampled_again(kit, make_worker) -> None:
     choices = tuple(kit.choice(f"c{n}", index=n) for n in range(3))
     full = tuple(kit.choice(f"c{n}", index=n) for n in range(4))
     kit.choose(kit.exchange("e1", choices=choices), kit.exchange("e2", choices=full))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
 
     assert await make_worker(sampler).step() == 2
 
-    assert len(sampler.calls) == 1
+    assert len(sampler.requests) == 1
 
 
 async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
@@ -133,7 +134,7 @@ async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
-    assert await make_worker(kit.ScriptedSampler(prompt=(1, 9, 9, 5))).step() == 0
+    assert await make_worker(kit.FakeSampler(prompt_token_ids=(1, 9, 9, 5))).step() == 0
 
     row = kit.row(group_id)
     assert (row.status, row.reason) == ("set_aside", "prompt_mismatch")
@@ -146,7 +147,7 @@ async def test_an_adapter_that_is_gone_sets_the_group_aside(kit, make_worker) ->
     kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
 
-    await make_worker(kit.ScriptedSampler(AdapterGoneError("404"))).step()
+    await make_worker(kit.FakeSampler(AdapterGoneError("404"))).step()
 
     assert kit.row(group_id).reason == "adapter_gone"
     assert kit.counts("sampling") == {"adapter_gone": 1}
@@ -157,7 +158,7 @@ async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
-    await make_worker(kit.ScriptedSampler(AdapterGoneError("404"))).step()
+    await make_worker(kit.FakeSampler(AdapterGoneError("404"))).step()
 
     assert kit.row(group_id).status == "sampling"
 
@@ -165,28 +166,28 @@ async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
 async def test_answers_that_are_all_alike_set_the_group_aside(kit, make_worker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
-    assert await make_worker(kit.ScriptedSampler("served")).step() == 0
+    assert await make_worker(kit.FakeSampler("served")).step() == 0
 
     assert kit.row(group_id).reason == "identical_answers"
 
 
 async def test_while_vllm_is_down_the_group_waits_at_no_cost(kit, make_worker, clock) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.ScriptedSampler(EngineDownError("refused")))
+    worker = make_worker(kit.FakeSampler(EngineDownError("refused")))
 
     for _ in range(8):
         assert await worker.step() == 0
 
     row = kit.row(group_id)
     assert (row.status, row.sampling_attempts, row.lease_until) == ("sampling", 0, 0.0)
-    assert await make_worker(kit.ScriptedSampler()).step() == 1
+    assert await make_worker(kit.FakeSampler()).step() == 1
 
 
 async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
     kit, make_worker, clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler("a", SamplingError("lengths_differ"), "b")
+    sampler = kit.FakeSampler("a", SamplingError("lengths_differ"), "b")
     worker = make_worker(sampler)
 
     assert await worker.step() == 0
@@ -195,13 +196,13 @@ async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
     clock.now += 5.0
     assert await worker.step() == 1
 
-    assert len(sampler.calls) == 4
+    assert len(sampler.requests) == 4
     assert kit.counts("candidate") == {"kept": 3, "failed": 1}
 
 
 async def test_a_group_that_fails_five_times_is_set_aside(kit, make_worker, clock) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.ScriptedSampler(SamplingError("status 400")))
+    worker = make_worker(kit.FakeSampler(SamplingError("status 400")))
 
     for _ in range(5):
         assert kit.row(group_id).status == "sampling"
@@ -214,7 +215,7 @@ async def test_a_group_that_fails_five_times_is_set_aside(kit, make_worker, cloc
 
 async def test_no_more_candidates_are_in_flight_than_allowed(kit, make_worker) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(6)))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
 
     step = asyncio.create_task(make_worker(sampler, concurrency=5).step())
@@ -225,22 +226,22 @@ async def test_no_more_candidates_are_in_flight_than_allowed(kit, make_worker) -
 
     assert await step == 2  # two groups, six candidates, keep five slots busy
     assert sampler.most_in_flight == 5
-    assert len(sampler.calls) == 6
+    assert len(sampler.requests) == 6
 
 
 async def test_users_come_first(kit, make_worker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
 
     assert await make_worker(sampler, kit.ScriptedLoad(9), max_running_requests=8).step() == 0
 
-    assert sampler.calls == []
+    assert sampler.requests == []
     assert kit.row(group_id).lease_until == 0.0
 
 
 async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(kit, make_worker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
     # Measured before the claim and before each candidate; ours in flight are not users'.
     load = kit.ScriptedLoad(0, 0, 12, 0)
     worker = make_worker(sampler, load, max_running_requests=8, probe_interval_s=0.0)
@@ -250,16 +251,16 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(kit, m
     assert kit.counts("candidate") == {"kept": 2, "held_back": 1}
     assert (kit.row(group_id).status, kit.row(group_id).sampling_attempts) == ("sampling", 0)
     assert await worker.step() == 1
-    assert len(sampler.calls) == 3
+    assert len(sampler.requests) == 3
 
 
 async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit, make_worker) -> None:
     kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
 
     assert await make_worker(sampler, kit.ScriptedLoad(SamplingError("no metrics"))).step() == 0
 
-    assert sampler.calls == []
+    assert sampler.requests == []
 
 
 async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
@@ -267,9 +268,9 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
     settings = {"tokens_per_day": 15, "concurrency": 3}
-    assert await make_worker(kit.ScriptedSampler(), **settings).step() == 1  # 3 x 5 tokens
+    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5 tokens
 
-    restarted = make_worker(kit.ScriptedSampler(), **settings)
+    restarted = make_worker(kit.FakeSampler(), **settings)
     assert await restarted.step() == 0
     clock.now = NOON + 12 * 3600 - 1
     assert await restarted.step() == 0
@@ -289,10 +290,10 @@ async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
     kit, make_worker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
     slow = asyncio.create_task(make_worker(sampler).step())
-    await sampler.asked.wait()
+    await sampler.was_asked.wait()
     with kit.database.write() as session:  # the other one, after the lease
         answers = list(group_of(kit, group_id).answers) * 3
         append_answers(session, group_id, answers, size=4)
@@ -306,11 +307,11 @@ async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
 
 async def test_a_worker_that_is_stopped_gives_its_groups_back(kit, make_worker, clock) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    sampler = kit.ScriptedSampler()
+    sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
     stop = asyncio.Event()
     running = asyncio.create_task(make_worker(sampler).run(stop))
-    await sampler.asked.wait()
+    await sampler.was_asked.wait()
     assert kit.row(group_id).lease_until > clock.now
 
     stop.set()
@@ -326,7 +327,7 @@ async def test_a_worker_that_is_stopped_gives_its_groups_back(kit, make_worker, 
 async def test_a_running_worker_takes_one_group_after_the_other(kit, make_worker) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(5)))
     stop = asyncio.Event()
-    running = asyncio.create_task(make_worker(kit.ScriptedSampler(), concurrency=3).run(stop))
+    running = asyncio.create_task(make_worker(kit.FakeSampler(), concurrency=3).run(stop))
 
     async with asyncio.timeout(60):
         while kit.counts("sampling") != {"sampled": 5}:
@@ -341,7 +342,7 @@ async def test_what_was_sampled_is_stored_when_the_store_comes_back(
     kit, make_worker, monkeypatch
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.ScriptedSampler())
+    worker = make_worker(kit.FakeSampler())
     write, refusals = Database.write, iter([False, True])  # claim, then the first try to store
 
     def sometimes(database: Database):

@@ -57,9 +57,7 @@ async def test_bytes_that_are_no_utf8_cost_the_judge_no_other_group(
     for number in range(4):
         judge_kit.put_group(database, f"g{number}", "one", "two")
     damage(database, table, column)
-    judge = judge_kit.ScriptedJudge(
-        lambda shown: judge_kit.scores_reply(dict.fromkeys(shown, 0.25))
-    )
+    judge = judge_kit.FakeJudge(lambda shown: judge_kit.scores_reply(dict.fromkeys(shown, 0.25)))
     judging = judge_kit.worker(database, judge, clock)
 
     for _ in range(MOST_STEPS):

@@ -21,7 +21,7 @@ from ingest.store.exchanges import load_exchange
 from ingest.tokens.base_tokenizer import TokenCheck, find_tokenizer, load_vocabulary
 from ingest.tokens.check import Vocabulary, check_exchange
 from ingest.vllm.checked_sampler import CheckedSampler
-from ingest.vllm.sampler import SampledAnswer
+from ingest.vllm.sampler import SampledAnswer, SampleRequest
 from sidecar.records import encode_exchange
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -317,13 +317,13 @@ async def test_a_candidate_whose_ids_disagree_is_refused(kit, smollm: Vocabulary
 
     async def ask(answer: SampledAnswer, **request: Any) -> SampledAnswer:
         sampler = CheckedSampler(Gives(answer), check, now=lambda: 1.0)
-        return await sampler.sample(request={"messages": [], **request}, **told)
+        return await sampler.sample(SampleRequest(chat={"messages": [], **request}, **told))
 
     assert await ask(good, echo=True) is good
     with pytest.raises(SamplingError, match="ids_do_not_decode"):
         await ask(bad)
     off = CheckedSampler(Gives(bad), TokenCheck(""), now=lambda: 1.0)
-    assert await off.sample(request={}, **told) is bad
+    assert await off.sample(SampleRequest(chat={}, **told)) is bad
 
 
 CANDIDATE = SampledAnswer(
@@ -342,7 +342,7 @@ class Gives:
     def __init__(self, answer: SampledAnswer) -> None:
         self.answer = answer
 
-    async def sample(self, **_: Any) -> SampledAnswer:
+    async def sample(self, _: SampleRequest) -> SampledAnswer:
         return self.answer
 
 

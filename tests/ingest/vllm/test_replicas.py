@@ -9,8 +9,9 @@ from structlog.testing import capture_logs
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.replicas import ReplicaSampler
+from ingest.vllm.sampler import SampledAnswer, SampleRequest
 
-ASK: dict[str, Any] = {"upstream_model": "m", "request": {}, "temperature": 1.0, "max_tokens": 4}
+ASK = SampleRequest(upstream_model="m", chat={}, temperature=1.0, max_tokens=4)
 
 
 class FakeReplica:
@@ -18,15 +19,15 @@ class FakeReplica:
 
     def __init__(self, kit: Any, name: str) -> None:
         self.error: Exception | None = None
-        self._sampler = kit.ScriptedSampler(f"by {name}")
+        self._sampler = kit.FakeSampler(f"by {name}")
         self._load = kit.ScriptedLoad(len(name))
         self.asked = 0
 
-    async def sample(self, **asked: Any) -> Any:
+    async def sample(self, request: SampleRequest) -> SampledAnswer:
         self.asked += 1
         if self.error is not None:
             raise self.error
-        return await self._sampler.sample(**asked)
+        return await self._sampler.sample(request)
 
     async def load(self) -> Any:
         self.asked += 1
@@ -41,7 +42,7 @@ def replicas(kit) -> dict[str, FakeReplica]:
 
 
 async def said(sampler: ReplicaSampler) -> str:
-    return (await sampler.sample(**ASK)).message.decode()
+    return (await sampler.sample(ASK)).message.decode()
 
 
 async def test_the_first_is_asked_while_it_answers(replicas: dict[str, FakeReplica]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.load import EngineLoad
-from ingest.vllm.sampler import VllmSampler
+from ingest.vllm.sampler import SampleRequest, VllmSampler
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0
@@ -102,7 +102,9 @@ async def sampler(vllm: FakeVllm) -> AsyncIterator[VllmSampler]:
 
 async def ask(sampler: VllmSampler, request: dict[str, Any] | None = None, **changes: Any):
     values = {"upstream_model": "smollm--v3", "temperature": 0.7, "max_tokens": 16}
-    return await sampler.sample(request=request or {"messages": []}, **{**values, **changes})
+    return await sampler.sample(
+        SampleRequest(chat=request or {"messages": []}, **{**values, **changes})
+    )
 
 
 async def test_an_answer_comes_with_exact_ids_and_log_probabilities(sampler) -> None:
