@@ -1,9 +1,9 @@
-"""From the scores of a best-of-N request and its exchange to a scored group, made once.
+"""Join the scores of a best-of-N request with its exchange to one scored group.
 
-Scores and exchange come by two ways, in either order. All of it happens in the caller's write
-transaction, so of selection and the scoring process only one makes the group; an exchange has one
-group at most in any case. What cannot become a group is counted under `best_of`, and the exchange
-goes the way of every other.
+Scores and exchange arrive on two ways, in either order. Everything happens in the caller's write
+transaction, so only one of selection and the scoring process makes the group; an exchange has at
+most one group. Scores that cannot become a group are counted under `best_of`, and their exchange is
+then treated like any other.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SCORED = "scored"
 ANSWERS_DIFFER = "answers_differ"
 CAME_SECOND = "came_second"
 LEFT_OUT = (NEW, BACKLOG, RATE)
-"""Selections of exchanges that only their cost kept out, or that nobody has looked at."""
+"""Selections of exchanges that were left out only for their cost, or are not decided yet."""
 
 
 def answers_digest(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Name answers by what the judge saw of them, in order. Pure.
+    """Hash answers by what the judge saw of them, in order. Pure.
 
-    A whole reply says null where a stream says "", so the two are taken as one.
+    A whole reply holds null where a stream holds "", so the two count as equal.
     """
     shown = [
         {**shown_answer(message), "content": message.get("content") or ""} for message in messages
@@ -67,9 +67,9 @@ def settle_new(
     live: frozenset[str],
     now: float,
 ) -> list[StoredExchange]:
-    """Make the groups of those exchanges that have scores waiting.
+    """Make the groups of those exchanges whose scores wait in the store.
 
-    Returns: the others of the batch, for selection to decide.
+    Returns: the other exchanges of the batch, for selection to decide.
     """
     waiting = load_scores(session, [stored.exchange.exchange_id for stored in batch])
     return [
@@ -89,10 +89,10 @@ def settle(
     live: frozenset[str],
     now: float,
 ) -> bool:
-    """Join scores and exchange, and take the scores out of the waiting ones.
+    """Join scores and exchange, and remove the waiting scores.
 
-    Returns: whether a group came of it. Otherwise the reason is counted, and nothing is changed
-    about the exchange.
+    Returns: True when a group was made. Otherwise the reason is counted, and the exchange stays
+        unchanged.
     """
     remove_scores(session, scores.exchange_id)
     reason = _settle(session, stored, scores, rules, live=live, now=now)
@@ -128,7 +128,7 @@ def _settle(
     if turn is not None and undecided and turns_with(session, {turn}, selections=TURN_DECIDED):
         return RETRIED_TURN
     if not chosen and stored.selection not in LEFT_OUT:
-        return CAME_SECOND  # left out for a reason that no longer holds; it is not gone back to
+        return CAME_SECOND  # left out for another reason, which is not decided again
     if chosen:
         if not _untouched(session, group):
             return CAME_SECOND
@@ -157,7 +157,7 @@ def _digest(exchange: Exchange) -> str | None:
 
 
 def _untouched(session: Session, group: Group) -> bool:
-    """Whether the group that selection made holds these answers and no candidate yet."""
+    """Return True when the group that selection made holds these answers and no candidate yet."""
     held = load_group(session, group_id_of(group.exchange_id))
     return held is not None and held.answers == group.answers
 

@@ -1,9 +1,9 @@
 """Judge answers while a user waits: the scoring process's side of best of N.
 
-One task a question, on the same code as every other judgement: RULER, one pass. The verdict goes
-back as soon as it is there, and the store is written after that. Nobody's leaving stops a judgement
-that has begun: its scores are worth as much when they come too late for the user. While the judge
-is down, questions are declined at once instead of keeping users waiting.
+Each question is one task and uses the same code as every other judgement: RULER, one pass. The
+verdict is returned first, and the store is written after that. A judgement that has begun is
+completed even when the asking proxy disconnects: its scores serve training all the same. While the
+judge is down, questions are declined at once, so that users do not wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database, count
 
 EXPIRE_S = 86_400.0
-"""Scores whose exchange has not come by then (its capture was lost) are given up."""
+"""Age after which scores without an exchange (its capture was lost) are given up."""
 SWEEP_S = 60.0
 SWEEP_LIMIT = 500
 NEVER_CAME = "exchange_never_came"
@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One question and all that came of it."""
+    """One question with its outcome and judge calls."""
 
     material: Material
     group: Group
@@ -70,7 +70,7 @@ class BestOfJudge:
     ) -> None:
         self._database = database
         self._judge = judge
-        # Passes are calls one after the other, and a user waits for the first one already.
+        # One pass only: passes are sequential calls, and a user is waiting.
         self._settings = settings.judge.model_copy(update={"passes": 1})
         self._concurrency = settings.best_of.concurrency
         self._rules = rules_of(settings)
@@ -83,8 +83,10 @@ class BestOfJudge:
         self._keeping: set[asyncio.Task[None]] = set()
 
     async def decide(self, material: Material) -> Verdict:
-        """The best of the answers, or why nobody says which. A caller that goes away stops
-        nothing."""
+        """Return the best answer, or the reason why there is none.
+
+        Cancelling the caller does not stop the judgement.
+        """
         if len(self._judging) >= self._concurrency:
             return NoPick(reason="busy")
         if self._outage.lasts and self._clock() < self._outage.retry_at:
@@ -95,19 +97,19 @@ class BestOfJudge:
         return await asyncio.shield(task)
 
     async def settled(self) -> None:
-        """Wait until what was begun is judged and stored."""
+        """Wait until every question in progress is judged and stored."""
         while self._judging or self._keeping:
             await asyncio.wait({*self._judging, *self._keeping})
 
     async def aclose(self) -> None:
-        """Give up what is being judged, and store what was."""
+        """Cancel the judgements in progress, and store those that have ended."""
         for task in self._judging:
             task.cancel()
         await asyncio.gather(*self._judging, return_exceptions=True)
         await asyncio.gather(*self._keeping)
 
     async def sweep(self) -> None:
-        """Settle or give up scores that are left over; see `EXPIRE_S`."""
+        """Settle scores that were left over, or give them up; see `EXPIRE_S`."""
         try:
             await asyncio.to_thread(self._sweep)
         except StoreError as error:
@@ -129,7 +131,7 @@ class BestOfJudge:
     def _note_outage(self, outcome: GroupOutcome) -> None:
         if isinstance(outcome, Unanswered):
             if _why_unanswered(outcome) == REFUSED:
-                return  # nobody else's question is declined for it
+                return  # it concerns this question only: later ones are not declined
             if self._outage.unanswered(self._clock(), retry_after_s=outcome.retry_after_s):
                 log.warning("best_of_judge_down", model=self._judge.model, error=outcome.detail)
         elif isinstance(outcome, Scored) or outcome.asked:
@@ -141,7 +143,7 @@ class BestOfJudge:
         try:
             await asyncio.to_thread(self._store, judged)
         except StoreError as error:
-            # The user has the answer; the exchange goes the ordinary way and is judged again.
+            # The user has the answer; the exchange is selected and judged like any other.
             exchange_id = judged.material.exchange_id
             log.warning("best_of_scores_lost", exchange_id=exchange_id, error=str(error))
 
@@ -156,7 +158,7 @@ class BestOfJudge:
                     rubric_hash=self._rubric_hash,
                     now=now,
                 )
-            else:  # a judge's words quote what it judges
+            else:  # the calls quote the answers, so they are stored only with an exchange
                 for call in judged.calls:
                     count(session, "judge_calls", "good" if call.ok else "bad")
             if isinstance(outcome, Unanswered):
@@ -171,7 +173,7 @@ class BestOfJudge:
                 scores = self._scores(judged.group, outcome, now)
                 save_scores(session, scores)
                 stored = self._exchange(session, scores.exchange_id)
-                if stored is not None and stored.selection != NEW:  # selection has been here
+                if stored is not None and stored.selection != NEW:  # selection has decided it
                     live = live_adapters(session, self._model)
                     settle(
                         session, stored, scores, rules_now(session, self._rules), live=live, now=now
@@ -189,7 +191,7 @@ class BestOfJudge:
         )
 
     def _exchange(self, session: Session, exchange_id: str) -> StoredExchange | None:
-        """None also when it is damaged: then its scores make no group, as if it never came."""
+        """Load an exchange; None also when it is damaged: its scores then make no group."""
         try:
             return load_exchange(session, exchange_id)
         except UnreadableExchangesError as error:
@@ -200,7 +202,7 @@ class BestOfJudge:
         now = self._clock()
         with self._database.read() as session:
             if not oldest_scores(session, limit=1):
-                return  # nearly always: leave the write lock to others
+                return  # nearly always: take no write lock
         with self._database.write() as session:
             live = live_adapters(session, self._model)
             for scores in oldest_scores(session, limit=SWEEP_LIMIT):
@@ -215,8 +217,7 @@ class BestOfJudge:
 
 
 def _as_group(material: Material) -> Group:
-    """The question as the record that judges are asked about; what ids and adapter there are comes
-    with the exchange."""
+    """Convert a question to a group record; its ids and adapter come with the exchange."""
     return Group(
         group_id=group_id_of(material.exchange_id),
         exchange_id=material.exchange_id,
@@ -232,7 +233,7 @@ def _as_group(material: Material) -> Group:
 
 
 def _why_unanswered(outcome: Unanswered) -> str:
-    """What the user is told: that the judge is down, or that it refuses this one question."""
+    """Return the reason for the user: the judge is down, or it refuses this question."""
     refused = (JudgeRejectedError.reason, JudgeGarbledError.reason)
     return REFUSED if outcome.reason in refused else "judge_down"
 
@@ -243,5 +244,5 @@ def _verdict(outcome: GroupOutcome) -> Verdict:
     if isinstance(outcome, SetAside):
         return NoPick(reason=outcome.reason)
     scores = outcome.judgement.scores
-    # Of equals the first: where the judge sees no difference, nothing changes for the user.
+    # Among equal scores the first answer wins: without best of N the user would get it too.
     return Pick(index=scores.index(max(scores)), scores=scores)

@@ -1,4 +1,4 @@
-"""Listen for best-of-N questions: a unix socket in `state_dir`, for this user's processes alone."""
+"""Listen for best-of-N questions on a Unix socket in `state_dir`, open to this user only."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from sidecar.scoring.wire import (
 from sidecar.settings.checks import MAX_UNIX_PATH
 
 QUESTION_TIMEOUT_S = 5.0
-"""For the whole question to arrive, from a process on this machine."""
+"""Timeout for receiving a whole question from a process on this machine."""
 TAKE_OVER_S = 2.0
-"""How often a second scoring process looks whether the first is gone."""
+"""Interval at which a second scoring process checks whether the first has ended."""
 
 log = structlog.get_logger()
 
 
 class BestOfServer:
-    """Answers questions until told to stop. Of several on one machine one listens."""
+    """Answers questions until stopped. Of several servers on one machine, one listens."""
 
     def __init__(self, path: Path, judge: BestOfJudge) -> None:
         self._path = path
@@ -37,11 +37,11 @@ class BestOfServer:
         self._waited = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Listen until `stop` is set, then store what was judged."""
+        """Listen until `stop` is set, then store the finished judgements."""
         if len(str(self._path).encode()) > MAX_UNIX_PATH:
             log.error(
                 "best_of_off",
-                why=f"{self._path} is too long for a unix socket ({MAX_UNIX_PATH} bytes)",
+                why=f"{self._path} is too long for a Unix socket ({MAX_UNIX_PATH} bytes)",
                 to_do="choose a shorter state_dir; until then best of N returns the first answer",
             )
             await stop.wait()
@@ -63,7 +63,7 @@ class BestOfServer:
             await self._judge.aclose()
 
     async def _take_path(self, stop: asyncio.Event) -> socket.socket | None:
-        """The listening socket; None when told to stop before another process let go of it."""
+        """Return the listening socket; None if stopped while another process holds the path."""
         while not stop.is_set():
             if not await _answers(self._path):
                 return _bind(self._path)
@@ -79,14 +79,14 @@ class BestOfServer:
             if material is not None:
                 writer.write(encode_frame(await self._judge.decide(material)))
                 await writer.drain()
-        except OSError as error:  # the proxy has stopped waiting
+        except OSError as error:  # the proxy no longer waits
             log.debug("best_of_asker_left", error=str(error))
         finally:
             writer.close()
 
 
 async def _question(reader: asyncio.StreamReader) -> Material | None:
-    """The question; None when there was none. Raises: OSError."""
+    """Read a question; None when there is no valid one. Raises: OSError."""
     try:
         async with asyncio.timeout(QUESTION_TIMEOUT_S):
             frame = await read_frame(reader, limit=MAX_QUESTION_BYTES)
@@ -101,7 +101,7 @@ async def _question(reader: asyncio.StreamReader) -> Material | None:
 
 
 async def _answers(path: Path) -> bool:
-    """Whether somebody listens there."""
+    """Return True when a process listens on this path."""
     try:
         _, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -112,10 +112,10 @@ async def _answers(path: Path) -> bool:
 
 def _bind(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a process that was killed
+    path.unlink(missing_ok=True)  # left by a process that was killed
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
-    path.chmod(0o600)  # before anybody can connect: it listens only later
+    path.chmod(0o600)  # no process can connect before: it does not listen yet
     return listener
 
 

@@ -1,7 +1,7 @@
-"""Scores of best-of-N requests in the store, until the exchange that they belong to is there.
+"""Scores of best-of-N requests in the store, until their exchange arrives.
 
-The scores come first, by a socket, and the exchange some time after it, by the bus. Whoever brings
-the second of the two makes the group (`ingest.best_of.groups`) and takes the scores out of here.
+The scores arrive first, on a socket, and the exchange later, on the bus. The code that stores the
+second of the two makes the group (`ingest.best_of.groups`) and removes the scores from here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from sidecar.store.models import BestOfScoreRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestOfScores:
-    """What the judge said of one request's answers while its user waited."""
+    """The judge's scores of one request's answers, given while its user waited."""
 
     exchange_id: str
     at: float
     answers_digest: str
-    """Names the answers that were judged, as the judge saw them, in order."""
+    """Hash of the judged answers, as the judge saw them, in order."""
     scores: tuple[float, ...]
     """[N] unitless, 0..1, by choice index."""
     explanations: tuple[str, ...]
-    """[N]"""
+    """[N] the judge's explanations, by choice index."""
     judge_model: str
     rubric_hash: str
 
 
 def save_scores(session: Session, scores: BestOfScores) -> bool:
-    """Store the scores. Returns: False when this exchange has some; then nothing is changed."""
+    """Store the scores. Returns: False, with nothing changed, when the exchange has some."""
     statement = (
         insert_into(session, BestOfScoreRow)
         .on_conflict_do_nothing()
@@ -51,7 +51,7 @@ def save_scores(session: Session, scores: BestOfScores) -> bool:
 
 
 def load_scores(session: Session, exchange_ids: Sequence[str]) -> dict[str, BestOfScores]:
-    """The scores that wait for these exchanges, by exchange id."""
+    """Return the scores that wait for these exchanges, by exchange id."""
     rows = session.scalars(
         select(BestOfScoreRow).where(BestOfScoreRow.exchange_id.in_(exchange_ids))
     )
@@ -59,13 +59,13 @@ def load_scores(session: Session, exchange_ids: Sequence[str]) -> dict[str, Best
 
 
 def oldest_scores(session: Session, *, limit: int) -> list[BestOfScores]:
-    """Scores that wait, the oldest first."""
+    """List waiting scores, the oldest first."""
     rows = session.scalars(select(BestOfScoreRow).order_by(BestOfScoreRow.at).limit(limit))
     return [_scores(row) for row in rows]
 
 
 def remove_scores(session: Session, exchange_id: str) -> None:
-    """Take scores out: they have become a group, or never will."""
+    """Remove scores that have become a group, or never will."""
     session.execute(delete(BestOfScoreRow).where(BestOfScoreRow.exchange_id == exchange_id))
 
 

@@ -1,4 +1,4 @@
-"""Candidates whose token ids are checked against their text, as those of served answers are."""
+"""A sampler that checks candidates' token ids against their text, as for served answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sidecar.records import Choice
 
 
 class CheckedSampler:
-    """A `Sampler` that refuses an answer which its ids do not decode to."""
+    """A `Sampler` that refuses an answer whose ids do not decode to its text."""
 
     def __init__(
         self, sampler: Sampler, check: TokenCheck, *, now: Callable[[], float] = time.time
@@ -23,7 +23,7 @@ class CheckedSampler:
         self._now = now
 
     async def sample(self, request: SampleRequest) -> SampledAnswer:
-        """As `Sampler.sample`. Raises: SamplingError, too, when ids and text disagree."""
+        """See `Sampler.sample`. Raises: also SamplingError when ids and text disagree."""
         answer = await self._sampler.sample(request)
         self._check.look(self._now())
         choice = Choice(
@@ -32,8 +32,8 @@ class CheckedSampler:
             finish_reason=answer.finish_reason,
             token_ids=answer.token_ids,
         )
-        # Candidates are asked for without an echo, whatever the agent asked for.
+        # Candidates are requested without an echo, whatever the agent's request says.
         asked = {name: value for name, value in request.chat.items() if name != "echo"}
         if self._check.answer(choice, asked, answer.prompt_token_ids) == DISAGREES:
-            raise SamplingError(f"{DISAGREES}: the answer's token ids are not those of its text")
+            raise SamplingError(f"{DISAGREES}: the answer's token ids do not decode to its text")
         return answer

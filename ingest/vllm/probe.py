@@ -1,14 +1,14 @@
-"""Ask a vLLM for single tokens, to find out what it does that no request says.
+"""Probe a vLLM with single-token requests for settings that no request shows.
 
-**Values of its own.** A request that names every sampling value is compared with the same request
-less one field: where vLLM fills that field, other tokens are cut or the log-probabilities differ.
-It counts only when the same comparison shows a `top_k` of 1 that is asked for: with
-`--logprobs-mode raw_logprobs`, and on an engine that cannot report chosen tokens, it does not.
+**Sampling defaults.** A request with every sampling field is compared with the same request without
+one field: if vLLM fills that field, other tokens are cut or the log-probabilities differ. The
+result counts only if the same comparison detects an explicit `top_k` of 1; with `--logprobs-mode
+raw_logprobs`, and on an engine that cannot report chosen tokens, it does not.
 
-**Grammars.** `structured_outputs` allow one answer, `A`; with tools beside it vLLM allows a tool
-call besides, but only where it constrains calls by itself. `A` is made as unlikely as can be, so
-that it is the answer only when nothing else is allowed. A token that is forbidden although nothing
-asks for it shows the other kind, parsers that always bring a grammar.
+**Grammars.** `structured_outputs` allow one answer, `A`. With tools added, vLLM also allows a tool
+call, but only when it constrains tool calls by itself. A bias makes `A` as unlikely as possible, so
+it is the answer only when nothing else is allowed. A token that is forbidden although no field asks
+for it reveals the other kind: parsers that always set a grammar.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from ingest.vllm.sampler import CHAT_PATH, UNAVAILABLE
 
 TOKENIZE_PATH = "/tokenize"
 BUDGET_S = 120.0
-"""For one vLLM. One that has just started on a busy processor takes tens of seconds."""
+"""Time for probing one vLLM. One that has just started on a busy CPU takes tens of seconds."""
 TOLERANCE = 0.5
-"""Nats. Measured on a bf16 server: a temperature of 0.95 moves a log-probability by 0.8, a
-repetition penalty of 1.02 by 0.6; rounding, beside what repeated requests differ by, 0.2."""
+"""Least difference of log-probabilities that shows a default, in nats. Measured on a bf16 server: a
+temperature of 0.95 changes a log-probability by 0.8, a repetition penalty of 1.02 by 0.6; rounding,
+beyond the difference of repeated requests, by 0.2."""
 PROBED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The penalties on what was generated show only from the second token on, so they are read from
-the files alone."""
+"""Fields that are probed. Penalties on generated tokens show only from the second token on, so they
+are read from the files alone."""
 LEAST_LOGPROBS = 32
 MOST_PROMPT_IDS = 28
 LOW_IDS = 96
-"""Ids 0 to 95 are in every vocabulary. With those of the prompt at most 124; vLLM takes 128."""
+"""Token ids 0 to 95 are in every vocabulary. With the prompt's ids they are at most 124; vLLM
+accepts 128 in a request."""
 ANSWER = "A"
 PLAIN: dict[str, Any] = {
     "messages": [{"role": "user", "content": "! # % a b c 1 2 3"}],
@@ -65,21 +67,21 @@ TOOLS: dict[str, Any] = {
 }
 
 Logprobs = Mapping[str, float]
-"""Of the tokens that were asked for: name -> nats."""
+"""Requested token -> log-probability in nats."""
 
 
 class Ask(Protocol):
-    """Whoever posts a JSON body to a path of vLLM."""
+    """Posts a JSON body to a path of vLLM."""
 
     def __call__(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The reply's JSON. Raises: RequestRefusedError for a 400, else SamplingError."""
+        """Return the reply's JSON. Raises: RequestRefusedError for a 400, else SamplingError."""
 
 
 def probe(url: str, model: str, api_key: str | None, *, budget_s: float = BUDGET_S) -> EngineFacts:
-    """Find out about the vLLM at a base URL.
+    """Probe the vLLM at a base URL.
 
-    Raises: EngineDownError when it cannot be reached, SamplingError when it does not answer in
-    `budget_s` or not as a vLLM does.
+    Raises: EngineDownError when it is unreachable, SamplingError when it does not answer within
+        `budget_s` or its replies are not those of a vLLM.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, trust_env=False) as client:
@@ -87,7 +89,7 @@ def probe(url: str, model: str, api_key: str | None, *, budget_s: float = BUDGET
 
 
 def find_out(ask: Ask, model: str) -> EngineFacts:
-    """Put the questions. Raises: what `ask` raises."""
+    """Send the probing requests and evaluate them. Raises: as `ask`."""
     reply = ask(CHAT_PATH, {**PLAIN, "model": model, "return_token_ids": True})
     prompt_ids = list(dict.fromkeys(_prompt_ids(reply)))[:MOST_PROMPT_IDS]
     tokens = {
@@ -99,7 +101,7 @@ def find_out(ask: Ask, model: str) -> EngineFacts:
     said = {**PLAIN, **tokens}
 
     def look(body: Mapping[str, Any]) -> Logprobs | None:
-        """None: refused."""
+        """Return the log-probabilities; None when vLLM refuses the request."""
         try:
             return _logprobs(ask(CHAT_PATH, body))
         except RequestRefusedError:
@@ -109,7 +111,7 @@ def find_out(ask: Ask, model: str) -> EngineFacts:
     defaults: frozenset[str] | None = None
     if differs(first, look({**said, "top_k": 1}) or {}, 0.0):
         noise = _distance(first, again)
-        # Greedy by default shows no other log-probabilities, but vLLM refuses two greedy answers.
+        # A greedy default changes no log-probability, but vLLM refuses two greedy answers.
         without = {name: {k: v for k, v in said.items() if k != name} for name in PROBED}
         without["temperature"]["n"] = 2
         defaults = frozenset(
@@ -123,9 +125,9 @@ def find_out(ask: Ask, model: str) -> EngineFacts:
 
 
 def differs(said: Logprobs, unsaid: Logprobs, noise: float) -> bool:
-    """Whether two answers to one prompt were sampled from different distributions.
+    """Return True when two answers to one prompt were sampled from different distributions.
 
-    noise: the largest difference between two answers to one request, nats.
+    noise: largest difference between two answers to one request, in nats.
     """
     both = said.keys() & unsaid.keys()
     if len(both) < LEAST_LOGPROBS:
@@ -136,7 +138,10 @@ def differs(said: Logprobs, unsaid: Logprobs, noise: float) -> bool:
 
 
 def _grammar(ask: Ask, with_tools: Logprobs | None, model: str) -> Grammar | None:
-    """with_tools: log-probabilities of a request with tools and no constraint; None: refused."""
+    """Find out when vLLM sets a grammar; None when unknown.
+
+    with_tools: log-probabilities of a request with tools and no constraint; None: refused.
+    """
     if not _all_possible(with_tools or {}):
         return "with_tools"
     only = {
@@ -149,7 +154,7 @@ def _grammar(ask: Ask, with_tools: Logprobs | None, model: str) -> Grammar | Non
         ids = ask(TOKENIZE_PATH, {"model": model, "prompt": ANSWER, "add_special_tokens": False})
         only["logit_bias"] = {str(number): -100 for number in _token_ids(ids)}
         if _content(ask(CHAT_PATH, only)) != ANSWER:
-            return None  # it does not obey: nothing can be concluded
+            return None  # vLLM ignores the constraint: no conclusion is possible
         held = _content(ask(CHAT_PATH, {**only, **TOOLS})) == ANSWER
     except RequestRefusedError:
         # A vLLM without a tool parser refuses such requests of agents too.
@@ -254,7 +259,7 @@ def _all_possible(logprobs: Logprobs | None) -> bool:
 
 
 def _distance(one: Logprobs, other: Logprobs) -> float:
-    """The largest difference of a token that both allow, nats."""
+    """Return the largest difference over the tokens that both allow, in nats."""
     both = [name for name in one.keys() & other.keys() if _possible(one[name])]
     return max(
         (abs(one[name] - other[name]) for name in both if _possible(other[name])), default=0.0

@@ -1,8 +1,8 @@
-"""Several replicas of vLLM as one source of extra answers.
+"""Several vLLM replicas as one source of candidates.
 
-Candidates go to one replica, the one whose load was read: the throttle holds for it. When it is
-away, or does not know the adapter, the next one takes its place. Users are spread by the proxy, not
-here.
+Candidates go to one replica, the one whose load is measured: the throttle applies to it. When it is
+unreachable, or does not know the adapter, the next replica replaces it. Balancing users over
+replicas is the proxy's work.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ log = structlog.get_logger()
 
 
 class Replica(Sampler, LoadProbe, Protocol):
-    """One vLLM."""
+    """One vLLM replica."""
 
 
 class ReplicaSampler:
     """A `Sampler` and `LoadProbe` over one or more replicas. Close it with `aclose`."""
 
     def __init__(self, replicas: Mapping[str, Replica]) -> None:
-        """replicas: by base URL, one at least, the first being the first to be asked."""
+        """replicas: by base URL, at least one; the first is used first."""
         self._replicas = list(replicas.items())
         self._now = 0
-        """Place of the one in use."""
+        """Index of the replica in use."""
 
     async def sample(self, request: SampleRequest) -> SampledAnswer:
-        """As `Sampler.sample`. Raises: what the replica in use raised, if no other answers."""
+        """See `Sampler.sample`. Raises: the error of the replica in use, if no other answers."""
 
         async def ask(replica: Replica) -> SampledAnswer:
             return await replica.sample(request)
 
-        # Any other error is of this one answer: the next replica would only be asked for another.
+        # Any other error concerns this one answer, so the next replica is not asked.
         return await self._first(ask, (EngineDownError, AdapterGoneError))
 
     async def load(self) -> EngineLoad:
-        """As `LoadProbe.load`, of the replica that candidates are sent to."""
+        """Return the load of the replica that candidates are sent to. See `LoadProbe.load`."""
         return await self._first(lambda replica: replica.load(), (SamplingError,))
 
     async def _first(
@@ -52,7 +52,7 @@ class ReplicaSampler:
         ask: Callable[[Replica], Awaitable[Result]],
         passing: tuple[type[SamplingError], ...],
     ) -> Result:
-        """Ask the replica in use, then the others; who answers is in use from then on."""
+        """Ask the replica in use, then the others; the one that answers is used from then on."""
         first, errors = self._now, list[SamplingError]()
         for step in range(len(self._replicas)):
             place = (first + step) % len(self._replicas)
@@ -68,7 +68,7 @@ class ReplicaSampler:
         raise errors[0]
 
     def _move(self, first: int, place: int, url: str, error: SamplingError) -> None:
-        if self._now == first:  # else another request has found one meanwhile
+        if self._now == first:  # else another request has changed the replica meanwhile
             self._now = place
             log.warning("sampling_moved", replica=url, reason=str(error))
 
@@ -81,5 +81,5 @@ class ReplicaSampler:
 def open_replicas(
     urls: Sequence[str], api_key: str | None = None, timeout_s: float = 120.0
 ) -> ReplicaSampler:
-    """The samplers of `serving.upstreams`."""
+    """Open a sampler over the replicas of `serving.upstreams`."""
     return ReplicaSampler({url: VllmSampler(url, api_key, timeout_s) for url in urls})

@@ -1,8 +1,8 @@
-"""vLLM as a source of extra answers: one more answer to a recorded request, exact or refused.
+"""Sample one more answer to a recorded request from vLLM; an inexact answer is refused.
 
-Nothing is executed: tool calls in an answer are text like any other. A reply is believed only when
-it names the model that was asked and its ids, log-probabilities and token count agree; anything
-else raises `SamplingError`, whose message is the reason.
+No tool is executed: tool calls in an answer are only text. A reply is accepted only when it names
+the requested model and its ids, log-probabilities and token count agree; anything else raises
+`SamplingError`, whose message is the reason.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ingest.vllm.load import EngineLoad, parse_load
 CHAT_PATH = "/v1/chat/completions"
 METRICS_PATH = "/metrics"
 KEEPALIVE_S = 2.0
-"""vLLM's uvicorn closes idle connections after 5 s; ours are given up well before."""
+"""Idle time after which we close a connection, well before vLLM's uvicorn does (5 s)."""
 METRICS_TIMEOUT_S = 5.0
 UNAVAILABLE = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """What to ask for one more answer."""
+    """A request for one more answer."""
 
     upstream_model: str
-    """An adapter's name in vLLM, or the base model's."""
+    """Name of the adapter in vLLM, or of the base model."""
     chat: Mapping[str, Any]
-    """The recorded chat request, of which the messages and tools are sent."""
+    """The recorded chat request; its messages and tools are sent."""
     temperature: float
     max_tokens: int | None
-    """None leaves the length to the model's context."""
+    """None: only the model's context limits the length."""
     seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
-    """One answer and what vLLM said of how it was sampled."""
+    """One answer, with the sampling data that vLLM reports."""
 
     message: bytes
-    """The assistant message as JSON, without fields that hold nothing."""
+    """The assistant message as JSON, without empty fields."""
     finish_reason: str | None
     token_ids: tuple[int, ...]
     """[S] sampled ids, S >= 1."""
@@ -55,24 +55,24 @@ class SampledAnswer:
     prompt_token_ids: tuple[int, ...]
     """[P] ids of the prompt as vLLM rendered it."""
     model: str
-    """Who answered, as the reply says."""
+    """Model or adapter that answered, as the reply names it."""
 
 
 class Sampler(Protocol):
-    """Whoever can answer a chat request once more."""
+    """Samples further answers to chat requests."""
 
     async def sample(self, request: SampleRequest) -> SampledAnswer:
-        """Return one answer to the messages and tools, sampled with nothing but a temperature.
+        """Sample one answer to the messages and tools, with a temperature only.
 
         Raises: AdapterGoneError, EngineDownError, or SamplingError with the reason.
         """
 
 
 class LoadProbe(Protocol):
-    """Whoever can say how busy the engine is."""
+    """Measures how busy the engine is."""
 
     async def load(self) -> EngineLoad:
-        """Requests in the engine now. Raises: SamplingError when that cannot be told."""
+        """Return the engine's present load. Raises: SamplingError when it is unknown."""
 
 
 class VllmSampler:
@@ -84,9 +84,9 @@ class VllmSampler:
             base_url=base_url,
             headers=headers,
             timeout=timeout_s,
-            # The caller bounds what is in flight; a limit here would time out in the pool instead.
+            # The caller limits requests in flight; a limit here would cause pool timeouts instead.
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
-            # The sampler talks to the operator's own vLLM: a proxy meant for the web is in the way.
+            # The sampler talks to the operator's own vLLM: a web proxy must not be used for it.
             trust_env=False,
         )
 
@@ -151,7 +151,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """The part of vLLM's reply that is read."""
+    """The fields of vLLM's reply that are read."""
 
     model: str
     choices: list[_Choice]
@@ -160,7 +160,7 @@ class _Reply(msgspec.Struct):
 
 
 def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
-    """Read and check a reply with one choice. Pure. Raises: SamplingError with what is wrong."""
+    """Read and check a reply with one choice. Pure. Raises: SamplingError with the defect."""
     try:
         reply = msgspec.json.decode(body, type=_Reply)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -180,7 +180,7 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
         problem = "no_prompt_token_ids"
     if problem is not None:
         raise SamplingError(problem)
-    # `content` stays even when it holds nothing: an assistant message has one.
+    # `content` stays even when it is empty: an assistant message must have it.
     said = {
         name: value
         for name, value in choice.message.items()

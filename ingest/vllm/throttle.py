@@ -1,4 +1,4 @@
-"""The gate in front of vLLM: users first."""
+"""The throttle in front of vLLM: candidates are sent only while users leave capacity."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ingest.vllm.load import LoadGate
 from ingest.vllm.sampler import LoadProbe
 
 PROBE_INTERVAL_S = 0.5
-"""A measurement holds this long: vLLM's metrics are 60 kB of text."""
+"""How long a measurement of the load is valid: vLLM's metrics are 60 kB of text."""
 
 log = structlog.get_logger()
 
 
 class Throttle:
-    """Says whether a candidate may be sent now, and keeps count of those that were."""
+    """Decides whether a candidate may be sent now, and counts those in flight."""
 
     def __init__(self, probe: LoadProbe, limit: int, *, interval_s: float) -> None:
         self._probe = probe
@@ -31,7 +31,7 @@ class Throttle:
         self._in_flight = 0
 
     async def is_open(self) -> bool:
-        """Whether users leave room. Raises: SamplingError when the load cannot be told."""
+        """Return True when users leave capacity. Raises: SamplingError when the load is unknown."""
         async with self._lock:
             if monotonic() >= self._fresh_until:
                 await self._measure()
@@ -39,7 +39,7 @@ class Throttle:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Around each candidate, so that our own are not taken for users'."""
+        """Count a candidate as in flight, so that it is not taken for a user's request."""
         self._in_flight += 1
         try:
             yield
@@ -49,8 +49,8 @@ class Throttle:
     async def _measure(self) -> None:
         before = self._in_flight
         load = await self._probe.load()
-        # One that ended meanwhile may still be in the figures: counting it as a user's errs
-        # on the users' side.
+        # A candidate that ended meanwhile may still be in the figures. It then counts as a user's
+        # request, which errs in favour of users.
         was_open = self._open
         self._open = self._gate.update(load, own=min(before, self._in_flight))
         self._fresh_until = monotonic() + self._interval_s

@@ -1,9 +1,9 @@
-"""Keep what is known of vLLM fresh: measured, read from files, or stated
-(`ingest.grouping.engine_facts`).
+"""Keep the facts about vLLM (`ingest.grouping.engine_facts`) up to date.
 
-A vLLM that was measured is measured again every five minutes, since it may come back with other
-flags. While it cannot be measured, what was last known holds, also over a restart of ingest; before
-that only the base model's files and the settings speak.
+The facts are measured, read from files, or stated in the settings. vLLM is probed every five
+minutes, since it may restart with other flags. While it cannot be probed, the last facts hold, also
+after a restart of ingest; before the first probe there are only the base model's files and the
+settings.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ingest.vllm.probe import PROBED, probe
 from sidecar.settings import Serving
 
 SOON_S = 1.0
-"""Until the next look at a vLLM that refuses connections: it may be starting."""
+"""Wait before the next probe of a vLLM that refuses connections: it may be starting."""
 LATER_S = 60.0
-"""Until the next look at one that does not answer as it should: looking costs ingest seconds."""
+"""Wait before the next probe of a vLLM that gives wrong replies: a probe costs ingest seconds."""
 AGAIN_S = 300.0
 
 Probe = Callable[[str, str, str | None], EngineFacts]
-"""As `ingest.vllm.probe.probe`."""
+"""Signature of `ingest.vllm.probe.probe`."""
 Start = Callable[[Callable[[], None]], None]
-"""Runs a look, at once or in a thread."""
+"""Runs a probe, at once or in a thread."""
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class Look:
-    """One look: written by its thread until `ended` is set, then read by the watch."""
+    """One probe of vLLM: its thread writes it until `ended` is set, then the watch reads it."""
 
     facts: EngineFacts | None = None
     """None when no replica answered."""
@@ -46,13 +46,15 @@ class Look:
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Run it in a thread that does not keep the process from ending."""
+    """Run `work` in a thread that does not keep the process from ending."""
     threading.Thread(target=work, name="engine-watch", daemon=True).start()
 
 
 class EngineWatch:
-    """Looks when it is due, in a thread of its own: vLLM may be slow to answer. All else of it is
-    used by one thread."""
+    """Probes vLLM when due, in a separate thread, because vLLM may be slow to answer.
+
+    All methods are called from one thread.
+    """
 
     def __init__(
         self, serving: Serving, *, ask: Probe = probe, start: Start = start_thread
@@ -63,26 +65,28 @@ class EngineWatch:
         self._look_at = 0.0
         self._under_way: Look | None = None
         self._last: EngineFacts | None = None
-        """As last measured or recalled."""
+        """The facts as last measured or recalled; None before that."""
         self._said = ""
         self.facts = state(UNKNOWN, serving)
 
     @property
     def ready(self) -> bool:
-        """False while the first look is under way: what it decides should wait for it."""
+        """False while the first probe runs: decisions that need its facts should wait."""
         return self._under_way is None or self._last is not None or self.facts.known
 
     def recall(self, facts: EngineFacts) -> None:
-        """Take over what an earlier process found out."""
+        """Take over the facts of an earlier process."""
         self._last = facts
         self.facts = state(facts, self._serving)
 
     def look(self, now: float) -> bool:
-        """Begin a look that is due, and take in one that has ended. Returns: whether `facts`
-        changed."""
+        """Start a probe that is due, and take over the result of one that has ended.
+
+        now: Unix seconds. Returns: True when `facts` changed.
+        """
         if self._under_way is None:
             if now < self._look_at or state(UNKNOWN, self._serving).known:
-                return False  # not due, or all is stated
+                return False  # not due, or the settings state every fact
             self._under_way = Look()
             self._start(partial(self._measure, self._under_way))
         look = self._under_way
@@ -102,7 +106,7 @@ class EngineWatch:
         return self.facts != before
 
     def _measure(self, look: Look) -> None:
-        """Find out the facts of the replicas that answer; else why the last of them does not."""
+        """Probe the replicas; merge the facts of those that answer, or keep the last error."""
         serving = self._serving
         key = serving.api_key.get_secret_value() if serving.api_key is not None else None
         found = []
@@ -136,15 +140,15 @@ class EngineWatch:
             log.warning(
                 "engine_not_known",
                 why=reason,
-                costs="unsaid sampling values, or requests with tools, are not learned from",
-                to_do=f"looked at again by itself; or state {' and '.join(missing)}",
+                costs="requests with missing sampling fields, or with tools, are not learned from",
+                to_do=f"vLLM is probed again; or set {' and '.join(missing)}",
             )
         else:
             log.info("engine_known", defaults=sorted(facts.defaults or ()), grammar=facts.grammar)
 
 
 def _with_files(facts: EngineFacts, base_model_path: str) -> EngineFacts:
-    """What is measured, and from the base model's files what a measurement does not show."""
+    """Complete measured facts with the defaults in the base model's files."""
     read = read_defaults(base_model_path)
     if facts.defaults is None:
         return EngineFacts(defaults=read, grammar=facts.grammar)

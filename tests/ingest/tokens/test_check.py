@@ -351,7 +351,7 @@ class Gives:
     [
         ("", "serving.base_model_path is empty"),
         ("{folder}", "has no tokenizer.json"),
-        ("{folder}/not/there", "is neither a folder nor a name of the hub"),
+        ("{folder}/not/there", "is neither a folder nor a Hugging Face Hub name"),
         ("nobody/has-this-model", "is not in this machine's hub cache"),
     ],
 )
