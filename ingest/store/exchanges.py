@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from sqlalchemy import ColumnElement, Select, and_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
-from sidecar.records import Choice, Exchange, Sampling, Timings
-from sidecar.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from sidecar.store.database import DAMAGE, check_id, compress, decompress, insert_into
+from sidecar.records import Choice, Exchange
+from sidecar.store.database import DAMAGE, check_id, insert_into
+from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 
 NEW = "new"
 """`exchange.selection` of an exchange that selection has not looked at."""
+
+
+_EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices"})
+_CHOICE = RowMapping(Choice, ChoiceRow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +42,18 @@ def save_exchange(
     a row (a token id of 2**31 or more, two choices of one index).
     """
     _check_indices([choice.index for choice in exchange.choices])
-    row = _exchange_values(exchange, held_out=held_out, now=now)
-    row["untrainable_reason"] = exchange.untrainable_reason or doubt
-    choices = [_choice_values(exchange.exchange_id, choice) for choice in exchange.choices]
+    row = {
+        **_EXCHANGE.to_row(exchange),
+        "untrainable_reason": exchange.untrainable_reason or doubt,
+        "stored_at": now,
+        "started_at": exchange.timings.started_at,  # a column of its own, to be searched by
+        "held_out": held_out,
+        "selection": NEW,
+    }
+    choices = [
+        {**_CHOICE.to_row(choice), "exchange_id": exchange.exchange_id}
+        for choice in exchange.choices
+    ]
     statement = insert_into(session, ExchangeRow).on_conflict_do_nothing(
         index_elements=["exchange_id"]
     )
@@ -144,56 +156,9 @@ def _of_turns(turns: Collection[tuple[str, str]]) -> ColumnElement[bool]:
     return and_(ExchangeRow.turn_id.in_(sorted(ids)), pairs)
 
 
-def _exchange_values(exchange: Exchange, *, held_out: bool, now: float) -> dict[str, object]:
-    return {
-        "exchange_id": exchange.exchange_id,
-        "stored_at": now,
-        "started_at": exchange.timings.started_at,
-        "surface": exchange.surface,
-        "public_model": exchange.public_model,
-        "adapter": exchange.adapter,
-        "arm": exchange.arm,
-        "propensity": exchange.propensity,
-        "replica": exchange.replica,
-        "session_key": exchange.session_key,
-        "held_out": held_out,
-        "request_body": compress(exchange.request),
-        "prompt_token_ids": pack_ids(exchange.prompt_token_ids),
-        "sampling": msgspec.to_builtins(exchange.sampling),
-        "timings": msgspec.to_builtins(exchange.timings),
-        "stream": exchange.stream,
-        "status": exchange.status,
-        "outcome": exchange.outcome,
-        "untrainable_reason": exchange.untrainable_reason,
-        "completion_tokens": exchange.completion_tokens,
-        "returned_index": exchange.returned_index,
-        "trace_id": exchange.trace_id,
-        "project": exchange.project,
-        "user": exchange.user,
-        "key_id": exchange.key_id,
-        "turn_id": exchange.turn_id,
-        "retry_count": exchange.retry_count,
-        "request_bytes": exchange.request_bytes,
-        "reply_bytes": exchange.reply_bytes,
-        "fallback_from": exchange.fallback_from,
-        "selection": NEW,
-    }
-
-
 def _check_indices(indices: Sequence[int]) -> None:
     if len(set(indices)) != len(indices) or not all(0 <= index < 2**31 for index in indices):
         raise ValueError(f"choices are not numbered one by one: {indices}")
-
-
-def _choice_values(exchange_id: str, choice: Choice) -> dict[str, object]:
-    return {
-        "exchange_id": exchange_id,
-        "index": choice.index,
-        "message_body": compress(choice.message),
-        "finish_reason": choice.finish_reason,
-        "token_ids": pack_ids(choice.token_ids),
-        "logprobs": pack_floats(choice.logprobs),
-    }
 
 
 def _load(session: Session, statement: Select[ExchangeRow]) -> list[StoredExchange]:
@@ -225,54 +190,11 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
         choices[choice.exchange_id].append(choice)
     return [
         StoredExchange(
-            exchange=_exchange(row, choices[row.exchange_id]),
+            exchange=_EXCHANGE.to_record(
+                row, choices=tuple(map(_CHOICE.to_record, choices[check_id(row.exchange_id)]))
+            ),
             held_out=row.held_out,
             selection=row.selection,
         )
         for row in rows
     ]
-
-
-def _exchange(row: ExchangeRow, choices: Sequence[ChoiceRow]) -> Exchange:
-    values = {
-        "exchange_id": check_id(row.exchange_id),
-        "surface": row.surface,
-        "public_model": row.public_model,
-        "adapter": row.adapter,
-        "arm": row.arm,
-        "propensity": row.propensity,
-        "replica": row.replica,
-        "session_key": row.session_key,
-        "request": decompress(row.request_body),
-        "choices": tuple(_choice(choice) for choice in choices),
-        "prompt_token_ids": unpack_ids(row.prompt_token_ids),
-        "sampling": msgspec.convert(row.sampling, Sampling),
-        "timings": msgspec.convert(row.timings, Timings),
-        "stream": row.stream,
-        "status": row.status,
-        "outcome": row.outcome,
-        "untrainable_reason": row.untrainable_reason,
-        "completion_tokens": row.completion_tokens,
-        "returned_index": row.returned_index,
-        "trace_id": row.trace_id,
-        "project": row.project,
-        "user": row.user,
-        "key_id": row.key_id,
-        "turn_id": row.turn_id,
-        "retry_count": row.retry_count,
-        "request_bytes": row.request_bytes,
-        "reply_bytes": row.reply_bytes,
-        "fallback_from": row.fallback_from,
-    }
-    # Checked, not trusted: the Literal fields come back from the store as plain strings.
-    return msgspec.convert(values, Exchange)
-
-
-def _choice(row: ChoiceRow) -> Choice:
-    return Choice(
-        index=row.index,
-        message=decompress(row.message_body),
-        finish_reason=row.finish_reason,
-        token_ids=unpack_ids(row.token_ids),
-        logprobs=unpack_floats(row.logprobs),
-    )

@@ -16,8 +16,9 @@ from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import Answer, Group, ScoredGroup
-from sidecar.store.arrays import ID_BYTES, pack_floats, pack_ids, unpack_floats, unpack_ids
-from sidecar.store.database import compress, count, decompress, insert_into
+from sidecar.store.arrays import ID_BYTES, unpack_ids
+from sidecar.store.database import count, decompress, insert_into
+from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
 
 SERVED = "served"
@@ -30,6 +31,7 @@ SET_ASIDE = "set_aside"
 DETAIL_CHARACTERS = 500
 PENDING = (SAMPLING, SAMPLED)
 """Chosen, and neither scored nor set aside yet."""
+_ANSWER = RowMapping(Answer, AnswerRow)
 
 
 def save_group(session: Session, group: Group, *, now: float) -> bool:
@@ -77,7 +79,7 @@ def load_group(session: Session, group_id: str) -> Group | None:
         adapter=row.adapter,
         request=decompress(request_body),
         prompt_token_ids=unpack_ids(prompt_token_ids),
-        answers=tuple(_answer(answer) for answer in _answer_rows(session, group_id)),
+        answers=tuple(map(_ANSWER.to_record, _answer_rows(session, group_id))),
     )
 
 
@@ -282,33 +284,5 @@ def _answer_rows(session: Session, group_id: str) -> Sequence[AnswerRow]:
 def _insert_answers(session: Session, group_id: str, answers: Sequence[Answer]) -> None:
     if not answers:
         return
-    rows = [
-        {
-            "group_id": group_id,
-            "index": answer.index,
-            "origin": answer.origin,
-            "message_body": compress(answer.message),
-            "finish_reason": answer.finish_reason,
-            "token_ids": pack_ids(answer.token_ids),
-            "logprobs": pack_floats(answer.logprobs),
-            "temperature": answer.temperature,
-            "untrainable_reason": answer.untrainable_reason,
-        }
-        for answer in answers
-    ]
+    rows = [{**_ANSWER.to_row(answer), "group_id": group_id} for answer in answers]
     session.execute(insert_into(session, AnswerRow), rows)
-
-
-def _answer(row: AnswerRow) -> Answer:
-    values = {
-        "index": row.index,
-        "origin": row.origin,
-        "message": decompress(row.message_body),
-        "finish_reason": row.finish_reason,
-        "token_ids": unpack_ids(row.token_ids),
-        "logprobs": unpack_floats(row.logprobs),
-        "temperature": row.temperature,
-        "untrainable_reason": row.untrainable_reason,
-    }
-    # Checked, not trusted: `origin` comes back from the store as a plain string.
-    return msgspec.convert(values, Answer)

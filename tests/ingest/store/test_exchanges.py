@@ -1,21 +1,17 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import msgspec
 import pytest
 from alembic import command
 from alembic.config import Config
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import inspect, select, text
 
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange, set_selection
 from sidecar.errors import StoreError
 from sidecar.records import Sampling, Timings, decode_exchange
-from sidecar.store.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
 from sidecar.store.database import MIGRATIONS, Database
 from sidecar.store.models import ExchangeRow
 
@@ -178,19 +174,3 @@ def test_a_record_of_the_first_release_on_the_bus_is_still_read(kit) -> None:
         record["timings"].pop(name, None)
 
     assert decode_exchange(msgspec.msgpack.encode(record)) == kit.exchange("a")
-
-
-@given(st.lists(st.integers(min_value=0, max_value=2**31 - 1)))
-def test_token_ids_come_back_from_their_packing(ids: list[int]) -> None:
-    assert unpack_ids(pack_ids(ids)) == tuple(ids)
-    assert len(pack_ids(ids)) == 4 * len(ids)
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False)))
-def test_log_probabilities_come_back_from_their_packing(values: list[float]) -> None:
-    assert unpack_floats(pack_floats(values)) == tuple(values)
-
-
-def test_the_packing_is_little_endian_everywhere() -> None:
-    assert pack_ids([1, 256]) == b"\x01\x00\x00\x00\x00\x01\x00\x00"
-    assert pack_floats([-0.5]) == struct.pack("<f", -0.5)
