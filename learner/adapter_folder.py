@@ -1,7 +1,7 @@
 """The files of an adapter folder and the digest that names it. No torch: deploy reads it too.
 
-Every file is opened relative to the opened folder, and neither the folder nor a file is reached
-through a symbolic link: what is hashed is what lies in the folder itself.
+Every file is opened relative to the opened folder, and symbolic links are refused for the folder
+and its files, so only files in the folder itself are hashed.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ LINEAGE = "lineage.json"
 CARD = "README.md"
 
 DIGESTED = (CONFIG, WEIGHTS)
-"""What vLLM reads. The lineage and the card stay out: they tell of one run (times, ids), and the
-same weights learned again must get the same digest. The audit row keeps the hashes of both."""
+"""Files under the digest: those that vLLM reads. The lineage and the card are excluded: they
+describe one run (times, ids), and equal weights must get the same digest. The audit row keeps the
+hashes of both."""
 MAX_FILE_BYTES = 16 * 2**30
-"""Rank 128 on every linear layer of a 405B model is smaller. A larger file is not read at all, so
-that a sparse file of terabytes cannot hold up whoever hashes it."""
+"""Largest file that is read: rank 128 on every linear layer of a 405B model is smaller. Without a
+limit, hashing a sparse file of terabytes would take hours."""
 
 Mark = tuple[int, int, int, int, int]
-"""Device, inode, size, mtime and ctime (ns) of a file. Without root nobody sets a ctime."""
+"""(device, inode, size, mtime, ctime) of a file, times in ns. Only root can set a ctime."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """What a folder held when it was read."""
+    """Digest and marks of a folder at the time it was read."""
 
     digest: str
-    """SHA-256 hex over the canonical list of (path, size, SHA-256) of the digested files."""
+    """SHA-256 (hex) of the canonical list of (path, size, SHA-256) of the digested files."""
     marks: tuple[Mark, ...]
-    """Of the folder, then of each digested file; taken before the files were read."""
+    """Marks of the folder, then of each digested file, taken before the files were read."""
 
 
 @contextlib.contextmanager
 def open_folder(folder: Path) -> Iterator[int]:
-    """A descriptor of the folder, for `open_file`. Raises: OSError, also for a symbolic link."""
+    """Open a folder for `open_file`. Raises: OSError, also for a symbolic link."""
     descriptor = _open(folder, os.O_DIRECTORY)
     try:
         yield descriptor
@@ -59,7 +60,7 @@ def open_file(folder: int, name: str) -> Iterator[io.BufferedReader]:
 
     Raises: OSError, also for a link, a pipe, a device, or more than MAX_FILE_BYTES.
     """
-    # O_NONBLOCK: to open a pipe must not wait for its writer.
+    # O_NONBLOCK: opening a pipe must not wait for its writer.
     descriptor = _open(name, os.O_NONBLOCK, folder)
     try:
         found = os.fstat(descriptor)
@@ -89,12 +90,12 @@ def read_state(folder: Path) -> FolderState:
 
 
 def folder_digest(folder: Path) -> str:
-    """The digest that names a folder. Raises: OSError, as `read_state`."""
+    """Return the digest that names a folder. Raises: OSError, as `read_state`."""
     return read_state(folder).digest
 
 
 def folder_marks(folder: Path) -> tuple[Mark, ...]:
-    """The marks as they are now, to compare with `FolderState.marks`. Raises: OSError."""
+    """Return the present marks, to compare with `FolderState.marks`. Raises: OSError."""
     with open_folder(folder) as descriptor:
         marks = [_mark(descriptor)]
         for name in DIGESTED:
@@ -104,7 +105,7 @@ def folder_marks(folder: Path) -> tuple[Mark, ...]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 hex of a file's bytes. Raises: OSError."""
+    """Return the SHA-256 (hex) of a file's bytes. Raises: OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -112,8 +113,8 @@ def file_digest(path: Path) -> str:
 def _open(path: Path | str, flags: int, folder: int | None = None) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=folder)
-    except ValueError as error:  # a zero byte, or a lone surrogate
-        raise OSError(errno.EINVAL, "is no name of a file", ascii(str(path))) from error
+    except ValueError as error:  # a NUL byte, or a lone surrogate
+        raise OSError(errno.EINVAL, "is not a valid file name", ascii(str(path))) from error
     except OSError as error:
         if _is_link(path, folder):
             raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from error

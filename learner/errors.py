@@ -8,7 +8,7 @@ LearnerError
 │   ├── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
 │   └── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
-│   └── AlteredParentError              its folder is not the one that was registered: refuse
+│   └── AlteredParentError              its folder was changed after registration: refuse
 ├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
@@ -31,7 +31,7 @@ class GroupTooSmallError(LearnerError, ValueError):
 
 
 class NothingToLearnError(LearnerError, LookupError):
-    """Every waiting group was dropped, or none waits; the message counts them by reason."""
+    """No usable group waits; the message counts the dropped ones by reason."""
 
 
 class FaultyGroupsError(LearnerError):
@@ -43,11 +43,11 @@ class FaultyGroupsError(LearnerError):
     def __init__(self, message: str, faults: Mapping[str, Fault] | None = None) -> None:
         super().__init__(message)
         self.faults: Mapping[str, Fault] = faults or {}
-        """group id -> why it failed; empty when no single group can be named."""
+        """Group id -> fault; empty when no single group can be named."""
 
 
 class DriftError(FaultyGroupsError, ValueError):
-    """The recorded log-probabilities are not those of the adapters that sampled the answers."""
+    """The recorded log-probabilities differ from those of the adapters that sampled the answers."""
 
 
 class NonFiniteError(FaultyGroupsError, ArithmeticError):
@@ -75,13 +75,13 @@ class IncompleteAdapterError(LearnerError, ValueError):
 
 
 class RunInProgressError(LearnerError, RuntimeError):
-    """Another run of this model holds the lease; its heartbeat says how long ago it lived."""
+    """Another run of this model holds the lease; `heartbeat_at` tells whether it is alive."""
 
     def __init__(self, run_id: str, heartbeat_at: float) -> None:
         super().__init__(f"run {run_id} is in progress; wait for its end, or stop it first")
         self.run_id = run_id
         self.heartbeat_at = heartbeat_at
-        """Unix seconds."""
+        """Time of its last heartbeat, in Unix seconds."""
 
 
 class RunStoppedError(LearnerError, RuntimeError):

@@ -1,4 +1,4 @@
-"""One line for a person from any error: what failed, why, and what to do. Pure."""
+"""Explain any error to a person in one line: what failed, why, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from learner.errors import LearnerError
 from sidecar.errors import SidecarError
 
 LONGEST = 600
-"""Characters; libraries put whole configs into their messages."""
+"""Longest text of an error, in characters: libraries put whole configs into their messages."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def explain(error: BaseException, *, adapters_dir: Path) -> str:
-    """Say in one line what a failed run met.
+    """Explain the error of a failed run in one line.
 
-    adapters_dir: where the run writes, for errors of the disk that name no file.
+    adapters_dir: the folder that the run writes into, for disk errors without a file name.
     """
     if isinstance(error, (LearnerError, IngestError, SidecarError)):
         return one_line(error)
@@ -38,7 +38,7 @@ def explain(error: BaseException, *, adapters_dir: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text on one line of bounded length; its class when it has no text."""
+    """Return an error's text in one line of bounded length; its class when it has no text."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
@@ -51,5 +51,5 @@ def _explain_disk(error: OSError, adapters_dir: Path) -> str:
     elif error.errno in _FORBIDDEN:
         todo = "give this user the right to write there, or change learner.adapters_dir"
     else:
-        todo = "see that learner.adapters_dir is a folder on a disk that works"
+        todo = "check that learner.adapters_dir is a folder on a working disk"
     return f"{where} cannot be read or written: {why}; {todo}"

@@ -1,4 +1,4 @@
-"""One run now, as a process: what it prints and how it exits."""
+"""One run now, as a process: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run_once(
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn.
 
-    TERM and INT end the run at the next pack; its groups go back.
-    stopping: set when such a signal came before this call.
+    TERM and INT end the run at the next pack; its groups are given back.
+    stopping: set when such a signal arrived before this call.
     """
     run = Run(settings, database, _torch_trainer, run_id=run_id, clock=clock)
 
@@ -48,7 +48,7 @@ def run_once(
     except NothingToLearnError as error:
         sys.stdout.write(f"nothing to learn: {error}\n")
         return NOTHING_TO_LEARN
-    except Exception as error:  # noqa: BLE001  the run's row and log have it; this is the last line
+    except Exception as error:  # noqa: BLE001  the run's row and log hold it; this is the exit
         adapters_dir = settings.learner.adapters_dir
         sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}\n")
         return FAILED
@@ -57,11 +57,11 @@ def run_once(
 
 
 def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], bool]) -> Candidate:
-    """Start a run; when another holds the lease, see first whether that one is alive.
+    """Start a run; if another holds the lease, wait to see whether that one is alive.
 
-    A run that was killed keeps its lease for a while. Its heartbeat stands still, so waiting is
-    worth it; as soon as the heartbeat moves it is not.
-    wait: sleeps so many seconds; True when it was woken to stop.
+    A killed run keeps its lease for a while without a heartbeat, so waiting helps. A new heartbeat
+    shows a live run, and ends the wait.
+    wait: sleeps this many seconds; returns True when it was woken to stop.
     Raises: RunInProgressError, and what `start` raises.
     """
     seen: tuple[str, float] | None = None
@@ -78,9 +78,9 @@ def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], b
 
 
 def _torch_trainer() -> Trainer:
-    # Read when torch loads. Threads that spin while they wait for each other take the server's
-    # time, and stall when they are preempted: on two cores with other work a step ran 5 times
-    # faster with this, on idle ones 1.2 times slower.
+    # torch reads this at import. Threads that spin while they wait for each other take CPU time
+    # from vLLM, and stall when they are preempted: on two busy cores a step ran 5 times faster with
+    # this setting, on idle cores 1.2 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 

@@ -1,4 +1,4 @@
-"""The records of the learner: what it trains on, what a run hands on, what each step measured."""
+"""Records of the learner: training groups, jobs and outcomes, and the metrics of each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sidecar.settings import Learner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainableRow:
-    """One answer of a group, as the loss sees it."""
+    """One answer of a group, with the values that the loss needs."""
 
     token_ids: tuple[int, ...]
     """[S] sampled ids."""
@@ -22,27 +22,27 @@ class TrainableRow:
     temperature: float
     """Above 0; the trainer's logits are divided by it, as the server's were."""
     trainable: bool
-    """False: counts in the mean of its group, and never in the loss."""
+    """False: it counts in the mean of its group, but not in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingGroup:
-    """select -> pack. G answers to one prompt, with their advantages."""
+    """G answers to one prompt, with their advantages (selection -> packing)."""
 
     group_id: str
     adapter: str
     """vLLM name of the LoRA that sampled the answers; "base" when none did."""
     prompt_token_ids: tuple[int, ...]
-    """[P], P >= 1."""
+    """[P] token ids of the prompt, P >= 1."""
     rows: tuple[TrainableRow, ...]
-    """[G]"""
+    """[G] the answers."""
     scores: tuple[float, ...]
     """[G] unitless, 0..1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why one group cannot be trained on."""
+    """The reason why one group cannot be trained on."""
 
     reason: str
     """A drop reason of the data dictionary."""
@@ -52,30 +52,30 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimiser step. Token figures are over its trainable tokens."""
+    """Metrics of one optimiser step. Means per token are over its trainable tokens."""
 
     step: int
-    """1 is the first."""
+    """Number of the step, from 1."""
     groups: int
     answers: int
-    """Trainable ones."""
+    """Number of trainable answers."""
     tokens: int
-    """Trainable ones: the loss's denominator."""
+    """Number of trainable tokens: the loss's denominator."""
     computed_tokens: int
-    """Tokens that went through the decoder; each prompt once per pack."""
+    """Number of tokens that went through the decoder; each prompt once per pack."""
     reward_mean: float
     reward_spread: float
     """Mean over the groups of the population standard deviation of their scores."""
     loss: float
     ratio_mean: float
     clip_share: float
-    """Share of tokens whose gradient the clip took away, 0..1."""
+    """Share of tokens whose gradient the clip removes, 0..1."""
     approx_kl: float
     """nats per token, KL(behaviour || policy) estimated by mean(r - 1 - log r)."""
     entropy: float
     """nats per token, of the policy's own distribution."""
     grad_norm: float
-    """Before clipping."""
+    """L2 norm of the gradient before clipping."""
     seconds: float
     tokens_per_s: float
     """`computed_tokens` over `seconds`."""
@@ -83,8 +83,10 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Distance, before any step, between what vLLM recorded and what the trainer computes under
-    the adapter that sampled the answers."""
+    """Difference, before any step, between recorded and recomputed log-probabilities.
+
+    vLLM recorded them; the trainer recomputes them with the adapter that sampled the answers.
+    """
 
     mean: float
     """nats per token, mean(recorded - recomputed): an estimate of KL(server || trainer)."""
@@ -98,7 +100,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """What a run starts from: the champion's adapter, or the base (no path)."""
+    """The start of a run: the champion's adapter, or the base (no path)."""
 
     name: str
     """vLLM name, or "base"."""
@@ -109,7 +111,7 @@ class Parent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """run -> trainer. Everything that a trainer needs, and nothing of the store."""
+    """Everything that a trainer needs, without the store (run -> trainer)."""
 
     base_model_path: str
     parent: Parent
@@ -122,35 +124,35 @@ class TrainingJob:
     samplers: Mapping[str, Parent] = field(default_factory=dict)
     """Registered adapters, other than the parent and the base, that sampled some of the groups."""
     report: Callable[[str], None] = lambda place: None
-    """Called with the id of the group that is computed next, and with "" outside any group. A run
-    that is killed is blamed on the group that was reported last."""
+    """Called with the id of the group that is computed next, and with "" outside any group. If the
+    run is killed, the group that was reported last is blamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """trainer -> run. The weights are in the job's folder, if any group was trained on."""
+    """Result of a trainer (trainer -> run). Weights, if there are any, are in the job's folder."""
 
     metrics: tuple[StepMetrics, ...]
-    """Empty: no group was usable, and nothing was written."""
+    """Metrics of each step; empty when no group was usable and nothing was written."""
     drift: Drift | None
-    """Over every token that was trained on; None when there is none."""
+    """Drift over every token that was trained on; None when there is none."""
     algorithm: Mapping[str, object]
-    """What the settings do not say: loss, optimiser, arithmetic. JSON values, for the lineage."""
+    """Facts beyond the settings (loss, optimiser, arithmetic), as JSON values for the lineage."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Group id -> why the trainer left the group out."""
+    """Group id -> fault, for the groups that the trainer left out."""
     drifted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Group id -> indices of answers that were left out of the loss because they drift."""
+    """Group id -> indices of answers left out of the loss because of their drift."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """train -> canary. A registered, immutable adapter version."""
+    """A registered, immutable adapter version (training -> canary)."""
 
     adapter: str
     """vLLM name `<model>--v<version>-<digest12>`, never used twice."""
     parent: str
-    """Adapter that it continues, and the one to return to; "base" when it is the first."""
+    """Adapter that it continues, and the target of a return; "base" when it is the first."""
     version: int
     digest: str
     path: Path
-    """Absolute, as vLLM sees it."""
+    """Absolute path of its folder, as vLLM sees it."""

@@ -1,7 +1,7 @@
 """Load a base model with a trainable LoRA, and save that LoRA as a standard PEFT folder.
 
-Every linear layer of the decoder is adapted, the head and the embeddings never: servers drop or
-mishandle LoRA there. What was saved is read back and checked, because a matrix that is silently
+Every linear layer of the decoder is adapted, the head and the embeddings never: servers ignore or
+mishandle LoRA there. The saved files are read back and checked, because a matrix that is silently
 missing would serve the base's answers under the adapter's name.
 """
 
@@ -37,13 +37,13 @@ from learner.records import Parent
 from sidecar.settings import Learner
 
 ADAPTER = "default"
-"""peft's name of the adapter that is trained."""
+"""Name of the trained adapter in peft."""
 SAMPLER = "sampler"
-"""peft's name of another adapter, while answers that it sampled are checked."""
+"""Name in peft of another adapter, while the answers that it sampled are checked."""
 
 
 def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Policy:
-    """The base with the parent's adapter, or with a fresh one that changes nothing yet.
+    """Load the base with the parent's adapter, or with a fresh one that has no effect yet.
 
     Raises: DeviceError; OutOfMemoryError; ParentError when the base or the parent is missing,
         broken, quantised or of another shape.
@@ -53,7 +53,7 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
     transformers_logging.disable_progress_bar()
     device = open_device(settings.device)
     autocast = wants_autocast(settings.precision, device)
-    # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is dearer.
+    # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is scarcer.
     dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
     with _loading(f"base {base_model_path}"):
         _refuse_quantised(base_model_path)
@@ -62,18 +62,18 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
         )
     with _loading(f"parent {parent.name}"):
         model = _with_adapter(base, parent, settings)
-        # peft notes where it found the base; what must stand there is the name that vLLM knows.
+        # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
         return Policy(model=model.to(device), device=device, autocast=autocast)
 
 
 def open_device(name: str) -> torch.device:
-    """The torch device of this name, after one addition on it. Raises: DeviceError."""
+    """Return the torch device of this name, tested with one addition. Raises: DeviceError."""
     try:
         device = torch.device(name)
         (torch.ones(1, device=device) + 1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # torch's own sentence goes on with advice about its source code
+        # torch's message continues with advice about its source code
         why = one_line(error).split(". ")[0]
         raise DeviceError(
             f"learner.device = {name!r} cannot be used: {why}; set it to cpu, or to cuda on a "
@@ -83,7 +83,7 @@ def open_device(name: str) -> torch.device:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not get memory, on the GPU or in the machine."""
+    """Return True when torch or Python could not allocate memory, on the GPU or in RAM."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # torch's CPU allocator has no class of its own
@@ -92,8 +92,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Translate whatever a library raises for a foreign file. Any class is possible here: a
-    config that is no object alone gives TypeError, AttributeError or RecursionError."""
+    """Translate the errors that a library raises for an untrusted file.
+
+    Any class is possible: a config that is no JSON object gives TypeError, AttributeError or
+    RecursionError.
+    """
     try:
         yield
     except (ParentError, OutOfMemoryError):
@@ -101,8 +104,8 @@ def _loading(what: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise OutOfMemoryError(
-                f"{what} does not fit into memory ({one_line(error)}); free memory, take a machine "
-                "with more of it, or a smaller base"
+                f"{what} does not fit into memory ({one_line(error)}); free memory, or use a "
+                "machine with more memory or a smaller base"
             ) from error
         raise ParentError(f"{what} cannot be loaded: {one_line(error)}") from error
 
@@ -115,8 +118,8 @@ def _refuse_quantised(base_model_path: str) -> None:
             method = found.get("quant_method", "") if isinstance(found, dict) else type(found)
             raise ParentError(
                 f"base {base_model_path} is quantised ({method or 'no method named'}); the learner "
-                "needs plain weights: name those that it was made from in serving.base_model_path, "
-                "and the drift check tells whether they are near enough"
+                "needs plain weights: set serving.base_model_path to those that it was made from; "
+                "the drift check tells whether they are close enough"
             )
 
 
@@ -149,9 +152,9 @@ def _require_object(parent: Parent, path: Path) -> None:
 
 @contextmanager
 def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
-    """Compute with the adapter of another version, or with none, and then with the own one again.
+    """Compute with another version's adapter or with the base; then restore the policy's adapter.
 
-    sampler: without a path, the base.
+    sampler: the version; the base when it has no path.
     Raises: ParentError when its folder is missing, altered, or of another shape.
     """
     model = policy.model
@@ -162,7 +165,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
     with _loading(f"adapter {sampler.name}"):
         _require_object(sampler, sampler.path / CONFIG)
         if folder_digest(sampler.path) != sampler.digest:
-            raise ParentError(f"adapter {sampler.name}: its folder is not as it was registered")
+            raise ParentError(f"adapter {sampler.name}: its folder was changed after registration")
         model.load_adapter(str(sampler.path), adapter_name=SAMPLER)
         model.to(policy.device)
     try:
@@ -176,14 +179,14 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
 
 
 def save_adapter(policy: Policy, folder: Path) -> None:
-    """Write the adapter's config and weights, and check what was written.
+    """Write the adapter's config and weights, and check the written files.
 
     Raises: NonFiniteError, IncompleteAdapterError; OSError when the disk refuses.
     """
     try:
         policy.model.save_pretrained(str(folder))
     except SafetensorError as error:
-        # It is no OSError, and has the number of one in its text alone.
+        # The library raises no OSError: the errno is only in the text.
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), str(folder)) from error
@@ -192,8 +195,10 @@ def save_adapter(policy: Policy, folder: Path) -> None:
 
 
 def _write_canonical(path: Path) -> None:
-    """Sort a config: peft writes its sets in an order that differs from process to process, and
-    the same adapter must have the same digest."""
+    """Sort a config, so that the same adapter always has the same digest.
+
+    peft writes its sets in an order that differs from process to process.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config["target_modules"], str):  # a string is a pattern, and stays one
         config["target_modules"] = sorted(config["target_modules"])
@@ -201,10 +206,9 @@ def _write_canonical(path: Path) -> None:
 
 
 def check_folder(model: Any, folder: Path, *, adapter: str = ADAPTER) -> None:  # Any: as above
-    """Every LoRA matrix of the model is in the file, no other, and every number is finite.
+    """Check that a folder holds exactly the LoRA matrices of the model, with finite numbers.
 
-    adapter: the model's name of the adapter that the folder holds.
-
+    adapter: name in peft of the adapter that the folder holds.
     Raises: NonFiniteError, IncompleteAdapterError.
     """
     weights = load_file(folder / WEIGHTS)

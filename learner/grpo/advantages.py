@@ -1,7 +1,7 @@
 """Advantages: how much better an answer is than its siblings. Pure.
 
-No division by the group's standard deviation: it would blow the judge's noise in flat groups up to
-full-size gradients. Flat groups are left out instead, by a gate on the spread of their scores.
+There is no division by the group's standard deviation: it would amplify the judge's noise in flat
+groups to full-size gradients. Flat groups are left out by a limit on the spread of their scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import mean, pstdev
 from learner.errors import GroupTooSmallError
 
 MIN_TRAINABLE = 2
-"""One answer alone has no sibling in the gradient to be pushed against."""
+"""Least trainable answers of a group: one alone has no sibling in the gradient to compare with."""
 
 
 def center_rewards(rewards_G: Sequence[float]) -> list[float]:

@@ -1,8 +1,8 @@
-"""Look at every group before the first step, and leave out those that cannot be trained on.
+"""Check every group before the first step, and leave out those that cannot be trained on.
 
-Each group goes once through the model under the adapter that sampled it: the parent, the base, or
+Each group goes once through the model with the adapter that sampled it: the parent, the base, or
 another registered version, whose folder is loaded for this. So answers of an ancestor are checked
-as exactly as the parent's own. A group whose sampler is not at hand is not trained on.
+as exactly as the parent's own. A group whose sampler is not available is not trained on.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ NON_FINITE = "non_finite_gradient"
 OUT_OF_VOCABULARY = "token_out_of_vocabulary"
 FAILED = "computation_failed"
 REASONS = (OUT_OF_MEMORY, DRIFT, UNCHECKED, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
-"""Why the trainer leaves a group out."""
+"""Reasons for which the trainer leaves a group out."""
 _COMPUTATION = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AssertionError)
-"""What torch and a model's code raise for input that they cannot compute."""
+"""Errors of torch and a model's code for input that they cannot compute."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What the look at every group found."""
+    """Result of checking every group."""
 
     groups: tuple[TrainingGroup, ...]
-    """Those to train on, in the job's order; answers that drift are not trainable in them."""
+    """Groups to train on, in the job's order; their drifting answers are not trainable."""
     faults: Mapping[str, Fault]
     drifted: Mapping[str, tuple[int, ...]]
-    """Group id -> indices of its answers that drift, of the groups to train on."""
+    """Group id -> indices of its drifting answers, for the groups to train on."""
     drift: Drift | None
-    """Over all groups to train on; None when there is none."""
+    """Drift over all groups to train on; None when there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ class _Sound:
     group: TrainingGroup
     drifted: tuple[int, ...]
     differences: list[float]
-    """Recorded minus recomputed, of the answers that are trained on."""
+    """Recorded minus recomputed log-probabilities of the trainable answers, in nats."""
 
 
 def check_groups(policy: Policy, job: TrainingJob) -> Checked:
-    """Compare every group with what the adapter that sampled it gives.
+    """Compare every group with the log-probabilities of the adapter that sampled it.
 
     Raises: DriftError, FaultyGroupsError or OutOfMemoryError when more than half of the groups
         fail, none fits into memory, or all together drift; RunStoppedError between packs.
@@ -97,7 +97,7 @@ def check_groups(policy: Policy, job: TrainingJob) -> Checked:
 
 
 def attempt(group_id: str, job: TrainingJob, compute: Callable[[], T]) -> T | Fault:
-    """Compute something of one group; what the group cannot bear becomes its fault.
+    """Run a computation on one group; an error that the group causes becomes its fault.
 
     Raises: RunStoppedError; FaultyGroupsError when the GPU cannot be used after this group.
     """
@@ -119,13 +119,13 @@ def attempt(group_id: str, job: TrainingJob, compute: Callable[[], T]) -> T | Fa
                 "left out of the next run",
                 {group_id: fault},
             ) from error
-    # Outside of the handler, because the error's frames hold the tensors.
+    # Outside of the handler, because the error's frames keep the tensors alive.
     torch.cuda.empty_cache()
     return fault
 
 
 def log_faults(faults: Mapping[str, Fault]) -> None:
-    """Say of each group why it is left out."""
+    """Log why each group is left out."""
     for group_id, fault in faults.items():
         log.warning("group_left_out", group_id=group_id, reason=fault.reason, text=fault.text)
 
@@ -133,8 +133,8 @@ def log_faults(faults: Mapping[str, Fault]) -> None:
 def refuse_most(faults: Mapping[str, Fault], groups: int) -> None:
     """Refuse the run when more than half of its groups fail: the cause may lie outside them.
 
-    faults: of all `groups`. Counted are groups that were computed. Those whose sampler is gone, or
-        that do not fit into memory, say nothing about the others, which are trained on.
+    faults: faults among all `groups`. Only computed groups count. Those whose sampler is gone, or
+        that do not fit into memory, say nothing about the other groups, which are trained on.
     Raises: DriftError, NonFiniteError, FaultyGroupsError, by the usual reason; OutOfMemoryError
         when no group fits.
     """
@@ -171,7 +171,7 @@ _DRIFT_ADVICE = (
 def _check_members(
     policy: Policy, job: TrainingJob, name: str, members: Sequence[TrainingGroup]
 ) -> dict[str, _Sound | Fault]:
-    """Check the groups that one adapter sampled."""
+    """Check the groups that one adapter sampled, loading it if needed."""
     try:
         with _under(policy, job, name):
             return {group.group_id: _check(policy, group, job) for group in members}
@@ -213,7 +213,7 @@ def _differences(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list
 
 
 def _judge(group: TrainingGroup, differences: Sequence[float], limit: float) -> _Sound | Fault:
-    """Leave out the answers that drift; and the group, when too few remain or it drifts itself."""
+    """Leave out drifting answers, and the group when too few remain or it drifts as a whole."""
     rest = iter(differences)
     by_row = {
         place: list(islice(rest, len(row.token_ids)))
@@ -241,7 +241,7 @@ def _judge(group: TrainingGroup, differences: Sequence[float], limit: float) -> 
 
 
 def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Drift | None:
-    """The drift of all groups together. Raises: DriftError."""
+    """Measure the drift of all groups together. Raises: DriftError when it exceeds the limit."""
     pooled = [value for of_group in differences for value in of_group]
     if not pooled:
         return None

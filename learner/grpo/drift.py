@@ -1,8 +1,8 @@
-"""Do recorded log-probabilities agree with the trainer's? Pure.
+"""Check that recorded log-probabilities agree with the trainer's. Pure.
 
-The answers of a run are compared with the adapter that sampled them, before any step. Three
-levels, each with the same rule: an answer, a group, all groups together. An answer or a group that
-differs is left out alone. What a small one hides in its noise, the larger level sees.
+The answers of a run are compared with the adapter that sampled them, before any step. The same rule
+applies on three levels: an answer, a group, all groups together. An answer or a group that differs
+is left out alone. A difference that the noise of a small level hides shows on a larger one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SmolLM2-135M, bf16 against an fp32 trainer, 1,682 tokens of 48 answers: mean 0.0
 deviation 0.036 (of the signed difference 0.051), largest 0.32; by group 0.030 to 0.043, by answer
 0.021 to 0.060. Twice the 0.05, because trained adapters differ more (mean 0.049)."""
 NOISE_DEVIATIONS = 3.0
-"""A mean over n tokens may exceed the limit by so many of its standard errors."""
+"""Standard errors by which a mean over n tokens may exceed the limit."""
 
 
 def measure(differences_N: Sequence[float]) -> Drift:
-    """Sum up recorded minus recomputed log-probabilities, nats, N >= 1."""
+    """Summarise [N] recorded minus recomputed log-probabilities, in nats, N >= 1."""
     tokens = len(differences_N)
     return Drift(
         mean=sum(differences_N) / tokens,  # sum, because fmean refuses infinities of both signs
@@ -34,12 +34,12 @@ def measure(differences_N: Sequence[float]) -> Drift:
 
 
 def excess(drift: Drift, limit: float) -> str | None:
-    """How a drift is over the limit, in words; None when it is not.
+    """Describe how a drift exceeds the limit; None when it does not.
 
-    limit: nats a token, `learner.max_drift`, for a mean over many tokens. The mean over few tokens
-        is noisy, so its own limit is higher by `NOISE_DEVIATIONS` standard errors. The noise is
-        the measured one of good answers and not the sample's own: a bad answer that scatters
-        widely must not excuse itself.
+    limit: `learner.max_drift`, nats a token, for a mean over many tokens. The mean over few tokens
+        is noisy, so its own limit is higher by `NOISE_DEVIATIONS` standard errors. These use the
+        measured noise of good answers, not the sample's own noise: a bad answer with a wide scatter
+        must not raise its own limit.
     """
     allowed = limit + NOISE_DEVIATIONS * TOKEN_NOISE / math.sqrt(drift.tokens)
     if not drift.mean_abs <= allowed:

@@ -1,8 +1,8 @@
 """Log-probabilities of a pack's targets under a model, as vLLM would report them.
 
 The decoder runs once over the pack; the head only where a trainable token is predicted. Logits are
-fp32 and divided by the temperature of their own answer. Not covered: models that bend their logits
-after the head (soft caps, logit scales); the drift check refuses those.
+fp32 and divided by the temperature of their own answer. Models that change their logits after the
+head (soft caps, logit scales) are not supported; the drift check refuses those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model with its LoRA, where it lives, and how it computes."""
+    """A model with its LoRA, its device and its precision."""
 
     model: Any  # Any: a transformers causal LM wrapped by peft; neither is typed
     device: torch.device
@@ -31,13 +31,14 @@ class Policy:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below this."""
+        """Size of the vocabulary: token ids are below it."""
         return int(self.model.get_base_model().get_input_embeddings().weight.shape[0])
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, float]:
-        """Log-probabilities of the targets, and the summed entropy of their distributions.
+        """Compute the log-probabilities of the targets, and the sum of the entropies.
 
-        Returns: [N] nats, fp32, with gradient unless it is switched off; nats over the N tokens.
+        Returns: [N] nats, fp32, with gradient unless it is switched off; and the entropy of the
+            targets' distributions, in nats, summed over the N tokens.
         """
         hidden_TH = self._hidden(pack)
         logits_NV = self._logits(hidden_TH[self._tensor(pack.sources)])
@@ -77,9 +78,9 @@ class Policy:
 
 
 def attention_mask(segments_T: Tensor) -> Tensor:
-    """Who sees whom: [T, T] bool, row = the one that looks, True = may see.
+    """Build the attention mask: [T, T] bool, row = query, column = key, True = may attend.
 
-    A token sees its past in the prompt (segment 0) and in its own segment, itself included.
+    A token attends to itself and to earlier tokens of the prompt (segment 0) and its own segment.
     """
     order_T = torch.arange(len(segments_T), device=segments_T.device)
     past_TT = order_T[None, :] <= order_T[:, None]
@@ -88,13 +89,13 @@ def attention_mask(segments_T: Tensor) -> Tensor:
 
 
 def wants_autocast(precision: Precision, device: torch.device) -> bool:
-    """Whether matrix products run in bf16.
+    """Return True when matrix products run in bf16.
 
-    `auto` takes bf16 where the processor has instructions for it. There a step took 0.55 of the
-    fp32 time (AVX-512 BF16), and it is the closer to a bf16 server: a small LoRA term vanishes in
-    the rounding of what it is added to, in the server and here alike. Under a trained adapter the
-    server's log-probabilities differed by 0.0365 nats a token from a bf16 trainer's, mean +0.0007
-    +- 0.0013, and by 0.0489, mean +0.0064 +- 0.0018, from an fp32 trainer's.
+    `auto` uses bf16 if the processor has instructions for it. There a step took 0.55 of the fp32
+    time (AVX-512 BF16), and the result is closer to a bf16 server's: in both, a small LoRA term is
+    lost in the rounding of the sum. With a trained adapter, the server's log-probabilities differed
+    by 0.0365 nats a token from a bf16 trainer's, mean +0.0007 +- 0.0013, and by 0.0489, mean
+    +0.0064 +- 0.0018, from an fp32 trainer's.
     """
     if precision != "auto":
         return precision == "bfloat16"

@@ -1,8 +1,8 @@
 """Policy-gradient losses on flat token tensors. Pure.
 
-A loss sees the N trainable tokens of a pack: prompts and masked answers never get here. It returns
-sums, and the caller divides by the number of trainable tokens of the whole optimiser step, so that
-the loss does not depend on how the step was cut into packs. Shapes end in _N.
+A loss takes the N trainable tokens of a pack, without prompts and masked answers. It returns sums,
+and the caller divides by the number of trainable tokens of the whole optimiser step, so the loss
+does not depend on how the step is split into packs. Shapes end in _N.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenLoss:
     """Scalar."""
     ratio_sum: float
     clipped: int
-    """Tokens whose gradient the clip took away."""
+    """Number of tokens whose gradient the clip removes."""
     kl_sum: float
     """Sum of r - 1 - log r, nats: KL(behaviour || policy) by Schulman's k3 estimator."""
 
@@ -44,8 +44,8 @@ def grpo(
     """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprob - recorded).
 
     logprobs_N: nats, under the policy, with gradient.
-    recorded_N: nats, under the behaviour policy (what vLLM recorded), so that r is right however
-        old the answer is.
+    recorded_N: nats, under the behaviour policy (recorded by vLLM), so r is exact for answers of
+        any age.
     advantages_N: score units, one per token of the answer it belongs to.
     Source: PPO, arXiv:1707.06347; group baseline, arXiv:2402.03300; a higher upper clip and the
         token mean over the batch, DAPO, arXiv:2503.14476.
@@ -66,4 +66,4 @@ def grpo(
 
 
 LOSSES: Mapping[str, Loss] = {"grpo": grpo}
-"""By the name that lineage records."""
+"""Losses by the name that the lineage records."""

@@ -4,10 +4,10 @@
     positions   0  1  2 |  3  4 |  3  4  5        is trained on, so it is left out of the input
     segments    0  0  0 |  1  1 |  2  2  2
 
-A token sees the prompt and its own segment's past, and the positions restart behind the prompt, so
-each answer gets exactly what it would get in a row of its own. The first token of every answer is
-predicted from the prompt's last position. A group of 8 answers of 45 tokens behind a prompt of 60
-costs 412 tokens instead of 832.
+A token attends to the prompt and to its own segment's past, and the positions restart behind the
+prompt, so each answer gets exactly the log-probabilities of a separate row. The first token of
+every answer is predicted from the prompt's last position. A group of 8 answers of 45 tokens behind
+a prompt of 60 costs 412 tokens instead of 832.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Pack:
     group_id: str
     adapter: str
     input_ids: tuple[int, ...]
-    """[T]"""
+    """[T] token ids."""
     positions: tuple[int, ...]
     """[T] rotary positions."""
     segments: tuple[int, ...]
@@ -39,11 +39,11 @@ class Pack:
     advantages: tuple[float, ...]
     """[N] the advantage of the target's answer."""
     temperatures: tuple[float, ...]
-    """[N]"""
+    """[N] sampling temperature of the target's answer."""
 
 
 def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
-    """Input tokens of a pack with these answers behind one prompt."""
+    """Return the number of input tokens of a pack: these answers behind one prompt."""
     return prompt_length + sum(length - 1 for length in answer_lengths)
 
 
@@ -51,8 +51,8 @@ def pack_group(group: TrainingGroup, *, max_tokens: int) -> list[Pack]:
     """Pack the trainable answers of a group, in order, in as few packs as that order allows.
 
     max_tokens: longest pack. A group that does not fit is split, and each part gets the prompt. An
-        answer that does not fit even alone makes a pack of its own: what is too long to be
-        trained on was decided before.
+        answer that does not fit even alone gets its own pack: selection has already dropped groups
+        that are too long.
     """
     return [_pack(group, rows) for rows in _bins(group, max_tokens)]
 

@@ -1,9 +1,9 @@
 """The trainer: a few AdamW steps on a LoRA, from groups to a PEFT folder.
 
-Before the first step changes anything, every group is compared with what the adapter that sampled
-it gives (`learner.grpo.checks`); groups that disagree are left out. A group whose loss or gradient
-fails later is left out too: the weights go back to the start, and the run begins again without it,
-so the result is exactly that of a run that never had it.
+Before the first step, every group is compared with the log-probabilities of the adapter that
+sampled it (`learner.grpo.checks`); groups that disagree are left out. A group whose loss or
+gradient fails later is left out too: the weights are reset, and the run starts again without it, so
+the result equals that of a run that never had the group.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ tracer = trace.get_tracer("learner")
 
 LOSS = "grpo"
 BETAS = (0.9, 0.99)
-"""A run has few steps, so the second moment must follow faster than with 0.999."""
+"""AdamW's betas. A run has few steps, so the second moment must adapt faster than with 0.999."""
 WEIGHT_DECAY = 0.0
 
 
 @dataclass(slots=True)
 class _StepSums:
-    """What the packs of one step add up to."""
+    """Sums over the packs of one step."""
 
     loss: float = 0.0
     ratio: float = 0.0
@@ -58,7 +58,7 @@ class _StepSums:
 
 
 class _GroupsFailed(Exception):
-    """Some groups of a step failed; what the step has computed is void."""
+    """Some groups of a step failed; the step's result is discarded."""
 
     def __init__(self, faults: dict[str, Fault]) -> None:
         super().__init__(f"{len(faults)} groups failed")
@@ -66,10 +66,10 @@ class _GroupsFailed(Exception):
 
 
 class GrpoTrainer:
-    """`Trainer` on torch."""
+    """Implements `Trainer` with torch."""
 
     def train(self, job: TrainingJob) -> TrainingOutcome:
-        """Load, check, step, save.
+        """Load the policy, check the groups, run the steps, save the adapter.
 
         Raises: ParentError, DeviceError, OutOfMemoryError, FaultyGroupsError (DriftError,
             NonFiniteError), IncompleteAdapterError, RunStoppedError; OSError when the disk refuses.
@@ -86,7 +86,7 @@ class GrpoTrainer:
 
 
 def deal(groups: Sequence[TrainingGroup], steps: int) -> list[list[TrainingGroup]]:
-    """Deal the groups over the steps like cards, each used once; no step is empty."""
+    """Distribute the groups over the steps in turn; each group is used once, no step is empty."""
     return [list(groups[first::steps]) for first in range(min(steps, len(groups)))]
 
 
@@ -129,7 +129,7 @@ def run_steps(policy: Policy, job: TrainingJob) -> TrainingOutcome:
 
 
 def _steps(policy: Policy, job: TrainingJob, groups: Sequence[TrainingGroup]) -> list[StepMetrics]:
-    """Every step of a run. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
+    """Run every step. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
     parameters = _trainable(policy)
     optimizer = torch.optim.AdamW(
         parameters, lr=job.settings.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
@@ -168,7 +168,7 @@ def accumulate(policy: Policy, groups: Sequence[TrainingGroup], job: TrainingJob
             fault = Fault(NON_FINITE, "its gradient is not finite")
         if fault is not None:
             faults[group.group_id] = fault
-            for parameter in parameters:  # void: the next groups are only looked at
+            for parameter in parameters:  # discarded: later groups are only checked for faults
                 parameter.grad = None
     job.report("")
     if faults:

@@ -1,10 +1,10 @@
-"""Which groups a failed run counts against, and when a group has failed often enough.
+"""Decide which groups a failed run counts against, and drop groups that failed too often.
 
-A trainer names the group that fails, or was computing one when it was killed: that one is blamed,
-and dropped at the second time. When nothing is named, every group of the run is suspected; if some
-were suspected before, those alone. Later runs take the suspects in halves (`learner.runs.retry`),
-until one is blamed by itself. Groups that do not fit into memory are blamed together when they are
-most of a run, because somebody else may use the memory. Faults of the environment (disk, device,
+If the trainer names the failing group, or was killed while it computed one, that group is blamed,
+and dropped at the second failure. Otherwise every group of the run is suspected, or only those that
+were suspected before. Later runs take half of the suspects at a time (`learner.runs.retry`), until
+a single group is blamed. Groups that do not fit into memory are blamed together when they are most
+of a run, because another process may use the memory. Faults of the environment (disk, device,
 store, base, parent, memory for the base) count against no group.
 
 Functions work in the caller's write transaction.
@@ -30,15 +30,16 @@ from sidecar.store.models import GroupRow, RunRow
 
 FAILED_RUNS = "failed_runs"
 ATTEMPTS = 2
-"""Failures after which a group is dropped that was blamed by itself."""
+"""Failures after which a group that was blamed alone is dropped."""
 ATTEMPTS_TOGETHER = 10
-"""... that was blamed with others. Halving 64 suspects down to one takes seven."""
+"""Failures after which a group that was blamed with others is dropped. Halving 64 suspects down to
+one takes seven runs."""
 ENVIRONMENT = (OSError, MemoryError, DeviceError, IncompleteAdapterError, RunStoppedError)
 """Errors that no group causes, unless they name some; StoreError and ParentError are among them."""
 
 
 def blame_for_error(session: Session, run_id: str, error: BaseException) -> Mapping[str, Fault]:
-    """The groups of a run that may be the cause of its error."""
+    """Return the groups of a run that may have caused its error, with their faults."""
     if isinstance(error, FaultyGroupsError) and error.faults:
         return error.faults
     if isinstance(error, ENVIRONMENT) or not isinstance(error, Exception):
@@ -47,18 +48,18 @@ def blame_for_error(session: Session, run_id: str, error: BaseException) -> Mapp
 
 
 def blame_for_death(session: Session, run_id: str, reason: str) -> Mapping[str, Fault]:
-    """The groups of a run that may be the cause of its sudden end."""
+    """Return the groups of a run that may have caused its sudden end, with their faults."""
     run = session.get(RunRow, run_id)
     place = run.place if run is not None else None
     if place is None:
         return _suspects(session, run_id, reason)
-    if not place:  # it was loading, stepping or saving
+    if not place:  # the run was loading, stepping or saving
         return {}
     return {place: Fault(FAILED_RUNS, f"the run was computing it when {reason}")}
 
 
 def blame(session: Session, run_id: str, culprits: Mapping[str, Fault]) -> None:
-    """Count a failure against claimed groups; drop those that failed often enough.
+    """Count a failure against claimed groups; drop those that failed too often.
 
     culprits: group id -> fault.
     """

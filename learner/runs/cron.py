@@ -10,7 +10,7 @@ from sidecar.errors import SettingsError
 
 
 def read_cron(line: str) -> CronTrigger:
-    """Five fields, UTC. Raises: SettingsError, also when it names a day that never comes."""
+    """Parse five fields, in UTC. Raises: SettingsError, also for a day that never comes."""
     try:
         trigger = CronTrigger.from_crontab(line, timezone=UTC)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""What an adapter was made from: `lineage.json` and the model card. Pure.
+"""Build an adapter's lineage: `lineage.json` and the model card. Pure.
 
-It tells everything that is known when the folder is sealed. What happens to the adapter later (its
-version, its canary, its end) is in the store's audit, because the folder never changes.
+The lineage holds everything that is known when the folder is sealed. Later events (the adapter's
+version, its canary, its end) are in the store's audit, because the folder never changes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def build_lineage(
     outcome: TrainingOutcome,
     libraries: Mapping[str, str],
 ) -> dict[str, Any]:
-    """All that is needed to explain an adapter, or to make it again.
+    """Build the record that explains an adapter and allows to reproduce it.
 
-    created_at: unix seconds. groups: those trained on. dropped: group id -> reason, of those that
-    the run looked at and left out.
+    created_at: Unix seconds. groups: the groups trained on. dropped: group id -> reason, for the
+    groups that the run left out.
     """
     return {
         "format": FORMAT,
@@ -59,12 +59,12 @@ def build_lineage(
 
 
 def render_lineage(lineage: Mapping[str, Any]) -> str:
-    """As the text of `lineage.json`."""
+    """Render the text of `lineage.json`."""
     return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
 
 
 def render_card(lineage: Mapping[str, Any]) -> str:
-    """The folder's README.md, a model card that PEFT and the hub understand."""
+    """Render the folder's README.md, a model card that PEFT and the Hugging Face Hub understand."""
     first, last = lineage["metrics"][0], lineage["metrics"][-1]
     return f"""---
 base_model: {json.dumps(lineage["base_model"])}

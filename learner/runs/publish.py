@@ -1,9 +1,9 @@
 """Make an adapter folder immutable, and give it a version and a name.
 
-Two steps, because files and rows cannot change in one transaction: first the folder gets its final
-place under its digest (written, synced, renamed, read-only), then one transaction adds the row. A
-crash in between leaves a folder without a row, which nobody serves and the next publication of
-the same bytes replaces.
+There are two steps, because files and rows cannot change in one transaction: first the folder moves
+to its final place under its digest (written, synced, renamed, read-only), then one transaction adds
+the row. A crash in between leaves a folder without a row; it is never served, and the next
+publication of the same files replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACTOR = "learner"
 
 
 def find_published(session: Session, model: str, digest: str) -> Candidate | None:
-    """The version that already has these bytes, or None."""
+    """Return the version with this digest, or None."""
     row = session.scalar(
         select(AdapterRow).where(AdapterRow.model == model, AdapterRow.digest == digest)
     )
@@ -31,11 +31,11 @@ def find_published(session: Session, model: str, digest: str) -> Candidate | Non
 
 
 def seal(folder: Path, adapters_dir: Path) -> tuple[str, Path]:
-    """Move a finished folder to `<adapters_dir>/<digest>`, whole or not at all.
+    """Move a finished folder to `<adapters_dir>/<digest>`, atomically.
 
     folder: on the same file system as `adapters_dir`; gone afterwards. No row may refer to its
-        digest yet (`find_published`): a folder that stands there is an orphan, and is replaced.
-    Returns: the digest and the absolute path, whose files are read-only and safe on disk.
+        digest yet (`find_published`): a folder already at the target is an orphan and is replaced.
+    Returns: the digest and the absolute path; the files are read-only and synced to disk.
     Raises: OSError when the disk refuses.
     """
     digest = folder_digest(folder)

@@ -1,8 +1,8 @@
-"""Which of the waiting groups the next run takes, when some are suspected of failed runs. Pure.
+"""Choose the groups of the next run when some are suspected of failed runs. Pure.
 
-Groups that never failed go first. Suspects are tried again beside them, half of them at a time, so
-that the one that fails is found in few runs and the others are trained on. The run after a failure
-leaves suspects out if it can: something is learned between two attempts.
+Groups that never failed go first. Half of the suspects are tried again beside them, so that the
+failing one is found in few runs and the others are trained on. The run after a failure leaves
+suspects out if it can, so that something is learned between two attempts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 SUSPECTS_KEPT = 4
-"""Times `most`: so many suspects wait at most; older ones are given up."""
+"""Most suspects that may wait, as a multiple of `most`; older ones are given up."""
 
 
 def choose(
@@ -21,11 +21,11 @@ def choose(
     most: int,
     after_failure: bool,
 ) -> tuple[list[str], list[str]]:
-    """Choose what a run takes.
+    """Choose the groups of a run.
 
     fresh: group ids, the newest first. failures: group id -> failed runs it is suspected of.
-    least: groups that must wait before a run is worth it. most: groups that a run takes.
-    Returns: groups to take, clean ones first; and suspects to give up.
+    least: least number of waiting groups for a run. most: most groups of a run.
+    Returns: groups to take, those without failures first; and suspects to give up.
     """
     clean = [group_id for group_id in fresh if not failures.get(group_id)]
     suspects = [group_id for group_id in fresh if failures.get(group_id)]

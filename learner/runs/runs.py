@@ -1,7 +1,7 @@
 """Training runs in the store: one at a time per model, by a lease that a heartbeat keeps.
 
-Functions work in the caller's write transaction unless they take the database. A run whose
-heartbeat stands still for `LEASE_S` is dead: the next one ends it and gives its groups back.
+Functions work in the caller's write transaction unless they take the database. A run without a
+heartbeat for `LEASE_S` is dead: the next run ends it and gives its groups back.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ log = structlog.get_logger()
 RUNNING = "running"
 HEARTBEAT_S = 3.0
 LEASE_S = 30.0
-"""Ten missed heartbeats: longer than a store's busy time limit, shorter than anyone's patience."""
+"""Lease of a run: ten missed heartbeats, longer than the store's busy timeout, yet short enough to
+wait for."""
 
 EndStatus = Literal["finished", "failed", "skipped"]
 
 
 def find_parent(session: Session, model: str) -> Parent:
-    """The champion that a run continues; the base when there is none.
+    """Return the champion, which a run continues; the base when there is none.
 
     Raises: ParentError when the alias names a version that is not registered.
     """
@@ -55,7 +56,7 @@ def find_parent(session: Session, model: str) -> Parent:
 
 
 def check_parent(parent: Parent) -> None:
-    """Compare the parent's folder with the registry. The base has none.
+    """Compare the parent's folder with the registry; no effect for the base, which has no folder.
 
     Raises: ParentError when the folder cannot be read, AlteredParentError when it was changed.
     """
@@ -75,12 +76,12 @@ def check_parent(parent: Parent) -> None:
 
 
 def running_ids(session: Session) -> set[str]:
-    """Runs of any model that have not ended."""
+    """Return the ids of runs, of any model, that have not ended."""
     return set(session.scalars(select(RunRow.run_id).where(RunRow.status == RUNNING)))
 
 
 def last_failed(session: Session, model: str) -> bool:
-    """Whether the newest run of this model that has ended failed."""
+    """Return True when the newest ended run of this model failed."""
     statement = (
         select(RunRow.status)
         .where(RunRow.model == model, RunRow.ended_at.is_not(None))
@@ -91,9 +92,9 @@ def last_failed(session: Session, model: str) -> bool:
 
 
 def report_place(database: Database, run_id: str, place: str) -> None:
-    """Note the group that a run computes now, in case that the run is killed while it does.
+    """Record the group that a run computes now, in case the run is killed meanwhile.
 
-    A store that is locked costs the note, not the run.
+    While the store is locked the record is skipped, and the run continues.
     """
     try:
         with database.write() as session:
@@ -111,7 +112,7 @@ def open_run(
     settings: Mapping[str, Any],
     now: float,
 ) -> None:
-    """Take the lease, after ending the runs that died with it.
+    """Take the lease, after ending dead runs that held it.
 
     Raises: RunInProgressError when another run of this model is alive.
     """
@@ -150,9 +151,9 @@ def end_run(
     metrics: list[dict[str, Any]] | None = None,
     adapter: str | None = None,
 ) -> None:
-    """running -> an end that never changes.
+    """Move a run from `running` to its final status.
 
-    Raises: RunStoppedError when the run is not running any more: another one ended it.
+    Raises: RunStoppedError when the run is no longer running: another one ended it.
     """
     row = session.get(RunRow, run_id, with_for_update=True)
     if row is None or row.status != RUNNING:
@@ -173,10 +174,10 @@ def abandon(
     now: float,
     culprits: Mapping[str, Fault] | None = None,
 ) -> bool:
-    """End a run that did not end well: failed, groups back. False when it has ended already.
+    """End a run as failed and give its groups back. Returns: False when it has ended already.
 
-    culprits: group id -> fault, of the groups that may be the cause; the failure counts against
-        each, and one that failed too often is dropped.
+    culprits: group id -> fault, for groups that may be the cause; the failure counts against each,
+        and one that failed too often is dropped.
     """
     row = session.get(RunRow, run_id, with_for_update=True)
     if row is None or row.status != RUNNING:
@@ -189,10 +190,9 @@ def abandon(
 
 
 class Heartbeat:
-    """Keeps a run's lease from a thread of its own, however long a step takes.
+    """Renews a run's lease from a separate thread, however long a step takes.
 
-    `lost` is set when the run is not running any more; a store that is locked for a moment only
-    skips a beat.
+    `lost` is set when the run is no longer running. A locked store only skips a heartbeat.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Runs the learner on its schedule. Each run is a child process, so that its memory goes with it.
+"""Run the learner on its schedule. Each run is a child process, which frees its memory at its end.
 
-It looks every few seconds (`learner.poll_s`): at the operator's flags, at open canaries, at the
-groups that wait, and at its child. Flags `learner_paused` and `learner_run_requested` ("1" or "0")
-are the admin API's words to it.
+Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups and its child
+process. The admin API sets the flags `learner_paused` and `learner_run_requested` ("1" or "0").
 """
 
 from __future__ import annotations
@@ -42,27 +41,30 @@ PAUSED_FLAG = "learner_paused"
 REQUESTED_FLAG = "learner_run_requested"
 UNDECIDED = ("loading", "gating", "ramping")
 NICENESS = 10
-"""A run yields to the server and the relay."""
+"""Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
 TRAINED, NOTHING_TO_LEARN = 0, 3
 """Exit codes of a run."""
 
 
 class Child(Protocol):
-    """A run in a process of its own."""
+    """A run in its own process."""
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: killed by that signal."""
+        """Return the exit code; None while it runs; negative when killed by that signal."""
         ...
 
     def stop(self) -> None:
-        """Ask it to end and wait for that."""
+        """Ask the process to end, and wait until it has."""
         ...
 
 
 class ChildProcess:
-    """`python -m learner --once`. The kernel asks it to stop when the process that started it dies,
-    or the thread, which here is APScheduler's and lives as long as the process."""
+    """A process of `python -m learner --once`.
+
+    The kernel stops it when the thread that started it dies: that is APScheduler's thread, which
+    lives as long as this process.
+    """
 
     def __init__(self, run_id: str, config: Path | None) -> None:
         command = [*guarded_command(), *own_python("learner", "--once", "--run-id", run_id)]
@@ -86,7 +88,7 @@ class ChildProcess:
 
 
 class Schedule:
-    """`look()` is one look at the world; the clock of `start_clock` calls it."""
+    """Starts and watches runs. APScheduler calls `look` and `turn` (see `start_clock`)."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class Schedule:
         *,
         clock: Callable[[], float],
     ) -> None:
-        """launch: starts the run of this id."""
+        """launch: starts the run with this id."""
         self._settings = settings
         self._database = database
         self._launch = launch
@@ -109,11 +111,14 @@ class Schedule:
         self._said: Decision | None = None
 
     def turn(self) -> None:
-        """The clock came round: a run is due."""
+        """Mark a run as due; called at each scheduled time."""
         self._due = True
 
     def look(self) -> Decision | None:
-        """See to the child, then start a run if it is time. None: the store cannot be asked."""
+        """Poll the child process, then start a run if one is due.
+
+        Returns: the decision; None while the store is unreachable.
+        """
         try:
             self._reap()
             with self._database.read() as session:
@@ -131,7 +136,7 @@ class Schedule:
         return decision
 
     def stop(self) -> None:
-        """End the child, if there is one, and record its end."""
+        """Stop the child process, if there is one, and record its end."""
         if self._child is not None:
             self._child.stop()
             self._reap(stopped=True)
@@ -144,13 +149,13 @@ class Schedule:
         log.info("run_launched", run_id=run_id, why=decision.why)
 
     def _reap(self, *, stopped: bool = False) -> None:
-        """Close the books of a child that ended. stopped: by us, so that no group is blamed."""
+        """Record the end of a child process. stopped: we stopped it, so no group is blamed."""
         code = self._child.exit_code() if self._child is not None else None
         if code is None:
             return
         reason = f"its process ended with {code}"
         with self._database.write() as session:
-            # A killed child cannot end its own run, and nobody should wait for its lease.
+            # A killed process cannot end its own run: end it here, or its lease blocks the next.
             culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
             abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
         self._child = None
@@ -180,7 +185,7 @@ class Schedule:
 
 
 def _undecided(session: Session, model: str) -> str | None:
-    """A version on canary, or one that waits for its canary; None when all are decided."""
+    """Return a version whose canary is active or still to come; None when all are decided."""
     on_canary = select(CanaryRow.candidate).where(
         CanaryRow.model == model, CanaryRow.state.in_(UNDECIDED)
     )
@@ -191,7 +196,7 @@ def _undecided(session: Session, model: str) -> str | None:
 
 
 def start_clock(settings: Settings, schedule: Schedule) -> BackgroundScheduler:
-    """Let APScheduler call the schedule, from now on and on a thread of its own.
+    """Start APScheduler, which calls the schedule from its own thread.
 
     Raises: SettingsError when `learner.cron` is no cron expression.
     """
@@ -216,7 +221,7 @@ def run_schedule(
     clock: Callable[[], float],
     stopping: threading.Event,
 ) -> int:
-    """Keep the schedule until `stopping` is set. Returns: the exit code, 0."""
+    """Run the schedule until `stopping` is set. Returns: the exit code, 0."""
     schedule = Schedule(
         settings, database, lambda run_id: ChildProcess(run_id, config), clock=clock
     )

@@ -1,4 +1,4 @@
-"""When a run starts, waits or is skipped, and why. Pure."""
+"""Decide when a run starts or waits, and why. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What the schedule sees at one moment."""
+    """The inputs of a decision at one moment."""
 
     running: bool
     paused: bool
     requested: bool
-    """The operator asked for a run; it starts even with few groups, and says what it found."""
+    """True when the operator requested a run; it starts even with few groups."""
     due: bool
-    """The clock says so; always, when the schedule goes by groups alone."""
+    """True when a run is scheduled now; always True when only the number of groups decides."""
     canary: str | None
-    """The adapter whose outcome is undecided; None when the champion stands."""
+    """The adapter with an undecided canary; None when there is none."""
     groups: int
-    """Fresh scored groups that wait."""
+    """Number of fresh scored groups that wait."""
     min_groups: int
     now: float
     hold_until: float
-    """Unix seconds; after a failure no run starts by itself before then."""
+    """Unix seconds; after a failure no run starts before then, unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,16 @@ class Decision:
 
     @property
     def spent(self) -> bool:
-        """The turn of the clock is used up: the next one is waited for."""
+        """True when this decision uses up the scheduled time: the next one is waited for."""
         return self.kind in ("start", "too_few_groups")
 
 
 def decide(seen: Situation) -> Decision:
-    """What to do now. A pause holds everything, a request only goes past the clock and the
-    hold: the next run must start from the champion that an open canary decides."""
+    """Decide whether to start a run.
+
+    A pause stops every run. A request overrides the clock, the hold and the number of groups, but
+    not an active canary: the next run must start from the champion that the canary decides.
+    """
     if seen.running:
         return Decision("running", "a run is in progress")
     if seen.paused:
@@ -67,8 +70,8 @@ def decide(seen: Situation) -> Decision:
 
 
 def hold_s(failures: int) -> float:
-    """How long to hold back after so many failed runs in a row; doubles up to an hour.
+    """Return the seconds to wait after this many failed runs in a row; doubles up to an hour.
 
-    A failure gives its groups back, so without this the same run would fail again at once.
+    A failure gives its groups back, so without a wait the same run would fail again at once.
     """
     return HOLDS.wait_s(failures) if failures else 0.0

@@ -1,9 +1,9 @@
-"""Which scored groups are trained on, and why the others are not. Pure.
+"""Select the scored groups to train on, and the reason why others are dropped. Pure.
 
-One group never costs another: whatever a group holds, it is dropped for its reason and the others
-are taken. A group is taken whole or dropped whole; a group that is too long is dropped and not cut,
-because leaving out its longest answers would teach that length costs nothing. Single answers that
-are not exact are masked: they keep their part in the group's mean and have none in the loss.
+A bad group is dropped for its reason and never affects the others. A group is taken or dropped as a
+whole; a group that is too long is dropped and not cut, because leaving out its longest answers
+would teach that length costs nothing. Single answers that are not exact are masked: they count in
+the group's mean but not in the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Selection:
     dropped: Mapping[str, DropReason]
     """group id -> reason"""
     masked_answers: Mapping[str, int]
-    """reason -> answers of the taken groups that are left out of the loss"""
+    """reason -> number of answers of the taken groups that are left out of the loss"""
 
 
 def select_groups(
@@ -48,7 +48,7 @@ def select_groups(
 
     min_spread: score units; a group whose scores have a smaller population standard deviation
         is dropped, and so is one whose scores are all equal.
-    pack_tokens: the longest prompt with one answer that the trainer computes at once.
+    pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
@@ -68,7 +68,7 @@ def select_groups(
 
 
 def mask_reason(answer: Answer) -> str | None:
-    """Why an answer has no part in the loss; None when it has."""
+    """Return the reason why an answer is left out of the loss; None when it is not."""
     if answer.untrainable_reason is not None:
         return answer.untrainable_reason
     if not answer.token_ids:

@@ -1,7 +1,7 @@
-"""Scored groups in the store, as the learner sees them: claim, learn from, drop, give back.
+"""Scored groups in the store, for the learner: claim, load, mark as trained, drop, give back.
 
-Functions work in the caller's transaction. A claimed group carries the run's id; a run that dies
-gives its groups back (`give_back`), and none is ever used by two runs.
+Functions work in the caller's transaction. A claimed group carries the run's id, so no group is
+used by two runs; the groups of a dead run are given back (`give_back`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ STAGE = "learn"
 """The learner's stage in the durable counters."""
 MOST_TOKENS = 1_000_000
 MOST_PACKS = 16
-"""All answers of a group together may have so many tokens, or so many times `learner.pack_tokens`.
-A group with more is not read: its arrays would fill the memory before they could be judged."""
+"""The answers of a group together may have MOST_TOKENS tokens, or MOST_PACKS times
+`learner.pack_tokens`. A larger group is not read: its arrays would fill the memory before they
+could be checked."""
 DETAIL_LENGTH = 500
-"""Characters of a reason in words."""
+"""Longest detail of a reason, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Scored groups that no run has taken, the newest first."""
+    """Scored groups that no run has claimed, the newest first."""
 
     fresh: tuple[str, ...]
     """Group ids that a run may learn from."""
     stale: Mapping[str, str]
     """group id -> stale | unknown_adapter"""
     failures: Mapping[str, int]
-    """Fresh group id -> failed runs that it is suspected of; those with none are left out."""
+    """Fresh group id -> number of failed runs that it is suspected of; without zeros."""
 
 
 def waiting_groups(session: Session, *, model: str, parent: str, max_age: int) -> Waiting:
-    """Sort the scored groups by whether a run that starts from `parent` may use them."""
+    """Split the scored groups into those that a run from `parent` may use and stale ones.
+
+    max_age: largest number of training runs between a group's adapter and `parent`.
+    """
     parents = _parents(session, model)
     rows = session.execute(
         select(GroupRow.group_id, GroupRow.adapter, GroupRow.learn_attempts)
@@ -70,7 +74,7 @@ def waiting_groups(session: Session, *, model: str, parent: str, max_age: int) -
 
 
 def count_fresh(session: Session, *, model: str, parent: str, max_age: int) -> int:
-    """How many groups a run that starts from `parent` would find; cheaper than naming them."""
+    """Count the groups that a run from `parent` would find; cheaper than `waiting_groups`."""
     parents = _parents(session, model)
     rows = session.execute(
         select(GroupRow.adapter, func.count())
@@ -82,16 +86,17 @@ def count_fresh(session: Session, *, model: str, parent: str, max_age: int) -> i
 
 
 def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> None:
-    """scored -> claimed, by this run."""
+    """Move groups from `scored` to `claimed`, for this run."""
     _move(session, group_ids, SCORED, status=CLAIMED, run_id=run_id)
 
 
 def load(
     session: Session, group_ids: Iterable[str], *, pack_tokens: int
 ) -> tuple[list[ScoredGroup], dict[str, Fault]]:
-    """Read groups with their scores, and say of each that cannot be used why: group id -> fault.
+    """Load groups with their scores.
 
     pack_tokens: a group with a longer prompt is not read at all.
+    Returns: the usable groups; and group id -> fault for the others.
     """
     groups: list[ScoredGroup] = []
     broken: dict[str, Fault] = {}
@@ -114,7 +119,7 @@ def load(
 
 
 def samplers(session: Session, model: str, names: Iterable[str]) -> dict[str, Parent]:
-    """The registered adapters of these names."""
+    """Return the registered adapters with these names, by name."""
     rows = session.scalars(
         select(AdapterRow).where(AdapterRow.model == model, AdapterRow.name.in_(set(names)))
     )
@@ -122,12 +127,12 @@ def samplers(session: Session, model: str, names: Iterable[str]) -> dict[str, Pa
 
 
 def as_parent(row: AdapterRow) -> Parent:
-    """A registered version as something to compute with."""
+    """Convert a registered version to a `Parent`, which the trainer can load."""
     return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
 
 
 def mark_trained(session: Session, group_ids: Iterable[str]) -> None:
-    """claimed -> trained, counted."""
+    """Move groups from `claimed` to `trained`, and count them."""
     count(session, STAGE, TRAINED, _move(session, group_ids, CLAIMED, status=TRAINED))
 
 
@@ -139,10 +144,10 @@ def drop(
     before: str,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Any status -> dropped, each with its reason, counted by reason.
+    """Move groups to `dropped` with their reasons, and count them by reason.
 
-    reasons: group id -> reason. before: the status that the groups have now. texts: group id -> the
-        reason in words, where there is more to say.
+    reasons: group id -> reason. before: the present status of the groups. texts: group id ->
+        details of the reason, if any.
     """
     moved: Counter[str] = Counter()
     for group_id, reason in reasons.items():
@@ -155,9 +160,9 @@ def drop(
 
 
 def give_back(session: Session, run_id: str, group_ids: Iterable[str] | None = None) -> int:
-    """claimed -> scored, for groups of a run that were not trained on.
+    """Move groups of a run that were not trained on from `claimed` back to `scored`.
 
-    group_ids: None: all of them. Returns: how many.
+    group_ids: None: all of the run's claimed groups. Returns: the number of groups.
     """
     held = session.scalars(
         select(GroupRow.group_id).where(GroupRow.run_id == run_id, GroupRow.status == CLAIMED)

@@ -1,7 +1,7 @@
-"""How far apart two adapter versions are. Pure.
+"""Distance between two adapter versions. Pure.
 
-Counted in training runs along the tree of parents and not in version numbers: a candidate that
-lost its canary uses up a number and changes nothing for the champion's answers.
+The distance counts training runs along the tree of parents, not version numbers: a candidate whose
+canary was rolled back uses up a number but does not change the champion's answers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from sidecar.records import BASE
 
 
 def runs_between(parents: Mapping[str, str], left: str, right: str) -> int | None:
-    """Training runs on the way from one version to the other, through their common ancestor.
+    """Count the training runs between two versions, through their common ancestor.
 
     parents: adapter name -> name of its parent, "base" at the root.
-    Returns: None when one of the two is no known version.
+    Returns: None when one of the two versions is unknown.
     """
     distances = {name: runs for runs, name in enumerate(_ancestry(parents, left))}
     for runs, name in enumerate(_ancestry(parents, right)):
@@ -25,7 +25,7 @@ def runs_between(parents: Mapping[str, str], left: str, right: str) -> int | Non
 
 
 def _ancestry(parents: Mapping[str, str], name: str) -> Iterator[str]:
-    """A version and its ancestors down to the base; nothing for an unknown version."""
+    """Yield a version and its ancestors down to the base; nothing for an unknown version."""
     seen: set[str] = set()
     while name != BASE:
         if name not in parents or name in seen:

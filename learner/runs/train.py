@@ -1,9 +1,9 @@
-"""One training run, from the champion to a registered candidate. No torch: the trainer has it.
+"""One training run, from the champion to a registered candidate. Only the trainer imports torch.
 
-The run's row opens first and holds the lease; everything that a run changes for good (versions,
-groups, counts, its own end) is one transaction at its end. A group that cannot be read or trained
-on is left out with its reason, and the others train. Whatever else goes wrong, the groups go back,
-the row says why, and the failure counts against the groups that may be its cause
+The run's row is written first and holds the lease; all permanent changes (versions, groups, counts,
+the run's own end) are one transaction at its end. A group that cannot be read or trained on is left
+out with its reason, and the others are trained on. After any other error the groups are given back,
+the row records the reason, and the failure counts against the groups that may have caused it
 (`learner.runs.blame`).
 """
 
@@ -53,13 +53,13 @@ tracer = trace.get_tracer("learner")
 
 LIBRARIES = ("learning-sidecar", "torch", "transformers", "peft", "safetensors")
 WORK_PREFIX = ".run-"
-"""Of the folder that a run writes into, beside the published ones."""
+"""Prefix of the folder that a run writes into, beside the published ones."""
 TRIED_AGAIN = ("out_of_memory",)
-"""Faults of a group that may not come again: it is given back, and its attempts are counted."""
+"""Faults of a group that may be transient: it is given back, and its attempts are counted."""
 
 
 class Trainer(Protocol):
-    """What turns groups into weights."""
+    """Trains an adapter on groups."""
 
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Write a PEFT folder into `job.folder`. Raises: LearnerError, OSError."""
@@ -68,24 +68,24 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Material:
-    """What a run claimed."""
+    """The groups of a run, after selection."""
 
     parent: Parent
     scored: tuple[ScoredGroup, ...]
     selection: Selection
     dropped: Mapping[str, str]
-    """Every group that the run looked at and left out: group id -> reason."""
+    """Group id -> reason, for every group that the run left out."""
     texts: Mapping[str, str]
-    """The reason in words, where there is more to say."""
+    """Group id -> details of the reason, if any."""
     samplers: Mapping[str, Parent]
-    """The registered adapters that sampled the groups."""
+    """Registered adapters that sampled the groups, by name."""
 
     @property
     def counts(self) -> dict[str, int]:
         return {"used": len(self.selection.groups), **Counter(self.dropped.values())}
 
     def without(self, faults: Mapping[str, Fault]) -> _Material:
-        """The material less the groups that the trainer left out."""
+        """Return the material without the groups that the trainer left out."""
         groups = tuple(g for g in self.selection.groups if g.group_id not in faults)
         return replace(
             self,
@@ -97,7 +97,7 @@ class _Material:
 
 
 class Run:
-    """One run. `start()` once; `stop()` from any thread or signal handler."""
+    """One run. Call `start()` once, `stop()` from any thread or signal handler."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Run:
             )
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)
-            check_parent(parent)  # the trainer read it after the first look
+            check_parent(parent)  # the trainer read the files after the first check
             material = material.without(outcome.faults)
             if not outcome.metrics:
                 self._skip(material)
@@ -231,9 +231,9 @@ class Run:
         return material
 
     def _skip(self, material: _Material, *, fresh: int | None = None) -> None:
-        """Close the run without a result. Raises: NothingToLearnError, always.
+        """End the run without a result. Raises: NothingToLearnError, always.
 
-        fresh: groups that waited, where it may be that too few did.
+        fresh: number of waiting groups, when there may be too few.
         """
         needed = self._settings.learner.min_groups
         reason = (
@@ -258,16 +258,16 @@ class Run:
         raise NothingToLearnError(reason)
 
     def _leave_out(self, session: Session, material: _Material) -> None:
-        """Drop the claimed groups that were not trained on; give those back that get another try.
+        """Drop the claimed groups that were not trained on, or give them back for another attempt.
 
-        Those that are dropped already are no longer claimed, and stay as they are.
+        Groups that are dropped already are no longer claimed, and stay unchanged.
         """
         again = {
             group_id: Fault(why, material.texts[group_id])
             for group_id, why in material.dropped.items()
             if why in TRIED_AGAIN
         }
-        most = len(again) > len(material.selection.groups)  # then others may use the memory
+        most = len(again) > len(material.selection.groups)  # another process may use the memory
         for culprits in [again] if most else [{g: fault} for g, fault in again.items()]:
             blame(session, self.run_id, culprits)
         source.give_back(session, self.run_id, again)
@@ -292,7 +292,7 @@ class Run:
         (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
         model = self._settings.serving.model
         with self._database.write() as session:
-            # The write lock keeps a second publication of the same bytes out while files move.
+            # The write lock prevents a second publication of the same files while they move.
             candidate = find_published(session, model, folder_digest(folder))
             reason = None
             if candidate is not None:
@@ -342,7 +342,7 @@ class Run:
             log.error("run_end_not_recorded", run_id=self.run_id, error=str(store_error))
 
     def _work_folder(self) -> Path:
-        """An empty folder beside the published ones; those of runs that died are removed."""
+        """Create an empty folder beside the published ones; remove those of dead runs."""
         adapters_dir = self._settings.learner.adapters_dir.resolve()
         adapters_dir.mkdir(parents=True, exist_ok=True)
         with self._database.read() as session:

@@ -211,7 +211,7 @@ def test_an_adapters_folder_that_is_a_file_is_one_line(
     said = line(with_learner(settings, adapters_dir=tmp_path / "file"))
 
     assert str(tmp_path / "file") in said
-    assert "see that learner.adapters_dir is a folder" in said
+    assert "check that learner.adapters_dir is a folder" in said
 
 
 @pytest.mark.parametrize(
