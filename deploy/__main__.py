@@ -1,7 +1,7 @@
 """The control process: `python -m deploy [--config PATH]`.
 
-The canary controller, the reconciler and the admin API in one event loop. vLLM, the judge or the
-store may be away at any time: it says so and goes on when they are back.
+It runs the canary controller, the reconcilers and the admin API in one event loop. While vLLM, the
+judge or the store is unreachable, it logs that, and continues when they are back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sidecar.errors import SettingsError, StateLockError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns: 0 after a stop by signal, 1 when it could not start, 2 for a wrong use."""
+    """Run the process. Returns: 0 after a signal, 1 when it cannot start, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m deploy", description="canaries and admin API")
     parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
     arguments = parser.parse_args(argv)

@@ -7,9 +7,9 @@ DeployError
 ├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
-├── EngineError (ConnectionError)       vLLM refused or never answered: tried again later
+├── EngineError (ConnectionError)       vLLM refused or did not answer: try again later
 └── InvalidAdapterError (ValueError)    the folder is not an adapter this vLLM can serve: rejected
-    └── AlteredAdapterError             its files are not those that were registered: not loaded
+    └── AlteredAdapterError             its files were changed after registration: not loaded
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DeployError(Exception):
 
 
 class UnknownAdapterError(DeployError, LookupError):
-    """No adapter version answers to this name, number or alias."""
+    """No adapter version has this name, number or alias."""
 
 
 class UnknownCanaryError(DeployError, LookupError):
@@ -36,11 +36,11 @@ class UnknownKeyError(DeployError, LookupError):
 
 
 class TransitionError(DeployError, ValueError):
-    """The canary's state does not allow what was asked; the message says what is allowed."""
+    """The canary's state does not allow the action; the message says why."""
 
 
 class StartError(DeployError, RuntimeError):
-    """`sidecar up` cannot start, or gives up a process that dies before it ever works."""
+    """`sidecar up` cannot start, or gives up a process that dies before it becomes ready."""
 
 
 class EngineError(DeployError, ConnectionError):
@@ -56,9 +56,9 @@ class AlteredAdapterError(InvalidAdapterError):
 
 
 def error_line(error: BaseException) -> str:
-    """An error as one line that a log, a database and a terminal can take.
+    """Format an error as one line that is safe for a log, a database and a terminal.
 
-    Ours say all that there is to say; of any other the type is part of it.
+    Our own errors need their message only; for any other error the line starts with its type.
     """
     text = str(error) if isinstance(error, DeployError) else f"{type(error).__name__}: {error}"
     return (text if text.isprintable() else text.encode("unicode_escape").decode())[:2_000]

@@ -1,4 +1,4 @@
-"""The control process's loops, put together and stopped cleanly."""
+"""Start and stop the control process's loops and its admin server."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from sidecar.store.database import Database
 log = structlog.get_logger()
 
 RECONCILE_S = 2.0
-"""How often vLLM's list of adapters is looked at."""
+"""Interval of reconciling a reachable vLLM's adapters with the store."""
 RECONCILE_AWAY_S = 0.25
-"""The same while vLLM is away: until the champion is loaded again, its users get errors."""
+"""Interval while vLLM is unreachable: until the champion is loaded again, its users get errors."""
 KEEPALIVE_S = 2.0
-"""vLLM closes idle connections after 5 s; ours must be given up before."""
+"""Idle time after which we close a connection, before vLLM does (5 s)."""
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's, not the server's: it would raise them again after its end."""
+    """A server that leaves signals to the process: uvicorn would raise them again at its end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,13 +54,13 @@ class _Server(uvicorn.Server):
 
 
 def admin_server(app: FastAPI) -> uvicorn.Server:
-    """The admin API's server, which takes nobody's word for where a request comes from."""
+    """Build the admin API's server, which trusts no header about a request's source address."""
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         lifespan="off",
-        http="h11",  # it bounds a request's head; httptools does not
+        http="h11",  # it limits the size of a request's head; httptools does not
         ws="none",
         proxy_headers=False,  # any local caller could write another source into the audit
     )
@@ -68,14 +68,14 @@ def admin_server(app: FastAPI) -> uvicorn.Server:
 
 
 async def serve(settings: Settings, database: Database) -> int:
-    """Run until SIGTERM or SIGINT. Returns: 0, or 1 when the admin address cannot be had."""
+    """Run until SIGTERM or SIGINT. Returns: 0, or 1 when the admin address cannot be bound."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         listener = _listen(settings.admin.host, settings.admin.port)
     except OSError as error:
-        # A name that cannot be resolved has a number of its own, below zero.
+        # The errno of a host name that cannot be resolved is negative.
         known = error.errno is not None and error.errno > 0
         why = os.strerror(error.errno or 0) if known else error.strerror
         setting = "admin.port" if error.errno == errno.EADDRINUSE else "admin.host"
@@ -105,7 +105,7 @@ async def serve(settings: Settings, database: Database) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """On the first address of the host, IPv4 before IPv6. Raises: OSError."""
+    """Listen on the first address of the host, IPv4 before IPv6. Raises: OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     return socket.create_server(address, family=family)
@@ -171,7 +171,7 @@ async def _run(
     log.info("control_ready", admin=base_url(host, port), model=model)
     tell_ready(base_url(host, port))
     waiting = asyncio.create_task(stop.wait())
-    # Only the admin server's task may end by itself; the process must not go on without it.
+    # Only the admin server's task may end by itself; the process must not continue without it.
     await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     for task in (waiting, *tasks[1:]):
@@ -191,7 +191,7 @@ def make_controller(
     judge: LiteLlmJudge,
     on_change: Callable[[], None],
 ) -> Controller:
-    """Wire the controller from the settings."""
+    """Build the controller from the settings."""
     rules, serving = settings.canary, settings.serving
     gate = Gate(
         database=database,
@@ -224,5 +224,5 @@ def _vllm_client(settings: Settings, url: str) -> httpx.AsyncClient:
         base_url=url,
         headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
-        trust_env=False,  # a proxy meant for the web is in the way of the operator's own vLLM
+        trust_env=False,  # a web proxy must not be used for the operator's own vLLM
     )

@@ -1,7 +1,7 @@
 """Records of deploy: an adapter version, and the canary that it must pass to serve all users.
 
 A `Canary` is one row of the `canary` table, frozen: the pure rules read it, and only the store's
-shells (`transitions`, `rollback`) change the row.
+writers (`transitions`, `rollback`) change the row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ingest process, `python -m ingest`: bus to store, and which exchanges become groups."""
+"""The ingest process, `python -m ingest`: stores exchanges from the bus and selects groups."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ log = structlog.get_logger()
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT.
 
-    Returns: 0 when told to stop, 1 when another one runs or the store cannot be opened, 2 when the
-    settings are wrong.
+    Returns: 0 after a signal, 1 when another ingest runs or the store cannot be opened, 2 when the
+        settings are wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m ingest", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")

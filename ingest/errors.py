@@ -2,18 +2,18 @@
 
 IngestError
 ├── BusError (OSError)              the bus cannot be read or written: try again later
-├── UnreadableExchangesError (ValueError)  stored exchanges hold no exchange: put them aside
+├── UnreadableExchangesError (ValueError)  stored exchanges are damaged: leave them out
 ├── NoTokenizerError (LookupError)  the base model's tokenizer is not on this machine
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
-│   ├── EngineDownError             vLLM cannot be reached: wait, it is nobody's fault but its own
-│   ├── AdapterGoneError            vLLM does not know the adapter: trying again will not help
+│   ├── EngineDownError             vLLM cannot be reached: wait
+│   ├── AdapterGoneError            vLLM does not know the adapter: a retry will not help
 │   └── RequestRefusedError         vLLM refuses the request itself (400)
 ├── JudgeUnavailableError (ConnectionError)  no usable answer: try again later
-│   ├── JudgeBusyError              a limit of requests or tokens: wait as long as it says
-│   ├── JudgeRejectedError          4xx: this request's fault or the settings'; ask the probe
-│   └── JudgeGarbledError           the reply is no chat completion: the same
-├── JudgeRefusalError (ValueError)  it will never take this request: set the group aside
-└── JudgeReplyError (ValueError)    rubbish: retry once with the error, then set aside
+│   ├── JudgeBusyError              a rate limit: wait as long as it says
+│   ├── JudgeRejectedError          4xx, due to this request or to the settings: send a probe
+│   └── JudgeGarbledError           the reply is no chat completion: send a probe
+├── JudgeRefusalError (ValueError)  the judge never accepts this request: set the group aside
+└── JudgeReplyError (ValueError)    invalid scores: retry once with the error, then set aside
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnreadableExchangesError(IngestError, ValueError):
     def __init__(self, damage: Mapping[int, str]) -> None:
         super().__init__("; ".join(f"exchange {seq}: {why}" for seq, why in damage.items()))
         self.damage = damage
-        """seq -> what is wrong."""
+        """`seq` of the exchange -> its damage."""
 
 
 class NoTokenizerError(IngestError, LookupError):
@@ -48,7 +48,7 @@ class SamplingError(IngestError, ConnectionError):
 
 
 class EngineDownError(SamplingError):
-    """vLLM refuses connections or says that it is unavailable."""
+    """vLLM refuses connections or answers that it is unavailable."""
 
 
 class AdapterGoneError(SamplingError):
@@ -56,18 +56,18 @@ class AdapterGoneError(SamplingError):
 
 
 class RequestRefusedError(SamplingError):
-    """vLLM refuses the request itself, whoever asks and whenever (400)."""
+    """vLLM refuses the request itself (400); a retry will not help."""
 
 
 class JudgeUnavailableError(IngestError, ConnectionError):
-    """The judge gave no usable answer (down, time limit). Each subclass says what it looks like.
+    """The judge gave no usable answer (down, timeout). Each subclass is one kind of failure.
 
-    The error alone does not tell whose fault it is: a judge that works for others fails for one
-    request, and a judge that is set up wrongly refuses each request as if it were at fault.
+    The error alone does not tell the cause: a working judge may fail on one request, and a wrongly
+    configured judge refuses every request as if the request were at fault.
     """
 
     reason: ClassVar[str] = "judge_unavailable"
-    """Why a group is set aside that fails so while the judge works for others."""
+    """Reason to set aside a group that fails like this while the judge works for others."""
 
 
 class JudgeBusyError(JudgeUnavailableError):
@@ -87,13 +87,13 @@ class JudgeRejectedError(JudgeUnavailableError):
 
 
 class JudgeGarbledError(JudgeUnavailableError):
-    """The judge's reply is no chat completion: a page, a message of null, half a body."""
+    """The judge's reply is no chat completion: an HTML page, a null message, half a body."""
 
     reason = "judge_garbled"
 
 
 class JudgeRefusalError(IngestError, ValueError):
-    """The judge refuses this very request (too long for it, content policy); others may pass."""
+    """The judge refuses this request (too long, content policy); others may pass."""
 
 
 class JudgeReplyError(IngestError, ValueError):

@@ -13,7 +13,7 @@ class Answer:
     """One of the answers of a group."""
 
     index: int
-    """Place in the group, 0..G-1; the served answers come first."""
+    """Index in the group, 0..G-1; the served answers come first."""
     origin: Origin
     message: bytes
     """The assistant message as JSON."""
@@ -24,13 +24,13 @@ class Answer:
     """[S] nats, under the group's adapter at `temperature`."""
     temperature: float = 1.0
     untrainable_reason: str | None = None
-    """None: exchangeable with its siblings and exact, so it takes part in the gradient.
-    Otherwise it is judged and shown, and masked."""
+    """Why the answer is masked: it is judged and shown, but not in the loss. None: it is exact and
+    exchangeable with its siblings, so it takes part in the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """group -> judge. G answers to one prompt, all sampled from one adapter version."""
+    """G answers to one prompt, all sampled from one adapter version (grouping -> judge)."""
 
     group_id: str
     exchange_id: str
@@ -40,19 +40,19 @@ class Group:
     request: bytes
     """The agent's request body, JSON: messages and tools."""
     prompt_token_ids: tuple[int, ...]
-    """[P], shared by all answers."""
+    """[P] token ids of the prompt, shared by all answers."""
     answers: tuple[Answer, ...]
-    """[G]"""
+    """[G] the answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """judge -> train. A group and what the judge said of it."""
+    """A group with the judge's scores (judge -> training)."""
 
     group: Group
     scores: tuple[float, ...]
     """[G] unitless, 0..1, comparable within this group only."""
     explanations: tuple[str, ...]
-    """[G] the judge's words."""
+    """[G] the judge's explanations."""
     judge_model: str
     rubric_hash: str

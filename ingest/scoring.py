@@ -1,8 +1,8 @@
 """The scoring process, `python -m ingest.scoring`: sample candidates, have the judge score them.
 
-Both workers share one event loop and meet only in the store. Without a judge neither works:
-candidates that nobody will score would cost tokens for nothing. Beside them, where best of N is on,
-the same judge chooses among the answers of requests whose users wait.
+Both workers share one event loop and exchange data only through the store. Without a judge neither
+runs: candidates that are never scored would waste tokens. If best of N is on, the same judge also
+chooses among the answers of requests whose users wait.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ log = structlog.get_logger()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT. Returns: 0 when told to stop, 1 when the store cannot be opened,
-    2 when the settings are wrong."""
+    """Run until SIGTERM or SIGINT.
+
+    Returns: 0 after a signal, 1 when the store cannot be opened, 2 when the settings are wrong.
+    """
     parser = argparse.ArgumentParser(prog="python -m ingest.scoring", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
     arguments = parser.parse_args(argv)
@@ -64,11 +66,10 @@ async def _run(settings: Settings) -> int:
 
 
 async def score_until(stop: asyncio.Event, settings: Settings) -> int:
-    """Run the workers, and answer best-of-N questions where that is on, until `stop` is set.
+    """Run the workers, and answer best-of-N questions if that is on, until `stop` is set.
 
+    An unexpected error in a worker ends the process; its supervisor restarts it.
     Returns: the process's exit code.
-
-    An error that a worker did not expect ends all: a supervisor starts the process again.
     """
     from ingest.best_of.questions import BestOfJudge
     from ingest.best_of.server import BestOfServer
