@@ -54,7 +54,7 @@ COMPILED = (
     "sidecar/relay/client/connection.py",
     "sidecar/relay/http1/known_head.py",
     "sidecar/relay/payload/spans.py",
-    "sidecar/relay/best_of/judged_flight.py",
+    "sidecar/relay/flight/record.py",
     "sidecar/relay/flight/attempt.py",
     "sidecar/relay/surface/paths.py",
     "sidecar/relay/flight/plan.py",

@@ -23,9 +23,9 @@ from sidecar.relay.best_of.reply import (
     stream_reply,
     whole_reply,
 )
-from sidecar.relay.flight.reply_body import MAX_HELD_BYTES
 from sidecar.relay.http1.heads import ReplyHeaders
 from sidecar.relay.http1.reply_parser import ReplyHead, ReplyReader
+from sidecar.relay.payload.reply_edit import MAX_HELD_BYTES
 from sidecar.relay.payload.request_edit import PiecedBody
 from sidecar.relay.upstream.connection import SendingConnection
 from sidecar.scoring.client import Picker
@@ -106,11 +106,6 @@ class BestOf:
     def fell_back(self, reason: str) -> None:
         """Note why the client gets something else than a choice; a later sending may mend it."""
         self._fallback, self._picked, self.returned_index = reason, False, 0
-
-    @property
-    def recorded_whole(self) -> bool:
-        """True: what vLLM sent, and the capture has, is no stream, whatever the client got."""
-        return self.plan is not None
 
     @property
     def own_lines(self) -> tuple[bytes, ...]:

@@ -11,12 +11,18 @@ from typing import Final
 from sidecar.access.admission import ADAPTER, Admission
 from sidecar.access.denials import Denial
 from sidecar.records import Assignment, Surface
-from sidecar.relay.best_of.judged_flight import JudgedFlight
-from sidecar.relay.best_of.plan import BEST_OF_HEADER, refuse_surface, wanted_answers
+from sidecar.relay.best_of.exchange import BestOf
+from sidecar.relay.best_of.plan import (
+    BEST_OF_HEADER,
+    plan_best_of,
+    refuse_surface,
+    wanted_answers,
+)
 from sidecar.relay.flight.client_request import ClientRequest, RequestHead
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.flight import Flight
-from sidecar.relay.flight.plan import Circumstances, plan_request
+from sidecar.relay.flight.plan import Circumstances, Plan, plan_request
+from sidecar.relay.flight.record import FlightRecord
 from sidecar.relay.ports import ClientSide
 from sidecar.relay.surface.paths import Destination
 from sidecar.relay.surface.refusals import (
@@ -103,10 +109,10 @@ def receive(
         replica = context.app
         if where is Destination.VLLM:
             replica = context.replicas.least_loaded(context.monotonic())
-        return Flight(
-            context, client, request, plan=None, admission=admission, replica=replica,
-            keep_alive=keep_alive, began=began,
-        )  # fmt: skip
+        record = FlightRecord(
+            context, request, plan=None, admission=admission, began=began, replica=replica
+        )
+        return Flight(context, client, record, keep_alive=keep_alive)
     return _receive_model_request(context, client, request, where, admission, keep_alive, began)
 
 
@@ -164,31 +170,30 @@ def _receive_model_request(
                 "body_unreadable", reason=plan.reason, surface=rule.surface
             )
         return with_limits(plan, admission.headers)
+    n = 1
     if BEST_OF_HEADER in headers.aside:
-        n = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)
-        if isinstance(n, Refusal):
-            return with_limits(n, admission.headers)
-        if n > 1 and context.picker is not None:
-            return JudgedFlight(
-                context,
-                client,
-                request,
-                plan=plan,
-                admission=admission,
-                keep_alive=keep_alive,
-                began=began,
-                n=n,
-                picker=context.picker,
-                timeout_s=context.best_of.timeout_s,
-            )
-    return Flight(
-        context,
-        client,
-        request,
-        plan=plan,
-        admission=admission,
-        keep_alive=keep_alive,
-        began=began,
+        wanted = _wanted(context, admission, headers.text(BEST_OF_HEADER), rule, head.target)
+        if isinstance(wanted, Refusal):
+            return with_limits(wanted, admission.headers)
+        n = wanted
+    record = FlightRecord(context, request, plan=plan, admission=admission, began=began)
+    best_of = _best_of(context, plan, n, record.exchange_id) if n > 1 else None
+    return Flight(context, client, record, keep_alive=keep_alive, best_of=best_of)
+
+
+def _best_of(context: RelayContext, plan: Plan, n: int, exchange_id: str) -> BestOf | None:
+    """Have the judge pick one of `n` answers. None: this process has no judge."""
+    if context.picker is None:
+        return None
+    captured = plan.skip_reason is None
+    return BestOf(
+        plan_best_of(plan.peek, n, captured=captured),
+        context.picker,
+        context.metrics,
+        exchange_id=exchange_id,
+        request=plan.peek.body,
+        keep=captured,
+        timeout_s=context.best_of.timeout_s,
     )
 
 

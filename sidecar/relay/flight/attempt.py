@@ -1,7 +1,7 @@
-"""The outward half of a flight: who is asked, over which connection, and with what.
+"""The upstream side of a proxied request: which replica is asked, on which connection, with what.
 
-What may be tried again here was never sent: a replica that cannot be reached. Everything that has
-to do with a reply is `flight.py`'s.
+This module retries by itself only what was never sent: a replica that cannot be reached. `Flight`
+decides about everything that has to do with a reply, and says here what to try next.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Final
 
-from sidecar.access.admission import Admission, Keep
+from sidecar.access.admission import Keep
 from sidecar.errors import UpstreamError
-from sidecar.records import Assignment
-from sidecar.relay.flight.client_request import ClientRequest, SentHead
+from sidecar.relay.best_of.exchange import BestOf, BestOfConnection
+from sidecar.relay.flight.client_request import SentHead
 from sidecar.relay.flight.context import RelayContext
-from sidecar.relay.flight.plan import Plan
+from sidecar.relay.flight.record import FlightRecord
 from sidecar.relay.http1.heads import TRACEPARENT, lines_on_demand, request_lines
 from sidecar.relay.http1.reply_parser import ReplyReader
-from sidecar.relay.payload.reply_edit import STRIP_NOTHING
 from sidecar.relay.payload.request_edit import PiecedBody
 from sidecar.relay.upstream.connection import SendingConnection
 from sidecar.relay.upstream.replicas import Replica
@@ -28,95 +27,204 @@ from sidecar.relay.upstream.replicas import Replica
 _now: Final = perf_counter
 
 
-class Outbound(ReplyReader):
-    """A request that is to be sent, and sent again. `Flight` is what it becomes."""
+class Asker(ReplyReader):
+    """Reads the reply, or learns that none will come."""
+
+    @abstractmethod
+    def give_up(self, why: str, status: int = 502) -> None:
+        """No replica will answer."""
+
+
+class UpstreamAttempt:
+    """`start` it once, `end` it once."""
 
     __slots__ = (
+        "_asker",
+        "_best_of",
         "_connecting",
         "_connection",
         "_context",
-        "_done",
+        "_record",
         "_retried",
-        "_strip",
         "_tried",
         "_without",
         "_working_since",
-        "admission",
-        "began",
-        "exchange_id",
-        "fallback_from",
-        "overhead_s",
-        "own_traceparent",
-        "plan",
-        "replica",
-        "request",
-        "routes",
-        "sent",
-        "started_at",
     )
 
     def __init__(
-        self,
-        context: RelayContext,
-        request: ClientRequest,
-        *,
-        plan: Plan | None,
-        admission: Admission,
-        replica: Replica | None,
-        began: float,
+        self, context: RelayContext, record: FlightRecord, asker: Asker, best_of: BestOf | None
     ) -> None:
-        """plan: None for what is passed on as it came. replica: who answers; None: one of all that
-        can. began: when its last byte was here, by `time.perf_counter()`."""
         self._context = context
-        self.request = request
-        self.plan = plan
-        self.admission = admission
-        self.replica = replica
+        self._record = record
+        self._asker: Asker | None = asker
+        """None: the request is over. (Reference counts alone free a request then.)"""
+        self._best_of = best_of
         self._connection: SendingConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._retried = self._done = False
+        self._retried = False
         self._tried: list[Replica] = []
         self._without: tuple[Replica, ...] = ()
         """Those of them that do not know the adapter."""
-        self.overhead_s = 0.0
-        self.sent = 0.0
-        """On the monotonic clock; 0: it was never sent."""
-        self.fallback_from = ""
-        """Adapter that vLLM did not know, when another answers for it."""
-        self.own_traceparent = b""
-        self.began = self._working_since = began
-        self.started_at = context.clock()
-        """Unix seconds."""
-        self.exchange_id = ""
-        self.routes: tuple[Assignment, ...] = ()
-        """The first one is asked; it answered when all is over."""
-        self._strip = STRIP_NOTHING
-        if plan is not None:
-            self.exchange_id = context.ids.new(self.started_at)
-            self.routes = plan.routes
-            self._strip = plan.strip
+        self._working_since = record.began
+
+    @property
+    def over(self) -> bool:
+        return self._asker is None
+
+    @property
+    def last_replica(self) -> Replica:
+        """The one that is asked, or was asked last."""
+        return self._record.replica or self._tried[-1]
 
     def start(self) -> None:
-        self._context.accounts.in_flight.inc()
-        if self.replica is not None:
-            self.replica.in_flight += 1
-            self._send(self.replica, reuse=True)
+        replica = self._record.replica
+        if replica is not None:
+            replica.in_flight += 1
+            self._send(replica, reuse=True)
         else:
             self._send_to_a_replica()
 
+    def end(self) -> None:
+        self._asker = self._connection = self._connecting = None
+        if self._record.replica is not None:
+            self._record.replica.in_flight -= 1
+
+    # -- the connection that the reply comes on
+
+    @property
+    def awaits_reply(self) -> bool:
+        """The request was sent, and its reply has not ended."""
+        return self._connection is not None
+
+    def reply_ended(self) -> None:
+        """The connection may carry another request now."""
+        self._connection = None
+
+    def abort(self) -> None:
+        """Stop vLLM's work for the request."""
+        if self._connection is not None:
+            self._connection.abort()
+            self._connection = None
+
+    def pause(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    # -- what to try next; since: when that became known
+
+    def lost(self, why: str, *, may_be_stale: bool) -> bool:
+        """The connection is gone. Returns: True when the request was sent once more.
+
+        may_be_stale: nothing came, and the server may have closed the connection before.
+        """
+        self._connection = None
+        replica = self._asked()
+        if may_be_stale and not self._retried:
+            self._retried = True
+            self._context.metrics.upstream_retries.inc()
+            self._working_since = _now()
+            self._send(replica, reuse=False)
+            return True
+        self._count_failure(replica, why)
+        return False
+
+    def ask_again(self, since: float) -> None:
+        """The same replica answers once more."""
+        self._working_since = since
+        self._send(self._asked(), reuse=True)
+
+    def ask_where_loaded(self, since: float) -> None:
+        """The replica does not know the adapter: another one that has it answers, or the next
+        adapter does."""
+        context, record, replica = self._context, self._record, self._asked()
+        route = record.routes[0]
+        context.metrics.adapter_missing.inc((route.adapter,))
+        context.rate_limited_log.warning("adapter_missing", adapter=route.adapter, url=replica.url)
+        replica.lacks(route.upstream_model)
+        context.models_changed()
+        self._leave(replica)
+        self._tried.append(replica)
+        self._without += (replica,)
+        if not context.replicas.another_serves(route.upstream_model, self._tried):
+            self._next_adapter()
+        self._working_since = since
+        self._send_to_a_replica()
+
+    def ask_next_adapter(self, since: float) -> None:
+        """The first adapter failed: the next one answers."""
+        if self._record.replica is not None:
+            self._leave(self._record.replica)
+        self._retried = False
+        self._next_adapter()
+        self._working_since = since
+        self._send_to_a_replica()
+
+    def _asked(self) -> Replica:
+        replica = self._record.replica
+        assert replica is not None, "it was asked"
+        return replica
+
+    def _leave(self, replica: Replica) -> None:
+        replica.in_flight -= 1
+        self._record.replica = None
+
     def _send_to_a_replica(self) -> None:
         """Choose who answers, and send. Nobody is left only when somebody was tried."""
-        plan, context = self.plan, self._context
+        record, context = self._record, self._context
+        plan, replicas = record.plan, context.replicas
         assert plan is not None, "only planned requests have a choice of replicas"
-        replicas = context.replicas
         now = context.monotonic() if replicas.many else 0.0
-        replica = replicas.choose(self.routes[0].upstream_model, plan.session_key, self._tried, now)
+        model = record.routes[0].upstream_model
+        replica = replicas.choose(model, plan.session_key, self._tried, now)
         if replica is None:
             self._give_up("no other replica is left")
             return
-        self.replica = replica
+        record.replica = replica
         replica.in_flight += 1
         self._send(replica, reuse=True)
+
+    def _give_up(self, why: str) -> None:
+        assert self._asker is not None, "the request is not over"
+        self._asker.give_up(why)
+
+    def _unreachable(self, replica: Replica, why: str) -> None:
+        """Nothing was sent, so another replica may be asked."""
+        self._count_failure(replica, why)
+        context = self._context
+        if self._record.plan is not None and len(self._tried) + 1 < len(context.replicas.all):
+            self._tried.append(replica)
+            self._leave(replica)
+            context.metrics.upstream_failovers.inc()
+            self._send_to_a_replica()
+        elif self._without:
+            # Replicas with this adapter are unreachable; use the next adapter on a reachable one.
+            self._leave(replica)
+            self._next_adapter(reachable=self._without)
+            self._send_to_a_replica()
+        else:
+            self._give_up(why)
+
+    def _next_adapter(self, *, reachable: Sequence[Replica] = ()) -> None:
+        """Nobody can answer with the first one. reachable: only these are asked for the next one;
+        empty: all are."""
+        record = self._record
+        record.fallback_from = record.fallback_from or record.routes[0].adapter
+        record.routes = record.routes[1:]
+        everybody = self._context.replicas.all if reachable else ()
+        self._tried = [replica for replica in everybody if replica not in reachable]
+        self._without = ()
+
+    def _count_failure(self, replica: Replica, why: str) -> None:
+        context = self._context
+        if replica.failed(context.monotonic()):
+            context.metrics.replica_ejections.inc((replica.url,))
+            context.rate_limited_log.warning("replica_ejected", url=replica.url, why=why)
+
+    # -- sending
 
     def _send(self, replica: Replica, *, reuse: bool) -> None:
         connection = replica.pool.take_idle() if reuse else None
@@ -129,75 +237,47 @@ class Outbound(ReplyReader):
         try:
             connection = await replica.pool.connect()
         except UpstreamError as error:
-            if not self._done:
+            if not self.over:
                 self._unreachable(replica, str(error))
             return
-        if self._done:  # the client left meanwhile; the next one will be glad of it
+        if self.over:  # the client left meanwhile: keep the connection for the next request
             replica.pool.give_back(connection)
         elif connection.usable:
             self._send_on(connection, replica)
         else:
             self._unreachable(replica, "the connection was closed as soon as it was open")
 
-    def _unreachable(self, replica: Replica, why: str) -> None:
-        """Nothing was sent, so somebody else may be asked."""
-        self._count_failure(replica, why)
-        context = self._context
-        if self.plan is not None and len(self._tried) + 1 < len(context.replicas.all):
-            self._tried.append(replica)
-            replica.in_flight -= 1
-            self.replica = None
-            context.metrics.upstream_failovers.inc()
-            self._send_to_a_replica()
-        elif self._without:
-            # Who has the adapter cannot be reached; who can be has another one.
-            replica.in_flight -= 1
-            self.replica = None
-            self._next_adapter(reachable=self._without)
-            self._send_to_a_replica()
-        else:
-            self._give_up(why)
-
-    def _next_adapter(self, *, reachable: Sequence[Replica] = ()) -> None:
-        """Nobody can answer with the first one. reachable: no others are asked for the next."""
-        self.fallback_from = self.fallback_from or self.routes[0].adapter
-        self.routes = self.routes[1:]
-        everybody = self._context.replicas.all if reachable else ()
-        self._tried = [replica for replica in everybody if replica not in reachable]
-        self._without = ()
-
-    def _count_failure(self, replica: Replica, why: str) -> None:
-        context = self._context
-        if replica.failed(context.monotonic()):
-            context.metrics.replica_ejections.inc((replica.url,))
-            context.rate_limited_log.warning("replica_ejected", url=replica.url, why=why)
-
     def _send_on(self, connection: SendingConnection, replica: Replica) -> None:
-        body = self._body_to_send()
+        record, best_of, asker = self._record, self._best_of, self._asker
+        assert asker is not None, "the request is not over"
+        plan, encoding = record.plan, True
+        body: bytes | PiecedBody = record.request.body
+        if best_of is not None and best_of.plan is not None:
+            body, encoding = best_of.plan.body_for(record.routes[0].upstream_model), False
+            connection = BestOfConnection(connection, best_of, best_of.plan, record.keep)
+        elif plan is not None:
+            body = plan.body_for(record.routes[0])
+            # A compressed reply could not be edited, nor its usage be read: ask for none.
+            encoding = plan.strip.nothing and not plan.metered
         length = len(body) if isinstance(body, bytes) else body.length
-        head = self._head_to_send(replica, length)
+        head = self._head_to_send(replica, length, encoding)
         self._connection = connection
-        connection.send(self, head, body, head_only=self.request.head.head_only)
-        self.sent = now = _now()
-        self.overhead_s += now - self._working_since
+        connection.send(asker, head, body, head_only=record.request.head.head_only)
+        record.sent = now = _now()
+        record.overhead_s += now - self._working_since
 
-    def _body_to_send(self) -> bytes | PiecedBody:
-        return self.request.body if self.plan is None else self.plan.body_for(self.routes[0])
+    def _head_to_send(self, replica: Replica, length: int, encoding: bool) -> bytes:
+        """The head for a body of `length` bytes. encoding: the reply may be compressed.
 
-    def _may_compress(self) -> bool:
-        """A compressed reply could not be edited, nor its usage be read: then none is asked for."""
-        return self._strip.nothing and (self.plan is None or not self.plan.metered)
-
-    def _head_to_send(self, replica: Replica, length: int) -> bytes:
-        """The head for a body of `length`. Made once for a head that comes again and again: only
-        a trace's name differs between two of them."""
-        context, head = self._context, self.request.head
-        instead, encoding = self.admission.replace_authorization, self._may_compress()
+        Made once for a client head that comes again and again, unless it carries a trace context.
+        """
+        context, record = self._context, self._record
+        head, instead = record.request.head, record.admission.replace_authorization
         if length == 0 and head.method != b"POST":
             return b"%b\r\n\r\n" % self._head_lines(replica, instead, encoding, None)
-        if self.plan is not None and context.outgoing_trace is not None:
+        if record.plan is not None and context.outgoing_trace is not None:
             came = head.headers.aside.get(TRACEPARENT)
-            own = self.own_traceparent = context.outgoing_trace(came)
+            own = record.own_traceparent = context.outgoing_trace(came)
             lines = self._head_lines(replica, instead, encoding, own)
             return b"%b\r\nContent-Length: %d\r\n\r\n" % (lines, length)
         sent = head.sent
@@ -209,7 +289,7 @@ class Outbound(ReplyReader):
     def _head_lines(
         self, replica: Replica, instead: bytes | Keep | None, encoding: bool, own: bytes | None
     ) -> bytes:
-        head, where = self.request.head, replica.pool.endpoint
+        head, where = self._record.request.head, replica.pool.endpoint
         authorization = None if isinstance(instead, Keep) else instead or b""
         aside = head.headers.aside
         return request_lines(
@@ -221,7 +301,3 @@ class Outbound(ReplyReader):
                 aside, authorization, encoding=encoding, traceparent=own
             ),
         )
-
-    @abstractmethod
-    def _give_up(self, why: str, status: int = 502) -> None:
-        """Nobody will answer."""

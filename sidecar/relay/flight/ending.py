@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sidecar.capture.reply_buffer import ReplyBuffer
 from sidecar.records import Outcome, RawCapture, Timings
 from sidecar.relay.flight.context import RelayContext
 from sidecar.relay.flight.plan import Plan
+from sidecar.relay.flight.record import FlightRecord
 from sidecar.relay.http1.heads import IDEMPOTENCY_KEY, RETRY_COUNT, TRACEPARENT
 from sidecar.relay.payload.reply_signs import ReplySigns
+from sidecar.relay.payload.usage import UsageMeter
 from sidecar.routing.breaker import CUT, EMPTY, ERROR, SHORT, SLOW
-
-if TYPE_CHECKING:
-    from sidecar.relay.flight.flight import Flight
-    from sidecar.relay.payload.usage import UsageMeter
 
 LONGEST_KEY: Final = 256
 """Of an `Idempotency-Key`; a longer one is cut."""
 
 
 def settle(
-    context: RelayContext, flown: Flight, outcome: Outcome, status: int, ended: float
+    context: RelayContext, record: FlightRecord, outcome: Outcome, status: int, ended: float
 ) -> None:
     """Count a request and hand it to the capture. Cheap; never blocks or raises.
 
     status: vLLM's, or ours when vLLM gave none; 0 when the client left before. ended: when, by
     `time.perf_counter()`.
     """
-    accounts, plan = context.accounts, flown.plan
+    accounts, plan = context.accounts, record.plan
     accounts.in_flight.dec()
     accounts.request(0 if outcome == "cut" else status)
-    streamed = flown.streamed
+    streamed = record.streamed
     if streamed:
         accounts.streams_open.dec()
     if plan is None:
         return
-    if flown.meter is not None:
-        _charge(context, flown, flown.meter, outcome, status)
-    route, reply_buffer = flown.routes[0], flown.reply_buffer
-    accounts.duration.observe(ended - flown.began)
-    accounts.overhead.observe(flown.overhead_s)
-    if flown.first_byte and status == 200:
-        accounts.ttft.observe(flown.first_byte - flown.began)
+    if record.meter is not None:
+        _charge(context, record, record.meter, outcome, status)
+    route, reply_buffer = record.routes[0], record.reply_buffer
+    accounts.duration.observe(ended - record.began)
+    accounts.overhead.observe(record.overhead_s)
+    if record.first_byte and status == 200:
+        accounts.ttft.observe(record.first_byte - record.began)
     accounts.exchange(outcome, route)
-    if flown.signs is not None:
-        _tell_breaker(context, flown, plan, flown.signs, outcome, status, ended)
+    if record.signs is not None:
+        _tell_breaker(context, record, plan, record.signs, outcome, status, ended)
     reply, reply_bytes = None, 0
     if reply_buffer is None:
         accounts.skipped(plan.skip_reason or "")
@@ -54,13 +52,13 @@ def settle(
         reply = _kept_reply(context, reply_buffer, status)
     if reply is None and not context.traced:
         return
-    headers = flown.request.head.headers
+    headers = record.request.head.headers
     context.capture.offer(
         RawCapture(
-            exchange_id=flown.exchange_id,
+            exchange_id=record.exchange_id,
             public_model=plan.public_model,
             route=route,
-            replica=flown.replica.url if flown.replica is not None else "",
+            replica=record.replica.url if record.replica is not None else "",
             session_key=plan.session_key,
             user=plan.user,
             request=plan.peek.body,
@@ -69,22 +67,22 @@ def settle(
             status=status,
             outcome=outcome,
             timings=Timings(
-                started_at=flown.started_at,
-                queue_s=flown.sent - flown.began if flown.sent else None,
-                first_byte_s=flown.first_byte - flown.began if flown.first_byte else None,
-                total_s=ended - flown.began,
-                overhead_s=flown.overhead_s,
+                started_at=record.started_at,
+                queue_s=record.sent - record.began if record.sent else None,
+                first_byte_s=record.first_byte - record.began if record.first_byte else None,
+                total_s=ended - record.began,
+                overhead_s=record.overhead_s,
             ),
             traceparent=headers.text(TRACEPARENT),
-            own_traceparent=flown.own_traceparent.decode(),
+            own_traceparent=record.own_traceparent.decode(),
             surface=plan.rule.surface,
-            project=flown.admission.project,
-            key_id=flown.admission.key_id,
+            project=record.admission.project,
+            key_id=record.admission.key_id,
             retry_count=_count(headers.text(RETRY_COUNT)),
             idempotency_key=headers.text(IDEMPOTENCY_KEY)[:LONGEST_KEY],
-            fallback_from=flown.fallback_from,
+            fallback_from=record.fallback_from,
             reply_bytes=reply_bytes,
-            returned_index=flown.returned_index,
+            returned_index=record.returned_index,
         )
     )
 
@@ -110,7 +108,7 @@ def _kept_reply(
 
 def _tell_breaker(
     context: RelayContext,
-    flown: Flight,
+    record: FlightRecord,
     plan: Plan,
     signs: ReplySigns,
     outcome: Outcome,
@@ -124,35 +122,35 @@ def _tell_breaker(
     fault, and one that failed on both arms.
     """
     guard, session = context.guard, plan.session_key
-    if flown.fell_back:
+    if record.fell_back:
         if outcome != "upstream_error":
             guard.reply(plan.canary_tag, "canary", session, ERROR)
         return
-    if not flown.sent or flown.fallback_from or 400 <= status < 500:
+    if not record.sent or record.fallback_from or 400 <= status < 500:
         return
     bad = 0
     if outcome == "upstream_error" or signs.failed:
         bad = ERROR
     elif outcome == "cut":
         bad = CUT
-    elif flown.looked_through and not signs.says_something:
+    elif record.looked_through and not signs.says_something:
         bad = EMPTY
     if signs.cut_short:
         bad |= SHORT
-    if not signs.slow and (flown.first_byte or ended) - flown.sent > context.slow_first_byte_s:
+    if not signs.slow and (record.first_byte or ended) - record.sent > context.slow_first_byte_s:
         bad |= SLOW
     if bad or not signs.slow:
-        guard.reply(plan.canary_tag, flown.routes[0].arm, session, bad, counted=signs.slow)
+        guard.reply(plan.canary_tag, record.routes[0].arm, session, bad, counted=signs.slow)
 
 
 def _charge(
-    context: RelayContext, flown: Flight, meter: UsageMeter, outcome: Outcome, status: int
+    context: RelayContext, record: FlightRecord, meter: UsageMeter, outcome: Outcome, status: int
 ) -> None:
     """Charge what vLLM told, or what the reply cost at least: a client that leaves before vLLM's
     head is there has had vLLM read its prompt. What vLLM refused, and what it failed in before its
     head, costs nothing."""
     tokens = meter.told if outcome == "ok" else None
-    if tokens is None and (status == 200 or (status == 0 and flown.sent)):
-        tokens = meter.at_least(len(flown.request.body), flown.pieces)
+    if tokens is None and (status == 200 or (status == 0 and record.sent)):
+        tokens = meter.at_least(len(record.request.body), record.pieces)
     if tokens:
-        context.access.charge(flown.admission, tokens, context.clock())
+        context.access.charge(record.admission, tokens, context.clock())

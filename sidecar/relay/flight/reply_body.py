@@ -11,12 +11,9 @@ from typing import Final, Literal
 
 from sidecar.relay.http1.heads import EVENT_STREAM
 from sidecar.relay.http1.sse import EventSplitter, is_one_event
-from sidecar.relay.payload.reply_edit import Strip, strip_event, strip_reply
+from sidecar.relay.payload.reply_edit import MAX_HELD_BYTES, Strip, strip_event, strip_reply
 from sidecar.relay.payload.template import EventShape, learn_shape
 
-MAX_HELD_BYTES = 64 * 2**20  # not Final, which would compile it in: tests make it small
-"""A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
-than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
 LESSONS: Final = 16
 """Events that are looked at for their shape; a stream of another kind has none."""
 EVENT_END: Final = (b"\n\n", b"\r\n\r\n")

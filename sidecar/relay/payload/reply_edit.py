@@ -20,6 +20,9 @@ from sidecar.errors import UNREADABLE_JSON
 from sidecar.relay.payload.reply_fields import REPLY, ReplyFields
 from sidecar.relay.payload.spans import Member, elements, members
 
+MAX_HELD_BYTES = 64 * 2**20  # not Final, which would compile it in: tests make it small
+"""A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
+than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
 NULL: Final = b"null"
 _PROMPT_IDS: Final = b'"prompt_token_ids":'
 _IDS: Final = b'"token_ids":'
