@@ -11,19 +11,10 @@ from xxhash import xxh3_128_digest
 DEFAULT_PROJECT: Final = "default"
 LONGEST_NAME_BYTES: Final = 255
 """Of a session key or a user's name, in UTF-8: the store's columns hold as much."""
-REMEMBERED: Final = 2048
-"""Openings whose names are known: those of the conversations that go on now, whose every turn
-begins with them. To hash one takes two microseconds, to find it half of one."""
-REMEMBERED_BYTES: Final = 4096
-"""Of an conversation_prefix that is remembered: 8 MB for all of them at most."""
 LONG_PIECE_BYTES: Final = 64 * 1024
 """A message longer than this has its XXH3 digest in the name instead of itself: SHA-256 of a
 megabyte takes 0.7 ms, which is another look at the whole prompt, and XXH3 0.02. Who makes two that
 collide has two conversations of his own taken for one."""
-END_BYTES: Final = 96
-"""Of an conversation_prefix, by which it is looked up: what users wrote differs at its end, and to
-hash all of it would take half as long as the name itself."""
-_NAMES: Final[dict[bytes, tuple[bytes, str]]] = {}
 
 
 def session_key(
@@ -57,18 +48,7 @@ def session_key(
         pieces.append(b"key:" + key_id.encode("utf-8", "surrogatepass"))
     # JSON and names have no zero bytes, and a digest is told by its name and length: pieces stay
     # apart.
-    whole = b"\x00".join(pieces)
-    if len(whole) > REMEMBERED_BYTES:
-        return _name(whole)
-    end = whole[-END_BYTES:]
-    known = _NAMES.get(end)
-    if known is not None and known[0] == whole:
-        return known[1]
-    if len(_NAMES) >= REMEMBERED:
-        _NAMES.clear()
-    name = _name(whole)
-    _NAMES[end] = (whole, name)
-    return name
+    return "m:" + sha256(b"\x00".join(pieces)).digest()[:16].hex()
 
 
 def short_name(text: str) -> str:
@@ -120,7 +100,3 @@ def _short(piece: Any) -> Any:  # Any: as in `conversation_prefix`
     if len(piece) <= LONG_PIECE_BYTES:
         return piece
     return b"xxh3:" + xxh3_128_digest(piece)
-
-
-def _name(conversation_prefix: bytes) -> str:
-    return "m:" + sha256(conversation_prefix).digest()[:16].hex()

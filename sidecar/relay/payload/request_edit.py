@@ -33,11 +33,6 @@ MAX_LOOKS: Final = 3
 """Places from the end that may be some other object's `model`."""
 MAX_FRONT_BYTES: Final = 512
 """In so much of a long body's beginning `model` is looked for first."""
-MAX_TAIL_BYTES: Final = 512
-MAX_TAILS: Final = 256
-_TAILS: Final[set[bytes]] = set()
-"""Ends of bodies that are the rest of one object from its `model` on. An agent writes the same one
-behind each of its conversations, and what a tail is depends on nothing but itself."""
 _FIRST: Final = b'{"model":'
 _KEY: Final = b'"model"'
 _SPACES: Final = b" \t\r\n"
@@ -145,15 +140,7 @@ def _follows_members(front: bytes) -> bool:
 def _is_member(body: bytes, key: int, value: bytes) -> bool:
     """Whether a member of the body itself, not of something in it, begins at `key`: what is left
     of the body from there must be the rest of one object, no more and no less."""
-    tail = body[key:]
-    if tail in _TAILS:
-        return True
     try:
-        found = bytes(TAIL.decode(b"{" + tail).model) == value
+        return bytes(TAIL.decode(b"{" + body[key:]).model) == value
     except UNREADABLE_JSON:
         return False
-    if found and len(tail) <= MAX_TAIL_BYTES:
-        if len(_TAILS) >= MAX_TAILS:
-            _TAILS.clear()
-        _TAILS.add(tail)
-    return found

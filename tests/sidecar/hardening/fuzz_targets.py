@@ -376,7 +376,7 @@ def check_peek(peek: RequestPeek) -> None:
     for surface in (CHAT, COMPLETIONS, MESSAGES):
         peek.may_ask_token_ids(surface.surface)
         peek.may_ask_logprobs(surface.surface)
-    assert isinstance(peek.opening(), list)
+    assert isinstance(peek.conversation_prefix(), list)
     assert isinstance(peek.user, str)
     assert (peek.model is None) or peek.model in [v for k, v in before if k == "model"]
     if peek.model_json is None or not peek.asks_nothing_of_ours:

@@ -27,19 +27,21 @@ UNSTORABLE = ["a" * (LONGEST_NAME_BYTES + 1), "é" * 128, "a\0b", "a\ud800", "x"
 
 
 def by_header(header: str, project: str = "default") -> str:
-    return session_key(header=header, user="", opening=(), project=project)
+    return session_key(header=header, user="", conversation_prefix=(), project=project)
 
 
 def of(body: bytes, **more: str) -> str:
     given = {"user": "", **more}
-    return session_key(header=None, opening=peek_request(body).opening(), **given)
+    return session_key(
+        header=None, conversation_prefix=peek_request(body).conversation_prefix(), **given
+    )
 
 
 def test_the_key_of_an_opening_never_changes() -> None:
     # Frozen: another value would break every conversation on the day of an upgrade.
     whole = b'"system"\0"Be short."\0"user"\0"Hi"\0ann\0default'
     expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
-    assert session_key(header=None, user="ann", opening=OPENING) == expected
+    assert session_key(header=None, user="ann", conversation_prefix=OPENING) == expected
     assert expected == "m:41c54ffa72bb2d524e27e9b242af8b5c"
 
 
@@ -49,7 +51,7 @@ def test_a_long_message_stands_in_the_key_by_its_digest() -> None:
     digest = bytes.fromhex("9c7342f995d214e39af8b486a522058e")
     whole = b'"user"\0' + b"xxh3:" + digest + b"\0ann\0default"
     expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
-    assert session_key(header=None, user="ann", opening=[b'"user"', long]) == expected
+    assert session_key(header=None, user="ann", conversation_prefix=[b'"user"', long]) == expected
 
 
 def test_long_messages_that_differ_in_a_byte_are_two_conversations() -> None:
@@ -72,17 +74,17 @@ def test_later_turns_and_what_else_a_message_holds_do_not_count() -> None:
         b'{"role":"assistant","content":"Hello"},{"role":"user","content":"Bye"}],"n":1}'
     )
 
-    assert first == later == session_key(header=None, user="", opening=OPENING)
+    assert first == later == session_key(header=None, user="", conversation_prefix=OPENING)
 
 
 def test_the_header_wins() -> None:
-    assert session_key(header="s-1", user="ann", opening=OPENING) == "h:s-1"
-    assert session_key(header="s-1", user="", opening=(), project="p") == "h:p/s-1"
+    assert session_key(header="s-1", user="ann", conversation_prefix=OPENING) == "h:s-1"
+    assert session_key(header="s-1", user="", conversation_prefix=(), project="p") == "h:p/s-1"
 
 
 def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
     keys = {
-        session_key(header=None, user=user, opening=OPENING, project=project)
+        session_key(header=None, user=user, conversation_prefix=OPENING, project=project)
         for user in ("", "ann", "bob")
         for project in ("default", "p")
     }
@@ -92,14 +94,15 @@ def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
 
 def test_requests_that_open_with_nothing_are_told_apart_by_key_and_user() -> None:
     keys = {
-        session_key(header=None, user=user, opening=(), key_id=key)
+        session_key(header=None, user=user, conversation_prefix=(), key_id=key)
         for user in ("", "ann")
         for key in ("k1", "k2")
     }
 
     assert len(keys) == 4
     with_opening = {
-        session_key(header=None, user="", opening=OPENING, key_id=key) for key in ("k1", "k2")
+        session_key(header=None, user="", conversation_prefix=OPENING, key_id=key)
+        for key in ("k1", "k2")
     }
     assert len(with_opening) == 1
 
@@ -164,9 +167,9 @@ def test_a_request_that_opens_with_nothing_is_in_no_session_of_another_project(
 ) -> None:
     """A user may bring zeros, by which the pieces of a key are told apart."""
     named_by_key = session_key(
-        header=None, user=short_name(user), opening=(), project=project, key_id=key_id
+        header=None, user=short_name(user), conversation_prefix=(), project=project, key_id=key_id
     )
     opened = session_key(
-        header=None, user=project, opening=[short_name(user).encode()], project=other
+        header=None, user=project, conversation_prefix=[short_name(user).encode()], project=other
     )
     assert named_by_key != opened

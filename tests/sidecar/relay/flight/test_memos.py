@@ -1,9 +1,10 @@
-"""What is remembered changes no answer: not of an assignment, a session's name or a counter."""
+"""A cached assignment or counter equals a computed one, and the caches are bounded."""
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import sha256
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment
 from sidecar.relay.flight.accounts import Accounts
-from sidecar.routing import assignment, session_key
+from sidecar.routing import assignment
 from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.session_key import session_key as name_of
 from sidecar.routing.table import RoutingTable
@@ -23,6 +24,8 @@ TABLE = RoutingTable(
     model="m", champion="m--v1", canary="m--v2", canary_weight_bp=3_000, salt="s", generation=1
 )
 FULL = [f"h:full-{number}" for number in range(assignment.REMEMBERED)]
+LIMIT_BYTES = 4 * 2**20
+"""What the assignments of one table may hold."""
 keys = st.text(max_size=20) | st.sampled_from(FULL)
 
 
@@ -65,19 +68,48 @@ def test_more_sessions_than_are_remembered_keep_their_assignment() -> None:
     assert first == again == [expected(TABLE, key) for key in sessions]
     arms = Counter(routes[0] for routes in first)
     assert 2_200 < arms["m--v2"] < 2_720  # 30 % of 8195, six deviations each way
-    assert 0 < len(routing._known) <= assignment.REMEMBERED
 
 
-def test_names_as_long_as_a_head_are_answered_and_not_kept() -> None:
+def names(count: int, chars: int) -> Iterable[str]:
+    return (f"h:{number}-".ljust(chars, "x") for number in range(count))
+
+
+def test_sessions_with_long_and_longer_keys_keep_their_assignment() -> None:
     routing = CompiledRouting(TABLE)
-    longest = assignment.REMEMBERED_CHARS
-    keys = [f"h:{number}-".ljust(length, "x") for number in range(20) for length in (256, 257)]
-    assert longest == 256
+    long, longer = assignment.REMEMBERED_CHARS, assignment.REMEMBERED_CHARS + 1
+    keys = [*names(20, long), *names(20, longer)]
 
     for _ in range(2):
         assert [adapters(routing, key) for key in keys] == [expected(TABLE, key) for key in keys]
 
-    assert {len(key) for key in routing._known} == {256}
+
+def kept_bytes(table: RoutingTable, keys: Iterable[str]) -> int:
+    """What a table's routing holds after it was asked for these sessions."""
+    routing = CompiledRouting(table)
+    tracemalloc.start()
+    try:
+        for key in keys:
+            routing.routes(key)
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_assignments_of_all_sessions_together_hold_a_bounded_number_of_bytes() -> None:
+    sessions, chars = assignment.REMEMBERED, assignment.REMEMBERED_CHARS
+
+    full = kept_bytes(TABLE, names(sessions, chars))
+    over = kept_bytes(TABLE, names(10 * sessions, chars))
+
+    assert sessions * chars < full < LIMIT_BYTES
+    assert over < 1.1 * full
+
+
+def test_a_key_as_long_as_a_head_is_not_kept() -> None:
+    chars = assignment.REMEMBERED_CHARS
+
+    assert kept_bytes(TABLE, names(1_000, chars)) > 1_000 * chars
+    assert kept_bytes(TABLE, names(1_000, chars + 1)) < 50_000
 
 
 def test_a_new_table_remembers_nothing_of_the_old_one() -> None:
@@ -91,11 +123,11 @@ def test_a_new_table_remembers_nothing_of_the_old_one() -> None:
         assert adapters(new, key) == expected(new.table, key)
 
 
-def test_where_nobody_is_split_no_session_is_remembered() -> None:
+def test_where_nobody_is_split_no_session_is_kept() -> None:
     for table in (replace(TABLE, canary_weight_bp=0), RoutingTable(model="m")):
+        assert kept_bytes(table, names(1_000, 200)) < 50_000
         routing = CompiledRouting(table)
         assert {routing.routes(f"k{number}") for number in range(100)} == {routing.routes("")}
-        assert routing._known == {}
 
 
 # -- session keys
@@ -104,76 +136,18 @@ openings = st.lists(st.binary(max_size=12).map(lambda text: text.replace(b"\x00"
 words = st.text(st.characters(exclude_characters="\x00"), max_size=6)
 
 
-def hashed(opening: list[bytes], user: str, project: str, key_id: str) -> str:
-    """The name of a session, worked out without what is remembered."""
-    who = [user, project] if opening else [user, project, "key:" + key_id]
-    pieces = [*opening, *(word.encode("utf-8", "surrogatepass") for word in who)]
-    return "m:" + sha256(b"\x00".join(pieces)).hexdigest()[:32]
-
-
-@pytest.fixture(autouse=True)
-def forget_names() -> Iterator[None]:
-    session_key._NAMES.clear()
-    yield
-    session_key._NAMES.clear()
-
-
-def named(opening: list[bytes], user: str, project: str, key_id: str) -> str:
-    return name_of(header=None, user=user, opening=opening, project=project, key_id=key_id)
-
-
 @given(openings, words, words, words)
-def test_a_session_is_named_alike_before_and_after_it_is_remembered(
+def test_a_session_is_named_by_the_hash_of_its_prefix_and_user(
     opening: list[bytes], user: str, project: str, key_id: str
 ) -> None:
-    session_key._NAMES.clear()
-    name = hashed(opening, user, project, key_id)
+    who = [user, project] if opening else [user, project, "key:" + key_id]
+    pieces = [*opening, *(word.encode("utf-8", "surrogatepass") for word in who)]
 
-    assert named(opening, user, project, key_id) == name  # not known
-    assert len(session_key._NAMES) == 1
-    assert named(opening, user, project, key_id) == name  # known
-    session_key._NAMES.clear()
-    for number in range(session_key.REMEMBERED):
-        session_key._NAMES[b"no name is without zeros: %d" % number] = (b"", "m:other")
-    assert named(opening, user, project, key_id) == name  # one too many
-    assert len(session_key._NAMES) == 1
+    name = name_of(
+        header=None, user=user, conversation_prefix=opening, project=project, key_id=key_id
+    )
 
-
-def test_more_sessions_than_are_remembered_keep_their_names() -> None:
-    sessions = [[b'"user"', b'"%d"' % number] for number in range(2 * session_key.REMEMBERED + 3)]
-
-    first = [named(opening, "ann", "shop", "") for opening in sessions]
-    again = [named(opening, "ann", "shop", "") for opening in sessions]
-
-    assert first == again == [hashed(opening, "ann", "shop", "") for opening in sessions]
-    assert len(set(first)) == len(sessions)
-    assert 0 < len(session_key._NAMES) <= session_key.REMEMBERED
-
-
-def test_a_long_opening_is_named_and_not_kept() -> None:
-    who = len(b"\x00ann\x00shop")
-    fits = [b"x" * (session_key.REMEMBERED_BYTES - who)]
-    longer = [b"x" * (session_key.REMEMBERED_BYTES - who + 1)]
-
-    for opening in (fits, longer, fits, longer):
-        assert named(opening, "ann", "shop", "") == hashed(opening, "ann", "shop", "")
-
-    [(whole, _)] = session_key._NAMES.values()
-    assert len(whole) == session_key.REMEMBERED_BYTES
-
-
-def test_openings_that_end_alike_are_told_apart() -> None:
-    end = b"x" * session_key.END_BYTES
-    alike = [[b"a" + end], [b"b" + end]]
-
-    for opening in (*alike, *alike):
-        assert named(opening, "ann", "shop", "") == hashed(opening, "ann", "shop", "")
-
-
-def test_the_agents_own_name_is_never_looked_up() -> None:
-    for header in ("s", "m:x"):
-        assert name_of(header=header, user="ann", opening=[b"a"]) == f"h:{header}"
-    assert session_key._NAMES == {}
+    assert name == "m:" + sha256(b"\x00".join(pieces)).hexdigest()[:32]
 
 
 # -- counters

@@ -267,7 +267,7 @@ def test_completions_are_asked_only_for_what_changes_nothing_else(
     ],
 )
 def test_the_opening_ends_with_the_first_user_message(body: bytes, opening: list) -> None:
-    assert [bytes(piece) for piece in peek_request(body).opening()] == opening
+    assert [bytes(piece) for piece in peek_request(body).conversation_prefix()] == opening
 
 
 @given(BODY, st.booleans(), st.sampled_from(["m", 'a"b', "\u00e9"]))
