@@ -1,8 +1,8 @@
-"""Decide whether the body that a connection brings may go on coming. No IO.
+"""Decide whether an incoming request body may go on. No IO.
 
-Four things end it: its sender is not let in, it comes too slowly, the worker has no memory for it,
-or nobody sends a long body there. Who is let in has paid for a request when the head is here,
-whatever becomes of the body.
+A body is refused for four reasons: its sender is not authorised, it comes too slowly, the worker
+has no memory for it, or its path takes no long body. An authorised request counts against its key
+from the head on, whatever becomes of the body.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.relay.surface.refusals import Refusal
 
 MAX_UNAUTHENTICATED_BYTES: Final = 64 * 1024
-"""Of a body that come before its sender is refused. Under it nobody sees a difference: the
-refusal comes when the body is whole, and the connection stays."""
+"""Body bytes accepted before an unauthorised sender is refused. A shorter body is refused when it
+is complete, and the connection stays open."""
 MIN_BODY_BYTES_PER_S: Final = 1024
-"""A body that comes slower than this is not waited for. See `moved`."""
+"""A body that comes more slowly than this is refused. See `moved`."""
 
 
 class BodyWatch:
-    """What is known of the body that one connection brings, and what it holds of the budget."""
+    """The incoming body of one connection, and its share of the memory budget."""
 
     __slots__ = ("_admitted", "_context", "_due", "_held_bytes", "_may_be_long", "_seen")
 
     def __init__(self, context: RelayContext) -> None:
         self._context = context
         self._admitted: Admission | Refusal | None = None
-        """What `admit` said; None: nobody asked."""
+        """What `admit` returned; None: not called yet."""
         self._may_be_long = False
-        """Over `MAX_UNAUTHENTICATED_BYTES`: its sender was looked at."""
+        """The sender was checked, so the body may exceed `MAX_UNAUTHENTICATED_BYTES`."""
         self._held_bytes = 0
-        """Taken of the worker's budget, for the body coming in or in flight."""
+        """Bytes of the worker's budget that the body holds, incoming or in flight."""
         self._due = 0.0
         """When the body is late, by `time.perf_counter()`; 0: none is coming."""
         self._seen = 0
-        """Bytes of it that `_due` knows of."""
+        """Body bytes already counted in `_due`."""
 
     def look(self, parser: RequestParser, head: RequestHead, at: float) -> Refusal | None:
-        """Look at the body that is coming into the parser. Returns: why it may not go on.
+        """Check the body that is coming into the parser. Returns: why it may not go on.
 
-        at: when its last bytes came. A client that waits for `100 Continue` may be told to go on
-        when this returns None.
+        at: when its last bytes came. When this returns None, a client that waits for
+        `100 Continue` may be told to send its body.
         """
         came = parser.body_bytes
         self.moved(came, at)
@@ -59,7 +59,7 @@ class BodyWatch:
             return None
         if not self._may_be_long:
             self._may_be_long = True
-            # Who waits for 100 is judged by what he announces: nobody looks again when it is here.
+            # A client that waits for 100 is judged by the announced length: no later check follows.
             refusal = reject(
                 head,
                 admitted,
@@ -74,26 +74,26 @@ class BodyWatch:
         return 0.0 < self._due < now
 
     def whole(self, head: RequestHead, length: int) -> Refusal | None:
-        """The body is here. Returns: why it may not be kept until its reply is."""
+        """The body is complete. Returns: why it may not be kept until the reply is sent."""
         return self._hold(length, head, "whole")
 
     def admitted(self) -> Admission | Refusal | None:
-        """What `admit` said to this request; the next one is not known then."""
+        """Take what `admit` returned for this request, and reset for the next one."""
         admitted, self._admitted = self._admitted, None
         self._may_be_long = False
         self._due, self._seen = 0.0, 0
         return admitted
 
     def give_back(self) -> None:
-        """No body is held any more."""
+        """Return the body's share of the memory budget."""
         if self._held_bytes:
             self._context.bodies.give_back(self._held_bytes)
             self._held_bytes = 0
 
     def moved(self, came: int, at: float) -> None:
-        """Put off the moment when the body is late by the time that its new bytes may take. It is
-        never further away than `proxy.body_timeout_s`: a body that came fast at first may not drip
-        for hours."""
+        """Extend the deadline by the time that the new bytes may take. The deadline is never
+        further away than `proxy.body_timeout_s`: a body that began fast may not drip for hours.
+        """
         latest = at + self._context.proxy.body_timeout_s
         earned = self._due + (came - self._seen) / MIN_BODY_BYTES_PER_S
         self._due = min(latest, earned) if self._due else latest
@@ -104,7 +104,7 @@ class BodyWatch:
         return length <= FREE_BYTES or self._context.bodies.fits(length - held, held)
 
     def _hold(self, count: int, head: RequestHead, reason: str) -> Refusal | None:
-        """Take as much of the worker's budget as a body of so many bytes needs."""
+        """Reserve `count` bytes of the worker's budget for the body."""
         held = self._held_bytes
         if count <= FREE_BYTES or count <= held:
             return None

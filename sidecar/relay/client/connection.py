@@ -1,12 +1,11 @@
-"""The relay's side towards a client: one protocol object per connection.
+"""One client connection: an asyncio protocol that reads requests and starts their flights.
 
 Requests are answered one at a time and in order. While one is in flight the connection goes on
-reading, because that is how it learns that the client has left; what comes early waits unparsed,
-and when too much comes early, reading stops.
+reading, because a read is how it learns that the client has left. Pipelined bytes wait unparsed;
+when too many wait, reading stops.
 
-One connection never keeps the event loop from the others: in one turn of the loop it parses about
-`SLICE_BYTES` of many small messages and begins `REQUESTS_AT_ONCE` requests, then it waits for the
-next turn.
+One connection never blocks the event loop for the others: in one iteration it parses about
+`SLICE_BYTES` of small messages and begins `REQUESTS_AT_ONCE` requests, then yields to the loop.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from sidecar.relay.upstream.connection import no_delay
 MAX_EARLY_BYTES: Final = 64 * 1024
 """Pipelined bytes that wait for the request in flight."""
 REQUESTS_AT_ONCE: Final = 16
-"""Requests that are begun in one turn of the loop: a refusal takes some 30 us."""
+"""Requests begun in one iteration of the event loop: a refusal takes about 30 us."""
 SLICE_BYTES: Final = 4096
-"""Of pipelined messages or small chunks that are parsed in one turn: at worst a millisecond."""
+"""Bytes of pipelined messages or small chunks parsed in one iteration: at most a millisecond."""
 LINES_AT_ONCE: Final = 256
-"""A read with fewer lines is parsed whole: what the parser does is by the line."""
+"""A read with fewer lines is parsed at once: the parser's cost grows with the lines."""
 LINGER_S: Final = 1.0
-"""A refused client may still be sending; closing at once would reset the connection and could take
-the refusal with it. So we read on and throw away for this long."""
+"""How long the bytes of a refused client are read and dropped. It may still be sending, and closing
+at once would reset the connection, perhaps before the client has read the refusal."""
 DRAIN_IDLE_S: Final = 0.5
-"""While draining, an idle connection is kept this long: its client may just be sending."""
+"""While draining, an idle connection stays open this long: a request may be on its way."""
 _now: Final = perf_counter
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client's connection; see the module's docstring."""
+    """See the module's docstring."""
 
     def __init__(self, context: RelayContext, forget: Callable[[ClientConnection], None]) -> None:
         """forget: called once, when the connection is gone."""
@@ -58,12 +57,12 @@ class ClientConnection(asyncio.Protocol):
         self._reading_paused = self._writing_paused = False
         self._pumping = self._closing = self._draining = False
         self._yielded = False
-        """There is more to do, in the next turn of the loop."""
+        """The next iteration of the event loop goes on with this connection."""
         self._watch = BodyWatch(context)
         self._since = _now()
-        """Since when it is idle, or the request that is coming in has been."""
+        """When the connection became idle, or when the incoming request began."""
         self._progress = self._since
-        """When a byte last moved in the direction that is waited for."""
+        """When a byte last moved in the direction the connection waits for."""
         self._unsent_bytes = 0
 
     # -- asyncio.Protocol
@@ -109,7 +108,7 @@ class ClientConnection(asyncio.Protocol):
         if self._flight is not None:
             self._flight.resume()
         else:
-            self._yield()  # this turn may have had its requests
+            self._yield()  # this iteration may have begun its share of requests
 
     # -- for the flight
 
@@ -124,7 +123,7 @@ class ClientConnection(asyncio.Protocol):
         if not keep_alive:
             self._close()
             return
-        if self._draining:  # the client was told that it may go on: its next request may be coming
+        if self._draining:  # the reply allowed keep-alive, so another request may be on its way
             self._loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
         self._pump()
 
@@ -136,7 +135,7 @@ class ClientConnection(asyncio.Protocol):
     # -- for the server
 
     def drain(self) -> None:
-        """Finish what is in flight or on its way, then close."""
+        """Finish the request in flight, or the one on its way, then close."""
         if self._draining:
             return
         self._draining = True
@@ -148,7 +147,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     def tick(self, now: float) -> None:
-        """Called now and then: end what has waited too long. now: `time.perf_counter()`."""
+        """Enforce the timeouts; called periodically. now: `time.perf_counter()`."""
         proxy = self._context.proxy
         if self._writing_paused and self._transport is not None:
             unsent = self._transport.get_write_buffer_size()
@@ -160,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._flight is not None:
             self._flight.tick(now)
         elif self._closing:
-            # What is unsent may never be taken, and `close` waits for it for ever.
+            # The client may never read the rest, and `close` would wait for ever until it does.
             if now - self._since > proxy.write_timeout_s:
                 self._context.metrics.clients_cut.inc(("not_reading",))
                 self.abort()
@@ -174,7 +173,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(too_slow(), head_only=False, keep_alive=False)
 
     def _is_late(self, now: float) -> bool:
-        """The request that is coming in is not worth waiting for."""
+        """The incoming request has exceeded its timeout."""
         if self._parser.in_body:
             return self._watch.is_late(now)
         return now - self._since > self._context.proxy.head_timeout_s
@@ -186,7 +185,7 @@ class ClientConnection(asyncio.Protocol):
     # -- requests
 
     def _pump(self) -> None:
-        """Begin requests until one is in flight, nothing is left, or it is the turn of others:
+        """Begin requests until one is in flight, none is left, or this iteration has begun enough:
         refusals are answered at once, and a client may pipeline thousands of them."""
         if self._pumping or self._yielded:
             return
@@ -222,7 +221,7 @@ class ClientConnection(asyncio.Protocol):
     # -- a body that is coming in
 
     def _body_may_go_on(self) -> bool:
-        """Look at the request whose body is coming in. Returns: False when it was refused."""
+        """Check the incoming body. Returns: False when the request was refused."""
         parser = self._parser
         head = parser.head
         if head is None:
@@ -237,7 +236,7 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _let_go_of_body(self) -> None:
-        """No body is answered here any more: hold none of it, however long the client stays."""
+        """Free the body: it will not be answered, however long the client stays connected."""
         self._watch.give_back()
         self._early.clear()
         self._parser.drop_body()
@@ -245,15 +244,15 @@ class ClientConnection(asyncio.Protocol):
     # -- what is parsed
 
     def _is_cheap(self, data: bytes) -> bool:
-        """Whether the parser has no more to do with it than a turn of the loop may take."""
+        """True if parsing `data` takes no longer than one iteration of the loop may."""
         parser = self._parser
         if parser.announced - parser.body_bytes >= len(data):
             return True
         return data.count(b"\n") <= LINES_AT_ONCE
 
     def _parse_early(self) -> bool:
-        """Parse some of what came early: all that is one body's, or a slice. Returns: whether that
-        may have taken a turn's time."""
+        """Parse pipelined bytes: the rest of one body, or one slice. Returns: True if that may have
+        taken as long as one iteration of the loop may."""
         of_body = self._parser.announced - self._parser.body_bytes
         data = self._early.take(max(SLICE_BYTES, of_body))
         if not self._early.size:

@@ -1,4 +1,4 @@
-"""The bytes that came on a connection and are not parsed yet. No IO."""
+"""Pipelined bytes of a connection that wait to be parsed. No IO."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import deque
 from typing import Final
 
 SMALL_BYTES: Final = 4096
-"""A piece under this size is joined with what comes next: a client may send a byte at a time, and
-each piece is an object."""
+"""A piece under this size is joined with the next one: a client may send a byte at a time, and each
+piece is an object."""
 
 
 class EarlyBytes:
-    """`add` what came, `take` it in order."""
+    """A queue of bytes: `add` reads, `take` them in order."""
 
     __slots__ = ("_at", "pieces", "size")
 
     def __init__(self) -> None:
         self.pieces: deque[bytes] = deque()
         self._at = 0
-        """So many bytes of the first piece are taken."""
+        """Bytes of the first piece already taken."""
         self.size = 0
-        """Bytes that are not taken."""
+        """Bytes not taken yet."""
 
     def add(self, data: bytes) -> None:
         pieces = self.pieces
@@ -31,7 +31,7 @@ class EarlyBytes:
         self.size += len(data)
 
     def take(self, most: int) -> bytes:
-        """The next bytes: at most so many, and not all when they are in several pieces."""
+        """Take the next bytes: at most `most`, and none beyond the first piece."""
         first, at = self.pieces[0], self._at
         end = at + most
         data = first[at:end] if at or end < len(first) else first

@@ -1,6 +1,6 @@
-"""From a request to its flight: who asks, what is done with it, and by whom it is answered.
+"""Turn a received request into a flight, or refuse it.
 
-The one place where the relay's parts meet for a request: keys and limits, sampling, the plan.
+Access control, sampling, routing and best of N meet here.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from sidecar.routing.assignment import CompiledRouting, pinned_assignment
 
 CAPTURE_HEADER: Final = b"x-sidecar-capture"
 NOBODY: Final = Admission()
-"""For our own application, which asks for no key."""
+"""For the sidecar's own application, which needs no key."""
 
 
 def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
-    """Let a request in, or say why not. Once a request: it is counted against its key's limits.
+    """Check the caller's key and count the request against its limits, once per request.
 
-    Called as soon as the head is here, so that who sends a body slowly has paid for it."""
+    Called when the head is complete, so that a slowly sent body counts too."""
     if head.where is Destination.NOWHERE:
         return not_found()
     if not _asks_for_key(head):
@@ -56,9 +56,9 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
 
 
 def reject(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> Refusal | None:
-    """Why a request will not be taken, known before its body is here. None: it may come.
+    """Refuse a request before its body is complete. None: the body may go on.
 
-    long: of its body came more than anybody sends who is not asked for a prompt.
+    long: the body is longer than a request without a prompt needs.
     """
     if isinstance(admitted, Refusal):
         return replace(admitted, close=True)
@@ -66,7 +66,7 @@ def reject(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> R
 
 
 def no_room(context: RelayContext, head: RequestHead, reason: str, *, close: bool) -> Refusal:
-    """Refuse a body for which the worker has no memory. reason: as the metric names it."""
+    """Refuse a body for which the worker has no memory. reason: label of the metric."""
     limit = context.bodies.limit
     context.metrics.bodies_refused.inc((reason,))
     context.rate_limited_log.warning("bodies_full", limit_bytes=limit, reason=reason)
@@ -82,10 +82,11 @@ def receive(
     keep_alive: bool,
     began: float,
 ) -> Flight | Refusal:
-    """Make the flight of a request, or say why there is none.
+    """Create the flight of a complete request, or refuse it.
 
-    admitted: by `admit`, when its body came after its head; None: nobody asked yet.
-    began: when its last byte was here and nothing was in its way, by `time.perf_counter()`.
+    admitted: what `admit` returned when the body came later than the head; None: not asked yet.
+    began: when the last byte was here and no earlier request was in the way, by
+    `time.perf_counter()`.
     """
     head = request.head
     where = head.where
@@ -98,7 +99,7 @@ def receive(
     if admitted is None:
         admitted = admit(context, head)
     elif _asks_for_key(head):
-        # The body may have taken minutes, in which the key was revoked or has expired.
+        # The key may have been revoked or have expired while the body came in.
         denial = context.access.reject(head.credentials, context.clock())
         if denial is not None:
             return denied(denial, _surface(where))
@@ -121,7 +122,7 @@ def _asks_for_key(head: RequestHead) -> bool:
 
 
 def _surface(where: Destination | SurfaceRule) -> Surface:
-    """In whose form a refusal is written."""
+    """The surface whose error format a refusal uses."""
     return where.surface if isinstance(where, SurfaceRule) else "chat"
 
 
@@ -138,7 +139,7 @@ def _receive_model_request(
     headers = head.headers
     routing = context.compiled_routing()
     pinned = None
-    if ADAPTER in headers.aside:  # who may not name one was turned away
+    if ADAPTER in headers.aside:  # a caller without that right was rejected
         named = _named_adapter(context, routing, headers.text(ADAPTER), rule.surface)
         if isinstance(named, Refusal):
             return named
@@ -200,7 +201,7 @@ def _best_of(context: RelayContext, plan: Plan, n: int, exchange_id: str) -> Bes
 def _wanted(
     context: RelayContext, admission: Admission, header: str, rule: SurfaceRule, target: bytes
 ) -> int | Refusal:
-    """How many answers are to be sampled, the best of which is returned."""
+    """How many answers to sample; the best one is returned."""
     if rule.surface != "chat":
         return refuse_surface(header, target, rule.surface) or 1
     limit = min(context.best_of.max_n, admission.best_of_max) if context.best_of.enabled else 1

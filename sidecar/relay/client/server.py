@@ -1,4 +1,4 @@
-"""The relay as a server: it listens, holds its connections, and ends without cutting anyone off."""
+"""The relay's server: it listens, keeps its connections, and drains them when it stops."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sidecar.relay.flight.context import RelayContext
 log = structlog.get_logger()
 BACKLOG = 2048
 OWN = -1
-"""Names this process's own listeners."""
+"""Key of this process's own listeners."""
 LISTEN_GRACE_S = 0.05
-"""A connection that was accepted as the listener closed has its request on the way; it has this
-long to come before connections without a request are closed."""
+"""How long a connection that was accepted as the listener closed may take to send its request,
+before connections without a request are closed."""
 LONGEST_TICK_S = 1.0
-"""How often connections are looked at for having waited too long."""
+"""Longest interval between two checks of the connections' timeouts."""
 
 
 class TurnedAway(asyncio.Protocol):
-    """A connection for which there is no room: closed as it comes."""
+    """Closes a connection over `proxy.max_connections` as soon as it is accepted."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
@@ -66,13 +66,13 @@ class RelayServer:
         return port
 
     async def accept_also(self, name: int, sockets: Sequence[socket.socket]) -> None:
-        """Take the connections of these listeners too, until `accept_no_more(name)`. Raises
-        OSError. Does nothing once the relay is stopping."""
+        """Accept connections from these listeners too, until `accept_no_more(name)`. Does nothing
+        once the relay is stopping. Raises: OSError."""
         if self._stopping or name in self._servers:
             return
         servers = self._servers[name] = []
         for one in sockets:
-            # A duplicate: closing it leaves the listener, and who waits there, to its owner.
+            # A duplicate: closing it leaves the listener and its backlog to the owner.
             server = await asyncio.get_running_loop().create_server(
                 self._accept, sock=one.dup(), backlog=BACKLOG
             )
@@ -85,7 +85,7 @@ class RelayServer:
     async def stop(self, deadline_s: float) -> None:
         """Take no new connections, let replies in flight finish, cut the rest at the deadline."""
         self._stopping = True
-        await asyncio.sleep(0)  # one look at the listeners: who waits there is taken first
+        await asyncio.sleep(0)  # one iteration of the loop accepts what is in the backlog
         for name in list(self._servers):
             self.accept_no_more(name)
         if self._connections:
@@ -94,7 +94,7 @@ class RelayServer:
             log.warning("requests_cut_at_drain_deadline", count=len(self._connections))
             for connection in list(self._connections):
                 connection.abort()
-            # Their accounts are settled when the loop has told them.
+            # Their flights settle when the loop has called `connection_lost`.
             await self._drained(1.0)
         if self._ticking is not None:
             self._ticking.cancel()

@@ -1,4 +1,4 @@
-"""The counters that every request moves, looked up once. One thread."""
+"""The counters that every request increments, looked up once. For one thread."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Outcome
 
 CLIENT_LEFT: Final = "499"
-"""nginx's number for it; no such status is ever sent."""
+"""The label, nginx's, for a client that left before the reply; this status is never sent."""
 
 REMEMBERED: Final = 64
-"""Assignments whose counter is at hand: of a few routing tables."""
+"""Assignments whose counter is cached: those of a few routing tables."""
 
 
 class Accounts:
-    """What is counted of requests and their replies. Labels are few, and each is kept at hand."""
+    """Counts requests and replies. Labels are few, and the counter of each is cached."""
 
     __slots__ = (
         "_adapters",
@@ -50,7 +50,7 @@ class Accounts:
         self._adapters: dict[int, tuple[Assignment, Counter]] = {}
 
     def request(self, status: int) -> None:
-        """One request was answered. status: 0 when the client left before."""
+        """Count a request. status: 0 when the client left before the reply."""
         counter = self._statuses.get(status)
         if counter is None:
             label = str(status) if status else CLIENT_LEFT
@@ -58,7 +58,7 @@ class Accounts:
         counter.inc()
 
     def exchange(self, outcome: Outcome, route: Assignment) -> None:
-        """One model request ended."""
+        """Count a model request that ended."""
         counter = self._outcomes.get(outcome)
         if counter is None:
             counter = self._outcomes[outcome] = self.exchanges.labels(outcome)
@@ -66,14 +66,14 @@ class Accounts:
         # By identity: assignments are made with the routing table, not with each request.
         known = self._adapters.get(id(route))
         if known is None or known[0] is not route:
-            if len(self._adapters) >= REMEMBERED:  # of tables that are gone
+            if len(self._adapters) >= REMEMBERED:  # they belong to old routing tables
                 self._adapters.clear()
             known = (route, self.adapter_replies.labels(route.adapter, route.arm))
             self._adapters[id(route)] = known
         known[1].inc()
 
     def skipped(self, reason: str) -> None:
-        """A capture that was not to be."""
+        """Count an exchange that is not captured."""
         counter = self._skipped.get(reason)
         if counter is None:
             counter = self._skipped[reason] = self._captures_skipped.labels(reason)

@@ -1,4 +1,4 @@
-"""One request as it was read from a client."""
+"""One request as the client sent it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from sidecar.relay.upstream.replicas import Replica
 
 
 class SentHead:
-    """The head that goes to one replica, for a head that came, up to the length of the body."""
+    """A head to send to one replica, up to the value of Content-Length; made of one client head."""
 
     __slots__ = ("_encoding", "_instead", "_replica", "up_to_length")
 
     def __init__(
         self, replica: Replica, instead: bytes | Keep | None, encoding: bool, up_to_length: bytes
     ) -> None:
-        """instead: of the caller's credentials. encoding: the reply may be compressed."""
+        """instead: replaces the caller's credentials. encoding: the reply may be compressed."""
         self._replica = replica
         self._instead = instead
         self._encoding = encoding
         self.up_to_length = up_to_length
 
     def serves(self, replica: Replica, instead: bytes | Keep | None, encoding: bool) -> bool:
-        """Whether it is the one for these."""
+        """True if this head was made for these."""
         return replica is self._replica and instead is self._instead and encoding is self._encoding
 
 
 class RequestHead:
-    """Everything before the body. Not changed once it is complete, and shared by all requests of a
-    connection that begin with the same bytes: what follows from a head alone is kept with it."""
+    """Everything before the body. Immutable once complete, and shared by all requests of one
+    connection whose heads have the same bytes. What follows from the head alone is cached here."""
 
     __slots__ = (
         "_credentials",
@@ -52,22 +52,22 @@ class RequestHead:
         http_1_1: bool,
         keep_alive: bool,
     ) -> None:
-        """keep_alive: the client wants to go on with this connection."""
+        """keep_alive: the client wants to keep the connection open."""
         self.method = method
         self.target = target
         self.headers = headers
         self.http_1_1 = http_1_1
         self.keep_alive = keep_alive
         self.head_only = method == b"HEAD"
-        """The reply has no body, whatever its head says."""
+        """The reply has no body, even if its head has a Content-Length."""
         self.where: Destination | SurfaceRule = destination(method, target)
         self._credentials: Credentials | None = None
         self.sent: SentHead | None = None
-        """What was sent on for it last."""
+        """The head that was last sent to a replica for this one."""
 
     @property
     def credentials(self) -> Credentials:
-        """What the client shows of itself."""
+        """The credentials that the client sent."""
         found = self._credentials
         if found is None:
             found = self._credentials = Credentials(self.headers.aside)
@@ -75,7 +75,7 @@ class RequestHead:
 
 
 class ClientRequest:
-    """Not changed once it is complete. (A plain class: one is made for every request.)"""
+    """Immutable once complete. (A plain class, because one is made for every request.)"""
 
     __slots__ = ("body", "head")
 

@@ -1,4 +1,4 @@
-"""What one relay works with, put together once in `proxy.py` and handed to every connection."""
+"""The objects that one relay shares between its connections; made once in `proxy.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Routing(Protocol):
 
 
 class SamplingRule(Protocol):
-    """Whether a request is captured."""
+    """Decides whether a request is captured."""
 
     def skip_reason(self, *, surface: str, project: str, header: str) -> str | None: ...
 
@@ -49,17 +49,17 @@ class RelayContext:
     access: Access
     best_of: BestOf = field(default_factory=BestOf)
     picker: Picker | None = None
-    """Who picks the best of N; None: best of N is off."""
+    """Picks the best of N answers; None: best of N is off."""
     outgoing_trace: Callable[[bytes | None], bytes] | None = None
-    """The `traceparent` to send on for the one that came; None: it goes on as it came."""
+    """Maps the client's `traceparent` to the one for vLLM; None: it is passed on unchanged."""
     models_changed: Callable[[], None] = lambda: None
-    """Told when a replica turns out to lack a model that it was thought to have."""
+    """Called when a replica lacks a model that it was thought to have."""
     clock: Callable[[], float] = time.time
     """Unix seconds."""
     monotonic: Callable[[], float] = time.monotonic
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds(os.urandom))
     breaker: Breaker | None = None
-    """None makes one of this process alone."""
+    """None: the relay makes one that is not shared with other processes."""
     slow_first_byte_s: float = 10.0
     """A reply whose first byte comes later than this counts as slow in the breaker."""
     _compiled: CompiledRouting | None = None
@@ -74,17 +74,17 @@ class RelayContext:
 
     @property
     def busy(self) -> bool:
-        """As many requests are in flight as may be."""
+        """True if `proxy.max_in_flight` requests are in flight."""
         in_flight = 0
         for replica in self.replicas.all:
             in_flight += replica.in_flight
         return in_flight >= self._max_in_flight
 
     def compiled_routing(self) -> CompiledRouting:
-        """The table that is obeyed now."""
+        """The routing table that is in force now."""
         compiled, table = self._compiled, self.routing.table
         if compiled is None or compiled.table is not table:
-            if compiled is not None:  # a new adapter may be one that was just loaded
+            if compiled is not None:  # a replica may just have loaded the new adapter
                 self.models_changed()
             compiled = self._compiled = CompiledRouting(table)
             self._without_canary = None
@@ -94,7 +94,7 @@ class RelayContext:
         return compiled
 
     def _champion_alone(self, table: RoutingTable) -> CompiledRouting:
-        """The table without its canary, which the breaker took out."""
+        """The table without its canary, because the breaker is open."""
         without = self._without_canary
         if without is None:
             without = CompiledRouting(replace(table, canary=None, canary_weight_bp=0))

@@ -1,4 +1,4 @@
-"""The accounts of a finished request: counters, the allowance, the hand-over to the capture."""
+"""Settle a finished request: counters, the key's allowance, the breaker, and the capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidecar.relay.payload.usage import UsageMeter
 from sidecar.routing.breaker import CUT, EMPTY, ERROR, SHORT, SLOW
 
 LONGEST_KEY: Final = 256
-"""Of an `Idempotency-Key`; a longer one is cut."""
+"""Length in characters at which an `Idempotency-Key` is cut."""
 
 
 def settle(
@@ -23,8 +23,8 @@ def settle(
 ) -> None:
     """Count a request and hand it to the capture. Cheap; never blocks or raises.
 
-    status: vLLM's, or ours when vLLM gave none; 0 when the client left before. ended: when, by
-    `time.perf_counter()`.
+    status: vLLM's, or the sidecar's when vLLM gave none; 0 when the client left before.
+    ended: by `time.perf_counter()`.
     """
     accounts, plan = context.accounts, record.plan
     accounts.in_flight.dec()
@@ -88,14 +88,14 @@ def settle(
 
 
 def _count(text: str) -> int:
-    """A retry count as the client sent it; 0 when it is no small number."""
+    """Read a client's retry count; 0 when it is not a small number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
 
 
 def _kept_reply(
     context: RelayContext, reply_buffer: ReplyBuffer, status: int
 ) -> tuple[bytes, ...] | None:
-    """The chunks to record, or None when nothing is to be: then that is counted here."""
+    """The chunks to record. None: nothing is recorded, and the reason is counted here."""
     if status not in (0, 200) and status < 500:
         reply_buffer.clear()
         context.accounts.skipped("not_200")
@@ -115,11 +115,11 @@ def _tell_breaker(
     status: int,
     ended: float,
 ) -> None:
-    """Count what the user of a canary got, for the arm that was to answer.
+    """Tell the breaker how well the session's arm answered.
 
-    Left out, because it says nothing of the adapter: a request that reached no vLLM, one that vLLM
-    did not know the adapter for (control sees those), one that vLLM refuses as the client's
-    fault, and one that failed on both arms.
+    Left out, because they say nothing about the adapter: requests that reached no vLLM, those
+    whose adapter vLLM did not know (control sees them), those that vLLM refused as the client's
+    fault, and those that failed on both arms.
     """
     guard, session = context.guard, plan.session_key
     if record.fell_back:
@@ -146,9 +146,11 @@ def _tell_breaker(
 def _charge(
     context: RelayContext, record: FlightRecord, meter: UsageMeter, outcome: Outcome, status: int
 ) -> None:
-    """Charge what vLLM told, or what the reply cost at least: a client that leaves before vLLM's
-    head is there has had vLLM read its prompt. What vLLM refused, and what it failed in before its
-    head, costs nothing."""
+    """Charge the key for the tokens that vLLM reported, or for a lower bound of them.
+
+    A client that leaves before vLLM's head has still had its prompt read. A request that vLLM
+    refused, or that failed before vLLM's head, costs nothing.
+    """
     tokens = meter.told if outcome == "ok" else None
     if tokens is None and (status == 200 or (status == 0 and record.sent)):
         tokens = meter.at_least(len(record.request.body), record.pieces)

@@ -1,6 +1,6 @@
-"""Hold request bodies in little more memory than they have bytes, and all of them within a limit.
+"""Keep request bodies in little more memory than their length, and all of them within a limit.
 
-No IO; one thread.
+No IO; for one thread.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Final
 from sidecar.metrics.hot import Gauge
 
 FREE_BYTES: Final = 64 * 1024
-"""A body up to this length is always taken and never counted: `proxy.max_connections` bounds them,
-and uploads that stand still keep no ordinary request away."""
+"""A body up to this length is always accepted and never counted: `proxy.max_connections` bounds
+their number, and stalled uploads then keep no ordinary request out."""
 
 
 class BodyPieces:
-    """The part of one body that came, joined as it comes. A list would keep an object of 40 bytes
+    """The received part of one body, joined as it comes. A list would keep an object of 40 bytes
     for each piece, and a client may send pieces of one byte."""
 
     __slots__ = ("_first", "_rest")
@@ -38,7 +38,7 @@ class BodyPieces:
             self._first = b""
 
     def take(self) -> bytes:
-        """All that came; nothing is held then."""
+        """Return all that came, and hold nothing."""
         rest, self._rest = self._rest, None
         if rest is not None:
             return rest.getvalue()  # the very memory, not a copy
@@ -47,7 +47,7 @@ class BodyPieces:
 
 
 class BodyBudget:
-    """The bytes that the long bodies of one worker hold: those coming in, and those in flight."""
+    """Counts the bytes that one worker holds for long bodies, incoming or in flight."""
 
     __slots__ = ("_gauge", "held", "limit")
 
@@ -57,12 +57,12 @@ class BodyBudget:
         self._gauge = gauge
 
     def fits(self, more: int, own: int) -> bool:
-        """Whether there is room for `more` bytes. own: what the asker holds. A body that is alone
-        always fits: `proxy.max_body_bytes` bounds it."""
+        """True if there is room for `more` bytes. own: the bytes that this body holds already. One
+        body alone always fits: `proxy.max_body_bytes` bounds it."""
         return self.held + more <= self.limit or self.held == own
 
     def take(self, more: int, own: int) -> bool:
-        """As `fits`; when there is room, it is taken."""
+        """Reserve `more` bytes. Returns: False when they do not fit."""
         if not self.fits(more, own):
             return False
         self.held += more

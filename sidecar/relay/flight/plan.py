@@ -1,4 +1,4 @@
-"""What to do with one model request: who answers it, and what is written into it. Pure."""
+"""Plan one model request: which adapter answers it, and what is edited into it. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USER_HEADER: Final = b"x-sidecar-user"
 
 
 class Circumstances:
-    """What a request's plan depends on beside the request itself."""
+    """What a plan depends on, apart from the request itself."""
 
     __slots__ = (
         "key_id",
@@ -50,9 +50,9 @@ class Circumstances:
         needs_session: bool = True,
         pinned: Assignment | None = None,
     ) -> None:
-        """skip_reason: why the exchange is not captured; None when it is to be.
+        """skip_reason: why the exchange is not captured; None when it is.
         metered: the key has an allowance of tokens, so the usage must be known.
-        needs_session: somebody beside the canary's split wants the session's name.
+        needs_session: the session key is needed even where no canary splits the traffic.
         pinned: an operator named the adapter."""
         self.routing = routing
         self.skip_reason = skip_reason
@@ -64,8 +64,8 @@ class Circumstances:
 
 
 class Plan:
-    """Everything that is decided before the first byte goes to vLLM. (A plain class: one is made
-    for every request.)"""
+    """Everything that is decided before the first byte goes to vLLM. (A plain class, because one is
+    made for every request.)"""
 
     __slots__ = (
         "canary_tag",
@@ -97,7 +97,7 @@ class Plan:
         """metered: the key has an allowance of tokens, so the usage must be known.
         routes: tried in order; the next one only when vLLM does not know the adapter.
         skip_reason: why the exchange is not captured; None when it is.
-        strip: what the sidecar asks for on its own account.
+        strip: the reply fields that only the sidecar asked for.
         canary_tag: the breaker's tag of the canary that this request's session was assigned
         against."""
         self.rule = rule
@@ -151,7 +151,7 @@ class Plan:
 def plan_request(
     rule: SurfaceRule, body: bytes, headers: RequestHeaders, around: Circumstances
 ) -> Plan | Refusal:
-    """Decide about a request, or refuse it the way vLLM would."""
+    """Plan a request, or refuse it as vLLM would."""
     routing = around.routing
     try:
         peek = peek_request(body, routing.public_name)
@@ -195,7 +195,7 @@ def plan_request(
 
 
 def _is_valid(rule: SurfaceRule, peek: RequestPeek) -> bool:
-    """False: vLLM will refuse the request for its `model`, and must see it as it came."""
+    """False: vLLM will refuse the request because of its `model`, and must see it unchanged."""
     return peek.model_is_text and (peek.model is not None or not rule.needs_model)
 
 

@@ -1,7 +1,7 @@
-"""The three ways a reply's body goes to the client. Pure: bytes in, bytes to send out.
+"""Turn a reply's body into the bytes for the client, in one of three ways. Pure.
 
-passed: as it came. events: one server-sent event at a time, edited. held: whole, edited at its end,
-because the edit changes its length.
+passed: unchanged. events: each server-sent event is edited. held: the whole body is edited when it
+is complete, because the edit changes its length.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from sidecar.relay.payload.reply_edit import MAX_HELD_BYTES, Strip, strip_event,
 from sidecar.relay.payload.template import EventShape, learn_shape
 
 LESSONS: Final = 16
-"""Events that are looked at for their shape; a stream of another kind has none."""
+"""Events from which a template is tried to be learned; a stream of another kind has none."""
 EVENT_END: Final = (b"\n\n", b"\r\n\r\n")
 
 Length = Literal["kept", "whole", "unknown"]
-"""kept: as vLLM's head says; whole: all is sent in one piece; unknown: nobody knows before."""
+"""kept: as vLLM's head says; whole: sent in one piece; unknown: not known before the end."""
 
 
 class ReplyBody(ABC):
-    """Takes the reply's bytes, gives those that may go to the client now."""
+    """Takes the reply's bytes and returns those that may go to the client now."""
 
     __slots__ = ("holds", "length")
 
@@ -40,14 +40,14 @@ class ReplyBody(ABC):
 
     @abstractmethod
     def rest_dropped(self, last: bytes) -> bool:
-        """The reply ends here, unfinished: whether the client has whole events only, so that one
-        more may follow. What is held of an event that is not whole is dropped.
+        """The reply breaks off here: drop an incomplete event. Returns: True if the client has only
+        whole events, so that one more may follow.
 
         last: what was fed last."""
 
 
 class PassedBody(ReplyBody):
-    """Every byte at once, as it came."""
+    """Passes every byte on at once, unchanged."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class PassedBody(ReplyBody):
 
 
 class EventBody(ReplyBody):
-    """Events as they complete, without what the client did not ask for."""
+    """Passes events on as they complete, without what the client did not ask for."""
 
     __slots__ = ("_lessons", "_passing", "_shape", "_splitter", "_strip")
 
@@ -108,7 +108,7 @@ class EventBody(ReplyBody):
 
 
 class HeldBody(ReplyBody):
-    """Nothing until the end, then the whole reply, edited."""
+    """Passes nothing on until the end, then the whole reply, edited."""
 
     __slots__ = ("_pieces", "_size", "_strip")
 
@@ -142,12 +142,12 @@ class HeldBody(ReplyBody):
 
 
 PASSED: Final[ReplyBody] = PassedBody()
-"""It keeps nothing, so one serves all."""
+"""It has no state, so one object serves all replies."""
 
 
 def reply_body(*, status: int, content_type: bytes, encoded: bool, strip: Strip) -> ReplyBody:
-    """Choose the way. content_type: lower case. encoded: the reply is compressed, and cannot be
-    edited."""
+    """Choose one of the three ways. content_type: lower case. encoded: the reply is compressed and
+    cannot be edited."""
     if strip.nothing or status != 200 or encoded:
         return PASSED
     if content_type.startswith(EVENT_STREAM):
