@@ -1,10 +1,10 @@
-"""Best of N between a flight and its upstream connection.
+"""Best of N, between a flight and its upstream connection.
 
-`BestOf` is one request's part: what is asked, how it ended, what it says in the reply's header.
-`BestOfConnection` stands in the place of the flight's upstream connection and looks like it. It
-holds vLLM's reply, has it judged, and hands the flight the head, body and end of a plain reply:
-the flight goes on as if one answer had been asked for and had taken a little longer. Whatever is
-not N answers (an error, an adapter that vLLM has lost) it hands on as it is.
+`BestOf` is the state of one request: what is asked, how it ended, what the reply's header says.
+`BestOfConnection` replaces the flight's upstream connection and has its interface. It holds vLLM's
+reply, has it judged, and gives the flight the head, body and end of a plain reply: to the flight
+one answer was asked for and took a little longer. A reply without N answers (an error, an adapter
+that vLLM does not know) is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STREAM_TYPE = b"text/event-stream; charset=utf-8"
 
 
 class BestOf:
-    """One request for best of N, from its plan to its accounts. `close` it once, at the end."""
+    """One request for best of N, from its plan to its metrics. `close` it once, at the end."""
 
     def __init__(
         self,
@@ -49,14 +49,15 @@ class BestOf:
         keep: bool,
         timeout_s: float,
     ) -> None:
-        """plan: or why there is no point in it. request: the client's body. keep: it is recorded.
+        """plan: a text says why N answers are not asked for. request: the client's body. keep: the
+        exchange is recorded.
 
         timeout_s: how long the judge may take.
         """
         if not isinstance(plan, str) and not picker.ready:
-            plan = "not_ready"  # nobody would choose: N answers would be sampled for nothing
+            plan = "not_ready"  # no judge would choose: N answers would be sampled for nothing
         self.plan = None if isinstance(plan, str) else plan
-        """None: send the plain request, over the connection as it is."""
+        """None: send the plain request over the plain connection."""
         self.picker = picker
         self.timeout_s = timeout_s
         self.returned_index = 0
@@ -104,20 +105,20 @@ class BestOf:
         return self.returned_index
 
     def fell_back(self, reason: str) -> None:
-        """Note why the client gets something else than a choice; a later sending may mend it."""
+        """Note why the client gets no chosen answer; a later attempt may still give one."""
         self._fallback, self._picked, self.returned_index = reason, False, 0
 
     @property
     def own_lines(self) -> tuple[bytes, ...]:
-        """For the reply's head: how many were sampled, which one this is, and why if nobody
-        chose."""
+        """The reply's header: how many were sampled, which one this is, and why if none was
+        chosen."""
         line = f"{REPLY_HEADER}: {self._sampled};picked={self.returned_index}"
         if not self._picked:
             line += f";fallback={self._fallback or 'cut'}"
         return (line.encode(),)
 
     def close(self) -> None:
-        """Count the request: it was picked, or fell back for one reason."""
+        """Count the request as picked, or as fallen back for one reason."""
         self._metrics.best_of_requests.inc()
         if self._picked:
             answer = "other" if self.returned_index else "first"
@@ -129,7 +130,7 @@ class BestOf:
 class BestOfConnection(ReplyReader):
     """One sending of a best-of-N request: a `ReplyReader` to vLLM, a connection to the flight.
 
-    on_chunk: told of vLLM's bytes as they come: the record holds all N, and all are charged.
+    on_chunk: gets vLLM's bytes as they come: the capture holds all N answers, and all are charged.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class BestOfConnection(ReplyReader):
         self._upstream.send(self, head, body, head_only=head_only)
 
     def abort(self) -> None:
-        """The client is gone. The judge goes on: its scores are worth as much without a client."""
+        """The client is gone: stop waiting for the pick. The judge goes on by itself."""
         self._reader = None
         if self._upstream is not None:
             self._upstream.abort()
@@ -216,7 +217,7 @@ class BestOfConnection(ReplyReader):
     # -- between the two
 
     def _pass_on(self, reason: str) -> None:
-        """Hand on what vLLM says as it is, from here to its end."""
+        """Pass vLLM's reply on unchanged, from here to its end."""
         self._passing = True
         self._best_of.fell_back(reason)
         if self._reader is None or self._head is None:
@@ -241,7 +242,7 @@ class BestOfConnection(ReplyReader):
         def judged(_: asyncio.Future[Verdict]) -> None:
             if asking.cancelled():
                 return
-            # A picker does not raise. One that does must not leave a client without its answer.
+            # A picker should not raise; if one does, the client still gets an answer.
             verdict = NoPick(reason="failed") if asking.exception() else asking.result()
             ended = time.perf_counter()
             picked = best_of.decide(verdict, answers, ended - began)
@@ -264,7 +265,7 @@ class BestOfConnection(ReplyReader):
                 )
             else:
                 body = whole_reply(answers, picked, plan.strip)
-        except (LookupError, *UNREADABLE_JSON):  # a message of a shape that vLLM does not write
+        except (LookupError, *UNREADABLE_JSON):  # vLLM does not write such a message
             self._hand_over_unread(received_at)
             return
         self._chunks.clear()

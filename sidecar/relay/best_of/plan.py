@@ -1,9 +1,9 @@
-"""Best of N, the request's side: may it be, is there a point in it, and what vLLM is asked. Pure.
+"""Best of N, the request: is it allowed, is it useful, and what vLLM is asked. Pure.
 
 vLLM is asked once, for N choices and not for a stream: one prompt, prefilled once. As in every
 request, the body is never re-encoded; values are replaced at their place.
-A request whose N answers would be one answer, or that asks for something that only one answer
-makes sense of, is relayed as it came, and the reason is counted.
+A request whose N answers would be equal, or that asks for something that needs exactly one answer,
+is relayed unchanged, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestOfPlan:
-    """How one request is asked for N times, and what its client is to see of that."""
+    """How vLLM is asked for N answers, and what the client sees of it."""
 
     n: int
     stream: bool
@@ -43,7 +43,7 @@ class BestOfPlan:
     include_usage: bool
     continuous_usage: bool
     strip: Strip
-    """What the sidecar asks for on its own account."""
+    """What only the sidecar asks for."""
     peek: RequestPeek
     says_stream_options: bool
 
@@ -100,7 +100,7 @@ def wanted_answers(header: str, *, limit: int) -> int | Refusal:
 
 
 def refuse_surface(header: str, target: bytes, surface: Surface) -> Refusal | None:
-    """The answer to a request for best of N on a path that has none; None when it does not ask."""
+    """Refuse best of N on a path without it; None when the request does not ask for it."""
     if header in ("", "1"):
         return None
     path = target.partition(b"?")[0].decode("utf-8", "replace")
@@ -112,7 +112,7 @@ def refuse_surface(header: str, target: bytes, surface: Surface) -> Refusal | No
 
 
 def plan_best_of(peek: RequestPeek, n: int, *, captured: bool) -> BestOfPlan | str:
-    """Plan a request, or say why there is no point in it: then it is relayed as it came.
+    """Plan a request, or say why it is relayed unchanged.
 
     captured: the exchange is recorded. Otherwise log-probabilities are not needed, and token ids
     only to count the returned answer's tokens.
@@ -122,7 +122,7 @@ def plan_best_of(peek: RequestPeek, n: int, *, captured: bool) -> BestOfPlan | s
     try:
         fields = _FIELDS.decode(peek.body)
     except UNREADABLE_JSON:
-        return "not_valid"  # NaN and the like: vLLM is left to say what it thinks of it
+        return "not_valid"  # NaN and the like: left to vLLM to refuse
     reason = _why_not(fields)
     if reason is not None:
         return reason
@@ -146,7 +146,7 @@ def _why_not(fields: _Fields) -> str | None:
     if fields.n is not None and (isinstance(fields.n, bool) or fields.n != 1):
         return "n"
     if fields.seed is not None:
-        return "seed"  # the client wants the same answer each time, and judges do not choose so
+        return "seed"  # the client wants the same answer each time; a judge may choose another
     temperature = fields.temperature
     if isinstance(temperature, int | float) and temperature < GREEDY_BELOW:
         return "temperature_zero"
@@ -154,7 +154,7 @@ def _why_not(fields: _Fields) -> str | None:
         return "beam_search"  # there `n` is the width of the beam
     if fields.prompt_logprobs is not None:
         return "prompt_logprobs"
-    # What follows vLLM would refuse, and must be left to.
+    # vLLM refuses what follows, and its own error must reach the client.
     if not isinstance(fields.stream, bool | None):
         return "not_valid"
     options = fields.stream_options

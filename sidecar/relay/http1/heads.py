@@ -33,12 +33,12 @@ TRACEPARENT: Final = b"traceparent"
 RETRY_COUNT: Final = b"x-stainless-retry-count"
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 SENT_ON_DEMAND: Final = (AUTHORIZATION, X_API_KEY, ACCEPT_ENCODING, TRACEPARENT)
-"""Kept aside: whoever sends the request on decides about them."""
+"""Kept apart: `UpstreamAttempt` decides whether to send them."""
 OWN_PREFIX: Final = b"x-sidecar-"
 ASIDE: Final = CONNECTION_HEADERS | {b"host", b"content-length", b"expect", *SENT_ON_DEMAND}
-"""Of a request: not passed on as they came."""
+"""Request headers that are not passed on unchanged."""
 JOINED: Final = frozenset({b"connection", b"transfer-encoding", AUTHORIZATION, X_API_KEY})
-"""Of these every value counts: a doubled key is no key."""
+"""Repeated values of these are joined: a repeated key is then not a valid key."""
 READ_TOO: Final = frozenset({RETRY_COUNT, IDEMPOTENCY_KEY})
 _AGENTS_SEND: Final = (
     b"Accept", b"Content-Type", b"User-Agent", b"X-Stainless-Lang", b"X-Stainless-OS",
@@ -47,7 +47,7 @@ _AGENTS_SEND: Final = (
     b"Anthropic-Version", b"anthropic-beta", b"X-Request-Id", b"OpenAI-Organization",
 )  # fmt: skip
 PASSED_ON: Final = frozenset(_AGENTS_SEND) | frozenset(name.lower() for name in _AGENTS_SEND)
-"""Spellings that need no second look, for speed alone: the headers of the usual SDKs."""
+"""Header spellings of the usual SDKs, which are passed on unchecked. For speed only."""
 EVENT_STREAM: Final = b"text/event-stream"
 _ORDINARY_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
 
@@ -59,13 +59,13 @@ class RequestHeaders:
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
-        """`name: value`, to be passed on as they came."""
+        """`name: value` lines that are passed on unchanged."""
         self.aside: dict[bytes, bytes] = {}
         """By lower-case name: what the relay reads or decides about. The first of a name counts,
         as it does for vLLM; those in `JOINED` are joined by commas."""
 
     def end(self) -> None:
-        """All came: drop what `Connection` names besides."""
+        """The head is complete: drop the other headers that `Connection` names."""
         connection = self.aside.get(b"connection")
         if connection is not None and connection.lower() not in _ORDINARY_CONNECTION:
             drop_named(self.lines, connection)
@@ -96,7 +96,7 @@ class ReplyHeaders:
     def __init__(self) -> None:
         self.lines: list[bytes] = []
         self.written = b""
-        """What was written of them to a client: the same headers come again and again."""
+        """The bytes last written of them to a client, cached: the same headers come often."""
         self.content_length: bytes | None = None
         self.chunked = False
         self.content_type = b""
@@ -114,7 +114,7 @@ class ReplyHeaders:
         return self.content_encoding not in (b"", b"identity")
 
     def end(self) -> None:
-        """All came: drop what `Connection` names besides."""
+        """The head is complete: drop the other headers that `Connection` names."""
         if self.connection:
             drop_named(self.lines, self.connection)
 
@@ -125,7 +125,7 @@ def connection_names(value: bytes) -> frozenset[bytes]:
 
 
 def drop_named(lines: list[bytes], connection: bytes) -> None:
-    """Take the headers that `Connection` names out of `lines`."""
+    """Remove from `lines` the headers that `Connection` names."""
     named = connection_names(connection)
     lines[:] = [line for line in lines if line.partition(b":")[0].lower() not in named]
 
@@ -159,7 +159,7 @@ def lines_on_demand(
     encoding: bool,
     traceparent: bytes | None,
 ) -> list[bytes]:
-    """The lines of the headers about which somebody decides.
+    """The lines of the headers that are sent on demand only.
 
     authorization: instead of the caller's credentials; None passes those on, empty sends none.
     encoding: the reply may be compressed. traceparent: instead of the caller's.
@@ -182,7 +182,7 @@ def lines_on_demand(
 
 
 def reply_lines(status: int, reason: bytes, lines: Iterable[bytes]) -> bytes:
-    """The head of a reply to the client as far as it is vLLM's: without what frames the body.
+    """The part of a reply's head that comes from vLLM: all but the body's framing.
 
     lines: finished `name: value` lines.
     """

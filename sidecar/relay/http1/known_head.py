@@ -1,9 +1,9 @@
 """Recognise a head that was parsed before, so that it need not be parsed again. Pure.
 
-An agent's SDK writes the same head for every request of a connection, and vLLM for every reply, but
-for the length of the body. llhttp and the relay's own rules judge a head once; the same bytes mean
-the same again, whatever the digits of their Content-Length. Anything else goes to the parser:
-nothing is understood here, only remembered.
+An agent's SDK writes the same head for every request of a connection, and vLLM for every reply,
+except for the length of the body. llhttp and the relay's own rules judge a head once; the same
+bytes mean the same again, whatever the digits of Content-Length. Any other head goes to the parser:
+this module compares bytes and interprets none.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import re
 from typing import Final
 
 MAX_HEAD_BYTES: Final = 8192
-"""Of a head that is remembered: one for each open connection."""
+"""Longest head that is cached; each open connection caches one."""
 MAX_DIGITS: Final = 15
 ZERO: Final = 48
-"""ASCII's."""
+"""ASCII code of the digit 0."""
 GIVE_UP_AFTER: Final = 8
-"""Heads in a row that were unlike the one before: this peer writes something new into each."""
+"""After this many heads in a row that differ from the one before, a connection caches no more."""
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 HEAD_END = b"\r\n\r\n"
 
 
 class KnownHead:
-    """A head apart from the digits of its Content-Length."""
+    """A head without the digits of its Content-Length."""
 
     __slots__ = ("_after", "_before", "length")
 
@@ -32,11 +32,11 @@ class KnownHead:
         self._before = before
         self._after = after
         self.length = 0
-        """Of the body, as the head that was matched last says."""
+        """Length of the body, from the head that was matched last."""
 
     def match(self, data: bytes) -> int:
-        """Where the body begins in `data`, and `length` of it; -1 when `data` does not begin with
-        this head."""
+        """Return where the body begins in `data`, and set `length`; -1 when `data` does not begin
+        with this head."""
         before = self._before
         if not data.startswith(before):
             return -1
@@ -58,7 +58,7 @@ class KnownHead:
 
 
 class HeadMemory:
-    """What one connection remembers: its last head, and what it meant."""
+    """The last head of one connection."""
 
     __slots__ = ("_unlike", "head")
 
@@ -67,7 +67,7 @@ class HeadMemory:
         self._unlike = 0
 
     def match(self, data: bytes) -> int:
-        """As `KnownHead.match`; `head.length` is the length then."""
+        """As `KnownHead.match`; it sets `head.length`."""
         head = self.head
         if head is None:
             return -1
@@ -77,11 +77,11 @@ class HeadMemory:
         return at
 
     def learn(self, first: bytes, body_length: int) -> bool:
-        """Remember a head that was judged good.
+        """Cache a head that was accepted.
 
-        first: the first read of its message, from the message's first byte. body_length: of the
-        body that came, which the head must have announced.
-        Returns: False when it is not to be remembered; then an older one is not either.
+        first: the first read of its message, from the message's first byte.
+        body_length: length of the body that followed, which the head must have announced.
+        Returns: False when it is not cached; then no older head is either.
         """
         self.head = None
         if self._unlike >= GIVE_UP_AFTER:

@@ -19,7 +19,7 @@ from sidecar.relay.http1.known_head import HeadMemory
 
 NO_BODY_STATUSES: Final = frozenset({204, 304})
 MAX_HEAD_BYTES: Final = 256 * 1024
-"""A reply head longer than this is not one."""
+"""A longer reply head is refused."""
 _OWN_LENGTH: Final = len(OWN_PREFIX)
 MAX_SIZE_DIGITS: Final = 8
 _HEX: Final = b"0123456789abcdefABCDEF"
@@ -41,13 +41,13 @@ class ReplyHead:
 
 
 TABLED: Final = 2048
-"""Reads up to this size are known for one chunk by how they begin."""
+"""A read up to this size is recognised as one chunk by its first bytes."""
 CR: Final = 13
 LF: Final = 10
 
 
 def _one_chunk(length: int) -> bytes:
-    """How a read of this length begins if it is one chunk as uvicorn writes it."""
+    """The first bytes of a read of this length that is one chunk as uvicorn writes it."""
     for digits in (1, 2, 3):
         size = b"%x" % max(0, length - digits - 4)
         if len(size) == digits and size != b"0":
@@ -59,8 +59,8 @@ _ONE_CHUNK: Final = [_one_chunk(length) for length in range(TABLED)]
 
 
 def chunk_at(data: bytes, at: int) -> tuple[int, int]:
-    """Where the body of the chunk begins and ends whose size stands at `at`. (-1, -1): no such
-    chunk, or the last one, or one with extensions."""
+    """Where the data of the chunk whose size is at `at` begins and ends. (-1, -1): the chunk is
+    invalid, the last one, or has extensions."""
     line_end = data.find(b"\r\n", at, at + MAX_SIZE_DIGITS + 2)
     digits = data[at:line_end] if line_end > at else b""
     if not digits or digits.strip(_HEX):
@@ -71,8 +71,8 @@ def chunk_at(data: bytes, at: int) -> tuple[int, int]:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ReplyReader(ABC):
-    """What an upstream connection needs of the one who sent the request. (No Protocol: a compiled
-    call by one costs five times as much, and an event of a stream is three such calls.)"""
+    """Takes the reply that an upstream connection reads. (No Protocol, because a compiled call
+    through one costs five times as much, and an event of a stream takes three calls.)"""
 
     __slots__ = ()
 
@@ -84,21 +84,21 @@ class ReplyReader(ABC):
 
     @abstractmethod
     def pass_chunks(self, framed: bytes, received_at: float) -> bool:
-        """Pass one read on as it is: whole chunks of the body and nothing else. False: it is not
-        taken, and comes by `reply_body` and `batch_end`. received_at: as there."""
+        """Take one read that is whole chunks of the body and nothing else. Returns: False to get it
+        by `reply_body` and `batch_end` instead. received_at: as for `batch_end`."""
 
     @abstractmethod
     def batch_end(self, *, complete: bool, received_at: float) -> None:
-        """All of one read is handed over. received_at: `time.perf_counter()` at its start."""
+        """One read has been handed over. received_at: when it came, by `time.perf_counter()`."""
 
     @abstractmethod
     def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None:
-        """The reply will not end. nothing_came: not one byte of it; reused: the connection had
-        carried a request before."""
+        """The connection was lost before the reply ended. nothing_came: no byte of the reply came.
+        reused: the connection had carried a request before."""
 
 
 class _Nobody(ReplyReader):
-    """Reads what nobody asked for."""
+    """Drops a reply that nobody waits for."""
 
     def reply_head(self, head: ReplyHead) -> None: ...
 
@@ -116,11 +116,11 @@ NOBODY: Final[ReplyReader] = _Nobody()
 
 
 class BrokenReplyError(Exception):
-    """The upstream did not speak HTTP; never leaves the relay."""
+    """The upstream's reply is not valid HTTP. Never leaves the relay."""
 
 
 class ReplyParser:
-    """One per connection; `expect` begins each reply."""
+    """One for each connection; call `expect` before each reply."""
 
     __slots__ = (
         "_awaited",
@@ -147,7 +147,7 @@ class ReplyParser:
     def __init__(self) -> None:
         self._memory = HeadMemory()
         self._remembered: ReplyHead | None = None
-        """What `_memory` holds the bytes of."""
+        """The parsed form of the head that `_memory` caches."""
         self._parser = httptools.HttpResponseParser(self)
 
     def expect(self, reader: ReplyReader, *, head_only: bool) -> None:
@@ -165,14 +165,14 @@ class ReplyParser:
         self._head_bytes = self._body_bytes = 0
         self._head: ReplyHead | None = None
         self._first: bytes | None = None
-        """The read that the reply began with."""
+        """The read that began the reply."""
         self._awaited = 0
-        """Bytes of the body that are still to come behind a head that was recognised."""
+        """Body bytes still to come after a recognised head."""
         self._between_chunks = False
         """llhttp waits for the size of a chunk, and has seen nothing of it."""
 
     def forget(self) -> None:
-        """The reply has ended or is not waited for: hold on to nobody."""
+        """The reply has ended or nobody waits for it: drop the reference to the reader."""
         self._reader = NOBODY
 
     def feed(self, data: bytes) -> None:
@@ -195,7 +195,7 @@ class ReplyParser:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self.complete:
                 raise BrokenReplyError(str(error.__context__ or error)) from error
-            self.keep_alive = False  # the reply had ended before the rubbish began
+            self.keep_alive = False  # the reply had ended before the invalid bytes began
         if not self._head_done and not self.complete:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -204,8 +204,8 @@ class ReplyParser:
             self._between_chunks = False
 
     def whole_chunks(self, data: bytes) -> bool:
-        """Whether `data` is whole chunks of a body that goes on, and nothing else. Such a read need
-        not be fed: the reader may pass it on as it is, or `unframe` gives it the body in it."""
+        """True if `data` is whole chunks of a body that goes on, and nothing else. Such a read is
+        not fed: the reader passes it on unchanged, or `unframe` gives the reader its data."""
         if not self._between_chunks:
             return False
         at, stop = 0, len(data)
@@ -219,7 +219,7 @@ class ReplyParser:
         return True
 
     def unframe(self, data: bytes) -> None:
-        """Hand on the body of `whole_chunks`."""
+        """Give the reader the data of chunks that `whole_chunks` recognised."""
         at, stop = 0, len(data)
         if stop < TABLED and data.startswith(_ONE_CHUNK[stop]):
             self._reader.reply_body(data[len(_ONE_CHUNK[stop]) : stop - 2])

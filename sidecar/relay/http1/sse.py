@@ -15,8 +15,8 @@ _LOOK_BACK: Final = 2
 
 
 class EventSplitter:
-    """Feed pieces, get whole events, blank line included. Nothing is changed or lost:
-    all events and `rest()` joined are the bytes that were fed."""
+    """Takes pieces and returns whole events, blank line included. No byte is changed or lost: all
+    events and `rest()` joined are the bytes that were fed."""
 
     def __init__(self) -> None:
         self.pending = b""
@@ -28,7 +28,7 @@ class EventSplitter:
         return len(self.pending)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take more bytes, give the events that they complete, in order."""
+        """Take more bytes, and return the events that they complete, in order."""
         searched = max(0, len(self.pending) - _LOOK_BACK)
         buffer = self.pending + data if self.pending else data
         events: list[bytes] = []
@@ -40,11 +40,11 @@ class EventSplitter:
         return events
 
     def rest(self) -> bytes:
-        """What came after the last blank line; empties the splitter."""
+        """Return what came after the last blank line, and empty the splitter."""
         rest, self.pending = self.pending, b""
         return rest
 
 
 def is_one_event(data: bytes) -> bool:
-    """Whether this is exactly one event, as vLLM writes each: the usual read of a stream."""
+    """True if this is exactly one event as vLLM writes it, which is the usual read of a stream."""
     return data[-2:] == b"\n\n" and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data

@@ -1,7 +1,7 @@
 """Read from a request what routing needs, in one scan of its body. Pure.
 
-Nothing is decoded that is not looked at: values stay raw. A body that msgspec refuses and Python's
-json (which vLLM uses) accepts, is read the slow way.
+Only what is needed is decoded; other values stay raw. A body that msgspec refuses and Python's json
+(which vLLM uses) accepts is read by Python's json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sidecar.relay.surface.refusals import Refusal, invalid_json, not_an_object,
 from sidecar.routing.assignment import ModelName
 
 PROMPT_KEY_BYTES: Final = 1024
-"""A prompt without messages names its conversation by this much of its beginning."""
+"""A prompt without messages names its conversation by this many bytes of its beginning."""
 TOO_DEEP: Final = "nested_too_deep"
 _UNSET: Final = UNSET
 _MESSAGE_FIELDS: Final = ("role", "content")
@@ -57,7 +57,7 @@ class RequestPeek:
         self._fields = fields
         raw = fields.model
         self.model_json: bytes | None = None
-        """`model` as it stands in the body; None: it does not."""
+        """The bytes of `model` in the body; None: it is absent."""
         self.model_is_text = True
         """False: `model` is a number or the like, which vLLM must be left to refuse."""
         self.model: str | None
@@ -70,7 +70,7 @@ class RequestPeek:
             model = _value(raw)
             self.model = model if isinstance(model, str) and model else None
             self.model_is_text = model is None or isinstance(model, str)
-        """None: not said."""
+        """None: absent or null."""
 
     @property
     def user(self) -> str:
@@ -114,22 +114,22 @@ class RequestPeek:
 
     @property
     def asks_nothing_of_ours(self) -> bool:
-        """`return_token_ids` and `logprobs` do not stand in the body, not even as no."""
+        """`return_token_ids` and `logprobs` are absent from the body, even as false."""
         return self._fields.return_token_ids is _UNSET and self._fields.logprobs is _UNSET
 
     @property
     def says_stream_options(self) -> bool:
-        """`stream_options` stands in the body, if only as null."""
+        """`stream_options` is in the body, if only as null."""
         return self._fields.stream_options is not _UNSET
 
     @property
     def stream_options_json(self) -> bytes:
-        """The object of the client's `stream_options`, as it stands in the body; `{}` without."""
+        """The bytes of the client's `stream_options`; `{}` when there are none."""
         raw = self._fields.stream_options
         return b"{}" if raw is _UNSET or bytes(raw) == b"null" else bytes(raw)
 
     def stream_options(self) -> dict[str, Any] | None:  # Any: the client's
-        """What the client says of its stream; None when it is nothing that can be added to."""
+        """The client's `stream_options`; None when it is no object: nothing can be added to it."""
         raw = self._fields.stream_options
         options = {} if raw is _UNSET or bytes(raw) == b"null" else _value(raw)
         return options if isinstance(options, dict) else None
@@ -178,7 +178,7 @@ def peek_request(body: bytes, usual: ModelName | None = None) -> RequestPeek:
 
 
 def _peek_loosely(body: bytes) -> RequestPeek:
-    """No JSON to msgspec, not an object, or messages that are none."""
+    """Peek into a body that `TYPED` refuses."""
     try:
         return RequestPeek(body, LOOSE.decode(body))
     except UNREADABLE_JSON:
@@ -193,12 +193,12 @@ def _items(raw: Raw) -> list[Message] | UnsetType:
 
 
 def _is_yes(raw: Value) -> bool:
-    """True when the client said something that vLLM may take as yes."""
+    """True if vLLM may take the value as true."""
     return raw is not _UNSET and bytes(raw) not in _NO
 
 
 def _value(raw: Value) -> Any:  # Any: whatever JSON the client sent
-    """The value; 0 for one that cannot be read: vLLM is left to refuse it."""
+    """The decoded value; 0 for one that cannot be read, which is left to vLLM to refuse."""
     if raw is _UNSET:
         return None
     try:
@@ -208,7 +208,7 @@ def _value(raw: Value) -> Any:  # Any: whatever JSON the client sent
 
 
 def _value_slowly(raw: Raw) -> Any:  # Any: whatever JSON the client sent
-    """NaN and lone surrogates; the fast way takes a tenth of the time."""
+    """As `_value`, with NaN and lone surrogates, in ten times the time."""
     try:
         return json.loads(bytes(raw))
     except UNREADABLE_JSON:

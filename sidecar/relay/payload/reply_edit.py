@@ -1,4 +1,4 @@
-"""Take back out of a reply what the sidecar asked for on its own account. Pure.
+"""Remove from a reply what only the sidecar asked for. Pure.
 
 vLLM writes the keys `prompt_token_ids`, `token_ids` and `logprobs` whether they were asked for or
 not, and `null` where they were not. So the reply that the client would have had is this one with
@@ -33,12 +33,12 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """What the client did not ask for."""
+    """The fields of a reply that the client did not ask for."""
 
     token_ids: bool
     logprobs: bool
     usage: bool = False
-    """Of a stream: the event that tells the usage."""
+    """In a stream: the event with the usage."""
 
     @property
     def nothing(self) -> bool:
@@ -54,11 +54,11 @@ STRIP_USUAL: Final = Strip(token_ids=True, logprobs=True)
 
 
 class _NotCertainError(Exception):
-    """The fast way lost its place; never leaves this module."""
+    """The fast search is not certain of a place. Never leaves this module."""
 
 
 def strip_reply(body: bytes, strip: Strip) -> bytes:
-    """A whole reply, without what `strip` names. Anything that is not a reply comes back."""
+    """Return a whole reply without what `strip` names. Other bytes are returned unchanged."""
     try:
         reply = REPLY.decode(body)
         return _replace(body, _spans(body, reply, strip))
@@ -67,7 +67,7 @@ def strip_reply(body: bytes, strip: Strip) -> bytes:
 
 
 def _strip_any_reply(body: bytes, strip: Strip) -> bytes:
-    """The same, member by member: whatever the spelling, however deep it is nested."""
+    """As `strip_reply`, member by member: for any spelling and any depth."""
     try:
         cuts, _ = _cuts(body, 0, len(body), strip)
     except (ValueError, IndexError):
@@ -76,7 +76,7 @@ def _strip_any_reply(body: bytes, strip: Strip) -> bytes:
 
 
 def strip_event(event: bytes, strip: Strip) -> bytes:
-    """One server-sent event, its blank line included; b"" when it exists only because of us.
+    """Return an event, blank line included; b"" when it exists only because the sidecar asked.
 
     Comments, `[DONE]`, and events of more than one data line come back as they are: vLLM writes
     its replies on one line.
@@ -111,10 +111,10 @@ def _exists_for_us(reply: ReplyFields, strip: Strip) -> bool:
 
 
 def _spans(data: bytes, reply: ReplyFields, strip: Strip) -> Spans:
-    """Where what `strip` names stands, in order.
+    """The spans of the values that `strip` names, in order.
 
-    The values are known; each is looked for by its key, and there must be no other of that name:
-    inside a string a quote is escaped, so a key is never found in one.
+    The values are known; each is searched for by its key, and no second key of that name may exist.
+    A key is never found inside a string, because quotes in strings are escaped.
     Raises: _NotCertainError.
     """
     choices = reply.choices or ()
@@ -152,7 +152,7 @@ def _find(
 
 
 def _strip_any_event(event: bytes, strip: Strip) -> bytes:
-    """The same, member by member: whatever the spelling."""
+    """As `strip_event`, member by member: for any spelling."""
     if not event.startswith(b"data:"):
         return event
     end = event.find(b"\n")
@@ -168,7 +168,7 @@ def _strip_any_event(event: bytes, strip: Strip) -> bytes:
 
 
 def _cuts(data: bytes, start: int, end: int, strip: Strip) -> tuple[Spans, bool]:
-    """The spans to make null, in order; and whether this is an event that exists for us only."""
+    """The spans to replace by null, in order, and whether the event exists only for the sidecar."""
     cuts: Spans = []
     only_ours = has_usage = no_choices = False
     for member in members(data, start, end):

@@ -1,10 +1,10 @@
-"""Write into a request what the sidecar asks. Pure.
+"""Edit a request: the adapter's name, and what only the sidecar asks for. Pure.
 
 The body is never re-encoded: values are replaced at their place and new members put in front, so
 that whatever a client sends (unknown fields, big numbers, odd spacing) reaches vLLM as it came.
-The usual request needs one new `model` and members that do not stand in it; that is done without
-a second scan. Another short one goes member by member. Another long one is not scanned, because a
-client decides how many members there are: the new members go to its end, where they count.
+The usual request needs one new `model` and members that it does not contain; that takes no second
+scan. Any other short request is edited member by member. Any other long one is not scanned, because
+a client decides how many members there are: the new members go to its end, where they win.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ TOKEN_IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
 STREAM_OPTIONS: Final = "stream_options"
 CHECKED_BYTES: Final = 16 * 1024
-"""In a body up to this size `model` is looked for a second time; in a longer one that costs more
-than the scan. A twin that goes unseen must have the same value (msgspec reads the last one), and
-then the base answers and the exchange is marked: `model_mismatch`."""
+"""A body up to this size is searched for a second `model`; in a longer one the search costs more
+than the scan. An unseen second one must have the same value (msgspec reads the last one); then the
+base answers and the exchange is marked `model_mismatch`."""
 JOINED_BYTES: Final = 64 * 1024
-"""A body up to this size is copied around what is new in it, and behind its head, which is cheaper
-than to send it in pieces."""
+"""A body up to this size is copied to join it with its edits and its head, which is cheaper than
+to send it in pieces."""
 SCANNED_BYTES: Final = 64 * 1024
-"""A body up to this size is edited member by member, at some microseconds for each."""
+"""A body up to this size is edited member by member, at a few microseconds each."""
 MAX_LOOKS: Final = 3
-"""Places from the end that may be some other object's `model`."""
+"""Places from the end that are tried, because they may be another object's `model`."""
 MAX_FRONT_BYTES: Final = 512
-"""In so much of a long body's beginning `model` is looked for first."""
+"""Bytes at a long body's beginning in which `model` is searched for first."""
 _FIRST: Final = b'{"model":'
 _KEY: Final = b'"model"'
 _SPACES: Final = b" \t\r\n"
 
 
 class PiecedBody:
-    """A long body whose greater part is still the memory that it was read into."""
+    """A long body in pieces, which are mostly views of the memory it was read into."""
 
     __slots__ = ("length", "pieces")
 
@@ -51,9 +51,9 @@ class PiecedBody:
 def edit_request(body: bytes, wanted: Mapping[str, bytes]) -> bytes:
     """Set the members in `wanted` (name to JSON): at their place, in front when they are missing.
 
-    body: a JSON object, as `RequestPeek.body`. A member that comes twice is set in both places.
-    In a body longer than `SCANNED_BYTES` they go to the end: of members of one name, vLLM's reader
-    (Python's json) takes the last.
+    body: a JSON object, as `RequestPeek.body`. A member that occurs twice is set in both places.
+    In a body longer than `SCANNED_BYTES` they go to the end: of two members with one name, vLLM's
+    reader (Python's json) takes the last.
     """
     head = body.index(b"{") + 1
     if len(body) > SCANNED_BYTES:
@@ -83,11 +83,11 @@ def _json_members(values: Mapping[str, bytes]) -> bytes:
 def splice_request(
     body: bytes, old: bytes, new: bytes, in_front: bytes
 ) -> bytes | PiecedBody | None:
-    """The same as `edit_request` for the usual body, in a fraction of its time.
+    """Do what `edit_request` does for the usual body, in a fraction of the time.
 
-    old: the value of `model` as it stands in the body. new: its replacement, JSON.
-    in_front: finished members with a comma after each, none of which stands in the body.
-    Returns: None when the place of `model` is not certain at a glance.
+    old: the bytes of `model`'s value in the body. new: its replacement, JSON.
+    in_front: finished members with a comma after each, none of which is in the body.
+    Returns: None when the place of `model` is not certain.
     """
     if body[:1] != b"{":
         return None
@@ -112,7 +112,7 @@ def splice_request(
 
 
 def _place(body: bytes, old: bytes) -> int:
-    """Where the member `model` of the body itself begins, its value being `old`; -1: not found."""
+    """Where the body's own member `model` begins, whose value is `old`; -1: not found."""
     if len(body) > CHECKED_BYTES:
         key = body.find(_KEY, 0, MAX_FRONT_BYTES)
         if key >= 0 and _follows_members(body[:key]):
@@ -126,7 +126,7 @@ def _place(body: bytes, old: bytes) -> int:
 
 
 def _follows_members(front: bytes) -> bool:
-    """Whether a member of the body itself comes next: what is before it is whole members."""
+    """True if `front` is `{` and whole members, so that a member of the body itself comes next."""
     before = front.rstrip(_SPACES)
     if before == b"{":
         return True
@@ -138,8 +138,8 @@ def _follows_members(front: bytes) -> bool:
 
 
 def _is_member(body: bytes, key: int, value: bytes) -> bool:
-    """Whether a member of the body itself, not of something in it, begins at `key`: what is left
-    of the body from there must be the rest of one object, no more and no less."""
+    """True if the body's own member `model` with this value begins at `key`: the bytes from there
+    must be the rest of one object, no more and no less."""
     try:
         return bytes(TAIL.decode(b"{" + body[key:]).model) == value
     except UNREADABLE_JSON:

@@ -14,9 +14,9 @@ from sidecar.relay.payload.reply_fields import USAGE
 from sidecar.relay.payload.spans import value_end
 
 BYTES_PER_TOKEN: Final = 4
-"""A rule of thumb, for what was never told."""
+"""A rule of thumb, for replies without a usage."""
 MAX_USAGE_BYTES: Final = 16 * 1024
-"""An object longer than this is no usage."""
+"""A longer object is not a usage."""
 _KEY: Final = b'"usage":{'
 _WHOLE: Final = 1
 """The usage is a member of the reply, and not of what a client's own words are repeated in."""
@@ -26,7 +26,7 @@ _UNKNOWN: Final = 0
 
 
 class UsageMeter:
-    """Fed a reply's body, cut anywhere; knows the usage that it told last."""
+    """Takes a reply's body, cut anywhere, and knows the last usage in it."""
 
     __slots__ = (
         "_deepest",

@@ -29,11 +29,11 @@ class Endpoint:
     """Where a server listens."""
 
     url: str
-    """For people: log lines, errors, records."""
+    """As log lines, errors and records show it."""
     host: str = ""
     port: int = 0
     prefix: bytes = b""
-    """Put before every path: the path of the base URL."""
+    """The path of the base URL, which is put before every path."""
     tls: bool = False
     unix_path: str | None = None
 
@@ -88,7 +88,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._reply = ReplyParser()
         self._paused = False
         self.reused = False
-        """It waited in the pool, so the server may have closed it unseen."""
+        """It waited in the pool, so the server may have closed it unnoticed."""
 
     # -- for the sender
 
@@ -123,7 +123,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause(self) -> None:
-        """Read no further: the client is slower than vLLM."""
+        """Stop reading: the client is slower than vLLM."""
         if not self._paused and self.usable and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
@@ -142,7 +142,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         received_at = _now()
         reader, reply = self._reader, self._reply
-        if reader is None:  # nobody asked for these: out of step
+        if reader is None:  # bytes without a request: the connection is out of step
             self.close()
             return
         if reply.whole_chunks(data):  # nearly every event of a stream
@@ -175,7 +175,7 @@ class UpstreamConnection(asyncio.Protocol):
         reader.upstream_lost(why, nothing_came=reply.nothing_came, reused=self.reused)
 
     def close(self) -> None:
-        """Close when what was written is out."""
+        """Close when everything written is sent."""
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.close()
@@ -186,8 +186,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._paused:
             self.resume()
         transport = self._transport
-        # What is still unsent belongs to a request that was answered before it was read. (One that
-        # is closing is found out when it is taken again.)
+        # Unsent bytes belong to a request that vLLM answered before it had read it all. (A closing
+        # connection is found out when it is taken from the pool.)
         if reply.keep_alive and transport is not None and transport.get_write_buffer_size() == 0:
             self._pool.give_back(self)
         else:

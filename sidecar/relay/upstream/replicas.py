@@ -17,14 +17,14 @@ from sidecar.backoff import Backoff
 from sidecar.relay.upstream.connection import Endpoint, UpstreamPool
 
 SHARE: Final = 1.25
-"""A replica takes its sessions up to this many times the mean work in flight."""
+"""A replica keeps its sessions up to this multiple of the mean number of requests in flight."""
 FAILURES_TO_EJECT: Final = 3
 EJECTION: Final = Backoff(first_s=2.0, last_s=60.0)
 _64_BITS = 2**64 - 1
 
 
 class Replica:
-    """One vLLM, and what is known of it."""
+    """One vLLM replica and its state."""
 
     __slots__ = (
         "_ejections",
@@ -45,9 +45,9 @@ class Replica:
         self.pool = UpstreamPool(endpoint, connect_timeout_s=connect_timeout_s)
         self.in_flight = 0
         self.healthy = True
-        """As the last look at it said; before the first one it is trusted."""
+        """As the last poll found it; True before the first poll."""
         self.models: frozenset[str] | None = None
-        """Model names that it lists, adapters included; None: it has not said."""
+        """Model names that it lists, adapters included; None: not known yet."""
         self.ejected_until = 0.0
         self._failures = 0
         self._ejections = 0
@@ -56,16 +56,16 @@ class Replica:
         return self.models is None or model in self.models
 
     def lacks(self, model: str) -> None:
-        """It said that it does not know this model."""
+        """Note that the replica does not know this model."""
         if self.models is not None:
             self.models -= {model}
 
     def answered(self) -> None:
-        """A reply came to its end: whatever it was, the replica is there."""
+        """Note that a reply ended, whatever its status: the replica is reachable."""
         self._failures = self._ejections = 0
 
     def failed(self, now: float) -> bool:
-        """It could not be reached, or a reply of it broke off. True: it is ejected now.
+        """Note that it was unreachable or broke off a reply. Returns: True if it is ejected now.
 
         Asked for want of a better one while it is ejected, it is not ejected for longer: the time
         doubles with each return that fails, not with the number of requests of an outage.
@@ -82,7 +82,7 @@ class Replica:
         return True
 
     def came_back(self) -> None:
-        """It was seen away, and is there again: what it failed before says nothing of it now."""
+        """Note that it is back after an outage: earlier failures no longer count."""
         self.answered()
         self.ejected_until = 0.0
 
@@ -100,7 +100,7 @@ class Replicas:
     def choose(
         self, model: str, session_key: str, tried: Sequence[Replica], now: float
     ) -> Replica | None:
-        """Who answers. tried: those that failed this request already.
+        """Choose the replica that answers. tried: those that failed this request already.
 
         When none is in good health any is better than a refusal. When none is known to serve
         `model` it is asked for all the same: lists are seconds old, and a 404 falls back.
@@ -122,12 +122,12 @@ class Replicas:
         return min(left, key=lambda replica: replica.in_flight)
 
     def another_serves(self, model: str, tried: Sequence[Replica]) -> bool:
-        """Whether a replica that was not tried says that it has this model."""
+        """True if a replica that was not tried lists this model."""
         left = (replica for replica in self.all if replica not in tried)
         return any(replica.models is not None and model in replica.models for replica in left)
 
     def least_loaded(self, now: float) -> Replica:
-        """One for what has nothing to do with models: the least loaded in good health."""
+        """Choose the least loaded healthy replica, for a request that needs no model."""
         return min(_best_off(self.all, now), key=lambda replica: replica.in_flight)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Replicas:
 
 
 def _best_off(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    """Those in good health; else those that are there, though ejected; else all."""
+    """The healthy replicas; else the reachable ones, though ejected; else all."""
     healthy = [replica for replica in replicas if replica.healthy] or replicas
     return [replica for replica in healthy if replica.usable(now)] or healthy
 

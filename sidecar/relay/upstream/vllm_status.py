@@ -1,4 +1,4 @@
-"""The few questions that the sidecar asks vLLM on its own account.
+"""The few requests that the sidecar itself sends to vLLM.
 
 Asked over connections like the relay's, not by an HTTP client: the loop that asks is the one that
 relays, and httpx keeps it busy for 3 ms a question, these for 0.1.
@@ -21,7 +21,7 @@ from sidecar.relay.upstream.connection import UpstreamPool, endpoint
 log = structlog.get_logger()
 TIMEOUT_S = 2.0
 MAX_BODY_BYTES = 16 * 2**20
-"""A list of models that is longer is none."""
+"""A longer reply is not accepted as a list of models."""
 AGENT = "learning-sidecar"
 
 
@@ -41,7 +41,7 @@ class VllmStatus:
         self._pool = UpstreamPool(endpoint(url), connect_timeout_s=TIMEOUT_S)
 
     async def reachable(self) -> bool:
-        """Whether vLLM says that it is healthy."""
+        """True if vLLM answers that it is healthy."""
         try:
             status, _ = await self._ask(b"/health", ())
         except UpstreamError as error:
@@ -77,7 +77,7 @@ class VllmStatus:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 reply = await self._try(head, reuse=True)
-                if reply is None:  # the kept connection was dead
+                if reply is None:  # the server had closed the kept connection
                     reply = await self._try(head, reuse=False)
         except TimeoutError as error:
             raise UpstreamError(f"no answer within {TIMEOUT_S:g} s") from error
@@ -86,7 +86,7 @@ class VllmStatus:
         return reply
 
     async def _try(self, head: bytes, *, reuse: bool) -> tuple[int, bytes] | None:
-        """None: the connection went before anything came."""
+        """One try. None: the connection was closed before any byte of the reply."""
         connection = self._pool.take_idle() if reuse else None
         if connection is None:
             connection = await self._pool.connect()

@@ -1,4 +1,4 @@
-"""Look after the vLLM replicas: which are in health, and which models each of them lists.
+"""Poll the vLLM replicas: which are healthy, and which models each of them lists.
 
 One task a replica, so that one that hangs delays nobody. A replica is down after two looks that
 failed, and up again at the first that did not. Between looks the relay notices by itself what
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 AGENT = "learning-sidecar-watch"
 LOOKS_TO_DOWN = 2
 SHORTEST_PAUSE_S = 0.1
-"""Between two early looks."""
+"""Least interval between two polls outside the schedule."""
 
 
 class ReplicaWatch:
@@ -49,12 +49,12 @@ class ReplicaWatch:
             await status.close()
 
     def look_soon(self) -> None:
-        """Do not wait for the next turn: what a replica lists may have changed."""
+        """Poll now instead of at the next interval: a replica may list other models."""
         for early in self._early:
             early.set()
 
     def healthiest(self) -> VllmStatus:
-        """One to ask a question: in health if any is."""
+        """A replica to ask; a healthy one if there is one."""
         pairs = zip(self._replicas, self.statuses, strict=True)
         return next((status for replica, status in pairs if replica.healthy), self.statuses[0])
 
@@ -72,7 +72,7 @@ class ReplicaWatch:
                 replica.models = await self._models(status, replica.models)
             else:
                 failed += 1
-                # Before the first good look nothing is known to its credit.
+                # At the start one failed poll is enough: no poll has succeeded yet.
                 if failed >= LOOKS_TO_DOWN or said is None:
                     replica.healthy = False
                     replica.models = None
@@ -94,10 +94,10 @@ class ReplicaWatch:
         reply = await status.models(self._authorization, agent=AGENT)
         if reply is None:
             return known
-        if reply.status != 200:  # a key is asked for that we were not given
+        if reply.status != 200:  # vLLM wants a key that is not configured
             return None
         cards = reply.body.get("data")
-        if not isinstance(cards, list):  # no list of models, whoever answered
+        if not isinstance(cards, list):  # another server answered
             return known
         return frozenset(str(card.get("id")) for card in cards if isinstance(card, dict))
 
