@@ -48,6 +48,13 @@ def make_app(
         }
         return JSONResponse(state, status_code=200 if ready else 503)
 
+    @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def health() -> Response:
+        """As vLLM answers its probes: nothing but the status. 200 while any vLLM is healthy."""
+        answers = await asyncio.gather(*(status.reachable() for status in watch.statuses))
+        return Response(status_code=200 if any(answers) else 503)
+
     @app.get("/metrics")
     async def exposition() -> Response:
         """Metrics in Prometheus's text format."""

@@ -29,7 +29,7 @@ from sidecar.relay.surface.refusals import (
     Refusal,
     bodies_full,
     denied,
-    not_found,
+    no_such_path,
     takes_no_body,
     too_busy,
     unknown_adapter,
@@ -48,7 +48,7 @@ def admit(context: RelayContext, head: RequestHead) -> Admission | Refusal:
 
     Called when the head is complete, so that a slowly sent body counts too."""
     if head.where is Destination.NOWHERE:
-        return not_found()
+        return no_such_path(head.target)
     if not _asks_for_key(head):
         return NOBODY
     answer = context.access.admit(head.credentials, context.clock())
@@ -93,7 +93,7 @@ def receive(
     if isinstance(admitted, Refusal):
         return admitted
     if where is Destination.NOWHERE:
-        return not_found()
+        return no_such_path(head.target)
     if where is not Destination.APP and context.busy:
         return too_busy(context.proxy.max_in_flight, _surface(where))
     if admitted is None:

@@ -2,8 +2,11 @@
 
 llhttp refuses most smuggling by itself (both framings, doubled or odd Content-Length, bare LF,
 folded lines, a space before the colon); what it lets through, is refused here: any transfer coding
-but `chunked`, a coding in HTTP/1.0, upgrades, other protocols than HTTP, a missing or doubled Host,
-a target with a fragment.
+but `chunked`, a coding in HTTP/1.0, `CONNECT`, other protocols than HTTP, a missing or doubled
+Host, a target with a fragment.
+
+`Upgrade` is ignored, as RFC 9110 section 7.8 allows: Java's HTTP client sends `Upgrade: h2c` with
+its first request, and goes on in HTTP/1.1 when it gets no 101.
 
 A head that is the last one of the connection once more is not parsed again (`known_head.py`).
 """
@@ -57,6 +60,8 @@ class RequestParser:
         """What `_memory` holds the bytes of."""
         self._awaited = 0
         """Bytes of a body that are still to come behind a head that was recognised."""
+        self._upgrading = False
+        """The head asks for an upgrade, which is ignored, and its body is not being read yet."""
         self._length = 0
         """Of the body behind a head that was parsed, unless it is chunked."""
         self._first: bytes | None = None
@@ -138,9 +143,8 @@ class RequestParser:
         if not self.in_body:
             self._raw.append(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._undo_upgrade()
+            while data:
+                data = self._feed_parser(data)
         except httptools.HttpParserError as error:
             self._refuse(bad_framing(str(error)))
         if self.begun:
@@ -168,11 +172,37 @@ class RequestParser:
             self.drop_body()
             self.ready.append(refusal)
 
-    def _undo_upgrade(self) -> None:
-        # llhttp drops the body of such a request, so there is nothing to relay.
-        if self.ready and isinstance(self.ready[-1], ClientRequest):
-            self.ready.pop()
-        self._refuse(bad_framing("this server does not upgrade connections"))
+    def _feed_parser(self, data: bytes) -> bytes:
+        """Returns: what the parser left, which stands behind a head that asks for an upgrade.
+        Raises: HttpParserError."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._refused:
+                return b""
+            rest: int = upgrade.args[0]
+            self._ignore_upgrade()
+            return data[rest:]
+        return b""
+
+    def _ignore_upgrade(self) -> None:
+        """Read on as if the head had not asked for an upgrade. llhttp takes everything behind such
+        a head for another protocol, so a new parser reads the body: it is given a head that says
+        no more than how the body is framed, by what the first parser has read and checked."""
+        head = self.head
+        assert head is not None, "its head is complete"
+        self._first = None  # a head that needs this is not recognised by its bytes
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(
+            b"POST / HTTP/1.%d\r\n%b%b\r\n"
+            % (
+                self._http_1_1,
+                b"Transfer-Encoding: chunked\r\n"
+                if self._chunks is not None
+                else b"Content-Length: %d\r\n" % self._length,
+                b"" if head.keep_alive else b"Connection: close\r\n",
+            )
+        )
 
     def _start_request(self) -> None:
         self._target = b""
@@ -214,6 +244,9 @@ class RequestParser:
         self._lines.append(name + b": " + value)
 
     def on_headers_complete(self) -> None:
+        if self._upgrading:  # the head that `_ignore_upgrade` made
+            self._upgrading = False
+            return
         self.in_body = True
         headers, aside = self._headers, self._aside
         self._http_1_1 = self._parser.get_http_version() == "1.1"
@@ -226,6 +259,7 @@ class RequestParser:
             self._refuse(wrong)
             return
         parser = self._parser
+        self._upgrading = parser.should_upgrade()
         self.head = RequestHead(
             parser.get_method(),
             self._target,
@@ -240,6 +274,8 @@ class RequestParser:
         aside = self._aside
         if self._count > MAX_HEADERS:
             return head_too_large(MAX_HEAD_BYTES)
+        if self._parser.get_method() == b"CONNECT":
+            return bad_framing("this server opens no tunnels")
         if self._raw_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES:
             return head_too_large(MAX_HEAD_BYTES)
         if not self._http_1_1:
@@ -281,6 +317,8 @@ class RequestParser:
             self._body.add(data)
 
     def on_message_complete(self) -> None:
+        if self._upgrading:  # llhttp ends the message at its head
+            return
         if self._chunks is not None:
             self._check_overhead(self._chunks)
         head = self.head

@@ -1,7 +1,7 @@
 """Which paths exist, and who answers them. Pure. Everything else is 404 and never relayed.
 
-vLLM serves the loading of adapters, sleeping and other levers on the port that answers users
-(`/v1/load_lora_adapter`), so the data plane is a list of what is allowed, not of what is not.
+vLLM serves the loading of adapters, sleeping and other controls on the port that answers users
+(`/v1/load_lora_adapter`), so the data plane lists what is allowed, not what is forbidden.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from typing import Final
 
 from sidecar.relay.surface.surfaces import BY_PATH, SurfaceRule
 
-APP_PATHS: Final = frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"})
+PROBE_PATHS: Final = frozenset({b"/health", b"/ping"})
+"""vLLM's health, which needs no key in vLLM either. The application answers for all replicas."""
+APP_PATHS: Final = frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"}) | PROBE_PATHS
+VLLM_PATHS: Final = frozenset({b"/version", b"/load", b"/tokenize", b"/detokenize"})
+"""Paths of vLLM that change nothing there and sample nothing."""
+_PATHS: Final = APP_PATHS | VLLM_PATHS | frozenset(BY_PATH)
 
 
 class Destination(Enum):
     VLLM = "vllm"
-    """vLLM as it came: other methods on a model path (CORS preflight, 405) are vLLM's to answer."""
+    """vLLM gets the request unchanged. So it also answers other methods on the path of a model
+    (CORS preflight, 405)."""
     APP = "app"
     """The FastAPI application behind the relay."""
     NOWHERE = "nowhere"
@@ -25,7 +31,8 @@ class Destination(Enum):
 def destination(method: bytes, target: bytes) -> Destination | SurfaceRule:
     """Who answers `method target`; a surface: vLLM, with routing and capture.
 
-    Paths match byte for byte: no decoding, no trailing slash.
+    Paths match byte for byte, without decoding. A trailing slash leads nowhere; see
+    `without_slash`.
     """
     path = target.partition(b"?")[0]
     rule = BY_PATH.get(path)
@@ -33,4 +40,12 @@ def destination(method: bytes, target: bytes) -> Destination | SurfaceRule:
         return rule if method == b"POST" else Destination.VLLM
     if path in APP_PATHS:
         return Destination.APP
-    return Destination.NOWHERE
+    return Destination.VLLM if path in VLLM_PATHS else Destination.NOWHERE
+
+
+def without_slash(target: bytes) -> bytes | None:
+    """Where vLLM redirects a target whose path exists but for slashes at its end; None: no such
+    path exists."""
+    path, mark, query = target.partition(b"?")
+    known = path.rstrip(b"/")
+    return known + mark + query if known != path and known in _PATHS else None

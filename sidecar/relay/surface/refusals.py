@@ -16,6 +16,7 @@ from sidecar.access.denials import Denial
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Surface
 from sidecar.relay.http1.heads import Header, header_lines, reply_head, reply_lines
+from sidecar.relay.surface.paths import without_slash
 from sidecar.relay.surface.surfaces import Failure
 
 MAX_ECHO_CHARS = 200
@@ -112,6 +113,16 @@ def unknown_model(asked: str, public: str, surface: Surface = "chat") -> Refusal
 def not_found() -> Refusal:
     """The path is not on the list of allowed ones."""
     return vllm_error(404, "Not Found", kind="NotFoundError")
+
+
+def no_such_path(target: bytes) -> Refusal:
+    """The path is not on the list of allowed ones. vLLM (Starlette) redirects a path with slashes
+    at its end to the one without; here the location is relative, because vLLM's would name
+    vLLM's own address."""
+    location = without_slash(target)
+    if location is None:
+        return not_found()
+    return Refusal(status=307, body=b"", headers=(b"location: " + location,))
 
 
 def bad_framing(why: str) -> Refusal:
@@ -211,7 +222,9 @@ def refusal_reply(
     refusal: Refusal, *, own: Sequence[bytes] = (), close: bool, head_only: bool = False
 ) -> bytes:
     """The whole reply as bytes. head_only: the answer to a HEAD."""
-    lines = (b"content-type: application/json", *refusal.headers)
+    lines = refusal.headers
+    if refusal.body:
+        lines = (b"content-type: application/json", *lines)
     head = reply_head(
         reply_lines(refusal.status, HTTPStatus(refusal.status).phrase.encode(), lines),
         own=own,

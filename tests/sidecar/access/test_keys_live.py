@@ -538,3 +538,39 @@ async def test_two_different_keys_in_one_request_are_none(
 
     assert [item.split()[1] for item in (line, same, doubled)] == ["401", "200", "401"]
     assert len(fake_vllm.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/version"), ("GET", "/load"), ("POST", "/tokenize"), ("POST", "/detokenize")],
+)
+async def test_vllms_own_paths_need_a_key_except_its_probes(
+    method: str, path: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    _, key = keys.create()
+    fake_vllm.script = lambda _: [wire.whole_reply(b"{}")]
+    running = await guarded()
+    told = []
+    for shown in ("", bearer("wrong"), bearer(key)):
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{shown}Content-Length: 0\r\n"
+        answer = await running.send(f"{head}Connection: close\r\n\r\n".encode())
+        told.append(wire.split(answer)[0])
+
+    assert told == ["HTTP/1.1 401 Unauthorized"] * 2 + ["HTTP/1.1 200 OK"]
+    [seen] = fake_vllm.requests
+    assert seen.headers["authorization"] == f"Bearer {VLLM_KEY}"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/reset_prefix_cache", "/sleep", "/pause"]
+)
+async def test_no_scope_reaches_what_changes_vllm(
+    path: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+) -> None:
+    _, key = keys.create(scopes=frozenset({"infer", "operate"}))
+    running = await guarded()
+
+    line, _, _ = wire.split(await running.send(wire.post(b"{}", path=path, headers=bearer(key))))
+
+    assert line == "HTTP/1.1 404 Not Found"
+    assert fake_vllm.requests == []

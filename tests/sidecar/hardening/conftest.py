@@ -7,6 +7,7 @@ the two do not agree on is a smuggled request, so every test of this folder fail
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import os
@@ -108,11 +109,11 @@ class StrictVllm:
         self._writers.append(writer)
         self.open_connections += 1
         try:
-            await self._serve(reader, writer)
+            # The server stops, and with it the wait of a script.
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serve(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.client_left.set()
-        except asyncio.CancelledError:
-            pass  # the server stops, and with it the wait of a script
         finally:
             self.open_connections -= 1
             self._writers.remove(writer)

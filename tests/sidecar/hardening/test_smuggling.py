@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from sidecar.relay.client.request_parser import RequestParser
+from sidecar.relay.flight.client_request import ClientRequest
+from sidecar.relay.surface.refusals import Refusal
+
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HEAD = LINE + b"Host: x\r\n"
@@ -342,3 +346,96 @@ async def test_a_trailer_is_never_taken_for_a_header(
     assert [seen.body for seen in fake_vllm.requests] == ([REQUEST] if first.status == 200 else [])
     assert [seen.header(b"content-length") for seen in fake_vllm.requests] in ([b"38"], [])
     assert second is None or second.status == 404
+
+
+UPGRADES = [
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n",
+    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
+    b"Upgrade: h2c\r\n",
+]
+
+
+def upgrading(sent: bytes, fields: bytes) -> bytes:
+    """The same request, with the wish to upgrade in its head."""
+    line, _, rest = sent.partition(b"Host: x\r\n")
+    return line + b"Host: x\r\n" + fields + rest
+
+
+@pytest.mark.parametrize("fields", UPGRADES)
+async def test_a_wish_to_upgrade_is_ignored_and_changes_no_framing(
+    fields: bytes, start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    running = await start_proxy(capture={"sample_rate": 0.0})
+    for sent in LEGAL:
+        fake_vllm.requests.clear()
+        client = await dial(running)
+
+        client.say(upgrading(sent, fields) + upgrading(BEHIND, fields) + BEHIND)
+
+        replies = [await client.hear() for _ in range(3)]
+        assert [reply and reply.status for reply in replies] == [200, 404, 404], sent
+        assert all(reply.interim == () for reply in replies if reply)
+        assert [seen.body for seen in fake_vllm.requests] == [REQUEST], sent
+        names = {name for name, _ in fake_vllm.requests[0].headers}
+        assert names.isdisjoint({b"upgrade", b"connection", b"http2-settings"})
+
+
+async def test_ambiguous_framing_is_refused_with_a_wish_to_upgrade_too(
+    start_proxy: Any, dial: Any, fake_vllm: Any
+) -> None:
+    bodies = [length(value) for value in LENGTHS] + [coding(value) for value in CODINGS]
+    bodies += [sized(b"Content-Length: 80"), sized(b"Transfer-Encoding: chunked")]
+    bodies += [chunks(one) for one in CHUNKS]
+    sent = [upgrading(one, UPGRADES[0]) for one in bodies]
+
+    assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
+
+
+def test_a_request_that_wishes_to_upgrade_reads_the_same_wherever_it_is_cut() -> None:
+    for sent in (length(b" 38"), coding(b" chunked"), BEHIND):
+        data = upgrading(sent, UPGRADES[0]) + BEHIND
+        for cut in range(1, len(data)):
+            parser = RequestParser(max_body_bytes=1000)
+            parser.feed(data[:cut])
+            parser.feed(data[cut:])
+
+            body = b"" if sent is BEHIND else REQUEST
+            read = [(one.head.method, one.body) for one in parser.ready]  # type: ignore[union-attr]
+            assert read == [(b"POST", body), (b"POST", b"")], (sent, cut)
+            assert not parser.begun
+
+
+def test_many_wishes_to_upgrade_in_one_read_are_as_many_requests() -> None:
+    parser = RequestParser(max_body_bytes=1000)
+
+    parser.feed(upgrading(BEHIND, UPGRADES[1]) * 2_000)
+
+    assert len(parser.ready) == 2_000
+    assert not any(isinstance(one, Refusal) for one in parser.ready)
+
+
+def test_a_wish_to_upgrade_lifts_no_limit() -> None:
+    for sent, status in (
+        (HEAD + b"Content-Length: 1001\r\n\r\n", 413),
+        (CHUNKED + b"\r\n3e9\r\n" + bytes(1001), 413),
+        (CHUNKED + b"\r\n1;" + b"x" * 70_000 + b"\r\n{", 400),
+        (HEAD + b"X: " + b"x" * 70_000 + b"\r\n\r\n", 431),
+    ):
+        parser = RequestParser(max_body_bytes=1000)
+        parser.feed(upgrading(sent, UPGRADES[0]))
+
+        [refusal] = parser.ready
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == status, sent[:80]
+
+
+def test_a_connection_that_closes_after_the_request_takes_nothing_behind_it() -> None:
+    parser = RequestParser(max_body_bytes=1000)
+    closing = b"Connection: close, upgrade\r\nUpgrade: h2c\r\n"
+
+    parser.feed(upgrading(length(b" 38"), closing) + BEHIND)
+
+    first = parser.ready.popleft()
+    assert isinstance(first, ClientRequest)
+    assert (first.body, first.head.keep_alive) == (REQUEST, False)
+    assert all(isinstance(one, Refusal) for one in parser.ready)

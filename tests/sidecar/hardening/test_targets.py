@@ -73,6 +73,8 @@ async def test_a_path_is_matched_byte_for_byte(start_proxy: Any, dial: Any, fake
         statuses[target] = reply and reply.status
         client.hang_up()
 
+    assert statuses.pop(b"/v1/chat/completions/") == 307  # to the same path without the slash
+    assert statuses.pop(b"/health") == 405  # of the application, for a POST
     assert {key: value for key, value in statuses.items() if value not in (400, 404)} == {}
     assert fake_vllm.requests == []
 

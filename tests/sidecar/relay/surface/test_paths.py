@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidecar.relay.surface import surfaces
-from sidecar.relay.surface.paths import Destination, destination
+from sidecar.relay.surface.paths import Destination, destination, without_slash
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,12 @@ from sidecar.relay.surface.paths import Destination, destination
         (b"GET", b"/v1/models", Destination.APP),
         (b"GET", b"/metrics", Destination.APP),
         (b"HEAD", b"/healthz", Destination.APP),
+        (b"GET", b"/health", Destination.APP),
+        (b"POST", b"/ping", Destination.APP),
+        (b"GET", b"/version", Destination.VLLM),
+        (b"GET", b"/load?a=b", Destination.VLLM),
+        (b"POST", b"/tokenize", Destination.VLLM),
+        (b"POST", b"/detokenize", Destination.VLLM),
     ],
 )
 def test_allowed_paths_have_one_destination(
@@ -36,6 +42,26 @@ def test_allowed_paths_have_one_destination(
         b"/v1/load_lora_adapter",
         b"/v1/unload_lora_adapter",
         b"/sleep",
+        b"/wake_up",
+        b"/pause",
+        b"/resume",
+        b"/abort_requests",
+        b"/reset_prefix_cache",
+        b"/reset_mm_cache",
+        b"/reset_encoder_cache",
+        b"/release_kv_cache_memory",
+        b"/start_profile",
+        b"/stop_profile",
+        b"/init_weight_transfer_engine",
+        b"/start_weight_update",
+        b"/update_weights",
+        b"/scale_elastic_ep",
+        b"/fault_tolerance/apply",
+        b"/inference/v1/generate",
+        b"/invocations",
+        b"/server_info",
+        b"/tokenizer_info",
+        b"/health/live",
         b"/v1/responses/resp_1",
         b"/v1/responses/resp_1/cancel",
         b"/v1/models/smollm2-135m",
@@ -52,3 +78,26 @@ def test_allowed_paths_have_one_destination(
 )
 def test_every_other_path_leads_nowhere(target: bytes) -> None:
     assert destination(b"POST", target) is Destination.NOWHERE
+    assert without_slash(target + b"/x") is None
+
+
+@pytest.mark.parametrize(
+    ("target", "location"),
+    [
+        (b"/v1/chat/completions/", b"/v1/chat/completions"),
+        (b"/v1/models/?a=b", b"/v1/models?a=b"),
+        (b"/health//", b"/health"),
+        (b"/tokenize/?", b"/tokenize?"),
+        (b"/health", None),
+        (b"/", None),
+        (b"/sleep/", None),
+        (b"/v1/load_lora_adapter/", None),
+        (b"//evil/health/", None),
+        (b"/v1/chat/completions/?x=/", b"/v1/chat/completions?x=/"),
+        (b"/x?/health/", None),
+    ],
+)
+def test_slashes_at_the_end_lead_to_the_path_without_them(
+    target: bytes, location: bytes | None
+) -> None:
+    assert without_slash(target) == location

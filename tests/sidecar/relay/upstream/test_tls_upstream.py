@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator
@@ -26,11 +27,10 @@ async def tls_port(fake_vllm: Any) -> AsyncIterator[int]:
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while data := await reader.read(65_536):
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass  # the other side is gone: so is this one
+            with contextlib.suppress(ConnectionError):  # one side is gone: the other ends too
+                while data := await reader.read(65_536):
+                    writer.write(data)
+                    await writer.drain()
         finally:
             writer.close()
 
