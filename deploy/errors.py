@@ -4,6 +4,7 @@ DeployError
 ├── UnknownAdapterError (LookupError)   no such version: list them with `sidecar adapters ls`
 ├── UnknownCanaryError (LookupError)     no canary has this id
 ├── UnknownRecordError (LookupError)    no group, run or exchange has this id
+├── DamagedRecordError                   a value of the record is not what its column holds
 ├── UnknownKeyError (LookupError)       no API key has this id: list them with `sidecar keys ls`
 ├── TransitionError (ValueError)        the canary is not in a state that allows this
 ├── StartError (RuntimeError)           `sidecar up` cannot start: the message says what, and why
@@ -29,6 +30,10 @@ class UnknownCanaryError(DeployError, LookupError):
 
 class UnknownRecordError(DeployError, LookupError):
     """No group, run or exchange has this id."""
+
+
+class DamagedRecordError(DeployError):
+    """The store has this record, but a value of it is not what its column holds."""
 
 
 class UnknownKeyError(DeployError, LookupError):

@@ -22,6 +22,8 @@ class Page(BaseModel, Generic[T]):
     items: list[T]
     next_cursor: str | None = None
     """Value of `cursor` for the next page; null on the last page."""
+    damaged: list[str] = Field(default_factory=list)
+    """Rows of this page that cannot be shown, each with its columns and what is wrong there."""
 
 
 class Problem(BaseModel):

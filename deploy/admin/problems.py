@@ -15,6 +15,7 @@ from deploy.admin.json import UnreadableError
 from deploy.admin.models import Problem
 from deploy.admin.paging import BadCursorError
 from deploy.errors import (
+    DamagedRecordError,
     DeployError,
     EngineError,
     TransitionError,
@@ -60,6 +61,7 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     TooLargeError: (413, "too-large", "The body is too large"),
     BadCursorError: (400, "bad-cursor", "Bad cursor"),
     PreconditionRequiredError: (428, "if-match-needed", "If-Match is required"),
+    DamagedRecordError: (500, "damaged-record", "The stored record is damaged"),
     EngineError: (502, "engine-away", "vLLM cannot be reached"),
     StoreError: (503, "store-away", "The store cannot be reached"),
 }

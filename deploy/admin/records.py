@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import structlog
 from fastapi import APIRouter, Depends
+from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -21,11 +24,15 @@ from deploy.admin.models import (
     Page,
     RunOut,
 )
-from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
-from deploy.errors import UnknownRecordError
+from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
+from deploy.errors import DamagedRecordError, UnknownRecordError
 from sidecar.store.arrays import unpack_ids
-from sidecar.store.database import decompress
+from sidecar.store.database import DAMAGE, decompress
 from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
+
+log = structlog.get_logger()
+Row = TypeVar("Row")
+Out = TypeVar("Out")
 
 
 def record_router(context: AdminContext) -> APIRouter:
@@ -54,9 +61,13 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
         statement = newest_first(statement, limit=limit, cursor=cursor, key={GroupRow.seq: int})
         with database.read() as session:
             rows = session.scalars(statement).all()
-        following = encode_cursor(rows[limit - 1].seq) if len(rows) > limit else None
-        items = [GroupOut(**_group(row)) for row in rows[:limit]]
-        return Page(items=items, next_cursor=following)
+        return _page(
+            rows,
+            limit,
+            show=lambda row: GroupOut(**_group(row)),
+            name=lambda row: f"group {row.group_id}",
+            cursor=lambda row: encode_cursor(row.seq),
+        )
 
     @router.get("/groups/{group_id}")
     def group(group_id: str) -> GroupDetailOut:
@@ -67,7 +78,10 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             answers = session.scalars(
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
-            return GroupDetailOut(**_group(row), answers=[_answer(answer) for answer in answers])
+            try:
+                return GroupDetailOut(**_group(row), answers=list(map(_answer, answers)))
+            except DAMAGE as error:
+                raise _damaged(f"group {group_id}", error) from error
 
 
 def _add_history(router: APIRouter, context: AdminContext) -> None:
@@ -80,13 +94,21 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
-        items = [run_out(row) for row in rows]
-        return page(items, limit, lambda last: encode_cursor(last.started_at, last.run_id))
+        return _page(
+            rows,
+            limit,
+            show=run_out,
+            name=lambda row: f"run {row.run_id}",
+            cursor=lambda row: encode_cursor(row.started_at, row.run_id),
+        )
 
     @router.get("/exchanges/{exchange_id}")
     def exchange(exchange_id: str) -> ExchangeOut:
         with database.read() as session:
-            return _exchange(session, exchange_id)
+            try:
+                return _exchange(session, exchange_id)
+            except DAMAGE as error:
+                raise _damaged(f"exchange {exchange_id}", error) from error
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
@@ -95,13 +117,50 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         )
         with database.read() as session:
             rows = session.scalars(statement).all()
-        items = [AuditOut.model_validate(row) for row in rows]
-        return page(items, limit, lambda last: encode_cursor(last.seq))
+        return _page(
+            rows,
+            limit,
+            show=AuditOut.model_validate,
+            name=lambda row: f"audit {row.seq}",
+            cursor=lambda row: encode_cursor(row.seq),
+        )
 
 
 def run_out(row: RunRow) -> RunOut:
     """Convert a run's row to its reply."""
     return RunOut(**{name: getattr(row, name) for name in RunOut.model_fields})
+
+
+def _page(
+    rows: Sequence[Row],
+    limit: int,
+    *,
+    show: Callable[[Row], Out],
+    name: Callable[[Row], str],
+    cursor: Callable[[Row], str],
+) -> Page[Out]:
+    """Build a page of at most `limit` rows. One row more means that there is a next page.
+
+    A damaged row is left out of the items and named in `damaged`.
+    """
+    items: list[Out] = []
+    damaged: list[str] = []
+    for row in rows[:limit]:
+        try:
+            items.append(show(row))
+        except DAMAGE as error:
+            damaged.append(str(_damaged(name(row), error)))
+    following = cursor(rows[limit - 1]) if len(rows) > limit else None
+    return Page(items=items, damaged=damaged, next_cursor=following)
+
+
+def _damaged(name: str, error: Exception) -> DamagedRecordError:
+    """Log a row that cannot be shown. The values themselves are not logged."""
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, ValidationError):
+        why = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    log.warning("admin_row_unreadable", row=name, why=why)
+    return DamagedRecordError(f"{name} is damaged in the store: {why}")
 
 
 def _group(row: GroupRow) -> dict[str, Any]:

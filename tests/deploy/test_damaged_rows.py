@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from sqlalchemy import String
+from structlog.testing import capture_logs
 
+from deploy.admin.problems import TYPE_PREFIX
 from sidecar.store.models import AnswerRow, ChoiceRow, CounterRow, ExchangeRow, GroupRow
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
@@ -92,3 +94,57 @@ async def test_the_admin_api_shows_text_that_is_no_utf8(world: World, api: Any) 
     assert [one.status_code for one in (listed, found, funnel, status)] == [200] * 4
     assert listed.json()["items"][0]["reason"] == "\ufffd" * 3
     assert found.json()["session_key"] == "\ufffd" * 3
+
+
+def put_group(world: World, name: str) -> None:
+    exchange_id = world.serve(name)
+    with world.database.write() as session:
+        session.add(
+            GroupRow(
+                group_id=name,
+                exchange_id=exchange_id,
+                session_key="s",
+                adapter="base",
+                status="scored",
+                created_at=1.0,
+            )
+        )
+
+
+@pytest.mark.parametrize("column", ["created_at", "scored_at", "judge_attempts", "learn_attempts"])
+async def test_text_in_a_number_column_of_a_group_costs_that_group_only(
+    world: World, api: Any, column: str
+) -> None:
+    for name in ("a", "b", "c"):
+        put_group(world, name)
+    damage(world, GroupRow, column, "group_id = 'b'", "'soon'")
+
+    with capture_logs() as lines:
+        listed = await api.get("/groups")
+        first = await api.get("/groups", limit=2)
+        found = await api.get("/groups/b")
+
+    assert [one["group_id"] for one in listed.json()["items"]] == ["c", "a"]
+    (named,) = listed.json()["damaged"]
+    assert named.startswith(f"group b is damaged in the store: {column}: Input should be a valid ")
+    assert [one["group_id"] for one in first.json()["items"]] == ["c"]
+    after = await api.get("/groups", limit=2, cursor=first.json()["next_cursor"])
+    assert [one["group_id"] for one in after.json()["items"]] == ["a"]
+    assert (found.status_code, found.json()["type"]) == (500, f"{TYPE_PREFIX}damaged-record")
+    assert found.json()["detail"] == named
+    assert [line["row"] for line in lines if line["event"] == "admin_row_unreadable"] == (
+        ["group b"] * 3
+    )
+
+
+async def test_text_in_a_number_column_of_an_exchange_is_named(world: World, api: Any) -> None:
+    exchange_id = world.serve("s")
+    damage(world, ExchangeRow, "status", f"exchange_id = '{exchange_id}'", "'soon'")
+
+    found = await api.get(f"/exchanges/{exchange_id}")
+
+    assert found.status_code == 500
+    assert found.json()["detail"] == (
+        f"exchange {exchange_id} is damaged in the store: status: Input should be a valid integer, "
+        "unable to parse string as an integer"
+    )

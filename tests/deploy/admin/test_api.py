@@ -103,6 +103,7 @@ async def test_aliases(world: World, api: Api) -> None:
             {"alias": "previous", "adapter": "base", "generation": 1},
         ],
         "next_cursor": None,
+        "damaged": [],
     }
 
 
