@@ -11,17 +11,22 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sidecar.errors import SettingsError, StateLockError
+from sidecar.processes.interrupt import one_line_at_interrupt
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the process. Returns: 0 after a signal, 1 when it cannot start, 2 for wrong usage."""
+    """Run control. Returns: 0 after a stop by signal, 1 when it cannot start, 2 for bad use."""
+    with one_line_at_interrupt("sidecar control"):
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy", description="canaries and admin API")
     parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
     arguments = parser.parse_args(argv)
 
     from deploy.process import serve
-    from sidecar.errors import StoreError
+    from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one
     from sidecar.settings import load_settings

@@ -9,21 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
-
-from sidecar.errors import SettingsError, StateLockError, StoreError
-from sidecar.logs import configure_logging
-from sidecar.processes.readiness import tell_ready
-from sidecar.processes.state_lock import only_one
-from sidecar.settings import Settings, load_settings
-from sidecar.tracing.telemetry import configure_tracing
+from sidecar.processes.interrupt import one_line_at_interrupt
 
 if TYPE_CHECKING:
     from ingest.intake.loop import Intake
+    from sidecar.settings import Settings
 
 PROCESS = "ingest"
-
-log = structlog.get_logger()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +24,19 @@ def main(argv: list[str] | None = None) -> int:
     Returns: 0 after a signal, 1 when another ingest runs or the store cannot be opened, 2 when the
         settings are wrong.
     """
+    with one_line_at_interrupt("sidecar ingest"):
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ingest", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
     arguments = parser.parse_args(argv)
+
+    from sidecar.errors import SettingsError, StateLockError, StoreError
+    from sidecar.processes.state_lock import only_one
+    from sidecar.settings import load_settings
+
     try:
         settings = load_settings(arguments.config)
         with only_one(settings.state_dir, PROCESS):
@@ -50,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 def _start(settings: Settings) -> int:
     from ingest.intake.bus import open_bus
     from ingest.intake.loop import Intake
+    from sidecar.logs import configure_logging
     from sidecar.store.database import Database
+    from sidecar.tracing.telemetry import configure_tracing
 
     bus = open_bus(settings.bus.url)
     configure_logging(settings.telemetry, PROCESS)
@@ -66,6 +70,11 @@ def _start(settings: Settings) -> int:
 
 
 async def _run(intake: Intake) -> None:
+    import structlog
+
+    from sidecar.processes.readiness import tell_ready
+
+    log = structlog.get_logger()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

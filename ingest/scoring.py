@@ -12,19 +12,14 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import structlog
+from sidecar.processes.interrupt import one_line_at_interrupt
 
-from sidecar.errors import SettingsError
-from sidecar.logs import configure_logging
-from sidecar.processes.readiness import tell_ready
-from sidecar.scoring.wire import socket_path
-from sidecar.settings import Settings, load_settings
-from sidecar.tracing.telemetry import configure_tracing
+if TYPE_CHECKING:
+    from sidecar.settings import Settings
 
 PROCESS = "scoring"
-
-log = structlog.get_logger()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +27,20 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns: 0 after a signal, 1 when the store cannot be opened, 2 when the settings are wrong.
     """
+    with one_line_at_interrupt("sidecar score"):
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ingest.scoring", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
     arguments = parser.parse_args(argv)
+
+    from sidecar.errors import SettingsError
+    from sidecar.logs import configure_logging
+    from sidecar.settings import load_settings
+    from sidecar.tracing.telemetry import configure_tracing
+
     try:
         settings = load_settings(arguments.config)
     except SettingsError as error:
@@ -49,12 +55,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(settings: Settings) -> int:
+    import structlog
+
+    from sidecar.processes.readiness import tell_ready
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if not settings.judge.model:
-        log.warning(
+        structlog.get_logger().warning(
             "scoring_off",
             why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
             to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
@@ -71,6 +81,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     An unexpected error in a worker ends the process; its supervisor restarts it.
     Returns: the process's exit code.
     """
+    import structlog
+
     from ingest.best_of.questions import BestOfJudge
     from ingest.best_of.server import BestOfServer
     from ingest.ruler.judge import LiteLlmJudge
@@ -80,8 +92,11 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.vllm.checked_sampler import CheckedSampler
     from ingest.vllm.replicas import open_replicas
     from sidecar.errors import StoreError
+    from sidecar.processes.readiness import tell_ready
+    from sidecar.scoring.wire import socket_path
     from sidecar.store.database import Database
 
+    log = structlog.get_logger()
     serving = settings.serving
     try:
         database = Database(settings.store.url)

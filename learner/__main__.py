@@ -11,8 +11,17 @@ import time
 import uuid
 from pathlib import Path
 
+from sidecar.processes.interrupt import one_line_at_interrupt
+
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the learner. Returns: 0 after a stop by signal or a run that trained; 1 when it cannot
+    start; 2 for bad use; with `--once` also what `run_once` returns."""
+    with one_line_at_interrupt("sidecar learn"):
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="learner", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
     parser.add_argument("--once", action="store_true", help="one run now; exit 3: nothing to learn")

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sidecar.processes.interrupt import one_line_at_interrupt
+
 if TYPE_CHECKING:
     from sidecar.proxy import Proxy
     from sidecar.settings import Settings
@@ -30,11 +32,23 @@ LARGEST_KEPT_BYTES = 4 * 2**20
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the proxy. Returns: 0 after a stop by signal, 1 when it cannot start, 2 for bad use."""
+    with one_line_at_interrupt("sidecar proxy"):
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="sidecar proxy", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="the settings file (TOML)")
     parser.add_argument("--workers", type=int, default=None, help="processes that share the port")
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)  # see handover.py
+    parser.add_argument("--version", action="store_true", help="print the version")
     arguments = parser.parse_args(argv)
+    if arguments.version:
+        from sidecar.processes.version import installed_version
+
+        print(f"sidecar {installed_version()}")  # noqa: T201 - what was asked for
+        return 0
 
     from sidecar.errors import SettingsError
     from sidecar.logs import configure_logging

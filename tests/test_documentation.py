@@ -18,7 +18,7 @@ import typer
 from pydantic import BaseModel
 
 from deploy.admin.metrics import StoreCollector
-from deploy.cli.main import app
+from deploy.cli.app import app
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, Phase
 from ingest.sampling.candidates import Miss

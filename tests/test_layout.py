@@ -20,7 +20,7 @@ ROOMS = ("sidecar", "ingest", "learner", "deploy")
     ("imported", "forbidden"),
     [
         (
-            "deploy.cli.main, deploy.admin.app, deploy.canary.controller",
+            "deploy.cli.app, deploy.admin.app, deploy.canary.controller",
             "torch",
         ),
         ("learner.runs.train, learner.runs.schedule, learner.runs.publish", "torch"),

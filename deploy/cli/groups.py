@@ -6,9 +6,20 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.output import Output, print_found
+from deploy.cli.context import admin_client
+from deploy.cli.output import Output, print_found, refuse_unknown
 
-groups_app = typer.Typer(no_args_is_help=True, help="Groups of answers, and their scores.")
+groups_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Groups of answers, and their scores."
+)
+
+
+def _statuses() -> tuple[str, ...]:
+    """The statuses of a group, in the order in which it goes through them."""
+    from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING, SCORED, SET_ASIDE
+    from learner.runs.source import DROPPED, TRAINED
+
+    return (SAMPLING, SAMPLED, SCORED, CLAIMED, TRAINED, SET_ASIDE, DROPPED)
 
 
 @groups_app.command("ls")
@@ -16,24 +27,18 @@ def groups_ls(
     context: typer.Context,
     status: Annotated[str, typer.Option(help="such as sampled, scored or set_aside")] = "",
     reason: Annotated[str, typer.Option(help="such as judge_rejected")] = "",
-    limit: Annotated[int, typer.Option(min=1, max=200, help="the newest so many")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
     output: Output = "text",
 ) -> None:
-    """The newest groups; of those set aside the reason and the judge's words."""
-    from deploy.admin.client import AdminClient
-    from sidecar.settings import load_settings
-
+    """The newest groups; for those set aside, the reason and the judge's words."""
+    if status:
+        refuse_unknown("--status", status, _statuses())
     wanted = {"status": status, "reason": reason}
     given = {name: value for name, value in wanted.items() if value}
-    client = AdminClient(load_settings(context.obj))
-    print_found(client.get("/groups", limit=limit, **given), output)
+    print_found(admin_client(context).get("/groups", limit=limit, **given), output)
 
 
 @groups_app.command("show")
 def groups_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
     """One group with its answers and scores."""
-    from deploy.admin.client import AdminClient
-    from sidecar.settings import load_settings
-
-    client = AdminClient(load_settings(context.obj))
-    print_found(client.get(f"/groups/{group_id}"), output)
+    print_found(admin_client(context).get(f"/groups/{group_id}"), output)

@@ -1,6 +1,6 @@
-"""`sidecar keys`: make, list and revoke the keys of the data plane, in the store itself.
+"""`sidecar keys`: make, list and revoke the API keys of the data plane, in the store itself.
 
-No other process need run. A key is printed when it is made, and never again.
+No other process has to run. A key is printed when it is made, and never again.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, print_found, require_store
 from sidecar.access.keys import PREFIX, ApiKey, FreshKey
 from sidecar.errors import InvalidKeyError
 
-keys_app = typer.Typer(no_args_is_help=True, help="API keys of the data plane.")
+keys_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="API keys of the data plane."
+)
 ACTOR = "sidecar keys"
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -24,12 +27,15 @@ UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 @keys_app.command("create")
 def keys_create(
     context: typer.Context,
-    project: Annotated[str, typer.Option(help="whose requests they will be")],
+    project: Annotated[str, typer.Option(help="the project that its requests belong to")],
     name: Annotated[str, typer.Option(help="who or what holds the key")] = "",
     scope: Annotated[
-        list[str] | None, typer.Option(help="`operate`, beside `infer`, which every key has")
+        list[str] | None,
+        typer.Option(help="`operate`, in addition to `infer`, which every key has"),
     ] = None,
-    expires: Annotated[str, typer.Option(help="after which time, such as 12h, 30d, 8w")] = "",
+    expires: Annotated[
+        str, typer.Option(help="after this time, such as 12h, 30d, 8w; default: never")
+    ] = "",
     rpm: Annotated[int | None, typer.Option(help="requests per minute")] = None,
     tokens_per_day: Annotated[
         int | None, typer.Option(help="prompt and completion tokens per UTC day")
@@ -37,12 +43,11 @@ def keys_create(
     best_of: Annotated[int, typer.Option(help="largest x-sidecar-best-of; 1 is off")] = 1,
     output: Output = "text",
 ) -> None:
-    """Make a key and print it, this once."""
+    """Make a key and print it: it is shown this once and never again."""
     from deploy.registry import api_keys
-    from sidecar.settings import load_settings
     from sidecar.store.database import Database
 
-    settings = load_settings(context.obj)
+    settings = settings_of(context)
     now = time.time()
     expires_at = now + seconds_of(expires) if expires else None
 
@@ -60,23 +65,25 @@ def keys_create(
         )
 
     database = Database(settings.store.url)
-    database.upgrade()  # also before the first `sidecar up`, which then finds this store
+    database.upgrade()  # also before the first `sidecar up`, which then uses this store
     key, presented = api_keys.create(database, wanted, randomness=os.urandom, actor=ACTOR, now=now)
     database.close()
     print_found({"key": presented, **_shown(key)}, output)
-    note("this is the only time that the key is shown; the store has its hash")
+    note("the key is shown only now; the store keeps its hash")
     if settings.access.mode != "keys":
-        note(f'access.mode is "{settings.access.mode}": keys count once it is "keys"')
+        note(
+            f'access.mode is "{settings.access.mode}", so no key is checked; set it to "keys" and '
+            "restart the proxy"
+        )
 
 
 @keys_app.command("ls")
 def keys_ls(context: typer.Context, output: Output = "text") -> None:
-    """Every key there is or was, without its secret."""
+    """Every key, also expired and revoked ones, without its secret."""
     from deploy.registry import api_keys
-    from sidecar.settings import load_settings
     from sidecar.store.database import Database
 
-    settings = load_settings(context.obj)
+    settings = settings_of(context)
     require_store(settings.store.url)
     database = Database(settings.store.url)
     database.upgrade()
@@ -101,12 +108,11 @@ def keys_revoke(
     reason: Annotated[str, typer.Option(help="why; kept in the audit")] = "no reason given",
     output: Output = "text",
 ) -> None:
-    """End a key, for good: proxies refuse it from their next look at the store."""
+    """Revoke a key for good: proxies refuse it from their next poll of the store."""
     from deploy.registry import api_keys
-    from sidecar.settings import load_settings
     from sidecar.store.database import Database
 
-    settings = load_settings(context.obj)
+    settings = settings_of(context)
     require_store(settings.store.url)
     database = Database(settings.store.url)
     database.upgrade()
@@ -121,7 +127,9 @@ def seconds_of(text: str) -> int:
     """A time such as `90m`, `12h`, `30d`, `8w`, in seconds. Raises: InvalidKeyError."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
     if match is None:
-        raise InvalidKeyError(f"--expires {text}: give a number and m, h, d or w, such as 30d")
+        raise InvalidKeyError(
+            f"--expires {text}: not a length of time; give a number and m, h, d or w, such as 30d"
+        )
     return int(match[1]) * UNITS_S[match[2]]
 
 

@@ -1,23 +1,35 @@
-"""What every part of the `sidecar` command shares: how it prints, and which store it may open.
+"""How every part of the `sidecar` command prints and refuses, and which store it may open.
 
-What people and models wrote (reasons, names, errors) is printed without the characters that a
-terminal obeys, each record on lines of its own; JSON escapes them by itself.
+Text that people and models wrote (reasons, names, errors) is printed without the characters that a
+terminal obeys, each record on lines of its own; JSON escapes them by itself. Text output is for
+people: times are dates with an age. Programs read `-o json`, which has the raw numbers.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from deploy.cli.times import is_time, shown_time
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
 
-Output = Annotated[str, typer.Option("--output", "-o", help="text or json")]
+FORMATS = ("text", "json")
+
+
+def _known_format(value: str) -> str:
+    refuse_unknown("--output", value, FORMATS)
+    return value
+
+
+Output = Annotated[str, typer.Option("--output", "-o", callback=_known_format, help="text or json")]
 
 
 def say(line: str) -> None:
@@ -31,7 +43,7 @@ def say_json(value: Any) -> None:  # Any: JSON
 
 
 def note(text: str) -> None:
-    """Print one line for the person, not for a program that reads the output."""
+    """Print one line on stderr: it is for the person, not for a program that reads the output."""
     print(f"sidecar: {visible(text)}", file=sys.stderr)
 
 
@@ -40,30 +52,42 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
     if output == "json":
         say_json(found)
         return
+    now = time.time()
     items = found.get("items") if isinstance(found, dict) else None
     for block in items if items is not None else [found]:
-        for line in _lines(block):
+        for line in _lines(block, now):
             say(line)
 
 
-def _lines(block: Any, indent: int = 0) -> list[str]:
+def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
     """Indented `key: value` lines; lists and objects below their key."""
     pad = "  " * indent
     lines: list[str] = []
     for key, value in block.items():
         if isinstance(value, dict) and value:
-            lines += [f"{pad}{key}:", *_lines(value, indent + 1)]
+            lines += [f"{pad}{key}:", *_lines(value, now, indent + 1)]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{pad}{key}:")
             for item in value:
-                lines += _lines(item, indent + 1)
+                lines += _lines(item, now, indent + 1)
         else:
-            lines.append(f"{pad}{key}: {value}")
+            lines.append(f"{pad}{key}: {shown_time(value, now) if is_time(key, value) else value}")
     return lines
 
 
+def refuse_unknown(option: str, value: str, known: Collection[str]) -> None:
+    """Raises: typer.BadParameter, which names the known values; nothing when `value` is empty."""
+    if value and value not in known:
+        raise typer.BadParameter(
+            f"no such value: {value}; known: {', '.join(known)}", param_hint=option
+        )
+
+
 def require_store(url: str) -> None:
-    """An SQLite file that is not there would be made, empty, and the real one left alone."""
+    """Refuse an SQLite file that does not exist: opening it would make an empty store.
+
+    Raises: StoreError.
+    """
     from sqlalchemy import make_url
 
     parsed = make_url(url)

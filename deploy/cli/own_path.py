@@ -1,8 +1,8 @@
-"""Import it first: it takes the working folder out of `sys.path` where nobody named it.
+"""Import this module first: it removes the working folder from `sys.path` unless it was named.
 
 An empty entry in PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:/x` leaves one, means the working folder: a
-user's own `json.py` would run in place of ours. Only what is loaded already is imported here. What
-ran before (`sitecustomize`, a folder `deploy` of the user's) is Python's own rule and out of reach.
+user's own `json.py` would run in place of Python's. This module imports only what Python has loaded
+already. What runs before it (`sitecustomize`, a user's own folder `deploy`) is out of its reach.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 
 
 def without_working_folder(path: list[str], python_path: str, folder: str, own: str) -> list[str]:
-    """`sys.path` without the folder, unless PYTHONPATH names it or our own code lies in it. Pure.
+    """`sys.path` without the folder, unless PYTHONPATH names it or our packages are in it. Pure.
 
-    folder: the working folder. own: the folder of our packages. Both absolute.
+    folder: the working folder. own: the folder of our packages. Both are absolute.
     """
     entries = python_path.split(os.pathsep)
     named = [os.path.normpath(os.path.join(folder, entry)) for entry in entries if entry]

@@ -1,7 +1,7 @@
-"""What `sidecar config check` and `sidecar up` check beyond the settings' own rules.
+"""The checks that `sidecar config check` and `sidecar up` add to the settings' own rules.
 
-These checks need libraries that the data plane must not load: the learner's scheduler, the store's
-driver.
+They need libraries that the data plane must not load: the learner's scheduler and the driver of the
+store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sidecar.store.database import refuse_bad_arguments
 
 
 def checked_settings(config: Path | None) -> Settings:
-    """The settings, when every process can work with them. Raises: SettingsError."""
+    """The settings, if every process can work with them. Raises: SettingsError."""
     settings = load_settings(config)
     read_cron(settings.learner.cron)
     try:

@@ -1,7 +1,7 @@
-"""One process under `sidecar up`: start it, hear that it works, see it die, start it again.
+"""One process under `sidecar up`: start it, read that it is ready, notice its end, restart it.
 
-It has a log of its own, and a process group, so that Ctrl-C on the terminal does not reach it.
-Should the supervisor be killed, the kernel ends it (`sidecar.processes.parent_death`).
+The child has its own log and its own process group, so that Ctrl-C on the terminal does not reach
+it. If the supervisor is killed, the kernel ends the child (`sidecar.processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import IO
 
 import structlog
 
-from deploy.supervise.processes import RESTARTS, ProcessSpec, describe_exit, is_hopeless
+from deploy.supervise.processes import (
+    ASKED_TO_END,
+    RESTARTS,
+    ProcessSpec,
+    describe_exit,
+    is_hopeless,
+)
 from sidecar.backoff import STEADY_S, Waits
 from sidecar.processes.children import own_environment
 from sidecar.processes.parent_death import guarded_command
@@ -25,7 +31,7 @@ from sidecar.processes.readiness import read_ready
 log = structlog.get_logger()
 
 LAST_BYTES = 2_000
-"""Of a log, in which its last line is looked for."""
+"""How much of the end of a log is searched for its last line."""
 
 
 class Child:
@@ -39,20 +45,20 @@ class Child:
         self._waits = Waits(RESTARTS)
         self.restart_at = 0.0
         self.worked = False
-        """It worked once since the supervisor started: its deaths are accidents from then on."""
+        """True once it was ready, or ran for `STEADY_S`: it is then always started again."""
         self.address: str | None = None
-        """Where it listens, as it told; "" when nowhere. None: it does not work (yet)."""
+        """The address that it reported; "" if it listens nowhere. None: it is not ready."""
         self.died: str | None = None
-        """How its last life ended; None while it lives."""
+        """How it ended the last time; None while it runs."""
         self._lives_s: list[float] = []
-        """Seconds of each life that ended before it ever worked."""
+        """Seconds of each life."""
         self._log_file: IO[bytes] | None = None
         self._log_start = 0
         self._ready_pipe: int | None = None
 
     @property
     def is_failing(self) -> bool:
-        """It is dead now, or died before it ever worked."""
+        """True if it does not run now, or died and was never ready."""
         return self.died is not None or (bool(self._lives_s) and not self.worked)
 
     @property
@@ -60,7 +66,7 @@ class Child:
         return not self.worked and is_hopeless(self._lives_s)
 
     def start(self, now: float) -> None:
-        """Raises: OSError when the log cannot be written or no process be made."""
+        """Raises: OSError when the log cannot be written or no process can be started."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_file = self.log_path.open("ab")
         self._log_start = self._log_file.tell()
@@ -91,33 +97,34 @@ class Child:
         log.info("process_started", name=self.spec.name, pid=self.process.pid)
 
     def _environment(self) -> dict[str, str]:
-        """A vLLM of the operator's own gets the environment as it is."""
+        """The child's environment. The operator's vLLM gets ours unchanged."""
         inherited = dict(os.environ) if not self.spec.tells_ready else own_environment(os.environ)
         return {**inherited, **self.spec.env}
 
     def check(self, now: float) -> None:
-        """Hear whether it works, notice a death, plan the restart, carry it out when it is due."""
+        """Read whether it is ready, notice its end, plan a restart, and carry it out when due."""
         if self.process is None:
             if now >= self.restart_at:
                 self._start_again(now)
             return
-        self._hear()
+        self._read_ready()
         code = self.process.poll()
         if code is not None:
-            self._note_death(now, describe_exit(code))
+            self._note_end(now, describe_exit(code), asked=code in ASKED_TO_END)
 
     def _start_again(self, now: float) -> None:
         try:
             self.start(now)
-        except OSError as error:  # no memory, no process to be had, a full disk
-            self._note_death(now, f"could not be started: {error.strerror}")
+        except OSError as error:  # out of memory or processes, a full disk
+            self._note_end(now, f"could not be started: {error.strerror}", asked=False)
 
-    def _hear(self) -> None:
+    def _read_ready(self) -> None:
         if self._ready_pipe is not None and self.address is None:
             self.address = read_ready(self._ready_pipe)
             self.worked = self.worked or self.address is not None
 
-    def _note_death(self, now: float, how: str) -> None:
+    def _note_end(self, now: float, how: str, *, asked: bool) -> None:
+        """Plan the restart. asked: somebody told it to end, and it did; that is no error."""
         lived_s = now - self.started_at
         self.worked = self.worked or lived_s >= STEADY_S
         self._lives_s.append(lived_s)
@@ -125,19 +132,22 @@ class Child:
         self.restart_at = now + wait_s
         last_line = self.last_line()
         self.died = f"{how}: {last_line}" if last_line else how
-        log.error(
-            "process_died",
-            name=self.spec.name,
-            how=how,
-            restart_in_s=wait_s,
-            log=str(self.log_path),
-            last_line=last_line,
-        )
+        if asked and self.worked:
+            log.info("process_ended", name=self.spec.name, how=how, restart_in_s=wait_s)
+        else:
+            log.error(
+                "process_died",
+                name=self.spec.name,
+                how=how,
+                restart_in_s=wait_s,
+                log=str(self.log_path),
+                last_line=last_line,
+            )
         self.process = self.address = None
         self._close()
 
     def last_line(self) -> str:
-        """The end of what this life of it wrote to its log: what it said before it died."""
+        """The last line that this life of the child wrote to its log; "" if it wrote none."""
         try:
             with self.log_path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

@@ -1,8 +1,8 @@
-"""Loops that run for the life of the process. None of them ends by an error, or ends another.
+"""Loops that run as long as the process. An error ends none of them, and none ends another.
 
-An error that the work does not expect is logged with its type and text, kept for the status page
-and `/readyz`, and tried again after a wait that doubles. So a defect in one loop leaves the admin
-API, and with it the way to roll back, as it was.
+An unexpected error is logged with its type and text, shown by `/admin/v1/status` and `/readyz`, and
+the work is tried again after a wait that doubles. A defect in one loop so leaves the admin API, and
+with it the rollback, as it was.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ STORE_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class LoopView:
-    """How a loop does. In memory, for the status page."""
+    """The health of one loop: kept in memory, shown by `/admin/v1/status`."""
 
     failures: int = 0
-    """Turns in a row that ended with an error; 0: all is well."""
+    """Turns in a row that ended with an error; 0: the loop works."""
     error: str | None = None
     """The last of these errors."""
 
 
 class Loop:
-    """Does `work`, waits `every_s()` or until woken, and again."""
+    """Runs `work`, waits `every_s()` or until woken, and repeats."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Loop:
         self._waits = Waits(RESTARTS)
 
     async def run(self) -> None:
-        """Never returns; ends when its task is cancelled."""
+        """Repeat until the task is cancelled."""
         while True:
             self._wake.clear()
             pause_s = await self.turn()
@@ -64,7 +64,7 @@ class Loop:
                     await self._wake.wait()
 
     async def turn(self) -> float:
-        """Work once. Returns: seconds to wait until the next time."""
+        """Run the work once. Returns: seconds to wait until the next turn."""
         began = self._clock()
         try:
             await self._work()

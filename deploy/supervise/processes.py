@@ -1,7 +1,8 @@
-"""What the supervisor decides, apart from how it is done: names, order, back-off. Pure."""
+"""The supervisor's rules: names and order of the processes, restarts, when to give up. Pure."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,18 +11,21 @@ from typing import TYPE_CHECKING
 from sidecar.backoff import STEADY_S, Backoff
 from sidecar.processes.children import own_python
 
-if TYPE_CHECKING:  # the command reads the names here before it knows whether it needs settings
+if TYPE_CHECKING:  # `--help` reads the names here, and must not wait for the settings' libraries
     from sidecar.settings import Settings
 
 RESTARTS = Backoff(first_s=0.5, last_s=30.0)
 GIVE_UP_DEATHS = 5
 GIVE_UP_WITHIN_S = STEADY_S
-"""A child that died so often before it ever worked, and lived for no longer than this in all those
-lives together, is given up, and with it the start: another try will not help. One that worked once
-is started again for ever."""
+"""Seconds. The supervisor gives up, and `sidecar up` ends, when a child that was never ready died
+`GIVE_UP_DEATHS` times and lived no longer than this in total: another try would not help. A child
+that was ready once is always started again."""
+ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+"""Exit codes of a process that a person told to stop or to reload. Our own processes return 0 for
+nothing else."""
 
 ENGINE = "engine"
-"""The name of a vLLM that is ours."""
+"""The name of the vLLM that `sidecar up` starts."""
 MODULES = {
     "proxy": "sidecar",
     "ingest": "ingest",
@@ -34,18 +38,19 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One child: how to start it."""
+    """How to start one child."""
 
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own environment."""
+    """Variables added to the supervisor's own environment."""
     tells_ready: bool = False
-    """It is a process of ours, which tells when it works."""
+    """True for the sidecar's own processes, which report when they are ready."""
 
 
 def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
-    """Every child of `sidecar up`, in the order of starting; the engine only when it is ours."""
+    """Every child of `sidecar up`, in the order of starting; the engine only if there is a command
+    for it."""
     specs = []
     if settings.engine.command:
         specs.append(
@@ -60,11 +65,11 @@ def plan(settings: Settings, config: Path | None) -> list[ProcessSpec]:
 
 
 def is_hopeless(lived_s: Sequence[float]) -> bool:
-    """Whether to give up a child that never worked. lived_s: seconds of each of its lives."""
+    """True if a child that was never ready is to be given up. lived_s: seconds of each life."""
     last = lived_s[-GIVE_UP_DEATHS:]
     return len(last) == GIVE_UP_DEATHS and sum(last) <= GIVE_UP_WITHIN_S
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words: negative ones are signals."""
+    """An exit code in words; negative codes are signals."""
     return f"killed by signal {-code}" if code < 0 else f"exited with {code}"

@@ -1,11 +1,11 @@
-"""`sidecar up`: start every process of one machine, keep them alive, stop what was started.
+"""`sidecar up`: start every process of one machine, keep them running, stop what was started.
 
-One `sidecar up` works with a `state_dir` at a time. Each child writes to its own log under
-`state_dir/logs` (`deploy.supervise.child`). A child that dies is started again after a back-off,
-and that is said; one that dies again and again before it ever worked ends it all, with its last
-line. "ready" is said of the processes started here, which tell it themselves
-(`sidecar.processes.readiness`), never of whoever answers at their ports. Only processes started
-here are ever signalled.
+Only one `sidecar up` works with a `state_dir` at a time. Each child writes to its own log under
+`state_dir/logs` (`deploy.supervise.child`). A child that dies is started again after a back-off and
+the log says so; a child that dies again and again and was never ready ends `sidecar up` with its
+last line. "ready" is about the processes started here, which report it themselves
+(`sidecar.processes.readiness`), not about whoever answers at their ports. Signals go only to
+processes started here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from sidecar.workers.handover import bind_listeners
 
 TICK_S = 0.2
 STOP_TIMEOUT_S = 35.0
-"""A child that has not gone this long after TERM is killed; longer than the proxy takes to
-drain and to write its captures."""
+"""A child that still runs this long after TERM is killed. Longer than the proxy needs to drain and
+to write its captures."""
 BEYOND_DRAIN_S = 20.0
-"""Added to a longer drain that the settings ask for."""
+"""Added to `proxy.drain_timeout_s` when that makes the limit longer."""
 REMIND_S = 30.0
+"""How often a line says what the start still waits for."""
 LOCKED = ("ingest", "learn", "control")
-"""The children that hold a lock of their own on `state_dir`."""
+"""Commands that hold their own lock on `state_dir`."""
 
 
 class Supervisor:
@@ -61,7 +62,8 @@ class Supervisor:
         """Supervise until SIGINT or SIGTERM. Returns: the exit code, 0.
 
         Raises: StateLockError when another `sidecar up` works with `state_dir`; StartError when a
-        port is in use, or a child dies again and again before it ever worked. All is stopped then.
+        port is in use, or when a child that was never ready dies again and again. Every child is
+        stopped first.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self.stopping.set())
@@ -89,7 +91,7 @@ class Supervisor:
             self.stop()
 
     def stop(self) -> None:
-        """Stop the children, our own engine after all others: the proxy drains through it."""
+        """Stop the children. Our own vLLM is last: the proxy needs it to drain."""
         self.stopping.set()
         self._announce("stopping")
         engine = [child for child in self.children if child.spec.name == ENGINE]
@@ -104,9 +106,9 @@ class Supervisor:
     # -- before the start
 
     def _wait_for_leftovers(self) -> None:
-        """Let the children of an earlier `sidecar up` that was killed come to their end.
+        """Wait for the children of an earlier `sidecar up` that was killed: they end by themselves.
 
-        Raises: StateLockError when one of them, or one that a person started, does not.
+        Raises: StateLockError when one of them, or a process that a person started, keeps running.
         """
         deadline = time.monotonic() + self._stop_timeout_s
         said = False
@@ -123,20 +125,21 @@ class Supervisor:
                 return
 
     def _refuse_taken_ports(self) -> None:
-        """Raises: StartError, with the port and the setting."""
+        """Raises: StartError, which names the port and the setting."""
         for name, listener in (("proxy", self._settings.proxy), ("admin", self._settings.admin)):
             try:
                 bind_listeners(listener.host, listener.port, 0)
             except OSError as error:
                 raise StartError(
-                    f"{name}.host {listener.host} and {name}.port {listener.port} cannot be "
-                    f"listened on ({error.strerror}); stop what listens there, or set {name}.port"
+                    f"cannot listen on {name}.host {listener.host}, {name}.port {listener.port} "
+                    f"({error.strerror}); stop what listens there, or set another {name}.port"
                 ) from error
 
-    # -- what is said
+    # -- progress lines
 
     def _tell_when_ready(self) -> None:
-        # Our own first, they need no vLLM: what is wrong with them must not look like its absence.
+        # Our own processes first: they need no vLLM, and a fault of theirs must not look like its
+        # absence.
         told = self._wait_for_children()
         if told is None or not self._wait_for_engine(self._settings.serving.upstreams):
             return
@@ -154,8 +157,10 @@ class Supervisor:
         )
 
     def _wait_for_children(self) -> dict[str, str] | None:
-        """Wait until each of our own processes told that it works. Returns: their addresses by
-        name; None: stopping."""
+        """Wait until each of our own processes is ready.
+
+        Returns: their addresses by name; None when `sidecar up` is stopping.
+        """
         ours = [child for child in self.children if child.spec.tells_ready]
         said_at = time.monotonic()
         while True:
@@ -167,18 +172,18 @@ class Supervisor:
             if now - said_at >= REMIND_S:
                 said_at = now
                 names = ", ".join(name for name, address in told.items() if address is None)
-                self._announce(f"waiting for {names} to work; see logs/")
+                self._announce(f"waiting for {names} to be ready; see logs/")
             if self.stopping.wait(TICK_S):
                 return None
 
     def _wait_for_engine(self, urls: Sequence[str]) -> bool:
-        """Wait until one vLLM answers; say what is tried and what to check. False: stopping."""
+        """Wait until one vLLM answers, and say what to check. Returns False when stopping."""
         said_at: float | None = None
         owned = bool(self._settings.engine.command)
         while not {200, 401} & (statuses := {_answer(f"{url}/v1/models") for url in urls}):
             status = next((one for one in statuses if one is not None), None)
             now = time.monotonic()
-            # A child that fails is what there is to look at; vLLM can wait.
+            # While a child fails, its error must stand out: say nothing about vLLM.
             failing = any(child.is_failing for child in self.children)
             if not failing and (said_at is None or now - said_at >= REMIND_S):
                 said_at = now
@@ -189,7 +194,7 @@ class Supervisor:
 
 
 def _leftover(state_dir: Path) -> str | None:
-    """A process that `sidecar up` would start too and that runs already, in words."""
+    """Name a running process that `sidecar up` would start too; None when there is none."""
     for name in LOCKED:
         if (who := holder(state_dir, name)) is not None:
             return f"`sidecar {name}` ({who})"
@@ -202,15 +207,15 @@ def _as_start_error(child: Child) -> Iterator[None]:
         yield
     except OSError as error:
         raise StartError(
-            f"{child.spec.name} cannot be started ({error.strerror}); see that "
-            f"{child.log_path.parent} can be written"
+            f"cannot start {child.spec.name} ({error.strerror}); check that "
+            f"{child.log_path.parent} is writable"
         ) from error
 
 
 def _given_up(child: Child) -> str:
     return (
-        f"gives up: {child.spec.name} ended {GIVE_UP_DEATHS} times before it worked, last it "
-        f"{child.died}; its log is {child.log_path}"
+        f"gave up: {child.spec.name} ended {GIVE_UP_DEATHS} times before it was ready; the last "
+        f"time it {child.died}; correct that, its log is {child.log_path}"
     )
 
 
@@ -226,7 +231,7 @@ def _waiting_line(url: str, status: int | None, *, owned: bool) -> str:
 
 def _answer(url: str) -> int | None:
     try:
-        # No proxy of the environment: it is meant for the web, not for this machine or its vLLM.
+        # HTTP_PROXY is for the web, not for this machine or its vLLM.
         return httpx.get(url, timeout=2.0, trust_env=False).status_code
     except httpx.HTTPError:
         return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from ingest.errors import SamplingError
 
@@ -25,22 +28,31 @@ class EngineLoad:
 
 
 def parse_load(metrics: str) -> EngineLoad:
-    """Read the few lines that matter of vLLM's Prometheus text.
+    """Read the load from vLLM's metrics in Prometheus text format.
 
-    Each metric has one line per engine (data parallel rank), with labels and no time stamp.
-    Raises: SamplingError when running or waiting is not there (`--disable-log-stats`).
+    Each metric has one line per engine (data parallel rank), told apart by labels.
+    Raises: SamplingError when a line cannot be read, or when running or waiting is not there
+    (`--disable-log-stats`).
     """
     found: dict[str, list[float]] = {RUNNING: [], WAITING: [], KV_CACHE_USAGE: []}
-    for line in metrics.splitlines():
-        name, _, rest = line.partition("{")
-        if name in found:
-            try:
-                found[name].append(float(rest.rpartition("}")[2]))
-            except ValueError as error:
-                raise SamplingError(f"vLLM's metrics: cannot read {line[:200]!r}") from error
+    # Only the lines that matter are parsed: a page has thousands, and a bad one among the others
+    # must not cost the load.
+    starts = tuple(f"{name}{after}" for name in found for after in "{ \t")
+    wanted = [line for line in metrics.split("\n") if line.startswith(starts)]
+    for line in wanted:
+        try:
+            families = list(text_string_to_metric_families(line))
+        except (ValueError, IndexError) as error:  # the parser raises both for text it cannot read
+            raise SamplingError(f"vLLM's metrics: cannot read {line[:200]!r}") from error
+        for sample in (sample for family in families for sample in family.samples):
+            if not math.isfinite(sample.value):
+                raise SamplingError(f"vLLM's metrics: cannot use {line[:200]!r}")
+            if sample.name in found:
+                found[sample.name].append(sample.value)
     if not found[RUNNING] or not found[WAITING]:
         raise SamplingError(
-            f"vLLM's metrics hold no {RUNNING}; start it without --disable-log-stats"
+            f"vLLM's metrics hold no {RUNNING} or no {WAITING}; start it without "
+            "--disable-log-stats"
         )
     return EngineLoad(
         running=round(sum(found[RUNNING])),

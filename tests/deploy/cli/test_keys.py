@@ -65,9 +65,7 @@ def test_a_key_is_shown_when_it_is_made_and_never_again(keys: Command, database:
     listed = keys.json("ls")
 
     assert made["key"].startswith(f"sk-sidecar-{made['key_id']}-")
-    assert said == (
-        "sidecar: this is the only time that the key is shown; the store has its hash\n"
-    )
+    assert said == ("sidecar: the key is shown only now; the store keeps its hash\n")
     assert made["key"] not in json.dumps(listed)
     with database.read() as session:
         row = session.scalars(select(ApiKeyRow)).one()
@@ -164,7 +162,10 @@ def test_a_whole_key_may_be_pasted_to_revoke_it_and_is_not_repeated(
     [
         (("--project", "a b"), "project 'a b' is not a name"),
         (("--project", "p", "--scope", "fly"), "scope 'fly' does not exist"),
-        (("--project", "p", "--expires", "soon"), "--expires soon: give a number and m, h, d or w"),
+        (
+            ("--project", "p", "--expires", "soon"),
+            "--expires soon: not a length of time; give a number and m, h, d or w",
+        ),
         (("--project", "p", "--expires", "0d"), "--expires 0d"),
         (("--project", "p", "--rpm", "0"), "requests per minute: 0 lets nothing through"),
         (("--project", "p", "--best-of", "9"), "best of 9"),
@@ -206,7 +207,7 @@ def test_a_key_that_nobody_will_ask_for_yet_is_said(
 
     assert keys("create", "--project", "shop") == 0
 
-    assert 'access.mode is "open": keys count once it is "keys"' in keys.err
+    assert 'access.mode is "open", so no key is checked; set it to "keys"' in keys.err
 
 
 def test_expired_keys_are_listed_as_such(keys: Command, database: Database) -> None:

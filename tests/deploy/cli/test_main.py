@@ -323,7 +323,7 @@ def test_an_argument_that_is_no_utf8_is_bad_use_and_changes_nothing(
     ):
         assert main(["--config", str(config), *command]) == 2
         assert capsys.readouterr().err == (
-            "sidecar: an argument holds bytes that are no UTF-8; type it again\n"
+            "sidecar: an argument is not valid UTF-8; type it again\n"
         )
     assert not (tmp_path / "store.db").exists()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from deploy.supervise.child import Child
 from deploy.supervise.processes import ProcessSpec
@@ -113,6 +114,51 @@ def test_a_child_that_worked_once_is_started_again_for_ever(tmp_path: Path) -> N
     child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
 
     assert die_often(child, 7) == [False] * 7
+
+
+@pytest.mark.parametrize(
+    ("end", "event"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", "process_ended"),
+        ("os.kill(os.getpid(), signal.SIGHUP)", "process_ended"),
+        ("sys.exit(0)", "process_ended"),
+        ("sys.exit(1)", "process_died"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "process_died"),
+    ],
+)
+def test_a_child_that_was_told_to_end_is_no_error_and_is_started_again(
+    tmp_path: Path, end: str, event: str
+) -> None:
+    code = (
+        "import os, signal, sys; from sidecar.processes.readiness import tell_ready;"
+        f"tell_ready(); {end}"
+    )
+    child = Child(ProcessSpec(name="x", command=python(code), tells_ready=True), tmp_path / "x.log")
+    child.start(now=0.0)
+    assert child.process is not None
+    child.process.wait()
+
+    with capture_logs() as logs:
+        child.check(now=1.0)
+        child.check(now=child.restart_at)
+
+    assert child.process is not None
+    child.join(time.monotonic() + 10)
+    levels = {entry["event"]: entry["log_level"] for entry in logs}
+    assert list(levels) == [event, "process_started"]
+    assert levels[event] == ("info" if event == "process_ended" else "error")
+
+
+def test_a_child_that_ends_before_it_was_ready_is_an_error(tmp_path: Path) -> None:
+    child = Child(ProcessSpec(name="x", command=python("")), tmp_path / "x.log")
+    child.start(now=0.0)
+    assert child.process is not None
+    child.process.wait()
+
+    with capture_logs() as logs:
+        child.check(now=1.0)
+
+    assert [entry["event"] for entry in logs] == ["process_died"]
 
 
 def test_the_last_line_is_of_this_life_and_one_that_a_terminal_can_show(tmp_path: Path) -> None:

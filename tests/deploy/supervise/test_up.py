@@ -307,8 +307,8 @@ def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
     pids = re.findall(r"process_started .*pid=(\d+)", up.text)
     assert code == 1
     assert up.lines[-1] == (
-        "sidecar: gives up: proxy ended 5 times before it worked, last it exited with 1: "
-        "ImportError: broken on purpose; its log is .sidecar/logs/proxy.log"
+        "sidecar: gave up: proxy ended 5 times before it was ready; the last time it exited with "
+        "1: ImportError: broken on purpose; correct that, its log is .sidecar/logs/proxy.log"
     )
     assert len(pids) == 9
     assert [pid for pid in pids if is_alive(int(pid))] == []
@@ -397,8 +397,8 @@ def test_a_port_that_somebody_else_serves_is_named_and_never_called_ready(
 
     assert code == 1
     assert up.lines == [
-        f"sidecar: {name}.host 127.0.0.1 and {name}.port {taken} cannot be listened on (Address "
-        f"already in use); stop what listens there, or set {name}.port"
+        f"sidecar: cannot listen on {name}.host 127.0.0.1, {name}.port {taken} (Address already "
+        f"in use); stop what listens there, or set another {name}.port"
     ]
 
 

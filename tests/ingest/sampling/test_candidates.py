@@ -104,6 +104,30 @@ def test_metrics_without_the_load_are_an_error_and_not_an_idle_engine() -> None:
         parse_load('vllm:num_requests_running{engine="0"} many\n')
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{engine="0"', "{,\t=x} 1", "{} NaN", "{} +Inf", '{engine="0"} 1_0', " many", "{" * 9_000],
+)
+def test_a_load_that_cannot_be_read_is_an_error(line: str) -> None:
+    with pytest.raises(SamplingError, match="cannot"):
+        parse_load(f"vllm:num_requests_running{line}\n{METRICS}")
+
+
+def test_garbage_in_other_metrics_costs_nothing() -> None:
+    garbage = '}{ x="\n\x00\nvllm:num_requests_waiting_by_reason{,= many\n# TYPE\n'
+
+    assert parse_load(garbage + METRICS) == parse_load(METRICS)
+
+
+def test_a_load_without_labels_or_with_odd_ones_is_read() -> None:
+    metrics = (
+        "vllm:num_requests_running 2\n"
+        'vllm:num_requests_waiting{model_name="a}b{\\"c 9",engine="0"} 1.0 1700000000\n'
+    )
+
+    assert parse_load(metrics) == EngineLoad(running=2, waiting=1, kv_cache_usage=0.0)
+
+
 def test_the_gate_closes_above_the_limit_and_opens_at_three_quarters_of_it() -> None:
     gate = LoadGate(8)
 

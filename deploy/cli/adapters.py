@@ -1,0 +1,31 @@
+"""`sidecar adapters`: the adapter versions, as the admin API knows them."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+import typer
+
+from deploy.cli.context import admin_client
+from deploy.cli.output import Output, print_found, refuse_unknown
+from deploy.records import AdapterState
+
+adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
+
+
+@adapters_app.command("ls")
+def adapters_ls(
+    context: typer.Context,
+    state: Annotated[str, typer.Option(help="such as champion, retired or rejected")] = "",
+    output: Output = "text",
+) -> None:
+    """Every version, newest first."""
+    refuse_unknown("--state", state, get_args(AdapterState))
+    given = {"state": state} if state else {}
+    print_found(admin_client(context).get("/adapters", **given), output)
+
+
+@adapters_app.command("show")
+def adapters_show(context: typer.Context, version: str, output: Output = "text") -> None:
+    """One version."""
+    print_found(admin_client(context).get("/adapters", version), output)

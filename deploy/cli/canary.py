@@ -1,0 +1,99 @@
+"""`sidecar canary`: see a canary, steer it by hand, or wait for its end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.cli.context import admin_client
+from deploy.cli.output import Output, print_found, say
+from deploy.errors import UnknownCanaryError
+
+if TYPE_CHECKING:
+    from deploy.admin.client import AdminClient
+
+canary_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The canary of a new adapter."
+)
+CanaryId = Annotated[str, typer.Argument(help="its id; default: the newest")]
+Reason = Annotated[str, typer.Option(help="why; kept in the audit")]
+WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3}
+TIMED_OUT = 124
+
+
+def _newest_canary(client: AdminClient) -> dict[str, Any]:
+    items = client.get("/canaries", limit=1)["items"]
+    if not items:
+        raise UnknownCanaryError(
+            "no adapter has been on canary yet; `sidecar learn --once` makes one"
+        )
+    return dict(items[0])
+
+
+@canary_app.command("get")
+def canary_get(context: typer.Context, canary: CanaryId = "", output: Output = "text") -> None:
+    """The newest canary, or the one named."""
+    client = admin_client(context)
+    found = client.get("/canaries", canary) if canary else _newest_canary(client)
+    print_found(found, output)
+
+
+def _act(context: typer.Context, action: str, canary: str, reason: str, output: str) -> None:
+    client = admin_client(context)
+    name = canary or str(_newest_canary(client)["canary_id"])
+    # Pause and abort never fail on a race; the others must know the state that they change.
+    etag = client.etag("/canaries", name) if action in {"resume", "promote"} else None
+    print_found(client.post("/canaries", name, action, body={"reason": reason}, etag=etag), output)
+
+
+@canary_app.command("pause")
+def canary_pause(
+    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """Hold the canary at its present share of the traffic."""
+    _act(context, "pause", canary, reason, output)
+
+
+@canary_app.command("resume")
+def canary_resume(
+    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """Continue a paused canary."""
+    _act(context, "resume", canary, reason, output)
+
+
+@canary_app.command("promote")
+def canary_promote(
+    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """Make the candidate champion now, by hand."""
+    _act(context, "promote", canary, reason, output)
+
+
+@canary_app.command("abort")
+def canary_abort(
+    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+) -> None:
+    """End the canary; the champion keeps the traffic."""
+    _act(context, "abort", canary, reason, output)
+
+
+@canary_app.command("wait")
+def canary_wait(
+    context: typer.Context,
+    canary: CanaryId = "",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
+) -> None:
+    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 124 timed out."""
+    client = admin_client(context)
+    name = canary or str(_newest_canary(client)["canary_id"])
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = client.get("/canaries", name)
+        if found["state"] in WAIT_EXITS:
+            say(f"{name}: {found['state']}: {found.get('reason') or ''}")
+            raise typer.Exit(WAIT_EXITS[found["state"]])
+        time.sleep(1.0)
+    raise typer.Exit(TIMED_OUT)

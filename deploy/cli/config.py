@@ -1,0 +1,53 @@
+"""`sidecar config`: write a first settings file, show the settings in force, check them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.context import settings_of
+from deploy.cli.output import note, say, say_json
+
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Settings.")
+
+
+@config_app.command("init")
+def config_init(
+    context: typer.Context,
+    path: Annotated[
+        Path | None, typer.Argument(help="default: the file of --config, else ./sidecar.toml")
+    ] = None,
+) -> None:
+    """Write a settings file with a comment for each setting; never overwrites one."""
+    from deploy.cli.first_settings import FIRST_SETTINGS
+
+    target = path or context.obj or Path("sidecar.toml")
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(FIRST_SETTINGS)
+    except FileExistsError:
+        note(f"{target} exists already and is left as it is; name another file, or remove it")
+        raise typer.Exit(1) from None
+    except OSError as error:
+        note(f"{target} cannot be written ({error.strerror}); name a file in a writable folder")
+        raise typer.Exit(1) from error
+    say(f"wrote {target}: set serving.upstreams and serving.model, then run `sidecar up`")
+
+
+@config_app.command("show")
+def config_show(context: typer.Context) -> None:
+    """The settings in force; secrets are not shown."""
+    from sidecar.settings import shown_settings
+
+    say_json(shown_settings(settings_of(context)))
+
+
+@config_app.command("check")
+def config_check(context: typer.Context) -> None:
+    """Read the settings and say whether they are sound."""
+    from deploy.cli.settings_check import checked_settings
+
+    checked_settings(context.obj)
+    say("settings are sound")

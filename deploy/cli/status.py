@@ -1,0 +1,201 @@
+"""`sidecar status` in sentences: what serves, what is on canary, and what needs attention. Pure.
+
+The admin API's JSON is read into the records below, which name the fields that the sentences use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from deploy.cli.times import shown_age, shown_time
+from sidecar.records import BASE
+
+
+class Routing(msgspec.Struct):
+    champion: str
+    canary: str | None
+    canary_weight_bp: int
+
+
+class Canary(msgspec.Struct):
+    canary_id: str
+    candidate: str
+    champion: str
+    state: str
+    paused: bool
+    reason: str | None
+    step: int
+    steps: list[int]
+    weight_bp: int
+    step_started_at: float
+    next_step_earliest_at: float | None
+
+
+class Run(msgspec.Struct):
+    run_id: str
+    status: str
+    reason: str | None
+    started_at: float
+    ended_at: float | None
+    adapter: str | None
+
+
+class Learner(msgspec.Struct):
+    paused: bool
+    run_requested: bool
+    last_run: Run | None
+
+
+class Replica(msgspec.Struct):
+    away: str | None
+    loaded: list[str]
+    refused: dict[str, str]
+
+
+class Engine(msgspec.Struct):
+    replicas: dict[str, Replica]
+
+
+class Loop(msgspec.Struct):
+    failures: int
+    error: str | None
+
+
+class Status(msgspec.Struct):
+    """`GET /admin/v1/status`, as far as the sentences need it."""
+
+    model: str
+    champion: str
+    previous: str
+    routing: Routing | None
+    canary: Canary | None
+    learner: Learner
+    engine: Engine
+    control: dict[str, Loop]
+    adapters: dict[str, int]
+    groups: dict[str, int]
+    exchanges: int
+    token_check: str
+
+
+def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of the admin API
+    """The sentences, one for each line. now: Unix seconds.
+
+    Returns None when `found` is not as this version knows it: the caller prints it as it is.
+    """
+    try:
+        status = msgspec.convert(found, Status)
+    except msgspec.ValidationError:
+        return None
+    return [
+        *_serving(status),
+        *_canary(status.canary, now),
+        *_learner(status.learner, now),
+        *_engine(status.engine),
+        *_control(status.control),
+        f"Adapters: {_tally(status.adapters)}.",
+        f"Recorded: {_count(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
+        *_token_check(status.token_check),
+    ]
+
+
+def _serving(status: Status) -> Iterator[str]:
+    champion, canary_bp = status.champion, 0
+    if status.routing is not None:
+        champion, canary_bp = status.routing.champion, status.routing.canary_weight_bp
+    if status.routing is not None and status.routing.canary is not None and canary_bp:
+        yield (
+            f"Model {status.model}: {_name(champion)} answers {_percent(10_000 - canary_bp)} of "
+            f"the sessions, the canary {status.routing.canary} {_percent(canary_bp)}."
+        )
+    else:
+        yield f"Model {status.model}: {_name(champion)} answers every session."
+    if status.previous != champion:
+        yield f"A rollback goes to {_name(status.previous)}."
+
+
+def _canary(canary: Canary | None, now: float) -> Iterator[str]:
+    if canary is None:
+        yield "Canary: none."
+        return
+    since = shown_time(canary.step_started_at, now)
+    if canary.state == "ramping":
+        doing = (
+            f"has {_percent(canary.weight_bp)} of the sessions (step {canary.step + 1} of "
+            f"{len(canary.steps)})"
+        )
+    else:
+        doing = f"is {canary.state}"
+    yield (
+        f"Canary {canary.canary_id}: {canary.candidate} {doing} since {since}, against "
+        f"{_name(canary.champion)}."
+    )
+    if canary.paused:
+        yield "  It is paused: `sidecar canary resume` continues it."
+    if canary.reason:
+        yield f"  Reason: {canary.reason}"
+    if canary.next_step_earliest_at is not None and canary.next_step_earliest_at > now:
+        yield f"  Next step: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
+
+
+def _learner(learner: Learner, now: float) -> Iterator[str]:
+    if learner.paused:
+        yield "Learner: paused; the admin API's POST /learner/resume continues it."
+    elif learner.run_requested:
+        yield "Learner: a run is requested and starts next."
+    else:
+        yield "Learner: follows its schedule."
+    run = learner.last_run
+    if run is None:
+        yield "  It has not run yet."
+        return
+    made = f" and made {run.adapter}" if run.adapter else ""
+    why = f": {run.reason}" if run.reason else ""
+    when = shown_time(run.started_at if run.ended_at is None else run.ended_at, now)
+    word = "runs since" if run.ended_at is None else f"{run.status}"
+    yield f"  Last run {run.run_id}: {word} {when}{made}{why}."
+
+
+def _engine(engine: Engine) -> Iterator[str]:
+    for url, replica in engine.replicas.items():
+        if replica.away is not None:
+            yield f"vLLM at {url}: away: {replica.away}"
+        else:
+            loaded = ", ".join(replica.loaded) or "no adapter"
+            yield f"vLLM at {url}: answers; it has loaded {loaded}."
+        for name, why in replica.refused.items():
+            yield f"  It refuses {name}: {why}"
+
+
+def _control(loops: Mapping[str, Loop]) -> Iterator[str]:
+    failing = {name: loop for name, loop in loops.items() if loop.failures}
+    if not failing:
+        yield "Control: every loop works."
+    for name, loop in failing.items():
+        times = _count(loop.failures, "time")
+        yield f"Control: the loop `{name}` failed {times} in a row: {loop.error}"
+
+
+def _token_check(text: str) -> Iterator[str]:
+    if text != "on":
+        yield f"Token check: {text}"
+
+
+def _name(adapter: str) -> str:
+    return "the base model" if adapter == BASE else adapter
+
+
+def _percent(basis_points: int) -> str:
+    return f"{basis_points / 100:g}%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _tally(counts: Mapping[str, int]) -> str:
+    words = [f"{number:,} {name}" for name, number in counts.items()]
+    return ", ".join(words) or "none"

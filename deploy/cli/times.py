@@ -1,0 +1,42 @@
+"""Times for people: when, in UTC, and how long ago. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
+
+
+def is_time(key: str, value: object) -> bool:
+    """True for a field of Unix seconds: its name is `at` or ends with `_at`."""
+    named = key == "at" or key.endswith("_at")
+    return named and isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def shown_time(at: float, now: float) -> str:
+    """A time such as `2026-03-01T09:30:00Z (3 min ago)`. at, now: Unix seconds."""
+    try:
+        moment = datetime.fromtimestamp(int(at), UTC)
+    except (OverflowError, ValueError, OSError):  # no time of our calendar: a damaged row
+        return str(at)
+    return f"{moment:%Y-%m-%dT%H:%M:%SZ} ({shown_age(now - at)})"
+
+
+def shown_age(age_s: float) -> str:
+    """`3 min ago`, `in 2 days`, `now`."""
+    length = shown_length(abs(age_s))
+    if abs(age_s) < 1:
+        return "now"
+    return f"{length} ago" if age_s > 0 else f"in {length}"
+
+
+def shown_length(length_s: float) -> str:
+    """The number of whole units of the largest unit that fits: `45 s`, `3 min`, `26 h`, `2 days`.
+
+    Hours go on to two days: "30 h" tells more than "1 day".
+    """
+    for unit_s, unit in UNITS:
+        count = int(length_s // unit_s)
+        if count >= (2 if unit == "day" else 1):
+            return f"{count} {unit}s" if unit == "day" else f"{count} {unit}"
+    return f"{int(length_s)} s"

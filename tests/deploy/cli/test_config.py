@@ -1,0 +1,94 @@
+"""`sidecar config init`, and values of options that do not exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.first_settings import FIRST_SETTINGS
+from deploy.cli.main import main
+from sidecar.settings import Settings, load_settings
+
+
+def test_the_first_settings_are_written_and_sound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sidecar.toml"
+
+    assert main(["--config", str(path), "config", "init"]) == 0
+    assert main(["--config", str(path), "config", "check"]) == 0
+
+    assert path.read_text() == FIRST_SETTINGS
+    assert capsys.readouterr().out.startswith(f"wrote {path}: set serving.upstreams")
+
+
+def test_the_default_file_is_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["config", "init"]) == 0
+
+    assert (tmp_path / "sidecar.toml").read_text() == FIRST_SETTINGS
+
+
+def test_a_file_that_exists_is_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("# mine\n")
+
+    code = main(["config", "init", str(path)])
+
+    assert code == 1
+    assert path.read_text() == "# mine\n"
+    assert "exists already and is left as it is" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["config", "init", str(tmp_path / "none" / "sidecar.toml")])
+
+    error = capsys.readouterr().err
+    assert code == 1
+    assert error.count("\n") == 1
+    assert "cannot be written (No such file or directory)" in error
+
+
+def test_each_setting_that_the_file_shows_has_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "sidecar.toml"
+    shown = re.sub(r"^# ", "", FIRST_SETTINGS, flags=re.MULTILINE)
+    path.write_text(shown)
+
+    assert len(list(_keys(tomllib.loads(shown)))) > 25
+    assert load_settings(path) == Settings()
+
+
+def _keys(table: dict[str, object]) -> list[str]:
+    return [
+        name
+        for key, value in table.items()
+        for name in (_keys(value) if isinstance(value, dict) else [key])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        ("groups ls --status skored", "sampling, sampled, scored, claimed, trained, set_aside"),
+        ("adapters ls --state chmpion", "registered, gating, ramping, champion, retired"),
+        ("audit -o yaml", "text, json"),
+    ],
+)
+def test_an_unknown_value_is_refused_with_the_known_ones(
+    words: str, known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(words.split())
+
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2
+    assert f"no such value: {words.split()[-1]}; known: {known}" in error

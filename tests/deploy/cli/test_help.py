@@ -1,0 +1,125 @@
+"""`--help` and `--version` of every command: what they load, and what they say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from deploy.cli.app import app
+from deploy.cli.help import help_text
+from deploy.cli.main import main
+from sidecar.processes.version import installed_version
+
+HEAVY = frozenset(
+    {"alembic", "apscheduler", "fastapi", "httpx", "litellm", "opentelemetry", "pydantic", "rich"}
+    | {"sqlalchemy", "starlette", "structlog", "torch", "transformers", "uvicorn", "uvloop"}
+)
+"""Each takes a tenth of a second of CPU or more to load; the sum must stay under half a second."""
+LOADED = """
+import sys
+from {module} import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print([name for name in sys.modules if "." not in name])
+"""
+
+
+def words_of(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    """Every command and every group below `command`, as the words that name it."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from words_of(below, *words, name)
+
+
+COMMANDS = list(words_of(typer.main.get_command(app)))
+
+
+def modules_after(module: str, *arguments: str) -> set[str]:
+    """The top-level modules that a process has loaded when its `main` returns."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(module=module), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(ast.literal_eval(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "sidecar.__main__",
+        "ingest.__main__",
+        "ingest.scoring",
+        "learner.__main__",
+        "deploy.__main__",
+    ],
+)
+def test_the_help_of_a_process_loads_nothing_heavy(module: str) -> None:
+    assert modules_after(module, "--help") & HEAVY == set()
+
+
+def test_the_help_of_no_command_loads_anything_heavy() -> None:
+    # One process for all of them: what one command loads stays loaded.
+    code = (
+        "import sys\nfrom deploy.cli.main import main\n"
+        f"codes = {{main([*words, '--help']) for words in {COMMANDS!r}}}\n"
+        "print((codes, [name for name in sys.modules if '.' not in name]))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    codes, modules = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert len(COMMANDS) > 20
+    assert codes == {0}
+    assert set(modules) & HEAVY == set()
+
+
+@pytest.mark.parametrize("words", [(), ("up",), ("keys", "create"), ("groups",)])
+def test_the_help_is_that_of_the_cli_library(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*words, "--help"])
+    quick = capsys.readouterr().out
+
+    with pytest.raises(SystemExit):
+        app([*words, "--help"], prog_name="sidecar")
+
+    assert quick == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["up"], ["nothing", "--help"], ["up", "x", "--help"], ["--help", "up"]]
+)
+def test_other_arguments_are_left_to_the_cli_library(arguments: list[str]) -> None:
+    assert help_text(app, arguments) is None
+
+
+@pytest.mark.parametrize("module", ["deploy.cli.main", "sidecar"])
+def test_the_version_is_that_of_the_package(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == f"sidecar {installed_version()}\n"
+
+
+def test_the_version_of_a_package_that_is_not_installed_is_said_to_be_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sidecar.processes.version.PACKAGE", "no-such-package")
+
+    assert installed_version().startswith("unknown")

@@ -1,0 +1,205 @@
+"""`sidecar status`: sentences for people, made from what the admin API says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.admin.models import (
+    CanaryOut,
+    EngineOut,
+    LearnerOut,
+    LoopOut,
+    ReplicaOut,
+    RoutingOut,
+    RunOut,
+    StatusOut,
+)
+from deploy.cli.status import status_lines
+
+NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
+CHAMPION, CANDIDATE = "m--v3-0a0b0c0d0e0f", "m--v4-1a1b1c1d1e1f"
+URL = "http://127.0.0.1:8000"
+
+
+def status(**changes: Any) -> Any:
+    """`GET /admin/v1/status` as JSON: a champion serves, and nothing else goes on."""
+    engine = EngineOut(
+        away=None,
+        loaded=[CHAMPION],
+        refused={},
+        replicas={URL: ReplicaOut(away=None, loaded=[CHAMPION], refused={})},
+    )
+    fields: dict[str, Any] = {
+        "model": "m",
+        "champion": CHAMPION,
+        "previous": "base",
+        "routing": RoutingOut(champion=CHAMPION, canary=None, canary_weight_bp=0, generation=7),
+        "canary": None,
+        "learner": LearnerOut(
+            paused=False, run_requested=False, last_run=None, allowed_actions=["pause", "run"]
+        ),
+        "engine": engine,
+        "control": {"tick": LoopOut(failures=0, error=None)},
+        "adapters": {"champion": 1, "retired": 2},
+        "groups": {"scored": 12},
+        "exchanges": 1_240,
+        "token_check": "on",
+    }
+    return StatusOut(**{**fields, **changes}).model_dump(mode="json")
+
+
+def canary(**changes: Any) -> CanaryOut:
+    fields: dict[str, Any] = {
+        "canary_id": "c-1",
+        "candidate": CANDIDATE,
+        "champion": CHAMPION,
+        "state": "ramping",
+        "paused": False,
+        "reason": None,
+        "step": 0,
+        "steps": [2_000, 5_000],
+        "weight_bp": 2_000,
+        "created_at": NOW - 300,
+        "step_started_at": NOW - 120,
+        "next_step_earliest_at": NOW + 60,
+        "ended_at": None,
+        "generation": 3,
+        "allowed_actions": ["abort"],
+    }
+    return CanaryOut(**{**fields, **changes})
+
+
+def run(**changes: Any) -> RunOut:
+    fields: dict[str, Any] = {
+        "run_id": "r-1",
+        "status": "finished",
+        "reason": None,
+        "started_at": NOW - 600,
+        "heartbeat_at": NOW - 240,
+        "ended_at": NOW - 240,
+        "parent": CHAMPION,
+        "adapter": CANDIDATE,
+        "settings": {},
+        "counts": {},
+        "metrics": [],
+    }
+    return RunOut(**{**fields, **changes})
+
+
+def test_a_quiet_sidecar() -> None:
+    assert status_lines(status(), NOW) == [
+        f"Model m: {CHAMPION} answers every session.",
+        "A rollback goes to the base model.",
+        "Canary: none.",
+        "Learner: follows its schedule.",
+        "  It has not run yet.",
+        f"vLLM at {URL}: answers; it has loaded {CHAMPION}.",
+        "Control: every loop works.",
+        "Adapters: 1 champion, 2 retired.",
+        "Recorded: 1,240 exchanges. Groups: 12 scored.",
+    ]
+
+
+def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
+    routing = RoutingOut(champion=CHAMPION, canary=CANDIDATE, canary_weight_bp=2_000, generation=8)
+
+    lines = status_lines(status(canary=canary(), routing=routing), NOW)
+
+    assert lines is not None
+    assert lines[0] == (
+        f"Model m: {CHAMPION} answers 80% of the sessions, the canary {CANDIDATE} 20%."
+    )
+    assert lines[2:4] == [
+        f"Canary c-1: {CANDIDATE} has 20% of the sessions (step 1 of 2) since "
+        f"2026-03-01T09:28:00Z (2 min ago), against {CHAMPION}.",
+        "  Next step: in 1 min at the earliest.",
+    ]
+
+
+def test_a_paused_canary_says_why_and_how_to_continue_it() -> None:
+    held = canary(state="gating", paused=True, reason="by hand", next_step_earliest_at=None)
+
+    lines = status_lines(status(canary=held), NOW)
+
+    assert lines is not None
+    assert lines[2:5] == [
+        f"Canary c-1: {CANDIDATE} is gating since 2026-03-01T09:28:00Z (2 min ago), against "
+        f"{CHAMPION}.",
+        "  It is paused: `sidecar canary resume` continues it.",
+        "  Reason: by hand",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        (run(), f"finished 2026-03-01T09:26:00Z (4 min ago) and made {CANDIDATE}."),
+        (
+            run(status="running", ended_at=None, adapter=None),
+            "runs since 2026-03-01T09:20:00Z (10 min ago).",
+        ),
+        (
+            run(status="failed", adapter=None, reason="no base weights"),
+            "failed 2026-03-01T09:26:00Z (4 min ago): no base weights.",
+        ),
+    ],
+)
+def test_the_last_run_says_how_it_ended(last: RunOut, sentence: str) -> None:
+    learner = LearnerOut(paused=True, run_requested=False, last_run=last, allowed_actions=[])
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert lines[3].startswith("Learner: paused;")
+    assert lines[4] == f"  Last run r-1: {sentence}"
+
+
+def test_what_needs_attention_is_said_with_its_reason() -> None:
+    other = "http://127.0.0.1:8001"
+    engine = EngineOut(
+        away=None,
+        loaded=[],
+        refused={CHAMPION: "rank 64"},
+        replicas={
+            URL: ReplicaOut(away=None, loaded=[], refused={CHAMPION: "rank 64"}),
+            other: ReplicaOut(away="connection refused", loaded=[], refused={}),
+        },
+    )
+
+    lines = status_lines(
+        status(
+            engine=engine,
+            control={"tick": LoopOut(failures=2, error="KeyError: 'x'")},
+            token_check="off: no tokenizer",
+        ),
+        NOW,
+    )
+
+    assert lines is not None
+    assert lines[5:] == [
+        f"vLLM at {URL}: answers; it has loaded no adapter.",
+        f"  It refuses {CHAMPION}: rank 64",
+        f"vLLM at {other}: away: connection refused",
+        "Control: the loop `tick` failed 2 times in a row: KeyError: 'x'",
+        "Adapters: 1 champion, 2 retired.",
+        "Recorded: 1,240 exchanges. Groups: 12 scored.",
+        "Token check: off: no tokenizer",
+    ]
+
+
+def test_before_any_adapter_the_base_model_answers() -> None:
+    lines = status_lines(
+        status(champion="base", routing=None, adapters={}, groups={}, exchanges=1), NOW
+    )
+
+    assert lines is not None
+    assert lines[0] == "Model m: the base model answers every session."
+    assert lines[1] == "Canary: none."
+    assert lines[-2:] == ["Adapters: none.", "Recorded: 1 exchange. Groups: none."]
+
+
+@pytest.mark.parametrize("found", [{}, [], {"model": 1}, {**status(), "engine": None}])
+def test_a_status_of_another_version_is_left_to_the_caller(found: Any) -> None:
+    assert status_lines(found, NOW) is None

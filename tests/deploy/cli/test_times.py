@@ -1,0 +1,59 @@
+"""Times for people: dates and ages in text, raw numbers in JSON."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.cli.output import print_found
+from deploy.cli.times import is_time, shown_time
+
+AT = 1_772_357_400.0  # 2026-03-01T09:30:00Z
+
+
+@pytest.mark.parametrize(
+    ("later_s", "age"),
+    [
+        (0.4, "now"),
+        (1, "1 s ago"),
+        (59, "59 s ago"),
+        (60, "1 min ago"),
+        (3_599, "59 min ago"),
+        (3_600, "1 h ago"),
+        (2 * 86_400 - 1, "47 h ago"),
+        (2 * 86_400, "2 days ago"),
+        (-45, "in 45 s"),
+        (-3 * 86_400, "in 3 days"),
+    ],
+)
+def test_a_time_is_a_date_and_an_age(later_s: float, age: str) -> None:
+    assert shown_time(AT, AT + later_s) == f"2026-03-01T09:30:00Z ({age})"
+
+
+@pytest.mark.parametrize("at", [1e30, float("inf"), float("nan"), -1e18])
+def test_a_number_outside_the_calendar_is_shown_as_it_is(at: float) -> None:
+    assert shown_time(at, AT) == str(at)
+
+
+def test_only_numbers_in_fields_of_times_are_times() -> None:
+    assert is_time("at", 1)
+    assert is_time("created_at", 1.5)
+    assert not is_time("revoked_at", None)
+    assert not is_time("paused_at", True)
+    assert not is_time("step", 1)
+    assert not is_time("format", 1)
+
+
+def test_a_listing_has_dates_in_text_and_numbers_in_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = {"items": [{"seq": 1, "at": AT, "after": {"expires_at": AT}, "ended_at": None}]}
+
+    print_found(found, "text")
+    text = capsys.readouterr().out
+    print_found(found, "json")
+
+    assert text.splitlines()[0] == "seq: 1"
+    assert text.splitlines()[1].startswith("at: 2026-03-01T09:30:00Z (")
+    assert text.splitlines()[3].startswith("  expires_at: 2026-03-01T09:30:00Z (")
+    assert text.splitlines()[4] == "ended_at: None"
+    assert str(AT) in capsys.readouterr().out

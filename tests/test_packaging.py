@@ -1,0 +1,68 @@
+"""pyproject.toml: every dependency has an upper bound, and the tested set is inside the ranges."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+ALL = [Requirement(one) for one in chain(PROJECT["dependencies"], *EXTRAS.values())]
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Package -> version of a file in constraints/."""
+    lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if re.match(r"[A-Za-z0-9]", line)]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("requirement", ALL, ids=str)
+def test_every_dependency_has_an_upper_bound(requirement: Requirement) -> None:
+    assert {"<", "=="} & {one.operator for one in requirement.specifier}
+
+
+@pytest.mark.parametrize(
+    ("constraints", "extras"),
+    [("sidecar", ("learner", "dev")), ("engine-cpu", ("engine-cpu",))],
+)
+def test_the_tested_set_is_inside_the_ranges(constraints: str, extras: tuple[str, ...]) -> None:
+    own = PROJECT["dependencies"] if "learner" in extras else []
+    versions = pinned(constraints)
+    requirements = [Requirement(one) for one in chain(own, *(EXTRAS[extra] for extra in extras))]
+
+    outside = [
+        str(one)
+        for one in requirements
+        if not one.specifier.contains(versions[canonicalize_name(one.name)])
+    ]
+
+    assert len(requirements) >= 2
+    assert outside == []
+
+
+def test_the_releases_of_litellm_that_were_compromised_are_refused() -> None:
+    litellm = next(one for one in ALL if one.name == "litellm")
+
+    assert not litellm.specifier.contains("1.82.7")
+    assert not litellm.specifier.contains("1.82.8")
+    # Also where somebody lowers the low end.
+    assert {"!=1.82.7", "!=1.82.8"} <= {str(one) for one in litellm.specifier}
+
+
+def test_the_learners_libraries_are_ranges_and_the_engine_is_one_minor_version() -> None:
+    operators = {
+        one.name: {part.operator for part in one.specifier}
+        for one in map(Requirement, EXTRAS["learner"])
+    }
+
+    assert set(operators) == {"torch", "transformers", "peft", "safetensors"}
+    assert set(map(frozenset, operators.values())) == {frozenset({">=", "<"})}
+    assert EXTRAS["engine-gpu"] == ["vllm>=0.32,<0.33"]
