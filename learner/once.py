@@ -17,7 +17,7 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database
 
 TRAINED, FAILED, NOTHING_TO_LEARN = 0, 1, 3
-LOOK_AGAIN_S = 1.0
+POLL_S = 1.0
 
 
 def run_once(
@@ -73,7 +73,7 @@ def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], b
             if seen not in (None, holder):
                 raise
             seen = holder
-            if wait(LOOK_AGAIN_S):
+            if wait(POLL_S):
                 raise
 
 

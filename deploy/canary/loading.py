@@ -69,10 +69,12 @@ async def load_everywhere(
     facts = _facts(outcomes, away)
     for outcome in outcomes:
         if outcome.invalid is not None:
-            return LoadEvidence(invalid=_said(outcome, replicas)), facts
+            return LoadEvidence(invalid=_describe(outcome, replicas)), facts
     for outcome in outcomes:
         if outcome.failed is not None:
-            return LoadEvidence(away=_said(outcome, replicas), load_failures=failures + 1), facts
+            return LoadEvidence(
+                away=_describe(outcome, replicas), load_failures=failures + 1
+            ), facts
     return LoadEvidence(live=True), facts
 
 
@@ -127,10 +129,10 @@ def _facts(outcomes: list[_Outcome], away: Mapping[str, str]) -> Facts:
         weakest = min(probes, key=lambda one: (one.live, one.mean_difference))
         facts["probe"] = asdict(weakest)
     if len(outcomes) + len(away) > 1:
-        said = {outcome.replica: outcome.words for outcome in outcomes}
-        facts["replicas"] = said | {url: f"away: {reason}" for url, reason in away.items()}
+        described = {outcome.replica: outcome.words for outcome in outcomes}
+        facts["replicas"] = described | {url: f"away: {reason}" for url, reason in away.items()}
     return facts
 
 
-def _said(outcome: _Outcome, replicas: Mapping[str, AdapterControl]) -> str:
+def _describe(outcome: _Outcome, replicas: Mapping[str, AdapterControl]) -> str:
     return outcome.words if len(replicas) == 1 else f"{outcome.replica}: {outcome.words}"

@@ -92,7 +92,7 @@ class VllmControl:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             )
         if reply.status_code in (400, 404, 422):
-            raise InvalidAdapterError(f"vLLM refused {name}: {_said(reply)}")
+            raise InvalidAdapterError(f"vLLM refused {name}: {_error_text(reply)}")
         _raise_for_status(reply, f"load {name}")
 
     async def unload(self, name: str) -> None:
@@ -152,7 +152,7 @@ def _likeliest(logprobs: dict[str, float]) -> dict[int, float]:
 
 def _raise_for_status(reply: httpx.Response, what: str) -> None:
     if not reply.is_success:
-        raise EngineError(f"vLLM failed to {what}: {reply.status_code} {_said(reply)}")
+        raise EngineError(f"vLLM failed to {what}: {reply.status_code} {_error_text(reply)}")
 
 
 def _error_message(reply: httpx.Response) -> str | None:
@@ -163,5 +163,5 @@ def _error_message(reply: httpx.Response) -> str | None:
         return None
 
 
-def _said(reply: httpx.Response) -> str:
+def _error_text(reply: httpx.Response) -> str:
     return _error_message(reply) or reply.text[:200]

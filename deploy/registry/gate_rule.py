@@ -111,7 +111,7 @@ def _rule(
             f"{champion_short:.0%} of the champion's: over by more than "
             f"{rules.max_truncated_excess:.0%}"
         )
-    said = f"gate: judged {mean:+.3f} to the champion on {prompts} held-out prompts"
+    result = f"gate: judged {mean:+.3f} to the champion on {prompts} held-out prompts"
     if mean > -rules.gate_margin:
-        return True, f"{said}, above the margin of {-rules.gate_margin:+.3f}"
-    return False, f"{said}, not above the margin of {-rules.gate_margin:+.3f}"
+        return True, f"{result}, above the margin of {-rules.gate_margin:+.3f}"
+    return False, f"{result}, not above the margin of {-rules.gate_margin:+.3f}"

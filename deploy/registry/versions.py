@@ -90,9 +90,9 @@ def document_digests(session: Session, name: str) -> dict[str, str]:
         .where(AuditRow.action == "adapter.registered", AuditRow.subject == name)
         .order_by(AuditRow.seq)
     )
-    told = session.scalars(statement).first() or {}
+    recorded = session.scalars(statement).first() or {}
     keys = {LINEAGE: "lineage_sha256", CARD: "card_sha256"}
-    return {file: told[key] for file, key in keys.items() if key in told}
+    return {file: recorded[key] for file, key in keys.items() if key in recorded}
 
 
 def versions(session: Session, model: str) -> list[AdapterVersion]:

@@ -42,10 +42,12 @@ def read_defaults(base_model_path: str) -> frozenset[str] | None:
 def _fields(path: Path) -> frozenset[str] | None:
     try:
         with path.open("rb") as file:
-            said = msgspec.json.decode(file.read(MAX_BYTES), type=dict[str, Any])
+            values = msgspec.json.decode(file.read(MAX_BYTES), type=dict[str, Any])
     except UNREADABLE:
         return None
-    return frozenset(name for name, neutral in NEUTRAL.items() if _is_set(said.get(name), neutral))
+    return frozenset(
+        name for name, neutral in NEUTRAL.items() if _is_set(values.get(name), neutral)
+    )
 
 
 def _is_set(value: Any, neutral: tuple[float, ...]) -> bool:  # Any: JSON

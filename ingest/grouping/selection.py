@@ -249,8 +249,8 @@ def _make_group(exchange: Exchange, request: Mapping[str, Any], rules: Rules) ->
 
 
 def _says_something(message: bytes) -> bool:
-    said = _object(message) or {}
-    return any(said.get(part) for part in ("content", "tool_calls", "reasoning"))
+    parsed = _object(message) or {}
+    return any(parsed.get(part) for part in ("content", "tool_calls", "reasoning"))
 
 
 def _object(data: bytes) -> Mapping[str, Any] | None:

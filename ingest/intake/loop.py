@@ -57,7 +57,7 @@ class Intake:
         self._now = now
         self._backlog_due = 0.0
         self._upgraded = False
-        self._told = False
+        self._published = False
         """True once the store holds the state of the token check and the facts about vLLM."""
         self._failures = 0
 
@@ -100,14 +100,14 @@ class Intake:
             self._upgraded = True
         limit = self._bus_settings.batch
         now = self._now()
-        looks = (self._tokens.look(now), self._engine.look(now))
-        if any(looks) or not self._told:
-            self._told = False
+        changes = (self._tokens.poll(now), self._engine.poll(now))
+        if any(changes) or not self._published:
+            self._published = False
             with self._database.write() as session:
                 set_flag(session, FLAG, self._tokens.state, now=now)
                 known = engine_facts.dump_facts(self._engine.facts)
                 set_flag(session, engine_facts.FLAG, known, now=now)
-            self._told = True
+            self._published = True
         consumed = consume(
             self._bus,
             self._database,

@@ -62,12 +62,12 @@ def _by_status(status: int, text: str, wait_s: float | None) -> JudgeUnavailable
 
 def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
     """Return the seconds of a valid `Retry-After` header, else None. now: Unix seconds."""
-    said = headers.get("retry-after", "").strip()
+    value = headers.get("retry-after", "").strip()
     try:
-        seconds = float(said)
+        seconds = float(value)
     except ValueError:
         try:
-            seconds = parsedate_to_datetime(said).timestamp() - now
+            seconds = parsedate_to_datetime(value).timestamp() - now
         except (ValueError, OverflowError):
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
@@ -79,10 +79,10 @@ def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
     secrets: values to hide in the text; values that look like keys are hidden anyway.
     """
     # Secrets are hidden before and after the lines are joined: a key may span several lines.
-    said = hide_values(str(error).split("Traceback (most recent call last)")[0], secrets)
-    said = _CONTROL.sub("?", storable(" ".join(said.split()))) or type(error).__name__
-    said = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(said, secrets)))
-    return f"judge {model}: {said[:ERROR_CHARACTERS]}"
+    message = hide_values(str(error).split("Traceback (most recent call last)")[0], secrets)
+    message = _CONTROL.sub("?", storable(" ".join(message.split()))) or type(error).__name__
+    message = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(message, secrets)))
+    return f"judge {model}: {message[:ERROR_CHARACTERS]}"
 
 
 def storable(text: str) -> str:

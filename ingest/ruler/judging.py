@@ -72,7 +72,7 @@ class JudgingWorker:
         self._asking: set[str] = set()
         self._suspect: str | None = None
         """Id of the group in flight that a process died over: at most one at a time."""
-        self._said: str | None = None
+        self._logged: str | None = None
         """Reason that was last logged in the present outage."""
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -171,7 +171,7 @@ class JudgingWorker:
 
     async def _hold_against(self, failed: Failed) -> None:
         if self._blame.failed(failed, self._clock()):
-            self._said = failed.reason
+            self._logged = failed.reason
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
         if not self._blame.holds(failed.group_id):
             until = self._blame.outage.retry_at + GIVEN_BACK_S
@@ -242,8 +242,8 @@ class JudgingWorker:
             again_failed=failure_of(again) not in (None, DEFECT),
         )
         self._say_up(doubted.outage_s)
-        if doubted.all_fail and self._said != ALL_FAIL:
-            self._said = ALL_FAIL
+        if doubted.all_fail and self._logged != ALL_FAIL:
+            self._logged = ALL_FAIL
             last = doubted.unproven[-1] if doubted.unproven else None
             log.error(
                 "judge_down",
@@ -256,7 +256,7 @@ class JudgingWorker:
 
     def _say_up(self, outage_s: float | None) -> None:
         if outage_s is not None:
-            self._said = None
+            self._logged = None
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
 
     async def _wait(self, outcome: SetAside | Unanswered) -> None:
@@ -267,8 +267,8 @@ class JudgingWorker:
             longest_s=LAST_DELAY_S if passes else LONGEST_SETUP_WAIT_S,
             retry_after_s=outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0,
         )
-        if self._said != outcome.reason:
-            self._said = outcome.reason
+        if self._logged != outcome.reason:
+            self._logged = outcome.reason
             say = log.warning if passes else log.error
             to_do = "" if passes else "it fails on a sum: check judge.model, api_base, key, params"
             say(
@@ -288,5 +288,5 @@ _PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
 
 
 def _defect(group_id: str, error: Exception) -> Failed:
-    said = storable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
-    return Failed(group_id=group_id, reason=DEFECT, detail=said)
+    detail = storable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
+    return Failed(group_id=group_id, reason=DEFECT, detail=detail)

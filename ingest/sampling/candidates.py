@@ -94,9 +94,9 @@ def _served(answers: Sequence[Answer]) -> int:
 
 def _as_seen(message: bytes) -> bytes:
     try:
-        said = msgspec.json.decode(message, type=dict[str, Any])
+        parsed = msgspec.json.decode(message, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return message
-    calls = [call.get("function") for call in said.get("tool_calls") or ()]
-    seen = [said.get("content") or "", said.get("reasoning") or "", calls]
+    calls = [call.get("function") for call in parsed.get("tool_calls") or ()]
+    seen = [parsed.get("content") or "", parsed.get("reasoning") or "", calls]
     return msgspec.json.encode(seen, order="sorted")

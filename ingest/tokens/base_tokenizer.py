@@ -23,7 +23,7 @@ FLAG = "token_check"
 """Row of the `flag` table that shows `TokenCheck.state` to other processes."""
 ON = "on"
 OFF = "off"
-LOOK_AGAIN_S = 60.0
+SEARCH_S = 60.0
 """Interval of the search for a missing file: the learner downloads the base model at its first
 run."""
 
@@ -36,15 +36,15 @@ class TokenCheck:
     def __init__(self, base_model_path: str) -> None:
         self._base_model_path = base_model_path
         self._vocabulary: Vocabulary | None = None
-        self._look_at = 0.0
+        self._search_at = 0.0
         self.state = ""
         """Either "on" or "off: " with what to do; empty before the first search."""
 
-    def look(self, now: float) -> bool:
+    def poll(self, now: float) -> bool:
         """Search for the tokenizer if there is none yet. Returns: True when `state` changed."""
-        if self._vocabulary is not None or now < self._look_at:
+        if self._vocabulary is not None or now < self._search_at:
             return False
-        self._look_at = now + LOOK_AGAIN_S
+        self._search_at = now + SEARCH_S
         before = self.state
         try:
             self._vocabulary = load_vocabulary(self._base_model_path)

@@ -25,7 +25,7 @@ class CheckedSampler:
     async def sample(self, request: SampleRequest) -> SampledAnswer:
         """See `Sampler.sample`. Raises: also SamplingError when ids and text disagree."""
         answer = await self._sampler.sample(request)
-        self._check.look(self._now())
+        self._check.poll(self._now())
         choice = Choice(
             index=0,
             message=answer.message,

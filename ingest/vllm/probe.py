@@ -98,43 +98,45 @@ def find_out(ask: Ask, model: str) -> EngineFacts:
         "return_tokens_as_token_ids": True,
         "logprob_token_ids": list(dict.fromkeys([*prompt_ids, *range(LOW_IDS)])),
     }
-    said = {**PLAIN, **tokens}
+    explicit = {**PLAIN, **tokens}
 
-    def look(body: Mapping[str, Any]) -> Logprobs | None:
+    def logprobs_of(body: Mapping[str, Any]) -> Logprobs | None:
         """Return the log-probabilities; None when vLLM refuses the request."""
         try:
             return _logprobs(ask(CHAT_PATH, body))
         except RequestRefusedError:
             return None
 
-    first, again = look(said) or {}, look(said) or {}
+    first, again = logprobs_of(explicit) or {}, logprobs_of(explicit) or {}
     defaults: frozenset[str] | None = None
-    if differs(first, look({**said, "top_k": 1}) or {}, 0.0):
+    if differs(first, logprobs_of({**explicit, "top_k": 1}) or {}, 0.0):
         noise = _distance(first, again)
         # A greedy default changes no log-probability, but vLLM refuses two greedy answers.
-        without = {name: {k: v for k, v in said.items() if k != name} for name in PROBED}
+        without = {name: {k: v for k, v in explicit.items() if k != name} for name in PROBED}
         without["temperature"]["n"] = 2
         defaults = frozenset(
             name
             for name, body in without.items()
-            if (seen := look(body)) is None or differs(again, seen, noise)
+            if (seen := logprobs_of(body)) is None or differs(again, seen, noise)
         )
     if not _all_possible(first):
         return EngineFacts(defaults=defaults, grammar="always")
-    return EngineFacts(defaults=defaults, grammar=_grammar(ask, look({**said, **TOOLS}), model))
+    return EngineFacts(
+        defaults=defaults, grammar=_grammar(ask, logprobs_of({**explicit, **TOOLS}), model)
+    )
 
 
-def differs(said: Logprobs, unsaid: Logprobs, noise: float) -> bool:
+def differs(explicit: Logprobs, implicit: Logprobs, noise: float) -> bool:
     """Return True when two answers to one prompt were sampled from different distributions.
 
     noise: largest difference between two answers to one request, in nats.
     """
-    both = said.keys() & unsaid.keys()
+    both = explicit.keys() & implicit.keys()
     if len(both) < LEAST_LOGPROBS:
         return False
-    if any(_possible(said[name]) != _possible(unsaid[name]) for name in both):
+    if any(_possible(explicit[name]) != _possible(implicit[name]) for name in both):
         return True
-    return _distance(said, unsaid) > TOLERANCE + noise
+    return _distance(explicit, implicit) > TOLERANCE + noise
 
 
 def _grammar(ask: Ask, with_tools: Logprobs | None, model: str) -> Grammar | None:

@@ -181,13 +181,13 @@ def read_reply(body: bytes, *, asked: str) -> SampledAnswer:
     if problem is not None:
         raise SamplingError(problem)
     # `content` stays even when it is empty: an assistant message must have it.
-    said = {
+    fields = {
         name: value
         for name, value in choice.message.items()
         if name in ("role", "content") or value not in (None, [], {})
     }
     return SampledAnswer(
-        message=msgspec.json.encode(said),
+        message=msgspec.json.encode(fields),
         finish_reason=choice.finish_reason,
         token_ids=token_ids,
         logprobs=logprobs,

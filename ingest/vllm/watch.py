@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Look:
+class ProbeRun:
     """One probe of vLLM: its thread writes it until `ended` is set, then the watch reads it."""
 
     facts: EngineFacts | None = None
@@ -62,50 +62,50 @@ class EngineWatch:
         self._serving = serving
         self._ask = ask
         self._start = start
-        self._look_at = 0.0
-        self._under_way: Look | None = None
+        self._probe_at = 0.0
+        self._running: ProbeRun | None = None
         self._last: EngineFacts | None = None
         """The facts as last measured or recalled; None before that."""
-        self._said = ""
+        self._logged = ""
         self.facts = state(UNKNOWN, serving)
 
     @property
     def ready(self) -> bool:
         """False while the first probe runs: decisions that need its facts should wait."""
-        return self._under_way is None or self._last is not None or self.facts.known
+        return self._running is None or self._last is not None or self.facts.known
 
     def recall(self, facts: EngineFacts) -> None:
         """Take over the facts of an earlier process."""
         self._last = facts
         self.facts = state(facts, self._serving)
 
-    def look(self, now: float) -> bool:
+    def poll(self, now: float) -> bool:
         """Start a probe that is due, and take over the result of one that has ended.
 
         now: Unix seconds. Returns: True when `facts` changed.
         """
-        if self._under_way is None:
-            if now < self._look_at or state(UNKNOWN, self._serving).known:
+        if self._running is None:
+            if now < self._probe_at or state(UNKNOWN, self._serving).known:
                 return False  # not due, or the settings state every fact
-            self._under_way = Look()
-            self._start(partial(self._measure, self._under_way))
-        look = self._under_way
-        if not look.ended.is_set():
+            self._running = ProbeRun()
+            self._start(partial(self._measure, self._running))
+        run = self._running
+        if not run.ended.is_set():
             return False
-        self._under_way = None
+        self._running = None
         before = self.facts
-        if look.facts is not None:
-            self._look_at = now + AGAIN_S
-            held = _with_files(look.facts, self._serving.base_model_path)
+        if run.facts is not None:
+            self._probe_at = now + AGAIN_S
+            held = _with_files(run.facts, self._serving.base_model_path)
             self._last = held
         else:
-            self._look_at = now + (SOON_S if isinstance(look.why, EngineDownError) else LATER_S)
+            self._probe_at = now + (SOON_S if isinstance(run.why, EngineDownError) else LATER_S)
             held = self._last or _with_files(UNKNOWN, self._serving.base_model_path)
         self.facts = state(held, self._serving)
-        self._say(look.why)
+        self._log_change(run.why)
         return self.facts != before
 
-    def _measure(self, look: Look) -> None:
+    def _measure(self, run: ProbeRun) -> None:
         """Probe the replicas; merge the facts of those that answer, or keep the last error."""
         serving = self._serving
         key = serving.api_key.get_secret_value() if serving.api_key is not None else None
@@ -115,13 +115,13 @@ class EngineWatch:
                 try:
                     found.append(self._ask(url, serving.model, key))
                 except SamplingError as error:
-                    look.why = error
+                    run.why = error
         finally:
             if found:
-                look.facts, look.why = merge(found), None
-            look.ended.set()
+                run.facts, run.why = merge(found), None
+            run.ended.set()
 
-    def _say(self, why: SamplingError | None) -> None:
+    def _log_change(self, why: SamplingError | None) -> None:
         facts = self.facts
         missing = [
             setting
@@ -132,10 +132,10 @@ class EngineWatch:
             if value is None
         ]
         reason = str(why) if why is not None else "vLLM does not show it"
-        said = f"{facts} {missing and reason}"
-        if said == self._said:
+        message = f"{facts} {missing and reason}"
+        if message == self._logged:
             return
-        self._said = said
+        self._logged = message
         if missing:
             log.warning(
                 "engine_not_known",

@@ -88,7 +88,7 @@ class ChildProcess:
 
 
 class Schedule:
-    """Starts and watches runs. APScheduler calls `look` and `turn` (see `start_clock`)."""
+    """Starts and watches runs. APScheduler calls `poll` and `turn` (see `start_clock`)."""
 
     def __init__(
         self,
@@ -108,13 +108,13 @@ class Schedule:
         self._run_id = ""
         self._failures = 0
         self._hold_until = 0.0
-        self._said: Decision | None = None
+        self._logged: Decision | None = None
 
     def turn(self) -> None:
         """Mark a run as due; called at each scheduled time."""
         self._due = True
 
-    def look(self) -> Decision | None:
+    def poll(self) -> Decision | None:
         """Poll the child process, then start a run if one is due.
 
         Returns: the decision; None while the store is unreachable.
@@ -130,9 +130,9 @@ class Schedule:
             return None
         if decision.spent and self._settings.learner.schedule != "groups":
             self._due = False
-        if self._said is None or decision.kind != self._said.kind:
+        if self._logged is None or decision.kind != self._logged.kind:
             log.info("learner_waits" if not decision.start else "learner_starts", why=decision.why)
-        self._said = decision
+        self._logged = decision
         return decision
 
     def stop(self) -> None:
@@ -207,7 +207,7 @@ def start_clock(settings: Settings, schedule: Schedule) -> BackgroundScheduler:
     elif learner.schedule == "cron":
         clock.add_job(schedule.turn, read_cron(learner.cron))
     clock.add_job(
-        schedule.look, IntervalTrigger(seconds=learner.poll_s), max_instances=1, coalesce=True
+        schedule.poll, IntervalTrigger(seconds=learner.poll_s), max_instances=1, coalesce=True
     )
     clock.start()
     return clock

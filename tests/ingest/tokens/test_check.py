@@ -282,7 +282,7 @@ def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(kit, smollm: 
     good = kit.choice("Hi.", token_ids=(*encode(smollm, "Hi."), END))
     bad = kit.choice("Hi.", token_ids=(*encode(smollm, "Ho."), END))
     check = TokenCheck(str(MODEL))
-    assert check.look(1.0) is True
+    assert check.poll(1.0) is True
     assert check.state == "on"
     exchanges = [
         kit.exchange("good", choices=(good,)),
@@ -377,13 +377,13 @@ def test_without_a_tokenizer_it_is_off_says_so_once_and_looks_again(
     check = TokenCheck(str(tmp_path))
 
     with capture_logs() as logs:
-        assert check.look(100.0) is True
-        assert check.look(159.0) is False
-        assert check.look(160.0) is False
+        assert check.poll(100.0) is True
+        assert check.poll(159.0) is False
+        assert check.poll(160.0) is False
         assert check(kit.exchange()) == "off"
         (tmp_path / "tokenizer.json").symlink_to(MODEL / "tokenizer.json")
-        assert check.look(219.0) is False
-        assert check.look(220.0) is True
+        assert check.poll(219.0) is False
+        assert check.poll(220.0) is True
 
     assert check.state == "on"
     assert [line["event"] for line in logs] == ["token_check_off", "token_check_on"]

@@ -102,7 +102,7 @@ def test_what_is_measured_wins_over_the_files_but_for_what_no_measurement_shows(
     probe = ScriptedProbe(EngineFacts(defaults=frozenset({"min_p"}), grammar="as_asked"))
     watch = watch_of(Serving(base_model_path=folder), ask=probe)
 
-    assert watch.look(0.0)
+    assert watch.poll(0.0)
 
     assert watch.facts == EngineFacts(
         defaults=frozenset({"min_p", "presence_penalty"}), grammar="as_asked"
@@ -114,7 +114,7 @@ def test_the_files_speak_where_the_measurement_shows_nothing(base: Any) -> None:
     probe = ScriptedProbe(EngineFacts(defaults=None, grammar="with_tools"))
     watch = watch_of(Serving(base_model_path=folder), ask=probe)
 
-    watch.look(0.0)
+    watch.poll(0.0)
 
     assert watch.facts == EngineFacts(defaults=frozenset({"top_k"}), grammar="with_tools")
 
@@ -126,7 +126,7 @@ def test_a_vllm_that_starts_is_asked_every_second_and_one_that_fails_every_minut
     watch = watch_of(Serving(base_model_path=base()), ask=probe)
 
     assert [
-        (now, watch.look(now), len(probe.asked)) for now in (0.0, 0.9, 1.0, 60.9, 61.0, 361.0)
+        (now, watch.poll(now), len(probe.asked)) for now in (0.0, 0.9, 1.0, 60.9, 61.0, 361.0)
     ] == [
         (0.0, True, 1),  # what the files say
         (0.9, False, 1),
@@ -140,20 +140,20 @@ def test_a_vllm_that_starts_is_asked_every_second_and_one_that_fails_every_minut
 
 def test_what_was_known_holds_while_vllm_is_away_and_over_a_restart(base: Any) -> None:
     watch = watch_of(Serving(), ask=ScriptedProbe(PLAIN, EngineDownError("refused")))
-    watch.look(0.0)
-    assert not watch.look(300.0)
+    watch.poll(0.0)
+    assert not watch.poll(300.0)
     assert watch.facts == PLAIN
 
     again = watch_of(Serving(), ask=ScriptedProbe(EngineDownError("refused")))
     again.recall(load_facts(dump_facts(watch.facts)))
-    again.look(0.0)
+    again.poll(0.0)
     assert again.facts == PLAIN
 
 
 def test_before_anything_is_known_nothing_is_taken_for_known() -> None:
     watch = watch_of(Serving(), ask=ScriptedProbe(EngineDownError("refused")))
 
-    watch.look(0.0)
+    watch.poll(0.0)
 
     assert watch.facts == UNKNOWN
 
@@ -163,7 +163,7 @@ def test_what_the_operator_states_wins_and_spares_the_questions() -> None:
     stated = Serving(sampling_defaults={}, grammar="with_tools")
 
     watch = watch_of(stated, ask=probe)
-    watch.look(0.0)
+    watch.poll(0.0)
 
     assert watch.facts == EngineFacts(defaults=frozenset(), grammar="with_tools")
     assert probe.asked == []
@@ -178,7 +178,7 @@ def test_every_replica_is_asked_and_the_worst_counts() -> None:
     serving = Serving(upstreams=("http://a", "http://b", "http://c"), model="m", api_key="k")
     watch = watch_of(serving, ask=probe)
 
-    watch.look(0.0)
+    watch.poll(0.0)
 
     assert probe.asked == [(f"http://{name}", "m", "k") for name in "abc"]
     assert watch.facts == EngineFacts(defaults=frozenset({"top_p"}), grammar="with_tools")
@@ -238,9 +238,9 @@ def test_a_look_in_a_thread_ends_also_with_a_defect(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading, "excepthook", lambda info: (seen.append(info), ended.set()))
     watch = EngineWatch(Serving(), ask=ScriptedProbe(ZeroDivisionError("a defect")))
 
-    watch.look(0.0)
+    watch.poll(0.0)
     assert ended.wait(10)
-    watch.look(1.0)
+    watch.poll(1.0)
 
     assert len(seen) == 1
     assert watch.facts == UNKNOWN

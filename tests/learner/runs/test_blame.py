@@ -292,7 +292,7 @@ def test_a_child_that_we_kill_counts_against_no_group(
 ) -> None:
     child = Child(None)
     schedule = Schedule(settings, database, lambda _: child, clock=clock)
-    schedule.look()
+    schedule.poll()
     run_id = schedule._run_id
 
     class Died(BaseException):
@@ -312,7 +312,7 @@ def test_a_child_that_we_kill_counts_against_no_group(
         schedule.stop()
     else:
         child.code = -9
-        schedule.look()
+        schedule.poll()
 
     assert attempts(database) == blamed
     with database.read() as session:

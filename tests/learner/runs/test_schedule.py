@@ -62,7 +62,7 @@ class World:
         return self.children[-1]
 
     def look(self) -> str:
-        decision = self.schedule.look()
+        decision = self.schedule.poll()
         assert decision is not None
         return decision.kind
 
@@ -243,7 +243,7 @@ def test_a_store_that_is_away_is_waited_for(world: Make, database: Database) -> 
     path.mkdir()
 
     with capture_logs() as logs:
-        assert here.schedule.look() is None
+        assert here.schedule.poll() is None
 
     assert [entry["kind"] for entry in logs] == ["store"]
 
@@ -251,7 +251,7 @@ def test_a_store_that_is_away_is_waited_for(world: Make, database: Database) -> 
 def test_the_clock_of_apscheduler_looks_again_and_again(world: Make, settings: Settings) -> None:
     looked = threading.Semaphore(0)
     here = world()
-    here.schedule.look = looked.release
+    here.schedule.poll = looked.release
     learner = settings.learner.model_copy(update={"poll_s": 0.02})
 
     ticking = start_clock(settings.model_copy(update={"learner": learner}), here.schedule)
