@@ -1,4 +1,4 @@
-"""Exchanges in the store: record to row and back, and the records that could not be read."""
+"""Save and load exchanges, and keep the bus records that could not be stored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 
 NEW = "new"
-"""`exchange.selection` of an exchange that selection has not looked at."""
-
-
+"""`exchange.selection` of an exchange that selection has not examined."""
 _EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices"})
 _CHOICE = RowMapping(Choice, ChoiceRow)
 
@@ -36,10 +34,10 @@ def save_exchange(
 ) -> bool:
     """Store an exchange and its choices, in the caller's transaction.
 
-    doubt: why it must not be learned from, when the proxy saw no reason.
-    Returns: False when this exchange id is already stored; then nothing is changed.
-    Raises: ValueError or OverflowError, before anything is written, when a value has no place in
-    a row (a token id of 2**31 or more, two choices of one index).
+    doubt: why it must not be learned from; used when the proxy gave no reason.
+    Returns: False when this exchange id is stored already; then nothing changes.
+    Raises: ValueError or OverflowError when a row cannot hold a value (a token id of 2**31 or more,
+    two choices of one index). Then nothing was written.
     """
     _check_indices([choice.index for choice in exchange.choices])
     row = {
@@ -72,7 +70,7 @@ def load_exchange(session: Session, exchange_id: str) -> StoredExchange | None:
 
 
 def any_with(session: Session, selection: str) -> bool:
-    """Whether selection left an exchange in this place."""
+    """True when an exchange has this value of `selection`."""
     statement = select(ExchangeRow.seq).where(ExchangeRow.selection == selection).limit(1)
     return session.scalar(statement) is not None
 
@@ -80,7 +78,7 @@ def any_with(session: Session, selection: str) -> bool:
 def load_by_selection(
     session: Session, selection: str, *, limit: int, newest_first: bool = False
 ) -> list[StoredExchange]:
-    """Read the exchanges that selection left in one place, oldest first unless told otherwise.
+    """Read up to `limit` exchanges with this value of `selection`, the oldest first by default.
 
     Raises: UnreadableExchangesError.
     """
@@ -94,7 +92,7 @@ def load_by_selection(
 def load_of_turns(
     session: Session, turns: Collection[tuple[str, str]], *, selection: str
 ) -> list[StoredExchange]:
-    """Read the exchanges of these turns (project, turn id) that selection left in one place.
+    """Read the exchanges of these turns (project, turn id) that have this value of `selection`.
 
     Raises: UnreadableExchangesError.
     """
@@ -111,7 +109,7 @@ def load_of_turns(
 def turns_with(
     session: Session, turns: Collection[tuple[str, str]], *, selections: Collection[str]
 ) -> set[tuple[str, str]]:
-    """Those of these turns that have an exchange which selection left in one of some places."""
+    """Find those of these turns that have an exchange with one of these values of `selection`."""
     if not turns:
         return set()
     rows = session.execute(
@@ -128,13 +126,13 @@ def set_selection(session: Session, exchange_ids: Sequence[str], selection: str)
         update(ExchangeRow)
         .where(ExchangeRow.exchange_id.in_(exchange_ids))
         .values(selection=selection)
-        # Nothing in the session is read again: looking for what to refresh would cost more.
+        # No caller reads these rows again in its session: there is nothing to refresh.
         .execution_options(synchronize_session=False)
     )
 
 
 def put_aside(session: Session, seqs: Collection[int], selection: str) -> None:
-    """Store why damaged exchanges are not looked at; by number, for an id may be damaged too."""
+    """Store why damaged exchanges are left out. `seqs`: an id may be damaged too."""
     session.execute(
         update(ExchangeRow)
         .where(ExchangeRow.seq.in_(seqs))
@@ -144,7 +142,7 @@ def put_aside(session: Session, seqs: Collection[int], selection: str) -> None:
 
 
 def dead_letter(session: Session, payload: bytes, *, reason: str, now: float) -> None:
-    """Keep a bus record that cannot be stored as an exchange, whole."""
+    """Keep the whole of a bus record that cannot be stored as an exchange."""
     session.add(DeadLetterRow(at=now, reason=reason, payload=payload))
     session.flush()
 
@@ -162,7 +160,7 @@ def _check_indices(indices: Sequence[int]) -> None:
 
 
 def _load(session: Session, statement: Select[ExchangeRow]) -> list[StoredExchange]:
-    """Read exchanges, together, and only when that fails one by one to tell which is damaged."""
+    """Read exchanges in one query. If that fails, read them one by one to find damaged ones."""
     try:
         return _stored(session, session.scalars(statement).all())
     except DAMAGE as error:

@@ -1,9 +1,9 @@
-"""Groups in the store: record to row and back, claims with leases, and the steps of a group's life.
+"""Save and load groups, claim them with a lease, and change their status.
 
-A worker claims groups for a while; when it dies, its lease runs out and another takes them over.
-So a step only happens from the status that it starts in: of two workers that both think they have
-a group, the first to finish wins, and the other is told (False). Each step counts in `counter` in
-the same transaction.
+A worker claims groups for a limited time; when it dies, its lease expires and another worker takes
+them over. So a change of status happens only from the status that it starts in: of two workers that
+both hold a group, the first to finish wins, and the other gets False. Each change is counted in
+`counter` in the same transaction.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CLAIMED = "claimed"
 SET_ASIDE = "set_aside"
 DETAIL_CHARACTERS = 500
 PENDING = (SAMPLING, SAMPLED)
-"""Chosen, and neither scored nor set aside yet."""
+"""Statuses of a group that is neither scored nor set aside yet."""
 _ANSWER = RowMapping(Answer, AnswerRow)
 
 
 def save_group(session: Session, group: Group, *, now: float) -> bool:
     """Store a new group and its served answers, to be completed by sampling.
 
-    Returns: False when the exchange already has a group; then nothing is changed.
+    Returns: False when the exchange has a group already; then nothing changes.
     """
     statement = (
         insert_into(session, GroupRow)
@@ -84,7 +84,7 @@ def load_group(session: Session, group_id: str) -> Group | None:
 
 
 def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
-    """Tokens of a group's prompt, and of its answers together, without reading them."""
+    """Count the tokens of a group's prompt, and of all its answers, without reading them."""
     prompt = session.scalar(
         select(func.length(ExchangeRow.prompt_token_ids))
         .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
@@ -118,10 +118,10 @@ def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
 def claim_groups(
     session: Session, status: str, *, limit: int, now: float, lease_s: float
 ) -> list[str]:
-    """Take up to `limit` groups of a status, the oldest first, for `lease_s` seconds.
+    """Claim up to `limit` groups of a status, the oldest first, for `lease_s` seconds.
 
-    Call it in a write transaction: SQLite's write lock keeps two workers from taking the same
-    group; a database with row locks skips those that another worker is just taking.
+    Call it in a write transaction: SQLite's write lock keeps two workers from claiming the same
+    group; a database with row locks skips groups that another worker is claiming.
     Returns: their ids.
     """
     rows = session.scalars(
@@ -138,15 +138,15 @@ def claim_groups(
 
 
 def release_group(session: Session, group_id: str, *, until: float = 0.0) -> None:
-    """Give a claimed group back; nobody is to take it before `until` (unix seconds)."""
+    """Give a claimed group back; no worker may claim it before `until` (unix seconds)."""
     session.execute(update(GroupRow).where(GroupRow.group_id == group_id).values(lease_until=until))
 
 
 def append_answers(session: Session, group_id: str, answers: Sequence[Answer], *, size: int) -> int:
-    """Add sampled answers after those that a group in sampling has, up to `size` in all.
+    """Append sampled answers to a group in sampling, up to `size` answers in all.
 
-    The answers' own indices are replaced by their places.
-    Returns: how many were added; 0 when the group is not in sampling any more.
+    Each answer gets its place in the group as its index.
+    Returns: how many were added; 0 when the group is no longer in sampling.
     """
     if session.scalar(select(GroupRow.status).where(GroupRow.group_id == group_id)) != SAMPLING:
         return 0
@@ -160,7 +160,7 @@ def append_answers(session: Session, group_id: str, answers: Sequence[Answer], *
 
 
 def retry_sampling(session: Session, group_id: str, *, until: float) -> None:
-    """Give a group whose round left candidates missing back, one attempt older."""
+    """Give back a group whose round left candidates missing, and count the attempt."""
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id, GroupRow.status == SAMPLING)
@@ -169,7 +169,7 @@ def retry_sampling(session: Session, group_id: str, *, until: float) -> None:
 
 
 def sampling_attempts(session: Session, group_id: str) -> int:
-    """Rounds of sampling that this group has been through without being completed."""
+    """Read how many rounds of sampling left this group incomplete."""
     found = session.scalar(select(GroupRow.sampling_attempts).where(GroupRow.group_id == group_id))
     return found or 0
 
@@ -231,11 +231,11 @@ def mark_scored(
 
 
 def count_pending(session: Session, live_adapters: Collection[str]) -> int:
-    """Groups that wait for candidates or for the judge, that wait for the learner, or are in it.
+    """Count the groups that wait for candidates, the judge or the learner, or are being trained on.
 
-    live_adapters: groups at the learner count only when one of these sampled them. Those of an
-        older adapter may be too stale to be ever trained on, and must not keep fresh ones out. For
-        the same reason those that a training run failed on do not count.
+    live_adapters: a group at the learner counts only when one of these sampled it. A group of an
+        older adapter may be too stale to be trained on, and must not keep fresh groups out. For
+        the same reason a group does not count on which a training run failed.
     """
     waits = GroupRow.status.in_(PENDING)
     at_learner = GroupRow.status.in_((SCORED, CLAIMED)) & (GroupRow.learn_attempts == 0)
@@ -245,7 +245,7 @@ def count_pending(session: Session, live_adapters: Collection[str]) -> int:
 
 
 def count_by_session(session: Session, session_keys: Sequence[str]) -> dict[str, int]:
-    """Groups that these sessions ever had; a session without one is left out."""
+    """Count the groups that each of these sessions ever had; a session without one is left out."""
     rows = session.execute(
         select(GroupRow.session_key, func.count())
         .where(GroupRow.session_key.in_(session_keys))

@@ -1,8 +1,8 @@
-"""Tell the store which canary the breaker took out, and learn it from there.
+"""Store which canary the breaker took out, and follow trips that other proxies stored.
 
-The breaker itself needs no store. The row tells control, the proxies of other machines, and a proxy
-that starts again. A thread of its own writes it, and tries again until the store takes it. A file
-in `state_dir` holds the last trip, for a proxy that starts again before the store took the row.
+The breaker itself needs no store. Control, the proxies of other machines and a restarted proxy read
+the row. A thread of its own writes it, and tries again until the store takes it. A file in
+`state_dir` holds the last trip, for a proxy that restarts before the store took the row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sidecar.store.tables import BREAKER_TRIP
 log = structlog.get_logger()
 FILE_NAME = "breaker-trip.json"
 RETRY_S = 1.0
-"""Between attempts to write while the store is away."""
+"""Seconds between attempts to write while the store is away."""
 
 
 class TripReporter:
-    """Writes trips. `report` returns at once; `stop` waits for an attempt that is under way."""
+    """Writes trips. `report` returns at once; `stop` waits for an attempt in progress."""
 
     def __init__(
         self, store_url: str, state_dir: Path, clock: Callable[[], float] = time.time
@@ -42,7 +42,7 @@ class TripReporter:
         self._threads: dict[tuple[str | None, str], threading.Thread] = {}
 
     def report(self, tripped: RoutingTable, reason: str) -> None:
-        """Have the row written; the same trip twice is one row."""
+        """Write the row in a thread. The same trip reported twice is one row."""
         key = (tripped.canary, tripped.salt)
         if key in self._threads or self._stopped.is_set():
             return
@@ -53,7 +53,7 @@ class TripReporter:
         thread.start()
 
     def recall(self) -> tuple[RoutingTable, str] | None:
-        """The last trip on this machine and its reason, as its file has it."""
+        """Read this machine's last trip and its reason from the file; None without one."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=tuple[RoutingTable, str])
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class TripReporter:
 
 
 class TripReader:
-    """Obeys trips that the store tells of. A `StoreReader`, read after the routing table."""
+    """Obeys the trips in the store. A `StoreReader`; it runs after the routing table was read."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TripReader:
         reporter: TripReporter,
         show: Callable[[float], None],
     ) -> None:
-        """current: the routing table that was read last. show: told 1 while its canary is out."""
+        """current: gives the newest routing table. show: gets 1 while its canary is out, else 0."""
         self._show = show
         self._breaker = breaker
         self._current = current
@@ -123,10 +123,11 @@ class TripReader:
         self._away = False
 
     def read(self, connection: Connection) -> None:
-        """Take the table's canary out if the store says so; tell the store if it does not.
+        """Take the table's canary out if the store says so; else report a trip that it lacks.
 
-        The second case is a worker that took a canary out and died before it could write.
-        Raises: SQLAlchemyError."""
+        The store lacks a trip when the worker that took the canary out died before it wrote.
+        Raises: SQLAlchemyError.
+        """
         now = self._current()
         if now.canary is None:
             self._show(0.0)
@@ -150,7 +151,7 @@ class TripReader:
         self._show(float(self._breaker.is_out(now)))
 
     def store_away(self, why: str) -> None:
-        """The last trips stay."""
+        """Log that trips cannot be read; the last ones stay."""
         if not self._away:
             log.warning("breaker_trips_unreadable", why=why)
         self._away = True

@@ -11,26 +11,26 @@ from array import array
 from collections.abc import Sequence
 
 ID_BYTES = 4
-"""Of one packed id."""
+"""Bytes of one packed id."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """[S] ids, each under 2**31 -> 4 S bytes."""
+    """Pack [S] ids, each under 2**31, into 4 S bytes. Raises: OverflowError."""
     return _to_bytes(array("i", ids))
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:
-    """Inverse of `pack_ids`."""
+    """Undo `pack_ids`. Raises: ValueError when the length is not a multiple of 4."""
     return tuple(_from_bytes("i", data))
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """[S] floats -> 4 S bytes."""
+    """Pack [S] floats into 4 S bytes."""
     return _to_bytes(array("f", values))
 
 
 def unpack_floats(data: bytes) -> tuple[float, ...]:
-    """Inverse of `pack_floats`, up to float32 rounding."""
+    """Undo `pack_floats`, up to float32 rounding. Raises: ValueError, as `unpack_ids`."""
     return tuple(_from_bytes("f", data))
 
 

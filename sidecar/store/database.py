@@ -1,9 +1,8 @@
 """Open the store, bring its schema up to date, and hand out transactions.
 
-SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE):
-one that read first and then tried to write would fail at once when another process wrote between.
-Text whose bytes are not UTF-8 is read with U+FFFD in their place: a damaged value is a wrong value
-of its own row, and not an error of every query that meets the row.
+SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE): a
+transaction that reads first and then writes fails at once when another process wrote in between.
+Bytes of a text that are not UTF-8 are read as U+FFFD (`sidecar.store.existing`).
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
 
 BUSY_TIMEOUT_S = 15.0
-"""How long a writer waits for another's lock before it gives up."""
+"""How long a writer waits for the lock of another process before it gives up."""
 MIGRATIONS = Path(__file__).with_name("migrations")
 _OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
-"""Database errors that the statement or its values cause, and not the store."""
+"""Database errors whose cause is the statement or its values, not the store."""
 DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""What reading a row comes to whose body, array, number or word is damaged."""
+"""Errors of reading a row whose body, array, number or text is damaged."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -76,8 +75,11 @@ class Database:
         return self._engine
 
     def upgrade(self) -> None:
-        """Bring the schema to this version's revision. Safe to call from every process at start."""
-        # Imported here: whoever only reads or writes an existing store need not wait for it.
+        """Migrate the schema to this version's revision. Every process may call it at its start.
+
+        Raises: StoreError.
+        """
+        # Imported here: a process that does not migrate need not wait for the import.
         from alembic import command
         from alembic.config import Config
 
@@ -94,7 +96,7 @@ class Database:
             ) from error
 
     def upgrade_if_behind(self) -> None:
-        """As `upgrade`, without the libraries of it when the schema is this version's or newer."""
+        """Migrate an older schema. Imports Alembic only when it must, to save its import time."""
         newest = max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
         with self.read() as session:
             try:
@@ -106,16 +108,16 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A session for reading. Writers are not held up by it. Raises: StoreError, as `write`."""
+        """Open a session for reading; it does not block writers. Raises: StoreError, as `write`."""
         with self._translated(), Session(self._engine, expire_on_commit=False) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A session in one write transaction: committed at the end, rolled back on any error.
+        """Open a session in one write transaction: commit at the end, roll back on any error.
 
-        Raises: StoreError when the store is locked, full, read-only or away: try again later;
-            and when its file is damaged or no database, which the message says.
+        Raises: StoreError when the store is locked, full, read-only or away: try again later. Also
+            when its file is damaged or not a database; the message says so.
         """
         with (
             self._translated(),
@@ -138,10 +140,10 @@ class Database:
 
 
 def refuse_bad_arguments(url: str) -> None:
-    """Read the URL's parameters as the engine does. Opens no file, asks no network.
+    """Check a database URL and its parameters as the engine does. Opens no file and no connection.
 
-    Raises: ValueError, one line without a value of theirs, when the driver is missing or does not
-    take them.
+    Raises: ValueError when the driver is missing or does not take a parameter: one line, which
+    never quotes a value.
     """
     # `from None`: SQLAlchemy's errors quote the URL, and with it a password.
     try:
@@ -181,7 +183,7 @@ def _are_taken(dialect: Dialect, url: URL) -> bool:
 
 
 def _make_private(path: Path) -> None:
-    """Prompts and answers are in it: a new file is for its owner alone (SQLite's -wal follows)."""
+    """Create a new file for its owner only: it holds prompts. SQLite's -wal gets the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.touch(mode=0o600)
@@ -209,7 +211,7 @@ def _open(url: str) -> Engine:
 
 
 def _say(cause: BaseException | None) -> str:
-    """What the database says, on one line, with the cure when its file is damaged."""
+    """Describe an error of the database on one line; for a damaged file add what to do."""
     said = " ".join(str(cause).split())
     if getattr(cause, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # the low byte: its class
         return said
@@ -220,8 +222,8 @@ def _say(cause: BaseException | None) -> str:
 
 
 def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
-    """An INSERT that can say ON CONFLICT, in the words of the session's database."""
-    # The one in use is imported already, by the engine.
+    """Begin an INSERT that supports ON CONFLICT, in the dialect of the session's database."""
+    # The engine has imported the dialect that is in use.
     if session.get_bind().dialect.name == "postgresql":
         from sqlalchemy.dialects import postgresql
 
@@ -232,7 +234,7 @@ def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgres
 
 
 def count(session: Session, stage: str, reason: str, by: int = 1) -> None:
-    """Add to a durable counter, in the caller's transaction."""
+    """Add `by` to a durable counter, in the caller's transaction."""
     if by == 0:
         return
     statement = insert_into(session, CounterRow).values(stage=stage, reason=reason, count=by)
@@ -244,7 +246,7 @@ def count(session: Session, stage: str, reason: str, by: int = 1) -> None:
 
 
 def get_flag(session: Session, name: str) -> str | None:
-    """An operator's switch, or None when it was never set."""
+    """Read an operator's switch; None when it was never set."""
     row = session.get(FlagRow, name)
     return row.value if row is not None else None
 
@@ -255,19 +257,19 @@ def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
 
 
 def check_id(stored: str) -> str:
-    """An id as it is. Raises: ValueError when it is damaged: no query would find it again."""
+    """Return the id. Raises: ValueError when it is damaged: no query would find its row by it."""
     if REPLACEMENT in stored:
         raise ValueError(f"the id {stored!r} holds bytes that are not UTF-8")
     return stored
 
 
 def compress(body: bytes) -> bytes:
-    """Bodies are stored compressed; level 1 is where time stops buying size on JSON."""
+    """Compress a body, at level 1: higher levels take longer and save little on JSON."""
     return zlib.compress(body, 1)
 
 
 def decompress(data: bytes) -> bytes:
-    """Inverse of `compress`."""
+    """Undo `compress`. Raises: zlib.error."""
     return zlib.decompress(data)
 
 

@@ -1,4 +1,4 @@
-"""Alembic's entry. The connection is handed in by `Database.upgrade`, or made from `-x url=...`."""
+"""Alembic's entry point. `Database.upgrade` passes a connection; a command gives `-x url=...`."""
 
 from __future__ import annotations
 

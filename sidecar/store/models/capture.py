@@ -46,7 +46,7 @@ class ExchangeRow(Base):
     request_bytes: Mapped[int] = mapped_column(default=0)
     reply_bytes: Mapped[int] = mapped_column(default=0)
     fallback_from: Mapped[str] = mapped_column(String(255), default="", index=True)
-    """The adapter that vLLM did not know, when another answered in its place."""
+    """The adapter that vLLM did not know; another one answered in its place."""
     selection: Mapped[str] = mapped_column(String(64), default="new", index=True)
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
 
@@ -66,11 +66,11 @@ class ChoiceRow(Base):
 
 
 class DeadLetterRow(Base):
-    """A bus record that could not be read or stored, kept whole for whoever looks into it."""
+    """A bus record that could not be read or stored, kept whole for examination."""
 
     __tablename__ = "dead_letter"
     seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     at: Mapped[float]
     reason: Mapped[str] = mapped_column(Text)
     payload: Mapped[bytes]
-    """As it came, not compressed: nothing is known of it."""
+    """The record as it came, not compressed."""

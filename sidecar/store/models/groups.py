@@ -30,25 +30,25 @@ class GroupRow(Base):
     sampling_attempts: Mapped[int] = mapped_column(default=0)
     """Rounds of sampling that ended with candidates missing."""
     attempts: Mapped[int] = mapped_column(default=0)
-    """Judge attempts that answered rubbish."""
+    """Judge replies that were refused."""
     judge_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
     """Attempts without a usable answer that were the group's own fault."""
     judge_failures: Mapped[str | None] = mapped_column(Text)
-    """Failed attempts by reason, as JSON; those of which nobody knows whose fault it was too."""
+    """Failed attempts by reason, as JSON; also those whose fault is unknown."""
     judging_since: Mapped[float | None]
-    """A worker is asking the judge; left behind by a worker that died."""
+    """Set while a worker asks the judge; a worker that died leaves it set."""
     detail: Mapped[str | None] = mapped_column(Text)
     """The judge's last error, what a training run met, or the reason in words; 500 characters,
     without keys."""
     lease_until: Mapped[float] = mapped_column(default=0.0)
-    """Until then one worker has it; a dead worker's lease runs out."""
+    """Until then one worker holds the group; the lease of a dead worker expires."""
     created_at: Mapped[float]
     scored_at: Mapped[float | None]
     judge_model: Mapped[str | None] = mapped_column(String(255))
     rubric_hash: Mapped[str | None] = mapped_column(String(64))
     run_id: Mapped[str | None] = mapped_column(String(64), index=True)
     learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
-    """Runs that failed because of it, or that may have."""
+    """Runs that failed, or may have failed, because of this group."""
 
 
 class AnswerRow(Base):
