@@ -204,7 +204,7 @@ def main() -> int:
     label = stack.judge_label
     print("demo: an agent learns from its own traffic")
     print(f"  judge: {label}{' (a stated rule, not an LLM)' if label == 'stand-in' else ''}")
-    say("starting vLLM, the proxy, ingest, scoring, the learner and control")
+    say("starting vLLM, the proxy, ingest, score, learn and control")
     with stack:
         say(f"ready: proxy {stack.addresses.proxy_url}/v1, admin {stack.addresses.admin_url}")
         asyncio.run(run(stack, arguments.rounds))

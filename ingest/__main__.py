@@ -79,7 +79,7 @@ async def _run(intake: Intake) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    log.info("ingest_started")
+    log.info("ingest_ready")
     tell_ready()
     await intake.run(stop)
     log.info("ingest_stopped")

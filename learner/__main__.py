@@ -44,8 +44,8 @@ def _main(argv: list[str] | None) -> int:
         signal.signal(number, lambda *_: stopping.set())
     try:
         settings = load_settings(args.config)
-        configure_logging(settings.telemetry, "learner")
-        tracing = configure_tracing(settings.telemetry, "learner")
+        configure_logging(settings.telemetry, "learn")
+        tracing = configure_tracing(settings.telemetry, "learn")
         database = Database(settings.store.url)
         try:
             database.upgrade()

@@ -101,7 +101,7 @@ def ingest(context: typer.Context) -> None:
 @app.command()
 def score(context: typer.Context) -> None:
     """Run candidate sampling and judging alone."""
-    _run_process(context, "scoring")
+    _run_process(context, "score")
 
 
 @app.command()
@@ -110,7 +110,7 @@ def learn(
     once: Annotated[bool, typer.Option("--once", help="one run now, then stop")] = False,
 ) -> None:
     """Run the learner on its schedule, or once now (exit 3: nothing to learn)."""
-    _run_process(context, "learner", *(("--once",) if once else ()))
+    _run_process(context, "learn", *(("--once",) if once else ()))
 
 
 @app.command()

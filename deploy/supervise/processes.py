@@ -29,8 +29,8 @@ ENGINE = "engine"
 MODULES = {
     "proxy": "sidecar",
     "ingest": "ingest",
-    "scoring": "ingest.scoring",
-    "learner": "learner",
+    "score": "ingest.score",
+    "learn": "learner",
     "control": "deploy",
 }
 """The sidecar's own processes, in the order of starting; each is `python -m <module>`."""

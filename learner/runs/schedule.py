@@ -126,12 +126,12 @@ class Schedule:
             if decision.start:
                 self._start(decision)
         except (StoreError, ParentError) as error:
-            log.warning("learner_waits", kind="store", why=str(error))
+            log.warning("learn_waits", kind="store", why=str(error))
             return None
         if decision.spent and self._settings.learner.schedule != "groups":
             self._due = False
         if self._logged is None or decision.kind != self._logged.kind:
-            log.info("learner_waits" if not decision.start else "learner_starts", why=decision.why)
+            log.info("learn_waits" if not decision.start else "learn_starts", why=decision.why)
         self._logged = decision
         return decision
 
@@ -226,7 +226,7 @@ def run_schedule(
         settings, database, lambda run_id: ChildProcess(run_id, config), clock=clock
     )
     ticking = start_clock(settings, schedule)
-    log.info("learner_ready", schedule=settings.learner.schedule)
+    log.info("learn_ready", schedule=settings.learner.schedule)
     tell_ready()
     stopping.wait()
     ticking.shutdown(wait=True)

@@ -172,7 +172,7 @@ def test_a_killed_learner_process_stops_cleanly(tmp_path: Path, database: Databa
         killer.start()
         try:
             assert process.stderr is not None
-            seen = next(line for line in process.stderr if "learner_ready" in line)
+            seen = next(line for line in process.stderr if "learn_ready" in line)
             assert "manual" in seen
             process.terminate()
             assert process.wait(30) == 0

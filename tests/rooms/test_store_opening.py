@@ -15,8 +15,8 @@ from sidecar.store.database import Database
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = {
     "ingest": ("ingest",),
-    "scoring": ("ingest.scoring",),
-    "learner": ("learner", "--once"),
+    "score": ("ingest.score",),
+    "learn": ("learner", "--once"),
     "control": ("deploy",),
     "command": ("deploy.cli.main", "keys", "create", "--project", "p"),
 }

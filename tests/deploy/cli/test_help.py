@@ -59,7 +59,7 @@ def modules_after(module: str, *arguments: str) -> set[str]:
     [
         "sidecar.__main__",
         "ingest.__main__",
-        "ingest.scoring",
+        "ingest.score",
         "learner.__main__",
         "deploy.__main__",
     ],

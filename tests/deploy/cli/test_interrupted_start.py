@@ -21,7 +21,7 @@ from sidecar.processes.interrupt import one_line_at_interrupt
     [
         (("sidecar",), "sidecar proxy"),
         (("ingest",), "sidecar ingest"),
-        (("ingest.scoring",), "sidecar score"),
+        (("ingest.score",), "sidecar score"),
         (("deploy",), "sidecar control"),
         (("deploy.cli.main", "up"), "sidecar"),
         (("deploy.cli.main", "ingest"), "sidecar ingest"),

@@ -37,7 +37,7 @@ def test_a_steady_child_starts_again_at_once() -> None:
 def test_plan_attaches_to_a_foreign_vllm_by_default() -> None:
     names = [spec.name for spec in plan(Settings(), None)]
 
-    assert names == ["proxy", "ingest", "scoring", "learner", "control"]
+    assert names == ["proxy", "ingest", "score", "learn", "control"]
 
 
 def test_plan_starts_our_own_engine_first_and_hands_the_file_to_ours_alone() -> None:

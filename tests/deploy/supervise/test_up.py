@@ -226,7 +226,7 @@ def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
     with database.write() as session:
         set_flag(session, REQUESTED_FLAG, "1", now=time.time())
     database.close()
-    until(lambda: "run_ended" in log_of(tmp_path, "learner"))
+    until(lambda: "run_ended" in log_of(tmp_path, "learn"))
     up.process.send_signal(signal.SIGTERM)
 
     assert up.ended() == 0
@@ -343,14 +343,14 @@ def test_a_process_that_must_be_alone_is_refused_beside_up(
     write_settings(tmp_path, vllm)
     first = run("up")
     first.said(r"^sidecar ready: ")
-    names = {"ingest": "ingest", "learn": "learner", "control": "control"}
+    names = ("ingest", "learn", "control")
 
     seconds = {one: run(one, SIDECAR_ADMIN__PORT=str(free_port())) for one in names}
     codes = {one: second.ended() for one, second in seconds.items()}
 
     assert codes == dict.fromkeys(names, 1)
-    for one, name in names.items():
-        said = f"`sidecar {one}` runs already (pid {first.child_pid(name)})"
+    for one in names:
+        said = f"`sidecar {one}` runs already (pid {first.child_pid(one)})"
         assert said in seconds[one].lines[-1]
         assert "Traceback" not in seconds[one].text
 
@@ -459,9 +459,9 @@ def test_every_process_works_with_every_number_at_the_end_of_its_range(
     write_settings(tmp_path, vllm, **sections)
     works = {
         "proxy": "workers_started",
-        "ingest": "ingest_started",
-        "scoring": "scoring_started",
-        "learner": "learner_ready",
+        "ingest": "ingest_ready",
+        "score": "score_ready",
+        "learn": "learn_ready",
         "control": "control_ready",
     }
 

@@ -204,7 +204,7 @@ def test_the_scoring_process_listens_when_it_is_on(tmp_path: Path, state_dir: Pa
         "[best_of]\nenabled = true\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "ingest.scoring", "--config", str(config)]
+    command = [sys.executable, "-m", "ingest.score", "--config", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         names = (json.loads(line)["event"] for line in process.stderr)

@@ -59,7 +59,7 @@ api_key = "sk-test"
 """,
         encoding="utf-8",
     )
-    arguments = [sys.executable, "-m", "ingest.scoring", "--config", str(config)]
+    arguments = [sys.executable, "-m", "ingest.score", "--config", str(config)]
     with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
         while not server.requests:
             assert process.poll() is None

@@ -172,7 +172,7 @@ def test_an_open_trial_is_waited_for(
     with capture_logs() as logs:
         assert here.look() == "canary"
         assert here.look() == "canary"
-    waits = [entry["why"] for entry in logs if entry["event"] == "learner_waits"]
+    waits = [entry["why"] for entry in logs if entry["event"] == "learn_waits"]
     assert waits == [f"the canary of {name} is not decided"]
 
     with database.write() as session:

@@ -20,8 +20,8 @@ import pytest
 
 ROOMS = {
     "ingest": "ingest",
-    "scoring": "ingest.scoring",
-    "learner": "learner",
+    "score": "ingest.score",
+    "learn": "learner",
     "control": "deploy",
 }
 
@@ -128,7 +128,7 @@ async def test_any_room_may_die_under_load(
     store = state_dir / "store.db"
     async with faults.traffic(child, workers=2, pause_s=0.02) as traffic:
         await store_grows(store, running["ingest"])
-        for name in ("scoring", "learner", "control"):
+        for name in ("score", "learn", "control"):
             assert running[name].runs, running[name].said()
             await running[name].kill()
             await traffic.more(10)

@@ -1,4 +1,4 @@
-"""The scoring process, `python -m ingest.scoring`: sample candidates, have the judge score them.
+"""The scoring process, `python -m ingest.score`: sample candidates, have the judge score them.
 
 Both workers share one event loop and exchange data only through the store. Without a judge neither
 runs: candidates that are never scored would waste tokens. If best of N is on, the same judge also
@@ -19,7 +19,7 @@ from sidecar.processes.interrupt import one_line_at_interrupt
 if TYPE_CHECKING:
     from sidecar.settings import Settings
 
-PROCESS = "scoring"
+PROCESS = "score"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ingest.scoring", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ingest.score", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="default ./sidecar.toml")
     arguments = parser.parse_args(argv)
 
@@ -65,7 +65,7 @@ async def _run(settings: Settings) -> int:
         loop.add_signal_handler(number, stop.set)
     if not settings.judge.model:
         structlog.get_logger().warning(
-            "scoring_off",
+            "score_off",
             why="judge.model is empty: nothing will be sampled or scored, so nothing is learned",
             to_do="set [judge] model (any LiteLLM name) or SIDECAR_JUDGE__MODEL, and restart",
         )
@@ -119,7 +119,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     judging = JudgingWorker(database, judge, settings.judge)
     best_of = BestOfServer(socket_path(settings.state_dir), BestOfJudge(database, judge, settings))
     tell_ready()
-    log.info("scoring_started", judge=settings.judge.model, passes=settings.judge.passes)
+    log.info("score_ready", judge=settings.judge.model, passes=settings.judge.passes)
     try:
         async with asyncio.TaskGroup() as workers:
             workers.create_task(sampling.run(stop))
@@ -130,7 +130,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         await judge.aclose()
         await engine.aclose()
         database.close()
-    log.info("scoring_stopped")
+    log.info("score_stopped")
     return 0
 
 

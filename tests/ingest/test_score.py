@@ -17,7 +17,7 @@ from sidecar.store.models import GroupRow
 
 def start(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "ingest.scoring", "--config", str(config)],
+        [sys.executable, "-m", "ingest.score", "--config", str(config)],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -52,7 +52,7 @@ def read_event(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
 
 def test_without_a_judge_it_says_so_once_and_idles_until_told_to_stop(tmp_path: Path) -> None:
     with start(write_config(tmp_path)) as process:
-        event = read_event(process, "scoring_off")
+        event = read_event(process, "score_off")
         assert "judge.model is empty" in event["why"]
         assert "SIDECAR_JUDGE__MODEL" in event["to_do"]
         assert process.poll() is None
@@ -67,10 +67,10 @@ def test_with_a_judge_it_starts_although_engine_and_judge_are_down(tmp_path: Pat
     with start(
         write_config(tmp_path, model="openai/x", api_base="http://127.0.0.1:9/v1")
     ) as process:
-        assert read_event(process, "scoring_started")["judge"] == "openai/x"
+        assert read_event(process, "score_ready")["judge"] == "openai/x"
         read_event(process, "sampling_waits")
         process.send_signal(signal.SIGINT)
-        read_event(process, "scoring_stopped")
+        read_event(process, "score_stopped")
     assert process.returncode == 0
     database = Database(f"sqlite:///{tmp_path}/store.db")
     with database.read() as session:
