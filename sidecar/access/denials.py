@@ -1,8 +1,8 @@
-"""What a client is told of its key and its limits: denials and rate-limit headers. Pure.
+"""What a client is told about its key and its limits: denials and rate-limit headers. Pure.
 
-`kind` is an error type of the Messages surface, `code` a code of the OpenAI surfaces; each surface
-writes them where its clients look. A denial never repeats what was presented, and tells an unknown
-key from a wrong secret to nobody.
+`kind` is an error type of the Messages surface, `code` an error code of the OpenAI surfaces; each
+surface writes the one that its clients read. A denial never repeats the key that was sent, and does
+not show whether the key id or the secret was wrong.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from sidecar.access.limits import Allowance, Standing
 
 Header = tuple[bytes, bytes]
-WHO_RUNS_IT = "ask whoever runs this sidecar for one"
+WHO_RUNS_IT = "ask the operator of this sidecar for one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denial:
-    """A request that may not go on."""
+    """Why a request is refused, and the reply to it."""
 
     reason: str
-    """Its name in `sidecar_access_denied_total`."""
+    """The label `reason` of `sidecar_access_denied_total`."""
     status: int
     message: str
     kind: str
@@ -52,47 +52,44 @@ def _forbidden(reason: str, message: str) -> Denial:
 
 NO_KEY = _unauthorized(
     "no_key",
-    "No API key was sent, and this sidecar asks for one. Send `Authorization: Bearer <key>` or "
-    f"`x-api-key: <key>`; {WHO_RUNS_IT} (`sidecar keys create`).",
+    "Missing API key: send `Authorization: Bearer <key>` or `x-api-key: <key>`. If you have none, "
+    f"{WHO_RUNS_IT} (`sidecar keys create`).",
 )
 MALFORMED = _unauthorized(
     "malformed",
-    "What was sent as API key is none: it is empty, too long, or not of the form "
-    "`Authorization: Bearer <key>`. Send that header once, with the key as it was given to you.",
+    "Malformed API key: send `Authorization: Bearer <key>` once.",
 )
 TWO_KEYS = _unauthorized(
     "two_keys",
-    "`Authorization` and `x-api-key` hold different keys. Send one of them, or the same key in "
+    "`Authorization` and `x-api-key` hold different keys: send one header, or the same key in "
     "both.",
 )
 UNKNOWN = _unauthorized(
     "unknown",
-    f"This API key is not known here. Check that it was copied whole, or {WHO_RUNS_IT} "
-    "(`sidecar keys ls` lists them).",
+    f"Unknown API key: check that you copied all of it, or {WHO_RUNS_IT} (`sidecar keys create`).",
 )
 REVOKED = _unauthorized(
     "revoked",
-    f"This API key was revoked. Stop using it, and {WHO_RUNS_IT} (`sidecar keys create`).",
+    f"This API key was revoked: {WHO_RUNS_IT} (`sidecar keys create`).",
 )
 EXPIRED = _unauthorized(
     "expired",
-    f"This API key has expired. Ask for a new one: {WHO_RUNS_IT} (`sidecar keys create`).",
+    f"This API key has expired: {WHO_RUNS_IT} (`sidecar keys create`).",
 )
 MAY_NOT_ASK = _forbidden(
     "scope_infer",
-    "This API key lacks the scope `infer`, which asking the model needs. Use another key.",
+    "This API key lacks the scope `infer`, which model requests need: use another key.",
 )
 NOT_OPERATOR = _forbidden(
     "scope_operate",
-    "`x-sidecar-adapter` names an adapter, which needs a key with the scope `operate`. Leave the "
-    "header out, or use such a key (`sidecar keys create --scope operate`).",
+    "`x-sidecar-adapter` needs a key with the scope `operate`: remove the header, or use such a "
+    "key (`sidecar keys create --scope operate`).",
 )
 KEYS_UNKNOWN = Denial(
     reason="keys_unknown",
     status=503,
     message="The sidecar has not been able to read its API keys since it started, so it cannot "
-    "tell whether yours is good. Try again; the operator finds the cause in the proxy's log "
-    "(`api_keys_kept`), and the place in store.url.",
+    "check yours. Try again; the proxy's log shows the operator the cause (`api_keys_kept`).",
     kind="api_error",
     code="keys_unknown",
     headers=((b"retry-after", b"1"),),
@@ -100,17 +97,17 @@ KEYS_UNKNOWN = Denial(
 
 
 def over_limit(allowance: Allowance, standing: Standing, headers: tuple[Header, ...]) -> Denial:
-    """429. headers: those of `rate_headers`."""
+    """The 429 of a key whose limit is used up. headers: those of `rate_headers`."""
     seconds = max(1, math.ceil(standing.retry_after_s))
     if standing.refused == "tokens_per_day":
-        spent = f"all of its {allowance.tokens_per_day} tokens of today (UTC)"
+        spent = f"its {allowance.tokens_per_day} tokens of today (UTC)"
     else:
         spent = f"its {allowance.requests_per_minute} requests per minute"
     return Denial(
         reason=standing.refused or "",
         status=429,
-        message=f"This API key has used up {spent}. Try again in {seconds} s, or ask whoever runs "
-        "this sidecar for a higher limit.",
+        message=f"This API key has used up {spent}. Try again in {seconds} s, or ask the operator "
+        "of this sidecar for a higher limit.",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers=((b"retry-after", b"%d" % seconds), *headers),
@@ -118,8 +115,7 @@ def over_limit(allowance: Allowance, standing: Standing, headers: tuple[Header, 
 
 
 def rate_headers(allowance: Allowance, standing: Standing) -> tuple[Header, ...]:
-    """The headers that OpenAI documents ("Rate limits in headers"), for the limits that the key
-    has."""
+    """The headers that OpenAI documents under "Rate limits in headers", for the key's limits."""
     requests: tuple[Header, ...] = ()
     tokens: tuple[Header, ...] = ()
     if allowance.requests_per_minute is not None:
@@ -138,8 +134,8 @@ def rate_headers(allowance: Allowance, standing: Standing) -> tuple[Header, ...]
 
 
 def duration(seconds: float) -> bytes:
-    """As OpenAI writes it: `20ms`, `1s`, `6m0s`, `13h4m2s`. Rounded up: who waits this long has
-    waited long enough."""
+    """As OpenAI writes it: `20ms`, `1s`, `6m0s`, `13h4m2s`. Rounded up, so that a client that waits
+    this long has waited long enough."""
     if seconds < 1.0:
         return b"%dms" % math.ceil(seconds * 1000)
     whole = math.ceil(seconds)

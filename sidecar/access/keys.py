@@ -1,4 +1,4 @@
-"""API keys of the data plane: made, recognised, never shown. Pure.
+"""Make API keys of the data plane, and recognise them. Pure.
 
 A key reads `sk-sidecar-<key_id>-<secret>`. Only the SHA-256 of the whole of it is stored; 32 random
 bytes need no slow hash, because nobody can try them all. The key id is no secret: it finds the

@@ -1,4 +1,4 @@
-"""One of several proxy processes as its parent sees it, and what the parent decides about them."""
+"""A worker process as its parent sees it, and the rules by which the parent decides."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sidecar.workers.handover import Handover
 
 RESTARTS = Backoff(first_s=0.1, last_s=10.0)
 LOOK_S = 1.0
-"""How often the parent looks for signs of life. A worker gives four a second."""
+"""How often the parent checks for signs of life. A worker gives four a second."""
 HUNG_AFTER_S = 30.0
-"""A worker that gave no sign for so long is ended. It cuts what the worker was sending, so it must
-be certain: the longest piece of work that a loop has (64 MiB of answers read and one of them
-written) took 0.5 s, and a machine that swaps may make that many times longer. It is also gunicorn's
-default, and what Kubernetes' liveness probe comes to (3 failures, 10 s apart)."""
+"""A worker without a sign of life for so long is killed. That cuts the replies it was sending, so
+the parent must be certain: the longest blocking work of a loop (reading 64 MiB of answers and
+writing one) took 0.5 s, and takes many times longer on a machine that swaps. 30 s is also
+gunicorn's default, and what Kubernetes' liveness probe amounts to (3 failures, 10 s apart)."""
 
 
 class Child:
-    """A worker as its parent sees it."""
+    """One worker: its process, and what is known of its state."""
 
     def __init__(self, handover: Handover, process: asyncio.subprocess.Process) -> None:
         self.handover = handover
@@ -28,12 +28,12 @@ class Child:
         self.started = time.monotonic()
         self.ready = asyncio.Event()
         self.left = asyncio.Event()
-        """It takes no new connections any more: it drains, or it has ended."""
+        """It accepts no more connections: it drains, or it has ended."""
         self.ended = asyncio.Event()
         self.writer: asyncio.StreamWriter | None = None
         self.silence = Silence()
         self.hung = False
-        """It was ended because it gave no sign of life."""
+        """It was killed because it gave no sign of life."""
 
     @property
     def serves(self) -> bool:
@@ -48,7 +48,7 @@ class Child:
             self.process.terminate()
 
     def end_hung(self) -> None:
-        """Kill it: a loop that stands still hears nothing else."""
+        """Kill it: a blocked event loop handles no other signal."""
         self.hung = True
         self.left.set()
         if self.process.returncode is None:
@@ -56,10 +56,10 @@ class Child:
 
 
 class Silence:
-    """For how long a worker has given no sign of life, as one look after the other tells. Pure.
+    """How long a worker has given no sign of life. Pure.
 
-    What counts is looks, not a clock: while the parent stands still too (a container is frozen, a
-    laptop asleep) nobody looks, and nobody is silent.
+    It counts checks instead of reading a clock: while the parent is stopped too (a frozen
+    container, a laptop asleep) nothing is checked, and no worker counts as silent.
     """
 
     def __init__(self) -> None:
@@ -67,22 +67,22 @@ class Silence:
         self._looks = 0
 
     def look(self, signs: int) -> float:
-        """signs: how many it has given by now. Looks are `LOOK_S` apart, or more. Returns: seconds
-        without a new one, at least."""
+        """Check once. signs: how many the worker has given so far. Checks are at least `LOOK_S`
+        apart. Returns: seconds without a new sign, at least."""
         self._looks = self._looks + 1 if signs == self._signs else 0
         self._signs = signs
         return self._looks * LOOK_S
 
 
 def takers(serving: Sequence[bool]) -> list[int | None]:
-    """Who takes each listener's connections: its own worker, else the first one that serves; None
-    when none does, and then they wait. Pure."""
+    """Which worker accepts each listener's connections: its own, else the first one that serves;
+    None when no worker serves, and the connections wait. Pure."""
     substitute = serving.index(True) if True in serving else None
     return [own if serves else substitute for own, serves in enumerate(serving)]
 
 
 async def ready(child: Child) -> bool:
-    """Wait until it serves. False: it ended instead."""
+    """Wait until the worker serves. Returns: False when it ended instead."""
     await first_of(child.ready, child.ended)
     return child.ready.is_set()
 

@@ -1,6 +1,6 @@
-"""What the parent of several proxy processes hands to each: listeners, memory, a line to it.
+"""What the parent hands to each worker: listeners, shared memory, a socket to the parent.
 
-It crosses as one hidden argument of the command line; the descriptors that it names are inherited.
+It is passed as one hidden command-line argument; the worker inherits the descriptors that it names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from sidecar.metrics.table import MetricTable, map_regions
 
 READY, DRAINING, TAKE, LEAVE = "ready", "draining", "take", "leave"
-"""What a worker and its parent say to each other (`sidecar.workers.worker`)."""
+"""The words of the protocol between a worker and its parent (`sidecar.workers.worker`)."""
 PARENT_REGION = 0
 """The region of the metrics' memory that the parent writes; a worker writes the one of its slot.
 The last region is the breaker's."""
@@ -22,33 +22,33 @@ The last region is the breaker's."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """One worker's place."""
+    """What one worker needs to know and to inherit."""
 
     port: int
     slot: int
-    """1 and up; no two living workers have the same. Names its socket and its metrics' region."""
+    """1 and up; no two living workers share one. Numbers the worker's socket and metrics region."""
     listener: int
-    """Which of `listeners` is its own."""
+    """Index of the worker's own listener in `listeners`."""
     listeners: tuple[tuple[int, ...], ...]
     """Descriptors of every worker's listening sockets, one for each address of the host."""
     control: int
-    """Descriptor of the line to the parent; at its end the parent is gone."""
+    """Descriptor of the socket to the parent; it closes when the parent dies."""
     metrics: int
-    """Descriptor of the memory that all workers' metrics are in."""
+    """Descriptor of the shared memory of all workers' metrics."""
     limits: int | None = None
-    """Descriptor of the memory that the keys' limits are in; None: no key has limits."""
+    """Descriptor of the shared memory of keys' limits; None unless `access.mode` is `keys`."""
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
 
     def descriptors(self) -> tuple[int, ...]:
-        """All that the worker must inherit."""
+        """All descriptors that the worker must inherit."""
         listeners = (fd for one in self.listeners for fd in one)
         limits = () if self.limits is None else (self.limits,)
         return (*listeners, self.control, self.metrics, *limits)
 
     def table(self) -> tuple[MetricTable, list[memoryview], memoryview]:
-        """This worker's numbers, the regions of all others, and the breaker's memory."""
+        """This worker's metrics, the regions of all others, and the breaker's memory."""
         regions = map_regions(self.metrics)
         breaker = regions.pop()
         own = regions.pop(self.slot)

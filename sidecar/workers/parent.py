@@ -1,14 +1,14 @@
 """Several proxy processes behind one port: start them, keep them alive, end them together.
 
-The parent relays nothing. It holds every worker's listener (SO_REUSEPORT, one port), so that a
-connection which waits for a worker that ends or dies is not reset by the kernel: while a listener
-has no worker of its own, another one is told to take its connections too. It holds the memory in
-which the workers count, so nothing that a worker counted dies with it.
+The parent relays nothing. It holds every worker's listener (SO_REUSEPORT, one port), so that the
+kernel does not reset connections that wait for a worker which ends or dies: while a listener has no
+worker of its own, another worker accepts its connections too. It holds the memory in which workers
+count metrics and limits, so no count dies with a worker.
 
-TERM or INT: all drain and end. HUP: each worker is replaced by a new one, one after the other; the
-old one drains. A worker that ends unasked is counted and started again, later each time; one whose
-loop stands still while it serves is ended first. Whoever starts or drains is not watched for that:
-it may wait for a disk, and takes no new connections.
+TERM or INT: all workers drain and end. HUP: each worker is replaced by a new one, one after the
+other; the old one drains. A worker that ends unasked is counted and restarted with back-off; one
+whose event loop is blocked while it serves is killed first. A worker that starts or drains may
+block: it may wait for a disk, and accepts no connections.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from sidecar.workers.handover import (
 
 log = structlog.get_logger()
 STOP_LIMIT_S = 15.0
-"""Beyond the drain: for writing what is captured. Who takes longer is killed."""
+"""Time after the drain to write captures. A worker that takes longer is killed."""
 
 
 class Workers:
@@ -78,7 +78,7 @@ class Workers:
         self._drain_s = proxy.drain_timeout_s
         self._listeners = bind_listeners(proxy.host, proxy.port, proxy.workers)
         self._host, self.port = proxy.host, self._listeners[0][0].getsockname()[1]
-        # Twice as many places as workers: while one drains, its successor serves.
+        # Twice as many slots as workers: while one drains, its successor serves.
         slots = range(1, 2 * proxy.workers + 1)
         self._memory = shared_memory(1 + len(slots) + 1)
         self._regions = map_regions(self._memory)
@@ -94,24 +94,24 @@ class Workers:
             self._limits = shared_memory(1)
             self._limits_file = _limits_file(settings, self._limits, counts)
         self._serving: list[Child | None] = [None] * proxy.workers
-        """By position, which is also the number of its listener."""
+        """By position, which is also the listener's number."""
         self._takers: list[Child | None] = [None] * proxy.workers
-        """By listener: who takes its connections now."""
+        """By listener: the worker that accepts its connections now."""
         self._wanted = [asyncio.Event() for _ in self._serving]
-        """By position: a new worker is wanted in place of the one that serves."""
+        """By position: the serving worker is to be replaced."""
         self._replaced = [asyncio.Event() for _ in self._serving]
-        """By position: a new worker serves."""
+        """By position: the replacement serves."""
         self._children: set[Child] = set()
         self._lives: set[asyncio.Task[None]] = set()
-        """What starts workers and ends hung ones; cancelled at the end."""
+        """Tasks that start workers and kill hung ones; cancelled at the end."""
         self._watches: set[asyncio.Task[None]] = set()
-        """What follows a worker to its end."""
+        """Tasks that each follow one worker until it ends."""
         self._stopping = asyncio.Event()
         self._exit_code = 0
 
     async def run(self) -> int:
-        """Serve until a signal. Returns the exit code: 0; or that of a worker that could not even
-        start the first time; or 1 when one had to be killed."""
+        """Serve until a signal. Returns the exit code: 0; that of the first worker when it could
+        not start; 1 when a worker had to be killed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
@@ -129,7 +129,7 @@ class Workers:
     # -- the workers' lives
 
     async def _start_all(self) -> None:
-        # The first one alone: what is wrong with the settings is said once, and ends it all.
+        # The first one alone: an error in the settings is then reported once, and ends them all.
         first = await self._spawn(0)
         if not await ready(first):
             self._exit_code = first.process.returncode or 1
@@ -167,7 +167,7 @@ class Workers:
             child = await self._surely(position)
 
     async def _end_hung(self) -> None:
-        """End those whose loops stand still, so that `_keep` starts others in their place."""
+        """Kill workers whose event loop is blocked; `_keep` starts others in their place."""
         while True:
             await asyncio.sleep(LOOK_S)
             for child in [one for one in self._children if one.serves]:
@@ -194,7 +194,7 @@ class Workers:
             await self._replaced[position].wait()
 
     async def _surely(self, position: int) -> Child:
-        """Start a worker, however often the machine has no room for another process."""
+        """Start a worker; retry while the machine has no room for another process."""
         waits = Waits(RESTARTS)
         while True:
             try:
@@ -263,7 +263,7 @@ class Workers:
     # -- the listeners
 
     def _assign(self) -> None:
-        """Give each listener to its own worker, or, while that one is away, to another."""
+        """Give each listener to its own worker, or to another one while that is away."""
         serving = [one if one is not None and one.serves else None for one in self._serving]
         for listener, position in enumerate(takers([one is not None for one in serving])):
             before = self._takers[listener]
@@ -271,7 +271,7 @@ class Workers:
             if after is before:
                 continue
             self._takers[listener] = after
-            # A worker takes its own from the start, and leaves it by itself when it drains.
+            # A worker accepts from its own listener without being told, and stops when it drains.
             if after is not None and position != listener:
                 after.tell(TAKE, listener)
             if before is not None and before.handover.listener != listener:
@@ -306,7 +306,7 @@ class Workers:
         task.add_done_callback(self._note_end)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """A defect here must not leave workers unwatched: it ends them all, and is seen."""
+        """A defect in a task must not leave workers unwatched: log it and end them all."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("workers_failed", exc_info=error)

@@ -1,9 +1,9 @@
-"""A worker's line to its parent: it says how it is, and is told which listeners to take care of.
+"""The parent-death guard of a worker, and its messages to and from the parent.
 
-One word and perhaps a number, a line each:
+Both talk over a socket pair, one word and perhaps a number on each line:
     worker -> parent    ready | draining
-    parent -> worker    take N | leave N
-The end of the line means that the parent is gone; then the worker ends too, soon.
+    parent -> worker    take N | leave N    (accept connections of listener N, or stop doing so)
+The end of the stream means that the parent has died; then the worker drains briefly and ends.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sidecar.workers.handover import DRAINING, LEAVE, TAKE, Handover, close_all
 
 log = structlog.get_logger()
 ORPHAN_DRAIN_S = 1.0
-"""How long replies in flight may go on when the parent was killed."""
+"""How long replies in flight may continue after the parent died."""
 ORPHAN_EXIT_S = 1.8
-"""After this long an orphan that has not ended is ended: the next parent wants its port."""
+"""An orphan that has not ended after this long is killed: the next parent needs its port."""
 EXIT_ORPHANED = 3
 
 
 class ParentLine:
-    """The worker's end. `open` it, `say` on it, `close` it."""
+    """The worker's end of the socket pair: `open`, `say`, `close`."""
 
     def __init__(self, handover: Handover, relay: RelayServer) -> None:
         self._handover = handover
@@ -45,19 +45,19 @@ class ParentLine:
         return self.listeners[self._handover.listener]
 
     def open(self, gone: Callable[[], None] | None) -> None:
-        """gone: called once when the parent is gone."""
+        """gone: called once when the parent has died."""
         self._line.setblocking(False)
         self._task = asyncio.create_task(self._follow(gone))
 
     def say(self, word: str) -> None:
-        """Tell the parent. One that is gone is told by the end of the line, not here."""
+        """Send one word. A dead parent is noticed by `_follow`, so an error here is only logged."""
         try:
             self._line.send(f"{word}\n".encode())
         except OSError as error:
             log.warning("parent_not_told", word=word, why=str(error))
 
     def drain(self) -> None:
-        """Leave new connections to the others."""
+        """Leave new connections to the other workers."""
         self.say(DRAINING)
         close_all(self.listeners)
 
@@ -94,7 +94,7 @@ class ParentLine:
 
 
 def end_within(seconds: float) -> None:
-    """End the process then, whatever the loop is doing."""
+    """End the process after so many seconds, even if its event loop is blocked."""
     timer = threading.Timer(seconds, os._exit, (EXIT_ORPHANED,))
     timer.daemon = True
     timer.start()

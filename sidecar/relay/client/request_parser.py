@@ -1,14 +1,14 @@
-"""Parse what one client sends into requests, and refuse what is ambiguous or too large. No IO.
+"""Parse the bytes of one client into requests; refuse ambiguous and too large ones. No IO.
 
-llhttp refuses most smuggling by itself (both framings, doubled or odd Content-Length, bare LF,
-folded lines, a space before the colon); what it lets through, is refused here: any transfer coding
-but `chunked`, a coding in HTTP/1.0, `CONNECT`, other protocols than HTTP, a missing or doubled
+llhttp refuses most request smuggling by itself (both framings, repeated or odd Content-Length, bare
+LF, folded lines, a space before the colon). This module refuses the rest: any transfer coding but
+`chunked`, a coding in HTTP/1.0, `CONNECT`, other protocols than HTTP, a missing or doubled
 Host, a target with a fragment.
 
 `Upgrade` is ignored, as RFC 9110 section 7.8 allows: Java's HTTP client sends `Upgrade: h2c` with
 its first request, and goes on in HTTP/1.1 when it gets no 101.
 
-A head that is the last one of the connection once more is not parsed again (`known_head.py`).
+A head that repeats the connection's last one is not parsed again (`known_head.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sidecar.relay.surface.refusals import Refusal, bad_framing, body_too_large,
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 128
 CHUNK_OVERHEAD_BYTES: Final = 16
-"""What may stand around each chunk of a body, over what a head may have (Go's rule, made after
-CVE-2023-39326): extensions and trailers without end would pass by the limit on bodies."""
+"""Bytes of framing allowed for each chunk of a body, beside `MAX_HEAD_BYTES` in total (Go's rule,
+made after CVE-2023-39326): endless extensions and trailers would escape the limit on bodies."""
 _OWN_LENGTH: Final = len(OWN_PREFIX)
 
 
@@ -44,9 +44,9 @@ class RequestParser:
         self.wants_continue = False
         """The client waits for `100 Continue` before it sends its body."""
         self.body_bytes = 0
-        """Of the body that is coming in."""
+        """Bytes received of the current body."""
         self.head: RequestHead | None = None
-        """Of the request whose body is coming in."""
+        """Head of the request whose body is being received."""
         self._max_body_bytes = max_body_bytes
         self._refused = False
         self._raw: list[bytes] = []
@@ -54,23 +54,23 @@ class RequestParser:
         self._http_1_1 = True
         self._body = BodyPieces()
         self._chunks: int | None = None
-        """Chunk heads that came; None: the body is not chunked."""
+        """Chunk heads received; None: the body is not chunked."""
         self._memory = HeadMemory()
         self._remembered: RequestHead | None = None
-        """What `_memory` holds the bytes of."""
+        """The head whose bytes `_memory` holds."""
         self._awaited = 0
-        """Bytes of a body that are still to come behind a head that was recognised."""
+        """Bytes of the body still missing, behind a recognised head."""
         self._upgrading = False
         """The head asks for an upgrade, which is ignored, and its body is not being read yet."""
         self._length = 0
-        """Of the body behind a head that was parsed, unless it is chunked."""
+        """Length of the body behind a parsed head, unless it is chunked."""
         self._first: bytes | None = None
-        """The read that a request began with, if it began with it."""
+        """The read in which the request began, if the request began at its first byte."""
         self._start_request()
         self._parser = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes) -> None:
-        """Take what was read. Never raises: what is wrong becomes a Refusal."""
+        """Parse the bytes of one read. Never raises: an invalid request becomes a Refusal."""
         if self._refused:
             return
         if not self.begun:
@@ -85,8 +85,8 @@ class RequestParser:
             self._parse(data)
 
     def _begin_known(self, head: RequestHead, data: bytes, at: int) -> bool:
-        """The body of a recognised head begins at `at`. Returns: False when the parser is to judge
-        it all the same."""
+        """Begin the body of a recognised head, at offset `at`. Returns: False when the parser must
+        read the request all the same."""
         known = self._memory.head
         assert known is not None, "it matched"
         length, came = known.length, len(data) - at
@@ -124,18 +124,19 @@ class RequestParser:
         self.head = None
 
     def may_bring_more_than(self, length: int) -> bool:
-        """The body that is coming in is announced as longer, or is chunked: then nobody knows."""
+        """True if Content-Length exceeds `length`, or the body is chunked."""
         return self._chunks is not None or self.announced > length
 
     @property
     def announced(self) -> int:
-        """Length of the body that is coming in; 0 when it is chunked, or when none is."""
+        """Content-Length of the body that is being received; 0 when it is chunked, or there is
+        none."""
         if not self.in_body or self._chunks is not None:
             return 0
         return self.body_bytes + self._awaited if self._awaited else self._length
 
     def drop_body(self) -> None:
-        """Hold no byte of the body that is coming in: it will not be answered."""
+        """Drop the bytes of the current body: its request will not be answered."""
         self._body.take()
 
     def _parse(self, data: bytes) -> None:
@@ -299,7 +300,7 @@ class RequestParser:
         return None
 
     def _head_bytes(self) -> int:
-        """At least this long is the head."""
+        """A lower bound of the head's length."""
         lines = sum(len(line) + 2 for line in self._lines)
         kept = sum(len(name) + len(value) + 4 for name, value in self._aside.items())
         return len(self._target) + lines + kept
@@ -335,7 +336,7 @@ class RequestParser:
         self._start_request()
 
     def _remember(self, head: RequestHead, body: bytes) -> None:
-        """Know this head again: if all that it says is what follows, and how long that is."""
+        """Remember this head, if it is an ordinary one with a Content-Length."""
         first, self._first = self._first, None
         ordinary = head.keep_alive and self._chunks is None and b"expect" not in head.headers.aside
         if first is not None and ordinary and self._memory.learn(first, len(body)):
