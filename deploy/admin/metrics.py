@@ -106,7 +106,7 @@ class StoreCollector(Collector):
         singles = (
             (
                 "canary_weight",
-                "Share of sessions routed to the canary, 0..1.",
+                "Share of sessions routed to the candidate of the active canary, 0..1.",
                 canary.weight_bp / 10_000 if canary is not None else 0.0,
             ),
             (

@@ -367,7 +367,7 @@ class RollbackOut(BaseModel):
     generation: int
     """Generation of the routing table, which every proxy applies at its next poll."""
     note: str | None
-    """Who answers meanwhile, when vLLM has not loaded the target yet."""
+    """Says who answers until vLLM has loaded the target; null when it is loaded."""
 
     @classmethod
     def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:

@@ -80,7 +80,7 @@ class LoadEvidence:
     invalid: str | None = None
     """Reason why the folder cannot be served or the loaded adapter has no effect."""
     away: str | None = None
-    """Why vLLM could not be asked."""
+    """Reason why vLLM could not be reached."""
     load_failures: int = 0
 
 

@@ -20,7 +20,7 @@ from sidecar.records import Sampling
 from sidecar.settings import SamplingField, Serving
 
 Grammar = Literal["as_asked", "with_tools", "always"]
-"""When vLLM forbids tokens: as the request asks, for requests with tools, or for all requests."""
+"""The requests for which vLLM forbids tokens: those that ask for it, those with tools, or all."""
 FLAG = "engine_facts"
 """Row of the `flag` table: the latest facts as JSON, written by ingest."""
 NEUTRAL: Mapping[str, tuple[float, ...]] = {

@@ -35,7 +35,7 @@ from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
 
 _DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
-"""What reading a damaged group may raise."""
+"""Errors of reading a damaged group."""
 
 log = structlog.get_logger()
 

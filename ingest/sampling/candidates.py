@@ -16,7 +16,7 @@ from ingest.records import Answer
 from sidecar.backoff import Backoff
 
 Miss = Literal["held_back", "engine_down", "adapter_gone", "prompt_mismatch", "failed"]
-"""Why a candidate is missing. held_back: users came first; prompt_mismatch: vLLM rendered another
+"""Reasons for a missing candidate. held_back: users came first; prompt_mismatch: vLLM used another
 prompt than the one of the served answer; failed: the reply was an error or invalid."""
 
 MAX_ROUNDS = 5

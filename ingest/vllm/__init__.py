@@ -1,1 +1,1 @@
-"""vLLM as a source of candidates: sampler, replicas, load, and what it does unasked."""
+"""vLLM as a source of candidates: sampler, replicas, load, and facts that no request shows."""
