@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,24 @@ def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
 
     assert len(folders) > 30
     assert full == {}
+
+
+def test_the_tests_of_the_data_plane_import_no_other_room() -> None:
+    files = list((ROOT / "tests" / "sidecar").rglob("*.py"))
+
+    other = {
+        (str(path.relative_to(ROOT)), name)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported_names(node)
+        if name.split(".")[0] in {"ingest", "learner", "deploy", "demo"}
+    }
+
+    assert len(files) > 60
+    assert other == set()
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

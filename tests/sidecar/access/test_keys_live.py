@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
 from sidecar.store.database import Database
+from support import api_keys
 
 VLLM_KEY = "vllm-own-key"
 SURFACES = ["chat", "completions", "responses", "messages"]

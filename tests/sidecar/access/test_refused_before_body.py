@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
 from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
 from sidecar.store.database import Database
+from support import api_keys
 
 PIECE = bytes(16 * 1024)
 ANNOUNCED = 10 * 2**20

@@ -13,12 +13,12 @@ from typing import Any, Self
 
 import pytest
 
-from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
 from sidecar.relay.client.connection import REQUESTS_AT_ONCE
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.accounts import Accounts
 from sidecar.store.database import Database
+from support import api_keys
 
 MODEL = b'{"model":"smollm2-135m","messages":[]}'
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
 from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.store.database import Database
+from support import api_keys
 from support.memory import traced_bytes
 
 LONG_S = 60.0

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deploy.registry import api_keys
 from sidecar.access.keys import ApiKey
 from sidecar.routing.table import RoutingTable
 from sidecar.store.database import Database
+from support import api_keys
 
 BASE = "smollm2-135m"
 CHAMPION, CANARY = f"{BASE}--v12-0123456789ab", f"{BASE}--v13-ba9876543210"
