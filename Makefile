@@ -7,12 +7,12 @@ setup:
 	@scripts/setup
 
 demo: setup
-	@.venv/bin/python -m demo
+	@scripts/python -m demo
 
 test:
 	@echo "set-up"
 	@scripts/setup tests
-	@.venv/bin/python -m pytest
+	@scripts/python -m pytest --numprocesses auto --no-loadscope-reorder
 
 check: setup
 	.venv/bin/ruff format --check .

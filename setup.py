@@ -1,11 +1,14 @@
-"""Build the package; with `SIDECAR_COMPILE=1`, compile the relay with mypyc.
+"""Build the package, and compile the relay with mypyc where a C compiler is found.
 
-    SIDECAR_COMPILE=1 pip install .
+    pip install .                      # compiled with a C compiler, interpreted without one
+    SIDECAR_COMPILE=1 pip install .    # compiled, or an error that says what to install
+    SIDECAR_COMPILE=0 pip install .    # interpreted
 
-The compiled modules are extensions beside their sources, and the same code: what they do differs in
-nothing but CPU time (docs/decisions/0010-compiled-relay.md). Everything else is in pyproject.toml.
+The compiled modules are extensions beside their sources, and the same code: they differ in CPU time
+only (docs/decisions/0011-compiled-relay.md). Everything else is in pyproject.toml.
 
 An editable install is never compiled: an extension would hide every later change of its source.
+`scripts/python` runs a working tree on a compiled copy of its relay.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +94,6 @@ class CompileRelay(build_ext):
 
     def finalize_options(self) -> None:
         if not {"dist_info", "egg_info"} & set(sys.argv):
-            _need_a_compiler()
             from mypyc.build import mypycify
 
             extensions = mypycify([*MYPY_OPTIONS, *COMPILED], opt_level="3", debug_level="0")
@@ -112,33 +115,49 @@ class CompiledDistribution(Distribution):
         return True
 
 
-def _need_a_compiler() -> None:
-    """Raises: SystemExit, in one line."""
+def missing_compiler() -> str:
+    """Return why C cannot be compiled here, and what to install; empty if it can."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
     include = Path(sysconfig.get_path("include"), "Python.h")
     try:
         subprocess.run([*compiler, "--version"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(
-            f"{SWITCH}=1 needs a C compiler and {compiler[0]!r} does not run ({error}): install "
-            f"one (Debian: apt-get install gcc libc6-dev), or install without {SWITCH}"
+        return (
+            f"the C compiler {compiler[0]!r} does not run ({error}): install one "
+            "(Debian: apt-get install gcc libc6-dev)"
         )
     if not include.exists():
-        sys.exit(
-            f"{SWITCH}=1 needs Python's headers and {include} is not there: install them "
-            f"(Debian: apt-get install python3-dev), or install without {SWITCH}"
+        return (
+            f"Python's headers are missing ({include}): install them "
+            "(Debian: apt-get install python3-dev)"
         )
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.c")
+        source.write_text("#include <Python.h>\n#include <stdlib.h>\n")
+        command = [*compiler, f"-I{include.parent}", "-c", str(source), "-o", f"{source}.o"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return (
+            f"the C compiler {compiler[0]!r} fails ({' '.join(done.stderr.split())[:300]}): "
+            "install the C library's headers (Debian: apt-get install libc6-dev)"
+        )
+    return ""
 
 
 def options() -> dict[str, Any]:
-    """What is asked of setuptools beyond pyproject.toml."""
+    """The arguments of `setup` beyond pyproject.toml. Raises: SystemExit, with one line."""
     asked = os.environ.get(SWITCH, "")
     if asked not in ("", "0", "1"):
-        sys.exit(f"{SWITCH} is {asked!r}: 1 compiles the relay, 0 or nothing does not")
-    if asked != "1":
+        sys.exit(f"{SWITCH} is {asked!r}: 1 compiles the relay, 0 does not, empty where possible")
+    if asked == "0":
         return {}
     if "editable_wheel" in sys.argv:
-        sys.stderr.write(f"{SWITCH}=1 is ignored: an editable install runs the sources\n")
+        sys.stderr.write("the relay is not compiled: an editable install runs the sources\n")
+        return {}
+    if missing := missing_compiler():
+        if asked == "1":
+            sys.exit(f"{SWITCH}=1: {missing}, or install without {SWITCH}")
+        sys.stderr.write(f"the relay is not compiled: {missing}\n")
         return {}
     return {
         "setup_requires": list(PINNED),

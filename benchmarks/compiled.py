@@ -1,8 +1,11 @@
-"""Build the compiled relay beside the tree: `python -m benchmarks.compiled [FOLDER]`.
+"""Build the compiled relay of the working tree: `python -m benchmarks.compiled [FOLDER]`.
 
-A production install compiles the relay (`SIDECAR_COMPILE=1 pip install .`); a working tree is never
-compiled. The benchmark and the tests run what production would, from a folder of its own: the
-package `sidecar` with its extensions, made by the same setup.py and kept until a source changes.
+An install compiles the relay (setup.py); a working tree holds sources only. The demo, the tests and
+the benchmarks run what a user gets from a folder of its own: a copy of the package `sidecar` with
+its extensions, made by the same setup.py. The folder's name is a hash of the sources, so a build is
+never used after its sources have changed.
+
+`python -m benchmarks.compiled --search-path` prints the PYTHONPATH to run with (`scripts/python`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache"
 PACKAGE = "sidecar"
+SWITCH = "SIDECAR_COMPILE"
+PATH_FLAG = "--search-path"
 KEPT_S = 86_400.0
 """A build that was not used for so long is taken away; a younger one may be in use."""
 LAST_WORDS = 20
@@ -30,11 +35,15 @@ class CompileError(Exception):
     """The relay cannot be compiled here; the message says why and what to do."""
 
 
+class CompilerMissingError(CompileError):
+    """There is no C compiler, or Python's headers are missing."""
+
+
 def build(folder: Path = CACHE, root: Path = ROOT) -> Path:
     """Compile the relay of `root`, unless that was done since its sources changed.
 
     Returns: the folder to put in front of the module search path, in `folder`.
-    Raises: CompileError.
+    Raises: CompileError, CompilerMissingError.
     """
     made = folder / f"compiled-{stamp(root)}"
     if made.is_dir():
@@ -74,6 +83,25 @@ def search_path(made: Path, root: Path = ROOT) -> str:
     return os.pathsep.join((str(made), str(root)))
 
 
+def chosen_path(folder: Path = CACHE, root: Path = ROOT) -> str:
+    """PYTHONPATH of the build that SIDECAR_COMPILE asks for, as setup.py understands it.
+
+    Empty: compiled where that works, the sources otherwise, which is said on stderr; the tests fail
+    when there is a compiler and the build does not work.
+    Raises: CompileError.
+    """
+    asked = os.environ.get(SWITCH, "")
+    if asked == "0":
+        return str(root)
+    try:
+        return search_path(build(folder, root), root)
+    except CompileError as error:
+        if asked == "1":
+            raise
+        print(f"the relay runs interpreted: {error}", file=sys.stderr)
+        return str(root)
+
+
 def _forget_old(folder: Path) -> None:
     for path in (*folder.glob("compiled-*"), *folder.glob("compiling-*")):
         if time.time() - path.stat().st_mtime > KEPT_S:
@@ -91,27 +119,31 @@ def _compile(work: Path, root: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(root / "setup.py"), "build_ext", "--inplace"],
         cwd=work,
-        env={**os.environ, "SIDECAR_COMPILE": "1", "PYTHONPATH": ""},
+        env={**os.environ, SWITCH: "1", "PYTHONPATH": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
     if done.returncode:
-        last = "\n".join(done.stdout.strip().splitlines()[-LAST_WORDS:])
-        raise CompileError(f"the relay was not compiled: {last}")
+        lines = done.stdout.strip().splitlines()[-LAST_WORDS:]
+        if lines and lines[-1].startswith(f"{SWITCH}=1:"):
+            raise CompilerMissingError(lines[-1])
+        raise CompileError("\n".join(("the relay was not compiled:", *lines)))
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1 or any(word.startswith("-") for word in argv):
-        print("usage: python -m benchmarks.compiled [FOLDER]", file=sys.stderr)
+    if len(argv) > 1 or any(word.startswith("-") for word in argv if word != PATH_FLAG):
+        print(f"usage: python -m benchmarks.compiled [FOLDER | {PATH_FLAG}]", file=sys.stderr)
         return 2
     try:
-        made = build(Path(argv[0]) if argv else CACHE)
+        if argv == [PATH_FLAG]:
+            print(chosen_path())
+        else:
+            print(build(Path(argv[0]) if argv else CACHE))
     except CompileError as error:
         print(f"compile: {error}", file=sys.stderr)
         return 1
-    print(made)
     return 0
 
 

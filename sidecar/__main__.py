@@ -59,12 +59,29 @@ def _main(argv: list[str] | None) -> int:
         if arguments.workers is not None:
             settings = with_workers(settings, arguments.workers)
         configure_logging(settings.telemetry, "proxy")
+        if arguments.worker is None:  # several workers say it once
+            _log_if_interpreted()
         if settings.proxy.workers > 1 and arguments.worker is None:
             return _run_workers(settings, arguments.config)
         return _run_proxy(settings, arguments.worker)
     except (SettingsError, OSError) as error:
         print(f"sidecar proxy: {error}", file=sys.stderr)  # noqa: T201 - to the person who typed it
         return 2 if isinstance(error, SettingsError) else 1
+
+
+def _log_if_interpreted() -> None:
+    """Log once that this install has no compiled relay."""
+    from importlib.util import find_spec
+
+    import structlog
+
+    found = find_spec("sidecar.relay.flight.flight")
+    if found is not None and found.origin is not None and found.origin.endswith(".py"):
+        structlog.get_logger().info(
+            "relay_interpreted",
+            cost="about twice the CPU per request",
+            hint="install with pip where a C compiler is found; an editable install has none",
+        )
 
 
 def _run_workers(settings: Settings, config: Path | None) -> int:

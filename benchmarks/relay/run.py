@@ -63,7 +63,7 @@ STARTS: dict[str, Start] = {
 }
 NAMES = (DIRECT, *STARTS)
 COMPILED = (
-    "ours-off and ours-on run the relay compiled (SIDECAR_COMPILE=1 pip install .): targets are\n"
+    "ours-off and ours-on run the relay compiled, as pip installs it: targets are\n"
     "judged by them. ours-pure-off and ours-pure-on run the same sources interpreted."
 )
 DEFAULT_SOAK_S = 20.0

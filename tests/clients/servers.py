@@ -18,6 +18,9 @@ from tests.clients.between import Between, between
 RUNNING_VLLM = "TEST_VLLM_URL"
 """Names a vLLM that runs already, started as `demo.stack` does: for those who run this folder
 again and again. It must be asked by nobody else meanwhile."""
+ENGINE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0)))}
+"""By itself vLLM keeps off the last core. There this engine does not compete with the one of the
+end-to-end test, which runs at the same time."""
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
@@ -46,7 +49,7 @@ def running_servers(folder: Path) -> Iterator[Servers]:
         behind = stack.enter_context(between(vllm))
         upstreams = {"capture_on": vllm, "capture_off": behind.url}
         if RUNNING_VLLM not in os.environ:
-            command, env = engine["command"], engine["env"]
+            command, env = engine["command"], {**engine["env"], **ENGINE_CORE}
             started.append(stack.enter_context(process(folder, "vllm", command, env)))
         for name, rate in (("capture_on", 1.0), ("capture_off", 0.0)):
             port = free_port()
@@ -70,7 +73,7 @@ def proxy_command(folder: Path, vllm: str, port: int, sample_rate: float) -> lis
     }
     config = folder / "sidecar.toml"
     config.write_text(to_toml(folder, sections), encoding="utf-8")
-    return [sys.executable, "-m", "sidecar", "--config", str(config)]
+    return [sys.executable, "-P", "-m", "sidecar", "--config", str(config)]
 
 
 @contextlib.contextmanager
@@ -78,7 +81,7 @@ def process(
     folder: Path, name: str, command: list[str], env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command with its output in `<folder>/<name>.log`; it ends with the caller."""
-    leash = [sys.executable, "-m", "sidecar.processes.parent_death", str(os.getpid())]
+    leash = [sys.executable, "-P", "-m", "sidecar.processes.parent_death", str(os.getpid())]
     with (folder / f"{name}.log").open("wb") as log:
         running = subprocess.Popen(
             [*leash, *command],  # it ends with us, also when we are killed

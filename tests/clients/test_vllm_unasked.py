@@ -17,7 +17,7 @@ from ingest.grouping.chat_request import STRICT_TOOLS, candidate_body, masking_f
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.grouping.exchangeable import RAISED_BELOW
 from ingest.vllm.probe import ANSWER, LOW_IDS, PLAIN, TOOLS, probe
-from tests.clients.servers import process, wait_until_ready
+from tests.clients.servers import ENGINE_CORE, process, wait_until_ready
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
@@ -43,7 +43,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     engine = engine_section(port)
     command = [str(base) if word == str(MODEL_FOLDER) else word for word in engine["command"]]
-    with process(folder, "vllm", command, engine["env"]) as running:
+    with process(folder, "vllm", command, {**engine["env"], **ENGINE_CORE}) as running:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready([running], [f"{url}/health"], folder)
         yield url

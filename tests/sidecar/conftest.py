@@ -41,6 +41,8 @@ from support.fake_vllm import (
 hypothesis.settings.register_profile("shared-machine", deadline=None)
 hypothesis.settings.load_profile("shared-machine")
 ROOT = Path(__file__).resolve().parents[2]
+OWN_PATH = os.environ.get("PYTHONPATH") or str(ROOT)
+"""Where a child process finds what this one runs, the compiled relay too."""
 
 
 def pytest_asyncio_loop_factories(
@@ -342,7 +344,7 @@ async def start_process(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[S
             sys.executable,
             *("-m", "sidecar", "--config", str(config)),
             cwd=state_dir,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "PYTHONPATH": OWN_PATH, **(env or {})},
             stderr=asyncio.subprocess.PIPE,
         )
         started.append(process)

@@ -1,4 +1,8 @@
-"""The compiled relay does what the interpreted one does: the relay's tests, run against it."""
+"""The compiled relay is the one that the suite runs on, and the sources do the same.
+
+`make test` runs everything on the compiled relay (scripts/python); here a part of it runs again on
+the sources. `python -m pytest` runs everything on the sources, and this file tests the build.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,27 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.compiled import CompileError, build, search_path, stamp
+from benchmarks.compiled import CompilerMissingError, build, chosen_path, search_path, stamp
 from sidecar.proxy import relay_is_compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")
-TESTS = (
-    *("test_access", "test_best_of_flight", "test_best_of_relay"),
-    *("test_exchange_id", "test_heads"),
-    *("test_hot_metrics", "test_json_spans", "test_keys", "test_known_head", "test_lost_streams"),
-    *("test_long_body", "test_odd_bodies", "test_paths", "test_reply_shortcuts"),
-    *("test_usage", "test_usual_shape"),
-    *("test_relay", "test_relay_failures", "test_relay_framing", "test_replicas"),
-    *("test_reply_edit", "test_reply_surfaces", "test_request_edit", "test_routing"),
-    *("test_sampling_rule", "test_session_key", "test_sse", "test_surfaces"),
+INTERPRETED = (
+    *("access/test_keys", "capture/test_exchange_id", "capture/test_sampling_rule"),
+    *("relay/flight/test_relay", "relay/flight/test_relay_framing", "relay/flight/test_odd_bodies"),
+    *("relay/http1/test_heads", "relay/http1/test_sse", "relay/payload/test_json_spans"),
+    *(
+        "relay/payload/test_reply_edit",
+        "relay/payload/test_request_edit",
+        "relay/payload/test_usage",
+    ),
+    *("relay/best_of/test_best_of_flight", "relay/surface/test_paths", "routing/test_session_key"),
 )
+"""The tests that run again on the sources when the suite runs on the compiled relay: some of each
+part that is compiled."""
 FILES = """
 import importlib, json, sys
 print(json.dumps([importlib.import_module(name).__file__ for name in sys.argv[1:]]))
@@ -90,18 +96,16 @@ def modules() -> list[str]:
 def compiled() -> Path:
     try:
         return build()
-    except CompileError as error:
-        if "needs a C compiler" not in str(error) and "needs Python's headers" not in str(error):
-            raise
+    except CompilerMissingError as error:
         pytest.skip(str(error))
 
 
-def run_compiled(made: Path, *words: str) -> str:
-    """What `python` prints of the compiled relay. It must end well."""
+def run_on(path: str, *words: str) -> str:
+    """What `python` prints with this module search path. It must end well."""
     done = subprocess.run(
         [sys.executable, "-P", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": search_path(made)},
+        env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -111,6 +115,10 @@ def run_compiled(made: Path, *words: str) -> str:
     return done.stdout
 
 
+def run_compiled(made: Path, *words: str) -> str:
+    return run_on(search_path(made), *words)
+
+
 def test_every_module_that_is_to_be_compiled_is_loaded_as_an_extension(compiled: Path) -> None:
     files = json.loads(run_compiled(compiled, "-c", FILES, *modules()))
 
@@ -118,14 +126,35 @@ def test_every_module_that_is_to_be_compiled_is_loaded_as_an_extension(compiled:
     assert {Path(path).is_relative_to(compiled) for path in files} == {True}
 
 
-def test_the_tests_of_the_relay_pass_when_it_is_compiled(compiled: Path) -> None:
-    paths = [str(path) for name in TESTS for path in (ROOT / "tests/sidecar").rglob(f"{name}.py")]
+@pytest.mark.skipif(not relay_is_compiled(), reason="this whole run is of the interpreted relay")
+def test_the_relay_passes_its_tests_when_it_is_interpreted() -> None:
+    paths = [str(ROOT / "tests" / "sidecar" / f"{name}.py") for name in INTERPRETED]
 
-    told = run_compiled(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
+    told = run_on(str(ROOT), "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
 
     passed = re.search(r"(\d+) passed", told)
     assert passed is not None, told
     assert int(passed[1]) > 400
+
+
+def test_the_demo_and_the_tests_run_on_the_compiled_relay(compiled: Path) -> None:
+    recipes = (ROOT / "Makefile").read_text().splitlines()
+    ask = "import sidecar; print(sidecar.__file__)"
+    environment = {**os.environ, "SIDECAR_COMPILE": ""}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [ROOT / "scripts" / "python", "-c", ask],
+        cwd=ROOT.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert [line.split()[0] for line in recipes if "-m demo" in line or "-m pytest" in line] == [
+        "@scripts/python"
+    ] * 2
+    assert Path(done.stdout.strip()) == compiled / "sidecar" / "__init__.py"
 
 
 def test_ordinary_messages_take_the_fast_way_when_compiled(compiled: Path) -> None:
@@ -140,7 +169,6 @@ def test_the_proxy_knows_whether_it_is_compiled(compiled: Path) -> None:
     assert run_compiled(compiled, "-c", ask).strip() == "True"
 
 
-@pytest.mark.skipif(relay_is_compiled(), reason="this run is of the compiled relay")
 def test_a_working_tree_holds_no_extensions() -> None:
     assert list((ROOT / "sidecar").rglob("*.so")) == []
 
@@ -183,40 +211,83 @@ def test_without_a_compiler_it_says_what_to_install(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
 
-    with pytest.raises(CompileError) as told:
+    with pytest.raises(CompilerMissingError) as told:
         build(tmp_path / "made", sources)
 
-    last = str(told.value).splitlines()[-1]
-    assert last.startswith("SIDECAR_COMPILE=1 needs a C compiler and 'no-such-compiler' does not")
-    assert last.endswith("apt-get install gcc libc6-dev), or install without SIDECAR_COMPILE")
+    assert str(told.value).startswith(
+        "SIDECAR_COMPILE=1: the C compiler 'no-such-compiler' does not run ("
+    )
+    assert str(told.value).endswith(
+        "apt-get install gcc libc6-dev), or install without SIDECAR_COMPILE"
+    )
     assert list((tmp_path / "made").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("", "interpreted"), ("0", "interpreted"), ("1", "an error")]
+)
+def test_without_a_compiler_the_tree_runs_on_its_sources_unless_compiled_is_asked_for(
+    asked: str, expected: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("SIDECAR_COMPILE", asked)
+
+    if expected == "an error":
+        with pytest.raises(CompilerMissingError):
+            chosen_path(tmp_path / "made", sources)
+    else:
+        assert chosen_path(tmp_path / "made", sources) == str(sources)
 
 
 def test_a_changed_source_is_compiled_anew(sources: Path) -> None:
     before = stamp(sources)
 
-    with (sources / "sidecar" / "relay" / "sse.py").open("a") as source:
+    with (sources / "sidecar" / "relay" / "http1" / "sse.py").open("a") as source:
         source.write("# changed\n")
 
     assert stamp(sources) != before == stamp(ROOT)
 
 
+COMPILES = ["cmdclass", "distclass", "setup_requires"]
+
+
 @pytest.mark.parametrize(
-    ("asked", "words", "expected"),
+    ("asked", "compiler", "command", "expected"),
     [
-        ("", ["bdist_wheel"], []),
-        ("0", ["bdist_wheel"], []),
-        ("1", ["bdist_wheel"], ["cmdclass", "distclass", "setup_requires"]),
-        ("1", ["editable_wheel"], []),
+        ("", "", "bdist_wheel", COMPILES),
+        ("", "no-such-compiler", "bdist_wheel", []),
+        ("0", "", "bdist_wheel", []),
+        ("1", "", "bdist_wheel", COMPILES),
+        ("", "", "editable_wheel", []),
+        ("1", "", "editable_wheel", []),
     ],
 )
-def test_only_who_asks_gets_a_compiled_install_and_no_working_tree_does(
-    asked: str, words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_wheel_is_compiled_where_there_is_a_compiler_and_an_editable_install_never_is(
+    asked: str, compiler: str, command: str, expected: list[str], compiled: Path
 ) -> None:
     code = "import json, setup; print(json.dumps(sorted(setup.options())))"
-    monkeypatch.setenv("SIDECAR_COMPILE", asked)
-    done: Any = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    chosen = {"CC": compiler} if compiler else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code, command],
+        cwd=ROOT,
+        env={**os.environ, "SIDECAR_COMPILE": asked, **chosen},
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     assert json.loads(done.stdout) == expected
+    said = "the relay is not compiled: " in done.stderr
+    assert said == (not expected and asked != "0")
+
+
+@pytest.mark.parametrize("build_name", ["compiled", "interpreted"])
+def test_a_proxy_says_once_at_its_start_that_it_is_interpreted(
+    build_name: str, compiled: Path
+) -> None:
+    path = search_path(compiled) if build_name == "compiled" else str(ROOT)
+    say = "from sidecar.__main__ import _log_if_interpreted as say; say()"
+
+    told = run_on(path, "-c", say)
+
+    assert told.count("relay_interpreted") == (1 if build_name == "interpreted" else 0)

@@ -30,6 +30,8 @@ from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag
 
 ROOT = Path(__file__).resolve().parents[3]
+OWN_PATH = os.environ.get("PYTHONPATH") or str(ROOT)
+"""Where a child process finds what this one runs, the compiled relay too."""
 SIDECAR = Path(sys.executable).with_name("sidecar")
 """The console script."""
 USERS_OWN = ("ingest", "sidecar", "learner", "deploy", "json", "structlog", "httpx", "typing")
@@ -152,7 +154,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
     def start(*words: str, cwd: Path = tmp_path, **variables: str) -> Up:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **variables}
+        env = {**os.environ, "PYTHONPATH": OWN_PATH, "NO_COLOR": "1", **variables}
         process = subprocess.Popen(
             [str(SIDECAR), *words],
             cwd=cwd,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.capture.yielding import REST_S, WORK_S, Yielding, never
+from sidecar.capture.yielding import REST_S, WORK_S, Yielding
 
 
 class Machine:
@@ -110,7 +110,3 @@ def test_by_itself_it_takes_the_measured_times(machine: Machine) -> None:
     rest()
 
     assert [seconds for _, seconds in machine.slept] == [REST_S]
-
-
-def test_never_does_nothing() -> None:
-    never()  # a plain function: it would raise if it wanted anything

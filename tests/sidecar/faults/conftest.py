@@ -217,7 +217,11 @@ def many_files() -> int:
 @pytest.fixture
 def room_env() -> dict[str, str]:
     root = Path(__file__).resolve().parents[3]
-    return {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("PYTHONPATH") or str(root),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ async def test_a_clock_that_steps_back_two_hours_changes_no_reply_and_no_account
     """As when NTP corrects a machine: names stay unique, durations do not go below zero."""
     flag = state_dir / "stepped-back"
     (state_dir / "sitecustomize.py").write_text(STEPPING_CLOCK.format(flag=str(flag)))
-    child = await start_process(env={"PYTHONPATH": f"{state_dir}:{ROOT}"})
+    child = await start_process(
+        env={"PYTHONPATH": f"{state_dir}:{os.environ.get('PYTHONPATH') or ROOT}"}
+    )
     async with faults.traffic(child) as traffic:
         await traffic.more(100)
         flag.touch()

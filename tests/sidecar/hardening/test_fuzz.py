@@ -30,7 +30,7 @@ FOUND = {
 def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(HERE / "fuzz_driver.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # the sources: coverage sees no extension
         capture_output=True,
         text=True,
         check=False,

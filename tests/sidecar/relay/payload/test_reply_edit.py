@@ -109,9 +109,17 @@ def test_an_empty_event_with_a_finish_reason_stays() -> None:
 
 
 @given(st.binary(max_size=80))
-def test_no_bytes_make_it_raise(data: bytes) -> None:
-    strip_reply(data, ALL)
-    strip_event(b"data: " + data, ALL)
+def test_bytes_that_are_no_reply_come_back_as_they_are(data: bytes) -> None:
+    assert strip_reply(data, ALL) == data
+    assert strip_event(b"data: " + data, ALL) == b"data: " + data
+
+
+def test_a_reply_cut_anywhere_comes_back_as_it_is() -> None:
+    reply = b'{"prompt_token_ids":[1],"choices":[{"token_ids":[2],"logprobs":{"content":[]}}]}'
+    beginnings = [reply[:at] for at in range(len(reply))]
+
+    assert [strip_reply(one, ALL) for one in beginnings] == beginnings
+    assert strip_reply(reply, ALL) != reply
 
 
 def test_a_held_reply_that_grows_too_long_goes_on_unedited(

@@ -1,0 +1,60 @@
+"""How the suite runs: which tests share a worker of pytest-xdist, and which go first.
+
+A worker gets whole files, so that what a file's tests share is made once. The files that start a
+real vLLM go first, because they take longest and mostly wait; those of one folder share a worker,
+so that no more than two engines run at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+FIRST = (
+    "tests/end_to_end/test_loop.py",
+    "tests/clients/test_vllm_unasked.py",
+    "tests/clients/",
+    "tests/sidecar/test_compiled.py",
+    "tests/sidecar/hardening/test_fuzz.py",
+    "tests/deploy/test_up.py",
+)
+"""Beginnings of node ids, the longest first. An engine of `test_vllm_unasked.py` ends with the
+file, the one of the folder with the worker: in this order they do not run together."""
+ONE_WORKER = ("tests/clients/",)
+WAITING_WORKERS = 2
+"""Workers beyond one for each core: two wait for an engine most of the time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order by `FIRST`; the others stay as they are."""
+    items.sort(key=lambda item: place(item.nodeid))
+
+
+def place(nodeid: str) -> int:
+    return next((i for i, start in enumerate(FIRST) if nodeid.startswith(start)), len(FIRST))
+
+
+def lane(nodeid: str) -> str:
+    """Name what must run in one worker: a file, or a folder of `ONE_WORKER`."""
+    return next(
+        (folder for folder in ONE_WORKER if nodeid.startswith(folder)), nodeid.split("::")[0]
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`--numprocesses auto`."""
+    return len(os.sched_getaffinity(0)) + WAITING_WORKERS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByLane(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lane(nodeid)
+
+    return ByLane(config, log)
