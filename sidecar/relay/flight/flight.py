@@ -265,7 +265,9 @@ class Flight(Asker):
         self._attempt.ask_next_adapter(now)
 
     def _begin_again(self) -> None:
-        """The reply that came is not the client's: forget it, and wait for another."""
+        """Discard a reply that the client does not get, and wait for another one."""
+        if self._record.streamed:
+            self._context.accounts.streams_open.dec()
         self._record.forget_reply()
         self._await_reply(keep_alive=self._reply.keep_alive)
 

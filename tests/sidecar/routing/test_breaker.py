@@ -152,6 +152,22 @@ async def test_a_5xx_needs_no_end_for_the_champion_to_answer(
     assert running.metric("sidecar_breaker_open") == 1
 
 
+async def test_a_stream_that_the_champion_replaces_is_not_counted_as_open(
+    fake_vllm: Any, start_proxy: Any, wire: Any
+) -> None:
+    head = (
+        b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: text/event-stream\r\n"
+        b"content-length: 10\r\n\r\n"
+    )
+    fake_vllm.script = script(wire, lambda _: [head + b"data: {}\n\n"])
+    running = await start_proxy()
+    running.proxy.routing.table = TABLE
+
+    assert await hurt_users(running, wire, streams=True) == 0
+    assert running.metric("sidecar_canary_fallbacks_total") == 8
+    assert running.metric("sidecar_streams_open") == 0
+
+
 async def test_a_canary_that_stalls_in_its_stream_is_taken_out_while_its_clients_wait(
     fake_vllm: Any, start_proxy: Any, wire: Any
 ) -> None:
