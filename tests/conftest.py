@@ -18,7 +18,7 @@ FIRST = (
     "tests/clients/",
     "tests/sidecar/test_compiled.py",
     "tests/sidecar/hardening/test_fuzz.py",
-    "tests/deploy/test_up.py",
+    "tests/deploy/supervise/test_up.py",
 )
 """Beginnings of node ids, the longest first. An engine of `test_vllm_unasked.py` ends with the
 file, the one of the folder with the worker: in this order they do not run together."""
