@@ -23,6 +23,7 @@ from sidecar.proxy import relay_is_compiled
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")
 INTERPRETED = (
+    "hardening/test_fair_turns",  # it runs on the sources only
     *("access/test_keys", "capture/test_exchange_id", "capture/test_sampling_rule"),
     *("relay/flight/test_relay", "relay/flight/test_relay_framing", "relay/flight/test_odd_bodies"),
     *("relay/http1/test_heads", "relay/http1/test_sse", "relay/payload/test_json_spans"),
