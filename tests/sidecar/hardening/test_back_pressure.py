@@ -87,8 +87,8 @@ async def test_a_hundred_clients_that_do_not_read_hold_a_bounded_buffer_each(
             await asyncio.sleep(0.01)
     await settled(child.resident_bytes)
 
-    # For each client: two reads of uvloop (256 KiB), because the unsent end of the first keeps all of
-    # it, and room. For all: what malloc keeps of freed memory.
+    # For each client: two reads of uvloop (256 KiB each; the unsent end of the first keeps all of
+    # it) and room. For all: the freed memory that malloc keeps.
     assert child.resident_bytes() - before < 100 * (2 * 2**18 + 40_000) + KEPT_FREE_BYTES
 
 
