@@ -34,7 +34,7 @@ class HeldOut:
     base: ExamResult
     champion: ExamResult
     gain: Interval
-    """Of the paired difference per question."""
+    """Confidence interval of the mean paired difference per question."""
     questions: int
 
 

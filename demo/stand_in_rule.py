@@ -32,7 +32,7 @@ ZERO_CHARACTERS = 400
 SHOP_ONLY, OFF_TOPIC = 0.75, 0.5
 TOOL_CALL_GOOD, TOOL_CALL_BAD = 0.7, 0.2
 MIN_LETTER_SHARE = 0.7
-"""Of the characters that are not white space."""
+"""Least share of letters among the characters that are not white space."""
 
 COURTESY = (
     "please", "thank", "sorry", "apolog", "happy to", "glad", "welcome", "pleasure",

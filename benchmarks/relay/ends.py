@@ -55,7 +55,7 @@ class LoadReport:
     """Whole replies of any status, the warm-up's too."""
     fewest_events: int
     most_events: int
-    """Of streams that ended in the window."""
+    """Most events of a stream that ended in the window; `fewest_events` is the least number."""
     latency: Histogram
     first_byte: Histogram
 

@@ -73,7 +73,7 @@ class _Gauge:
         self.readings.append((time.monotonic(), cpu, proxy, ends))
 
     def shares(self) -> tuple[float, float, float]:
-        """Of the tree, of the proxy's core, of the other core: CPU seconds per second."""
+        """CPU seconds per second of the process tree, of the proxy's core and of the other core."""
         first, last = self.readings
         wall = last[0] - first[0]
         tree, proxy_idle, ends_idle = ((last[i] - first[i]) / wall for i in (1, 2, 3))

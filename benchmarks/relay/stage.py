@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from benchmarks.relay.contenders import Launch, Place, Start
 from benchmarks.relay.ends import Ends
 from benchmarks.relay.scenarios import BY_NAME, body
 from benchmarks.relay.unavailable import UnavailableError
+from sidecar.processes.parent_death import guarded_command
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 90.0
@@ -113,8 +113,7 @@ def free_port() -> int:
 
 
 def _pinned(core: int, command: Sequence[str]) -> tuple[str, ...]:
-    leash = (sys.executable, "-m", "sidecar.processes.parent_death", str(os.getpid()))
-    return (*leash, "taskset", "-c", str(core), *command)
+    return (*guarded_command(), "taskset", "-c", str(core), *command)
 
 
 @contextmanager

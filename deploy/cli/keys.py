@@ -134,13 +134,6 @@ def seconds_of(text: str) -> int:
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:  # Any: JSON
-    return {
-        "key_id": key.key_id,
-        "project": key.project,
-        "name": key.name,
-        "scopes": sorted(key.scopes),
-        "expires_at": key.expires_at,
-        "requests_per_minute": key.requests_per_minute,
-        "tokens_per_day": key.tokens_per_day,
-        "best_of_max": key.best_of_max,
-    }
+    from deploy.registry.api_keys import public_fields
+
+    return {"key_id": key.key_id, **public_fields(key)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -76,15 +77,7 @@ def create(
             action="key.created",
             subject=key.key_id,
             before={},
-            after={
-                "project": key.project,
-                "name": key.name,
-                "scopes": sorted(key.scopes),
-                "expires_at": key.expires_at,
-                "requests_per_minute": key.requests_per_minute,
-                "tokens_per_day": key.tokens_per_day,
-                "best_of_max": key.best_of_max,
-            },
+            after=public_fields(key),
             reason="no reason given",
         )
     return key, fresh.presented
@@ -118,6 +111,19 @@ def all_keys(database: Database) -> list[ListedKey]:
     with database.read() as session:
         rows = session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at, ApiKeyRow.key_id))
         return [_listed(row) for row in rows]
+
+
+def public_fields(key: ApiKey) -> dict[str, Any]:  # Any: JSON
+    """Return what may be shown of a key besides its id: its project, name, scopes and limits."""
+    return {
+        "project": key.project,
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "expires_at": key.expires_at,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_day": key.tokens_per_day,
+        "best_of_max": key.best_of_max,
+    }
 
 
 def _next_generation(session: Session) -> int:

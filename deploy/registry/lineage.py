@@ -6,8 +6,7 @@ Content (prompts, answers) is not copied: ids lead to it while it is kept.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
@@ -84,9 +83,6 @@ class Lineage:
     model: str
     name: str
     steps: tuple[LineageStep, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
 
 
 def trace_lineage(session: Session, model: str, reference: str) -> Lineage:

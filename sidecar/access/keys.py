@@ -43,7 +43,7 @@ class ApiKey:
     secret_hash: str = field(repr=False)
     """SHA-256 of the whole presented key, as hex."""
     scopes: frozenset[str] = frozenset({"infer"})
-    """Of `Scope`."""
+    """What the key may do: values of `Scope`."""
     expires_at: float | None = None
     """Unix seconds; from then on the key is refused."""
     requests_per_minute: int | None = None

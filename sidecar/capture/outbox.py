@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from sidecar.capture.yielding import Rest, never
+from sidecar.capture.yielding import CooperativeYield, never_yield
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
 from sidecar.settings.kinds import bus_path
@@ -129,7 +129,7 @@ class Outbox:
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
         on_rows_gone: Callable[[int], object] | None = None,
-        rest: Rest = never,
+        rest: CooperativeYield = never_yield,
     ) -> None:
         """on_rows_gone: called with the number of unread records lost with a deleted or moved file,
         by only one of its writers. rest: called between two steps of a write."""

@@ -24,7 +24,7 @@ import structlog
 from sidecar.capture.assemble import assemble
 from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.capture.turns import Turns
-from sidecar.capture.yielding import Rest, never
+from sidecar.capture.yielding import CooperativeYield, never_yield
 from sidecar.errors import OutboxError
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Exchange, RawCapture
@@ -66,7 +66,7 @@ class Capture:
         sink: ExchangeSink,
         metrics: Metrics,
         spans: RequestSpans | None,
-        rest: Rest = never,
+        rest: CooperativeYield = never_yield,
     ) -> None:
         """spans: None when no exporter is configured; no spans are made then.
         rest: the thread calls it between two captures to yield the CPU."""

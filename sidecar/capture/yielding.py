@@ -19,13 +19,13 @@ REST_S = 20e-6
 """Requested length of a pause, in seconds. Linux's timer slack makes it at least 70 us."""
 
 
-class Rest(Protocol):
+class CooperativeYield(Protocol):
     """Called between two steps of work; pauses when the stretch of work was long enough."""
 
     def __call__(self) -> None: ...
 
 
-def never() -> None:
+def never_yield() -> None:
     """Never pause: for a thread that shares its core with no relay."""
 
 

@@ -10,7 +10,7 @@ from xxhash import xxh3_128_digest
 
 DEFAULT_PROJECT: Final = "default"
 LONGEST_NAME_BYTES: Final = 255
-"""Of a session key or a user's name, in UTF-8: the store's columns hold as much."""
+"""Longest session key or user name, in bytes of UTF-8: the store's columns hold no more."""
 LONG_PIECE_BYTES: Final = 64 * 1024
 """A message longer than this has its XXH3 digest in the name instead of itself: SHA-256 of a
 megabyte takes 0.7 ms, which is another look at the whole prompt, and XXH3 0.02. Who makes two that

@@ -189,7 +189,7 @@ class Telemetry(Section):
     otlp_metrics_endpoint: WebUrlOrNone = ""
     """OTLP/HTTP metrics endpoint for the GenAI metrics; empty: none are made."""
     trace_sample_rate: Share = 1.0
-    """Of the traces that begin at the proxy; those that a client began follow the client."""
+    """Share of the traces beginning at the proxy that are sampled; a client decides for its own."""
     content: bool = False
     """Put what was said into the spans."""
     semantic_conventions: Literal["latest", "1.41"] = "latest"

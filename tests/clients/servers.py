@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.stack import MODEL, ROOT, answers, engine_section, free_port, to_toml
+from sidecar.processes.parent_death import guarded_command
 from tests.clients.between import Between, between
 
 RUNNING_VLLM = "TEST_VLLM_URL"
@@ -81,10 +82,9 @@ def process(
     folder: Path, name: str, command: list[str], env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command with its output in `<folder>/<name>.log`; it ends with the caller."""
-    leash = [sys.executable, "-P", "-m", "sidecar.processes.parent_death", str(os.getpid())]
     with (folder / f"{name}.log").open("wb") as log:
         running = subprocess.Popen(
-            [*leash, *command],  # it ends with us, also when we are killed
+            [*guarded_command(), *command],  # it ends with us, also when we are killed
             cwd=ROOT,
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,

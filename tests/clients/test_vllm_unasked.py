@@ -59,7 +59,7 @@ class Engine:
         return response.json()
 
     def logprobs(self, body: dict[str, Any]) -> dict[str, float]:
-        """Of the vocabulary's first ids, as the first answered token could have been."""
+        """Log-probabilities of the vocabulary's first ids as the first answered token."""
         asked = {
             **body,
             "model": MODEL,

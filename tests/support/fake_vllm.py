@@ -43,7 +43,7 @@ class Recording:
 
     @property
     def chunks(self) -> list[bytes]:
-        """Of a stream: as vLLM wrote them, the last one, which is empty, included."""
+        """The chunks of a stream as vLLM wrote them, including the empty last one."""
         if b"transfer-encoding: chunked" not in self.head:
             return []
         chunks, rest = [], self.framed

@@ -65,7 +65,7 @@ class Answers:
     """[N] sampled ones; None where vLLM hides the ids (`include_reasoning: false`)."""
     prompt_tokens: int
     completion_tokens: int
-    """Of all N."""
+    """Tokens of all N answers together."""
 
 
 def read_answers(body: bytes, n: int) -> Answers:

@@ -266,10 +266,15 @@ class Flight(Asker):
 
     def _begin_again(self) -> None:
         """Discard a reply that the client does not get, and wait for another one."""
-        if self._record.streamed:
-            self._context.accounts.streams_open.dec()
+        self._forget_stream()
         self._record.forget_reply()
         self._await_reply(keep_alive=self._reply.keep_alive)
+
+    def _forget_stream(self) -> None:
+        """The stream that vLLM sent is neither passed on nor recorded as one."""
+        if self._record.streamed:
+            self._record.streamed = False
+            self._context.accounts.streams_open.dec()
 
     # -- from the client
 
@@ -328,10 +333,9 @@ class Flight(Asker):
         """It is over. at: now, `time.perf_counter()`."""
         record, best_of = self._record, self._best_of
         if best_of is not None:
-            if record.streamed and best_of.plan is not None:
+            if best_of.plan is not None:
                 # What vLLM sent, and the record has, is no stream, whatever the client got.
-                self._context.accounts.streams_open.dec()
-                record.streamed = False
+                self._forget_stream()
             record.returned_index = best_of.returned_index
             best_of.close()
         self._attempt.end()

@@ -25,7 +25,8 @@ class ReplyFields(msgspec.Struct, gc=False):
 
 
 class UsageFields(msgspec.Struct, gc=False):
-    """Of any surface: chat's, completions' and embeddings' names, then the others'."""
+    """The token counts of any surface: first the names of chat, completions and embeddings, then
+    those of the others."""
 
     prompt_tokens: int | None = None
     total_tokens: int | None = None

@@ -33,7 +33,7 @@ _MEMBER_BEHIND_LIST: Final = b'}],"'
 _END_BEHIND_LIST: Final = b"}]}"
 _CLOSES: Final = _END + b',"finish_reason":null,"token_ids":['
 _ANY_IDS: Final = b'token_ids":'
-"""Of the answer or of the prompt."""
+"""The end of both names, `token_ids` and `prompt_token_ids`."""
 _LOGPROBS: Final = b'"logprobs":'
 _BEFORE_VALUE: Final = len(_LOGPROBS) + 1
 _NULLS: Final = b',"logprobs":null,"finish_reason":null,"token_ids":null'

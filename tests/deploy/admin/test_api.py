@@ -52,7 +52,7 @@ def assert_problem(reply: httpx.Response, status: int, slug: str) -> dict[str, A
     return body
 
 
-async def test_status_says_what_serves_and_what_is_on_trial(world: World, api: Api) -> None:
+async def test_status_says_what_serves_and_what_is_on_canary(world: World, api: Api) -> None:
     first = world.register(1)
     world.promote(first)
     second = ramping(world, 2, parent=first)

@@ -160,7 +160,7 @@ async def tick_for(world: World, seconds: float) -> None:
         world.clock.now += 0.5
 
 
-async def test_an_error_nobody_expected_ends_the_trial_after_five_tries(
+async def test_an_error_nobody_expected_ends_the_canary_after_five_tries(
     world: World, defect: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = world.register(1)

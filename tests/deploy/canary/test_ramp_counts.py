@@ -372,8 +372,8 @@ async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, 
         world.clock.now += 1_000.0
     await tick()
 
-    trial_now = world.canary(name)
-    assert (trial_now.phase, trial_now.step) == (("ramping", 1) if back else ("inconclusive", 0))
+    canary_now = world.canary(name)
+    assert (canary_now.phase, canary_now.step) == (("ramping", 1) if back else ("inconclusive", 0))
 
 
 def test_only_chat_requests_feed_the_gate(world: World) -> None:

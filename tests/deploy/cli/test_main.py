@@ -78,10 +78,8 @@ def test_groups_are_asked_of_the_admin_api(
 def test_rollback_offline_needs_the_store_alone(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
+    database = store_with_adapter(tmp_path)
     with database.write() as session:
-        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
         session.add(
             AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
         )
@@ -266,15 +264,12 @@ def test_an_error_that_quotes_escape_codes_is_one_harmless_line(
 def test_lineage_shows_reasons_without_escape_codes(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
+    database = store_with_adapter(tmp_path)
     with database.write() as session:
-        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
-        session.flush()
-        canaries = transitions.begin(
+        canary = transitions.begin(
             session, model="m", candidate="m--v1-0a0b0c0d0e0f", steps=(1,), now=1.0, actor="t"
         )
-        row = session.get(CanaryRow, canaries.canary_id)
+        row = session.get(CanaryRow, canary.canary_id)
         transitions.abort(session, row, reason=ESCAPES, now=2.0, actor="t")
     database.close()
 
@@ -345,16 +340,21 @@ def test_rollback_to_an_unknown_version_exits_1(
 def test_lineage_reads_the_store_alone(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
-    with database.write() as session:
-        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
-    database.close()
+    store_with_adapter(tmp_path).close()
 
     code = main(["--config", str(config), "lineage", "v1"])
 
     assert code == 0
     assert "m--v1-0a0b0c0d0e0f" in capsys.readouterr().out
+
+
+def store_with_adapter(folder: Path) -> Database:
+    """A new store in which one adapter is registered."""
+    database = Database(f"sqlite:///{folder}/store.db")
+    database.upgrade()
+    with database.write() as session:
+        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
+    return database
 
 
 def adapter_row(name: str, version: int) -> AdapterRow:

@@ -113,7 +113,7 @@ async def test_the_fleet_is_away_when_no_replica_answers(
     assert fleet.view().away == "vLLM gave no reply; vLLM gave no reply"
 
 
-async def test_a_trial_loads_and_probes_every_replica(
+async def test_a_canary_loads_and_probes_every_replica(
     world: World, controls: dict[str, Any]
 ) -> None:
     name = world.register(1)
@@ -131,7 +131,7 @@ async def test_a_trial_loads_and_probes_every_replica(
     }
 
 
-async def test_a_replica_that_is_down_does_not_hold_up_a_trial(
+async def test_a_replica_that_is_down_does_not_hold_up_a_canary(
     world: World, fleet: Fleet, controls: dict[str, Any]
 ) -> None:
     name = world.register(1)
@@ -148,7 +148,7 @@ async def test_a_replica_that_is_down_does_not_hold_up_a_trial(
     assert set(controls[B].adapters) == {name}
 
 
-async def test_a_trial_waits_while_no_replica_answers(
+async def test_a_canary_waits_while_no_replica_answers(
     world: World, controls: dict[str, Any]
 ) -> None:
     name = world.register(1)

@@ -236,7 +236,7 @@ async def test_a_restored_folder_is_loaded_at_the_next_look(world: World) -> Non
     ("phases", "state"),
     [(("gating",), "rejected"), (("gating", "ramping"), "rolled_back")],
 )
-async def test_the_trial_of_an_altered_candidate_ends_also_while_it_is_paused(
+async def test_the_canary_of_an_altered_candidate_ends_also_while_it_is_paused(
     world: World, phases: tuple[str, ...], state: str
 ) -> None:
     name = world.register(1)

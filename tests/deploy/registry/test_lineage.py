@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ async def test_a_step_names_run_groups_exchanges_scores_and_judge(world: World) 
     assert (group.judge_model, group.rubric_hash) == ("openai/judge", "abcdef0123456789")
 
 
-async def test_a_step_names_the_evidence_of_its_trial(world: World) -> None:
+async def test_a_step_names_the_evidence_of_its_canary(world: World) -> None:
     _, _, lineage = await traced(world)
 
     canary = lineage.steps[0].canary
@@ -114,7 +115,7 @@ async def test_a_step_names_the_evidence_of_its_trial(world: World) -> None:
 async def test_it_is_json(world: World) -> None:
     _, second, lineage = await traced(world)
 
-    body = json.loads(lineage.to_json())
+    body = json.loads(json.dumps(asdict(lineage)))
 
     assert body["name"] == second
     assert body["steps"][0]["run"]["groups"][0]["scores"] == [0.5, 1.0]

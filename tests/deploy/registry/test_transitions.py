@@ -42,7 +42,7 @@ def by_operator(world: World, name: str, verb: Any, now: float = 300.0) -> Canar
         return verb(session, row, reason="I say so", now=now, actor="me")
 
 
-def test_a_new_trial_takes_no_traffic(world: World) -> None:
+def test_a_new_canary_takes_no_traffic(world: World) -> None:
     name = world.register(1)
 
     canary = begin(world, name)
@@ -127,7 +127,7 @@ def test_a_rolled_back_canary_loses_its_traffic(world: World) -> None:
     )
 
 
-def test_a_decision_on_a_trial_that_changed_meanwhile_is_discarded(world: World) -> None:
+def test_a_decision_on_a_canary_that_changed_meanwhile_is_discarded(world: World) -> None:
     name = world.register(1)
     begin(world, name)
     go(world, name, TO_GATE, TO_RAMP)
@@ -144,7 +144,7 @@ def test_a_decision_on_a_trial_that_changed_meanwhile_is_discarded(world: World)
     assert world.actions() == actions
 
 
-def test_a_decision_on_a_trial_paused_meanwhile_is_discarded(world: World) -> None:
+def test_a_decision_on_a_canary_paused_meanwhile_is_discarded(world: World) -> None:
     name = world.register(1)
     begin(world, name)
     seen = world.canary(name)

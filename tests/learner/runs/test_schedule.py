@@ -150,7 +150,7 @@ def test_a_paused_learner_keeps_the_request_for_later(world: Make) -> None:
 
 @pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize("state", ["loading", "gating", "ramping"])
-def test_an_open_trial_is_waited_for(
+def test_an_open_canary_is_waited_for(
     world: Make, database: Database, put_version: Make, state: str
 ) -> None:
     name = put_version(1, state=state)
@@ -182,7 +182,7 @@ def test_an_open_trial_is_waited_for(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_version_that_waits_for_its_trial_is_waited_for(world: Make, put_version: Make) -> None:
+def test_a_version_that_waits_for_its_canary_is_waited_for(world: Make, put_version: Make) -> None:
     put_version(1, state="registered")
 
     assert world().look() == "canary"

@@ -35,7 +35,7 @@ def test_nothing_starts_before_its_time() -> None:
     assert decide(seen(due=False)).kind == "not_due"
 
 
-def test_an_open_trial_is_waited_for_and_named() -> None:
+def test_an_open_canary_is_waited_for_and_named() -> None:
     decision = decide(seen(canary="m--v3-abc", requested=True))
 
     assert decision.kind == "canary"

@@ -23,7 +23,7 @@ def echo(seen: Any) -> list[bytes]:
 async def test_a_hundred_requests_in_one_write_are_answered_in_order(
     start_proxy: Any, dial: Any, fake_vllm: Any
 ) -> None:
-    """Of all kinds: relayed, refused by path, refused by body, answered by the application."""
+    """All kinds of requests: relayed, refused by path or body, answered by the application."""
     fake_vllm.script = echo
     client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
     sent, expected = [], []

@@ -17,6 +17,7 @@ from sidecar.relay.http1.reply_parser import (
     ReplyReader,
     chunk_at,
 )
+from support.watched_parser import WatchedParser
 
 OK = b"HTTP/1.1 200 OK\r\n"
 KNOWN = OK + b"server: uvicorn\r\ncontent-length: %b\r\ncontent-type: application/json\r\n\r\n"
@@ -57,25 +58,9 @@ class Reader(ReplyReader):
     def upstream_lost(self, why: str, *, nothing_came: bool, reused: bool) -> None: ...
 
 
-class Watched:
-    """In the place of a parser's llhttp: the same, and it keeps what it was fed."""
-
-    def __init__(self, parser: ReplyParser) -> None:
-        self.fed: list[bytes] = []
-        self._inner: Any = parser._parser
-        parser._parser = self
-
-    def feed_data(self, data: bytes) -> None:
-        self.fed.append(data)
-        self._inner.feed_data(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-def new_parser() -> tuple[ReplyParser, Watched]:
+def new_parser() -> tuple[ReplyParser, WatchedParser]:
     parser = ReplyParser()
-    return parser, Watched(parser)
+    return parser, WatchedParser(parser)
 
 
 def receive(parser: ReplyParser, data: bytes) -> None:
@@ -349,7 +334,7 @@ def test_a_reply_behind_which_nothing_may_follow_is_not_remembered(head: bytes) 
 # -- streams
 
 
-def in_stream(*pieces: bytes) -> tuple[ReplyParser, Watched, Reader]:
+def in_stream(*pieces: bytes) -> tuple[ReplyParser, WatchedParser, Reader]:
     parser, llhttp = new_parser()
     reader = reply(parser, STREAM, *pieces)
     return parser, llhttp, reader

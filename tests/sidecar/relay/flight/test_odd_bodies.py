@@ -24,7 +24,7 @@ from sidecar.routing.table import RoutingTable
 MODEL = "smollm2-135m"
 PATHS = [path.decode() for path in BY_PATH]
 LONG = 300_000
-"""Of a body that is read past the parser."""
+"""Length of a long body, in bytes: over 64 KiB, so that it is sent on in pieces."""
 PARSING = b'{"detail":"There was an error parsing the body"}'
 """What vLLM 0.32 answers when Python's json raises another error than that of wrong syntax."""
 

@@ -19,6 +19,7 @@ from sidecar.relay.http1.known_head import (
     KnownHead,
 )
 from sidecar.relay.surface.refusals import Refusal, body_too_large
+from support.watched_parser import WatchedParser
 
 MAX_BODY = 64
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -29,25 +30,9 @@ def usual(body: bytes) -> bytes:
     return USUAL % str(len(body)).encode() + body
 
 
-class Watched:
-    """In the place of a parser's llhttp: the same, and it keeps what it was fed."""
-
-    def __init__(self, parser: RequestParser) -> None:
-        self.fed: list[bytes] = []
-        self._inner: Any = parser._parser
-        parser._parser = self
-
-    def feed_data(self, data: bytes) -> None:
-        self.fed.append(data)
-        self._inner.feed_data(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-def new_parser() -> tuple[RequestParser, Watched]:
+def new_parser() -> tuple[RequestParser, WatchedParser]:
     parser = RequestParser(max_body_bytes=MAX_BODY)
-    return parser, Watched(parser)
+    return parser, WatchedParser(parser)
 
 
 def feed(parser: RequestParser, *pieces: bytes) -> list[Any]:

@@ -35,7 +35,7 @@ class Fleet:
         self.fakes: list[Any] = []
         self.running: Any = None
         self.now = 1000.0
-        """Of the clock of ejections."""
+        """The time that the clock of ejections shows, in seconds."""
 
     async def start(
         self, *has: list[str], lists: list[list[str] | None] | None = None, **sections: Any
