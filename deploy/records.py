@@ -78,5 +78,10 @@ class Canary:
     @property
     def weight_bp(self) -> int:
         """Share of sessions that the candidate answers now, in basis points."""
-        serves = self.phase == "ramping" and self.taken_out is None
+        serves = self.phase == "ramping" and self.taken_out is None and self.readable
         return self.steps[self.step] if serves else 0
+
+    @property
+    def readable(self) -> bool:
+        """False when the store's record of the ramp is damaged: the canary must end."""
+        return 0 <= self.step < len(self.steps)

@@ -6,7 +6,7 @@ Values without a column of their own are in the row's `evidence` object, under t
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -17,9 +17,12 @@ from sidecar.store.models import BreakerTripRow, CanaryRow
 
 
 def to_canary(row: CanaryRow) -> Canary:
-    """Convert a row of the store to a record."""
-    clock = row.evidence.get("clock", {})
-    errors = row.evidence.get("tick_errors", {})
+    """Convert a row of the store to a record. Never fails for damaged evidence.
+
+    A canary whose `steps` cannot be read has none: its weight is 0, and `decide` ends it.
+    """
+    evidence = evidence_of(row)
+    clock, errors = _entry(evidence, "clock"), _entry(evidence, "tick_errors")
     return Canary(
         canary_id=row.canary_id,
         model=row.model,
@@ -29,7 +32,7 @@ def to_canary(row: CanaryRow) -> Canary:
         paused=row.paused,
         reason=row.reason,
         step=row.step,
-        steps=tuple(row.evidence["steps"]),
+        steps=_steps(evidence),
         salt=row.salt,
         created_at=row.created_at,
         step_started_at=row.step_started_at,
@@ -37,10 +40,32 @@ def to_canary(row: CanaryRow) -> Canary:
         stopped_at=clock.get("stopped_at"),
         ended_at=row.ended_at,
         generation=row.generation,
-        taken_out=row.evidence.get("breaker"),
+        taken_out=evidence.get("breaker"),
         tick_errors=errors.get("count", 0),
         tick_error_at=errors.get("at", 0.0),
     )
+
+
+def evidence_of(row: CanaryRow) -> dict[str, Any]:  # Any: JSON
+    """Return the evidence of a row; empty when the column holds no JSON object."""
+    return row.evidence if isinstance(row.evidence, dict) else {}
+
+
+def clock_of(row: CanaryRow) -> dict[str, Any]:  # Any: JSON
+    """Return the evidence's entry `clock`, which says when the canary's clock stopped."""
+    return _entry(evidence_of(row), "clock")
+
+
+def _entry(evidence: dict[str, Any], name: str) -> dict[str, Any]:  # Any: JSON
+    value = evidence.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _steps(evidence: dict[str, Any]) -> tuple[int, ...]:  # Any: JSON
+    steps = evidence.get("steps")
+    if not isinstance(steps, list) or not all(isinstance(one, int) for one in steps):
+        return ()
+    return tuple(steps)
 
 
 def breaker_trip(session: Session, canary: Canary) -> str | None:

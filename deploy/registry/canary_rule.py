@@ -177,6 +177,10 @@ def decide(canary: Canary, evidence: Evidence, rules: CanarySettings, now: float
     """Return the next transition of a canary, or the reason to hold. now: Unix seconds."""
     if not canary.active:
         return Hold(reason=canary.reason or "ended")
+    if not canary.readable:
+        state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
+        reason = "the store's record of its ramp (`evidence.steps`) cannot be read"
+        return Move(to="rolled_back", candidate_state=state, reason=reason)
     if canary.paused:
         return Hold(reason=canary.reason or "paused", stops_clock=True)
     if canary.phase == "loading" and isinstance(evidence, LoadEvidence):

@@ -67,7 +67,7 @@ def apply(
         return False
     if canaries.breaker_trip(session, canary) is not None and canary.phase == "ramping":
         return False  # the breaker tripped during the decision; the next tick rolls back
-    row.evidence = {**row.evidence, **evidence}
+    row.evidence = {**canaries.evidence_of(row), **evidence}
     if isinstance(decision, Hold):
         _hold(row, decision, now)
     else:
@@ -103,7 +103,7 @@ def take_out(
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
         _move(session, row, move, now=now, actor=actor)
         return canaries.to_canary(row)
-    row.evidence = {**row.evidence, "breaker": why}
+    row.evidence = {**canaries.evidence_of(row), "breaker": why}
     row.reason = f"paused; {reason}"
     row.generation += 1
     count(session, "canary", "taken_out")
@@ -125,9 +125,11 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     if tripped is not None:
         # A new salt: a breaker trip excludes the old salt for good.
         row.salt = uuid.uuid4().hex
-        row.evidence = {key: value for key, value in row.evidence.items() if key != "breaker"}
+        row.evidence = {
+            key: value for key, value in canaries.evidence_of(row).items() if key != "breaker"
+        }
         row.step_started_at = now  # the replies that tripped the breaker are not judged again
-        row.evidence = {**row.evidence, "clock": {}}
+        row.evidence = {**canaries.evidence_of(row), "clock": {}}
     _start_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
@@ -193,7 +195,7 @@ def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: st
     row.generation += 1
     row.step_started_at = now
     row.ended_at = now if move.to in ended else None
-    row.evidence = {**row.evidence, "clock": {}}
+    row.evidence = {**canaries.evidence_of(row), "clock": {}}
     if move.to == "promoted":
         _promote(session, row, now=now, actor=actor, reason=move.reason)
     else:
@@ -257,14 +259,14 @@ def _summary(canary: Canary) -> dict[str, Any]:
 
 
 def _stop_clock(row: CanaryRow, now: float) -> None:
-    clock = row.evidence.get("clock", {})
+    evidence, clock = canaries.evidence_of(row), canaries.clock_of(row)
     if clock.get("stopped_at") is None:
-        row.evidence = {**row.evidence, "clock": {**clock, "stopped_at": now}}
+        row.evidence = {**evidence, "clock": {**clock, "stopped_at": now}}
 
 
 def _start_clock(row: CanaryRow, now: float) -> None:
-    clock = row.evidence.get("clock", {})
+    evidence, clock = canaries.evidence_of(row), canaries.clock_of(row)
     stopped_at = clock.get("stopped_at")
     if stopped_at is not None:
         stopped_s = clock.get("stopped_s", 0.0) + max(0.0, now - stopped_at)
-        row.evidence = {**row.evidence, "clock": {"stopped_s": stopped_s, "stopped_at": None}}
+        row.evidence = {**evidence, "clock": {"stopped_s": stopped_s, "stopped_at": None}}

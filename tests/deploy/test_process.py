@@ -156,7 +156,7 @@ def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, wor
     assert engine["replicas"][first] == {"away": None, "loaded": [name], "refused": {}}
 
 
-def test_bad_folders_and_a_broken_trial_leave_control_and_its_admin_api_alive(
+def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
     tmp_path: Path, world: Any
 ) -> None:
     broken = world.register(1)
@@ -180,11 +180,10 @@ def test_bad_folders_and_a_broken_trial_leave_control_and_its_admin_api_alive(
             began = wait_for(process, "canary_began")
             with world.database.write() as session:
                 row = session.get_one(CanaryRow, began["canary"])
-                row.evidence = {}  # no controller can read this canary
-            for failures in (1, 2):
-                failed = wait_for(process, "loop_failed")
-                assert (failed["loop"], failed["failures"]) == ("tick", failures)
-                assert failed["error"] == "KeyError: 'steps'"
+                row.evidence = {}  # the steps of the ramp are lost
+            moved = wait_for(process, "canary_moved")
+            assert (moved["canary"], moved["after"]) == (began["canary"], "rolled_back")
+            assert "cannot be read" in moved["reason"]
 
             ready = httpx.get(f"{admin}/readyz")
             audit = httpx.get(f"{admin}/admin/v1/audit")
@@ -193,9 +192,7 @@ def test_bad_folders_and_a_broken_trial_leave_control_and_its_admin_api_alive(
             assert process.wait(20) == 0
 
     assert [answer.status_code for answer in (ready, audit, back)] == [200, 200, 200]
-    loops = ready.json()["loops"]
-    assert loops[f"reconcile {url}"] == "ok"
-    assert loops["tick"].startswith("failed ")
+    assert set(ready.json()["loops"].values()) == {"ok"}
     assert broken not in loaded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from deploy.registry.canary_rule import (
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.settings import Canary as CanarySettings
 
-TRIAL = Canary(
+LOADING = Canary(
     canary_id="c1",
     model="m",
     candidate="m--v2",
@@ -38,8 +39,8 @@ TRIAL = Canary(
     ended_at=None,
     generation=1,
 )
-GATING = replace(TRIAL, phase="gating")
-RAMPING = replace(TRIAL, phase="ramping")
+GATING = replace(LOADING, phase="gating")
+RAMPING = replace(LOADING, phase="ramping")
 
 
 def verdict(*, passed: bool = True, scored: int, set_aside: int = 0) -> GateVerdict:
@@ -69,19 +70,19 @@ def arm(replies: int, *, errors: int = 0, short: int = 0) -> ArmCounts:
 
 
 def test_a_live_adapter_goes_to_the_gate(rules: CanarySettings) -> None:
-    assert decide(TRIAL, LoadEvidence(live=True), rules, 101) == Move(
+    assert decide(LOADING, LoadEvidence(live=True), rules, 101) == Move(
         to="gating", candidate_state="gating", reason="loaded and live"
     )
 
 
 def test_an_invalid_adapter_is_rejected(rules: CanarySettings) -> None:
-    decision = decide(TRIAL, LoadEvidence(invalid="holds NaN"), rules, 101)
+    decision = decide(LOADING, LoadEvidence(invalid="holds NaN"), rules, 101)
 
     assert decision == Move(to="rolled_back", candidate_state="rejected", reason="holds NaN")
 
 
 def test_loading_waits_for_vllm_with_the_clock_stopped(rules: CanarySettings) -> None:
-    decision = decide(TRIAL, LoadEvidence(away="no reply"), rules, 1e9)
+    decision = decide(LOADING, LoadEvidence(away="no reply"), rules, 1e9)
 
     assert decision == Hold(reason="waiting for vLLM: no reply", stops_clock=True)
 
@@ -92,7 +93,7 @@ def test_the_eighth_failed_load_rejects(
 ) -> None:
     evidence = LoadEvidence(away="500", load_failures=failures)
 
-    assert isinstance(decide(TRIAL, evidence, rules, 101), Move) is rejected
+    assert isinstance(decide(LOADING, evidence, rules, 101), Move) is rejected
 
 
 def test_a_passed_gate_starts_the_ramp_at_its_first_step(rules: CanarySettings) -> None:
@@ -241,14 +242,31 @@ def test_a_step_without_traffic_ends_inconclusive(rules: CanarySettings) -> None
     assert decision.reason == "step 1: 0 of 3 exchanges in 1000 s"
 
 
-def test_a_paused_trial_does_nothing(rules: CanarySettings) -> None:
+def test_a_paused_canary_does_nothing(rules: CanarySettings) -> None:
     bad = RampEvidence(candidate=arm(9, errors=9), champion=arm(9))
 
     assert isinstance(decide(replace(RAMPING, paused=True), bad, rules, 1e9), Hold)
 
 
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [("loading", "rejected"), ("gating", "rejected"), ("ramping", "rolled_back")],
+)
+@pytest.mark.parametrize("damage", [{"steps": ()}, {"step": 2}, {"step": -1}])
+def test_a_canary_whose_ramp_cannot_be_read_ends(
+    rules: CanarySettings, phase: str, state: str, damage: dict[str, Any]
+) -> None:
+    canary = replace(LOADING, phase=phase, **damage)
+
+    decision = decide(canary, LoadEvidence(live=True), rules, 1e9)
+
+    assert isinstance(decision, Move)
+    assert (decision.to, decision.candidate_state) == ("rolled_back", state)
+    assert canary.weight_bp == 0
+
+
 @pytest.mark.parametrize("phase", ["promoted", "rolled_back", "inconclusive"])
-def test_an_ended_trial_never_changes(rules: CanarySettings, phase: str) -> None:
+def test_an_ended_canary_never_changes(rules: CanarySettings, phase: str) -> None:
     ended = replace(RAMPING, phase=phase, step=1)
     bad = RampEvidence(candidate=arm(9, errors=9), champion=arm(9))
 
@@ -266,6 +284,6 @@ def test_evidence_of_another_phase_is_a_defect(rules: CanarySettings) -> None:
 def test_the_clock_stands_while_stopped(
     stopped_s: float, stopped_at: float | None, elapsed: float
 ) -> None:
-    canary = replace(TRIAL, stopped_s=stopped_s, stopped_at=stopped_at)
+    canary = replace(LOADING, stopped_s=stopped_s, stopped_at=stopped_at)
 
     assert elapsed_s(canary, 150.0) == elapsed

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from sqlalchemy import select
 
 from deploy.errors import TransitionError, UnknownAdapterError
-from deploy.registry import audit, routing_writer
+from deploy.registry import audit, routing_writer, transitions
+from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import RollbackResult, rollback
 from sidecar.store.database import Database
+from sidecar.store.models import CanaryRow
 
 World = Any
 
 
 def roll_back(world: World, to: str = "previous", now: float = 2_000.0) -> RollbackResult:
     return rollback(world.database, "m", to=to, reason="it rambles", actor="me", now=now)
+
+
+def ramp(world: World) -> str:
+    """Register a fourth version and give it traffic. Returns: its name."""
+    fourth: str = world.register(4)
+    with world.database.write() as session:
+        transitions.begin(
+            session, model="m", candidate=fourth, steps=(2_000,), now=1.0, actor="control"
+        )
+    phases: tuple[Literal["gating", "ramping"], ...] = ("gating", "ramping")
+    for phase in phases:
+        with world.database.write() as session:
+            move = Move(to=phase, candidate_state=phase, reason="on")
+            transitions.apply(session, world.canary(fourth), move, evidence={}, now=2.0)
+    assert world.table().canary == fourth
+    return fourth
 
 
 @pytest.fixture
@@ -100,19 +119,7 @@ def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, .
 def test_it_ends_a_running_canary_in_the_same_transaction(
     world: World, served: tuple[str, ...]
 ) -> None:
-    from deploy.registry import transitions
-    from deploy.registry.canary_rule import Move
-
-    fourth = world.register(4)
-    with world.database.write() as session:
-        transitions.begin(
-            session, model="m", candidate=fourth, steps=(2_000,), now=1.0, actor="control"
-        )
-    for phase in ("gating", "ramping"):
-        with world.database.write() as session:
-            move = Move(to=phase, candidate_state=phase, reason="on")
-            transitions.apply(session, world.canary(fourth), move, evidence={}, now=2.0)
-    assert world.table().canary == fourth
+    fourth = ramp(world)
 
     result = roll_back(world)
 
@@ -122,7 +129,25 @@ def test_it_ends_a_running_canary_in_the_same_transaction(
     assert (world.table().canary, world.table().champion) == (None, served[1])
 
 
-def test_a_version_that_never_passed_a_trial_is_refused(
+@pytest.mark.parametrize(
+    "evidence", [{}, [], {"steps": "many"}, {"steps": [None], "clock": [], "tick_errors": 7}]
+)
+def test_a_canary_whose_evidence_is_damaged_holds_up_no_rollback(
+    world: World, served: tuple[str, ...], evidence: Any
+) -> None:
+    candidate = ramp(world)
+    with world.database.write() as session:
+        row = session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
+        row.evidence = evidence
+
+    result = roll_back(world)
+
+    assert (result.after, result.changed) == (served[1], True)
+    assert (world.table().canary, world.table().champion) == (None, served[1])
+    assert world.canary(candidate).phase == "rolled_back"
+
+
+def test_a_version_that_never_passed_a_canary_is_refused(
     world: World, served: tuple[str, ...]
 ) -> None:
     world.register(4)
