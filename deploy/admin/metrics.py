@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import RefusalReason
 from deploy.engine.reconcile import EngineView
-from deploy.registry import canaries, learner_switches
+from deploy.registry import canaries, learner_switches, routing_writer
 from deploy.supervise.loops import LoopView
 from sidecar.store.database import Database
 from sidecar.store.models import (
@@ -28,7 +28,6 @@ from sidecar.store.models import (
     CounterRow,
     ExchangeRow,
     GroupRow,
-    RoutingRow,
     RunRow,
 )
 
@@ -96,13 +95,13 @@ class StoreCollector(Collector):
             family = GaugeMetricFamily(f"sidecar_{name}", help_text, labels=[label])
             rows = session.execute(select(column, func.count()).where(*where).group_by(column))
             for value, number in rows:
-                family.add_metric([value], number)
+                family.add_metric([str(value)], number)
             yield family
 
     def _singles(self, session: Session) -> Iterator[Metric]:
         engine = self._engine()
         canary = canaries.active(session, self._model)
-        routing = session.get(RoutingRow, self._model)
+        routing = routing_writer.current(session, self._model)
         singles = (
             (
                 "canary_weight",
@@ -116,7 +115,7 @@ class StoreCollector(Collector):
             ),
             (
                 "routing_generation",
-                "Generation of the routing table.",
+                "Generation of the routing table; 0: there is none, or it is damaged.",
                 routing.generation if routing else 0,
             ),
             (
@@ -165,7 +164,8 @@ def _counters(session: Session) -> Metric:
         "sidecar_records", "Records, by stage and outcome.", labels=["stage", "reason"]
     )
     for row in session.scalars(select(CounterRow)):
-        family.add_metric([row.stage, row.reason], row.count)
+        if isinstance(row.count, int):  # `/admin/v1/funnel` logs a damaged one
+            family.add_metric([str(row.stage), str(row.reason)], row.count)
     return family
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
@@ -17,7 +17,6 @@ from sqlalchemy import Select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
 from deploy.admin.json import UnreadableError, read_json
-from deploy.admin.models import Page
 from deploy.errors import DeployError
 
 T = TypeVar("T")
@@ -71,9 +70,3 @@ def newest_first(
         place = decode_cursor(cursor, *key.values())
         statement = statement.where(tuple_(*key) < tuple_(*place))
     return statement.order_by(*(column.desc() for column in key)).limit(limit + 1)
-
-
-def page(items: list[T], limit: int, cursor_of: Callable[[T], str]) -> Page[T]:
-    """Build a page of at most `limit` items. One item more means that there is a next page."""
-    following = cursor_of(items[limit - 1]) if len(items) > limit else None
-    return Page(items=items[:limit], next_cursor=following)

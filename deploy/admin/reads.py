@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
 from fastapi import APIRouter, Depends, Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -22,15 +23,16 @@ from deploy.admin.models import (
     LoopOut,
     Page,
     RoutingOut,
+    RunOut,
     StatusOut,
 )
-from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first, page
-from deploy.admin.records import run_out
+from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
+from deploy.admin.records import damaged, page_of, run_out
 from deploy.errors import UnknownAdapterError
 from deploy.registry import canaries, learner_switches, routing_writer, versions
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
-from sidecar.store.database import get_flag
+from sidecar.store.database import DAMAGE, get_flag
 from sidecar.store.models import (
     AdapterRow,
     AliasRow,
@@ -41,6 +43,8 @@ from sidecar.store.models import (
     GroupRow,
     RunRow,
 )
+
+log = structlog.get_logger()
 
 
 def read_router(context: AdminContext) -> APIRouter:
@@ -88,7 +92,10 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             counters: dict[str, dict[str, int]] = {}
             for row in session.scalars(select(CounterRow).order_by(CounterRow.stage)):
-                counters.setdefault(row.stage, {})[row.reason] = row.count
+                if isinstance(row.count, int):
+                    counters.setdefault(row.stage, {})[row.reason] = row.count
+                else:
+                    log.warning("counter_unreadable", stage=row.stage, reason=row.reason)
             return FunnelOut(
                 exchanges=_tally(session, ExchangeRow.selection),
                 groups=_tally(session, GroupRow.status),
@@ -122,8 +129,14 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
             rows = session.scalars(statement).all()
-        items = [AdapterOut.of(versions.to_version(row), aliases, context.loaded()) for row in rows]
-        return page(items, limit, lambda last: encode_cursor(last.version))
+        loaded = context.loaded()
+        return page_of(
+            rows,
+            limit,
+            show=lambda row: AdapterOut.of(versions.to_version(row), aliases, loaded),
+            name=lambda row: f"adapter {row.name}",
+            cursor=lambda row: encode_cursor(row.version),
+        )
 
     @router.get("/adapters/{version}")
     def adapter(version: str) -> AdapterOut:
@@ -157,8 +170,13 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
         statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
-        items = [CanaryOut.of(canaries.to_canary(row), context.rules) for row in rows]
-        return page(items, limit, lambda last: encode_cursor(last.created_at, last.canary_id))
+        return page_of(
+            rows,
+            limit,
+            show=lambda row: CanaryOut.of(canaries.to_canary(row), context.rules),
+            name=lambda row: f"canary {row.canary_id}",
+            cursor=lambda row: encode_cursor(row.created_at, row.canary_id),
+        )
 
     @router.get("/canaries/{canary_id}")
     def read_canary(canary_id: str, response: Response) -> CanaryOut:
@@ -179,14 +197,14 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
             return EvidenceOut(
                 canary_id=canary_id,
                 state=canaries.to_canary(row).phase,
-                evidence=row.evidence,
+                evidence=canaries.evidence_of(row),
                 comparisons=[
                     ComparisonOut(
                         comparison_id=one.comparison_id,
                         exchange_id=one.exchange_id,
                         status=one.status,
                         difference=one.difference,
-                        answers=one.answers,
+                        answers=one.answers or [],
                     )
                     for one in made
                 ],
@@ -194,16 +212,25 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
 
 
 def read_learner(session: Session, model: str) -> LearnerOut:
-    """Read the learner's switches and its newest run."""
+    """Read the learner's switches and its newest run; None for a run that is damaged."""
     switches = learner_switches.read(session)
     newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
     row = session.scalars(newest.limit(1)).first()
     return LearnerOut(
         paused=switches.paused,
         run_requested=switches.run_requested,
-        last_run=None if row is None else run_out(row),
+        last_run=None if row is None else _shown_run(row),
         allowed_actions=learner_switches.allowed_actions(switches),
     )
+
+
+def _shown_run(row: RunRow) -> RunOut | None:
+    """Convert a run to its reply. A damaged one must not hide the rest of the status."""
+    try:
+        return run_out(row)
+    except DAMAGE as error:
+        damaged(f"run {row.run_id}", error)  # logs it
+        return None
 
 
 def _token_check(session: Session) -> str:

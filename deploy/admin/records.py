@@ -61,7 +61,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
         statement = newest_first(statement, limit=limit, cursor=cursor, key={GroupRow.seq: int})
         with database.read() as session:
             rows = session.scalars(statement).all()
-        return _page(
+        return page_of(
             rows,
             limit,
             show=lambda row: GroupOut(**_group(row)),
@@ -81,7 +81,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             try:
                 return GroupDetailOut(**_group(row), answers=list(map(_answer, answers)))
             except DAMAGE as error:
-                raise _damaged(f"group {group_id}", error) from error
+                raise damaged(f"group {group_id}", error) from error
 
 
 def _add_history(router: APIRouter, context: AdminContext) -> None:
@@ -94,7 +94,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         statement = newest_first(statement, limit=limit, cursor=cursor, key=key)
         with database.read() as session:
             rows = session.scalars(statement).all()
-        return _page(
+        return page_of(
             rows,
             limit,
             show=run_out,
@@ -108,7 +108,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             try:
                 return _exchange(session, exchange_id)
             except DAMAGE as error:
-                raise _damaged(f"exchange {exchange_id}", error) from error
+                raise damaged(f"exchange {exchange_id}", error) from error
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
@@ -117,7 +117,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         )
         with database.read() as session:
             rows = session.scalars(statement).all()
-        return _page(
+        return page_of(
             rows,
             limit,
             show=AuditOut.model_validate,
@@ -131,7 +131,7 @@ def run_out(row: RunRow) -> RunOut:
     return RunOut(**{name: getattr(row, name) for name in RunOut.model_fields})
 
 
-def _page(
+def page_of(
     rows: Sequence[Row],
     limit: int,
     *,
@@ -144,17 +144,17 @@ def _page(
     A damaged row is left out of the items and named in `damaged`.
     """
     items: list[Out] = []
-    damaged: list[str] = []
+    left_out: list[str] = []
     for row in rows[:limit]:
         try:
             items.append(show(row))
         except DAMAGE as error:
-            damaged.append(str(_damaged(name(row), error)))
+            left_out.append(str(damaged(name(row), error)))
     following = cursor(rows[limit - 1]) if len(rows) > limit else None
-    return Page(items=items, damaged=damaged, next_cursor=following)
+    return Page(items=items, damaged=left_out, next_cursor=following)
 
 
-def _damaged(name: str, error: Exception) -> DamagedRecordError:
+def damaged(name: str, error: Exception) -> DamagedRecordError:
     """Log a row that cannot be shown. The values themselves are not logged."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):

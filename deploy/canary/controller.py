@@ -23,7 +23,7 @@ from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import error_line
 from deploy.records import AdapterVersion, Canary
-from deploy.registry import canaries, candidates, transitions, versions
+from deploy.registry import canaries, candidates, routing_writer, transitions, versions
 from deploy.registry.canary_rule import (
     Decision,
     Evidence,
@@ -110,6 +110,7 @@ class Controller:
             return tick_errors.record(session, canary, error, now=self._clock())
 
     def _active_canary(self) -> Canary | None:
+        self._mend_routing()
         with self._database.read() as session:
             canary = canaries.active(session, self._model)
             if canary is not None or not candidates.has_waiting(session, self._model):
@@ -121,6 +122,15 @@ class Controller:
         if canary is not None:
             log.info("canary_began", canary=canary.canary_id, candidate=canary.candidate)
         return canary
+
+    def _mend_routing(self) -> None:
+        """Write the routing table anew when it is damaged: a proxy that starts needs it."""
+        with self._database.read() as session:
+            if routing_writer.current(session, self._model) is not None:
+                return
+        with self._database.write() as session:
+            table = routing_writer.write(session, self._model, now=self._clock())
+        log.warning("routing_table_mended", generation=table.generation, champion=table.champion)
 
     def _obey_breaker(self, canary: Canary) -> bool:
         """Apply a trip of a proxy's breaker. Returns: True when the canary now records one."""
@@ -183,7 +193,7 @@ class Controller:
         """Return the candidate, its registered digests, and the evidence of failed loads."""
         with self._database.read() as session:
             row = canaries.find_row(session, canary.canary_id)
-            loading = row.evidence.get("loading", {})
+            loading = canaries.entry(row, "loading")
             version = versions.find(session, canary.candidate)
             documents = versions.document_digests(session, canary.candidate)
             return version, Registered(digest=version.digest, documents=documents), loading

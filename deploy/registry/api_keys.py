@@ -11,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+import structlog
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownKeyError
 from deploy.registry import audit
 from sidecar.access.keys import ApiKey, FreshKey, make_key
+from sidecar.errors import InvalidKeyError
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +111,19 @@ def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: flo
 
 
 def all_keys(database: Database) -> list[ListedKey]:
-    """List every key, revoked ones too, the oldest first."""
+    """List every key, revoked ones too, the oldest first.
+
+    A damaged one is logged and left out: every proxy refuses it.
+    """
+    found = []
     with database.read() as session:
         rows = session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at, ApiKeyRow.key_id))
-        return [_listed(row) for row in rows]
+        for row in rows:
+            try:
+                found.append(_listed(row))
+            except (InvalidKeyError, AttributeError, TypeError) as error:
+                log.warning("api_key_unreadable", key_id=row.key_id, why=str(error))
+    return found
 
 
 def public_fields(key: ApiKey) -> dict[str, Any]:  # Any: JSON
@@ -127,7 +140,8 @@ def public_fields(key: ApiKey) -> dict[str, Any]:  # Any: JSON
 
 
 def _next_generation(session: Session) -> int:
-    return (session.scalar(select(func.max(ApiKeyRow.generation))) or 0) + 1
+    known = session.scalars(select(ApiKeyRow.generation))
+    return max((one for one in known if isinstance(one, int)), default=0) + 1
 
 
 def _listed(row: ApiKeyRow) -> ListedKey:

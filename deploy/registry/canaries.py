@@ -13,16 +13,21 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownCanaryError
 from deploy.records import ACTIVE_PHASES, Canary, Phase
+from sidecar.routing.table import BUCKETS
 from sidecar.store.models import BreakerTripRow, CanaryRow
+
+_LARGEST = 2**53
+"""Larger numbers are damage: no time in seconds and no count here comes near it."""
 
 
 def to_canary(row: CanaryRow) -> Canary:
-    """Convert a row of the store to a record. Never fails for damaged evidence.
+    """Convert a row of the store to a record. Never fails for a damaged row.
 
-    A canary whose `steps` cannot be read has none: its weight is 0, and `decide` ends it.
+    A canary whose ramp cannot be read has no steps: its weight is 0, and `decide` ends it. Other
+    numbers that cannot be read are 0.
     """
-    evidence = evidence_of(row)
-    clock, errors = _entry(evidence, "clock"), _entry(evidence, "tick_errors")
+    evidence, clock, errors = evidence_of(row), entry(row, "clock"), entry(row, "tick_errors")
+    stopped_at = clock.get("stopped_at")
     return Canary(
         canary_id=row.canary_id,
         model=row.model,
@@ -31,18 +36,18 @@ def to_canary(row: CanaryRow) -> Canary:
         phase=cast(Phase, row.state),
         paused=row.paused,
         reason=row.reason,
-        step=row.step,
+        step=_whole(row.step, -1),
         steps=_steps(evidence),
         salt=row.salt,
-        created_at=row.created_at,
-        step_started_at=row.step_started_at,
-        stopped_s=clock.get("stopped_s", 0.0),
-        stopped_at=clock.get("stopped_at"),
-        ended_at=row.ended_at,
-        generation=row.generation,
+        created_at=_number(row.created_at),
+        step_started_at=_number(row.step_started_at),
+        stopped_s=_number(clock.get("stopped_s")),
+        stopped_at=None if stopped_at is None else _number(stopped_at),
+        ended_at=None if row.ended_at is None else _number(row.ended_at),
+        generation=_whole(row.generation, 0),
         taken_out=evidence.get("breaker"),
-        tick_errors=errors.get("count", 0),
-        tick_error_at=errors.get("at", 0.0),
+        tick_errors=_whole(errors.get("count"), 0),
+        tick_error_at=_number(errors.get("at")),
     )
 
 
@@ -51,19 +56,26 @@ def evidence_of(row: CanaryRow) -> dict[str, Any]:  # Any: JSON
     return row.evidence if isinstance(row.evidence, dict) else {}
 
 
-def clock_of(row: CanaryRow) -> dict[str, Any]:  # Any: JSON
-    """Return the evidence's entry `clock`, which says when the canary's clock stopped."""
-    return _entry(evidence_of(row), "clock")
-
-
-def _entry(evidence: dict[str, Any], name: str) -> dict[str, Any]:  # Any: JSON
-    value = evidence.get(name)
+def entry(row: CanaryRow, name: str) -> dict[str, Any]:  # Any: JSON
+    """Return an object of the evidence; empty when there is none of this name."""
+    value = evidence_of(row).get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _number(value: object) -> float:
+    known = isinstance(value, int | float) and -_LARGEST < value < _LARGEST  # False for NaN too
+    return cast(float, value) if known else 0.0
+
+
+def _whole(value: object, damaged: int) -> int:
+    return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else damaged
 
 
 def _steps(evidence: dict[str, Any]) -> tuple[int, ...]:  # Any: JSON
     steps = evidence.get("steps")
-    if not isinstance(steps, list) or not all(isinstance(one, int) for one in steps):
+    if not isinstance(steps, list):
+        return ()
+    if not all(isinstance(one, int) and 0 <= one <= BUCKETS for one in steps):
         return ()
     return tuple(steps)
 

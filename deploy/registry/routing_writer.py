@@ -9,28 +9,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import structlog
 from sqlalchemy.orm import Session
 
 from deploy.registry import canaries, versions
 from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable, decode_table, encode_table
+from sidecar.store.database import DAMAGE
 from sidecar.store.models import RoutingRow
+
+log = structlog.get_logger()
 
 
 def current(session: Session, model: str) -> RoutingTable | None:
-    """Return the table that proxies poll, or None when none was written yet."""
+    """Return the table that proxies poll; None when none was written yet or it is damaged."""
     row = session.get(RoutingRow, model)
-    return decode_table(row.body) if row is not None else None
+    return _table(row) if row is not None else None
 
 
 def write(session: Session, model: str, *, now: float) -> RoutingTable:
-    """Derive the table from the store and write it. A changed table gets the next generation."""
+    """Derive the table from the store and write it. A changed table gets the next generation.
+
+    A damaged table is written anew, so that it holds up neither a rollback nor a start.
+    """
     row = session.get(RoutingRow, model)
-    before = decode_table(row.body) if row is not None else None
+    before = _table(row) if row is not None else None
     after = _derive(session, model)
     if before is not None and replace(after, generation=before.generation) == before:
         return before
-    after = replace(after, generation=1 if before is None else before.generation + 1)
+    generation = before.generation if before is not None else _generation_of(row, now)
+    after = replace(after, generation=generation + 1)
     if row is None:
         row = RoutingRow(model=model)
         session.add(row)
@@ -61,11 +69,35 @@ def initialise(session: Session, model: str, *, now: float, actor: str) -> Routi
     return write(session, model, now=now)
 
 
+def _table(row: RoutingRow) -> RoutingTable | None:
+    """Decode the body of a row. None: it is damaged; the table can be derived again."""
+    try:
+        return decode_table(row.body)
+    except DAMAGE as error:
+        log.error("routing_table_damaged", model=row.model, why=f"{type(error).__name__}: {error}")
+        return None
+
+
+def _generation_of(row: RoutingRow | None, now: float) -> int:
+    """Return a generation that no proxy has passed, for a row whose body cannot be read.
+
+    The row's own column says it. Where that is damaged too, the time in seconds is larger than any
+    count of changes: a proxy never returns to a lower generation.
+    """
+    if row is None:
+        return 0
+    known = row.generation
+    return known if isinstance(known, int) and known > 0 else int(now)
+
+
 def _derive(session: Session, model: str) -> RoutingTable:
     session.flush()
     champion = versions.champion(session, model)
+    if not _servable(champion):
+        log.error("champion_damaged", model=model, champion=champion, serves=BASE)
+        champion = BASE
     canary = canaries.active(session, model)
-    if canary is None or canary.weight_bp == 0:
+    if canary is None or canary.weight_bp == 0 or not _servable(canary.candidate):
         return RoutingTable(model=model, champion=champion)
     return RoutingTable(
         model=model,
@@ -73,4 +105,11 @@ def _derive(session: Session, model: str) -> RoutingTable:
         canary=canary.candidate,
         canary_weight_bp=canary.weight_bp,
         salt=canary.salt,
+    )
+
+
+def _servable(adapter: str) -> bool:
+    """Return False for a damaged name, which no table may hold (`RoutingTable`)."""
+    return (
+        isinstance(adapter, str) and adapter.isascii() and adapter.isprintable() and adapter != ""
     )

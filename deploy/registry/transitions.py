@@ -63,7 +63,12 @@ def apply(
     Returns: False, with nothing written, when the row has changed since the decision was made.
     """
     row = canaries.find_row(session, canary.canary_id)
-    if (row.state, row.generation, row.paused) != (canary.phase, canary.generation, canary.paused):
+    found = canaries.to_canary(row)
+    if (found.phase, found.generation, found.paused) != (
+        canary.phase,
+        canary.generation,
+        canary.paused,
+    ):
         return False
     if canaries.breaker_trip(session, canary) is not None and canary.phase == "ramping":
         return False  # the breaker tripped during the decision; the next tick rolls back
@@ -82,7 +87,7 @@ def pause(session: Session, row: CanaryRow, *, reason: str, now: float, actor: s
         return before
     row.paused = True
     row.reason = f"paused: {reason}"
-    row.generation += 1
+    row.generation = before.generation + 1
     _stop_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
@@ -105,7 +110,7 @@ def take_out(
         return canaries.to_canary(row)
     row.evidence = {**canaries.evidence_of(row), "breaker": why}
     row.reason = f"paused; {reason}"
-    row.generation += 1
+    row.generation = before.generation + 1
     count(session, "canary", "taken_out")
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
@@ -121,7 +126,7 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
     tripped = before.taken_out or canaries.breaker_trip(session, before)
     row.paused = False
     row.reason = None
-    row.generation += 1
+    row.generation = before.generation + 1
     if tripped is not None:
         # A new salt: a breaker trip excludes the old salt for good.
         row.salt = uuid.uuid4().hex
@@ -192,7 +197,7 @@ def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: st
     row.step = move.step if move.to not in ended else row.step
     row.reason = move.reason
     row.paused = False
-    row.generation += 1
+    row.generation = before.generation + 1
     row.step_started_at = now
     row.ended_at = now if move.to in ended else None
     row.evidence = {**canaries.evidence_of(row), "clock": {}}
@@ -259,14 +264,14 @@ def _summary(canary: Canary) -> dict[str, Any]:
 
 
 def _stop_clock(row: CanaryRow, now: float) -> None:
-    evidence, clock = canaries.evidence_of(row), canaries.clock_of(row)
-    if clock.get("stopped_at") is None:
-        row.evidence = {**evidence, "clock": {**clock, "stopped_at": now}}
+    if canaries.to_canary(row).stopped_at is None:
+        clock = {**canaries.entry(row, "clock"), "stopped_at": now}
+        row.evidence = {**canaries.evidence_of(row), "clock": clock}
 
 
 def _start_clock(row: CanaryRow, now: float) -> None:
-    evidence, clock = canaries.evidence_of(row), canaries.clock_of(row)
-    stopped_at = clock.get("stopped_at")
-    if stopped_at is not None:
-        stopped_s = clock.get("stopped_s", 0.0) + max(0.0, now - stopped_at)
-        row.evidence = {**evidence, "clock": {"stopped_s": stopped_s, "stopped_at": None}}
+    canary = canaries.to_canary(row)
+    if canary.stopped_at is not None:
+        stopped_s = canary.stopped_s + max(0.0, now - canary.stopped_at)
+        clock = {"stopped_s": stopped_s, "stopped_at": None}
+        row.evidence = {**canaries.evidence_of(row), "clock": clock}

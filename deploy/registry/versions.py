@@ -152,7 +152,8 @@ def move_alias(
         row = AliasRow(model=model, alias=alias, adapter=to, generation=0)
         session.add(row)
     row.adapter = to
-    row.generation += 1
+    # A damaged number must not hold up a rollback; nobody compares an alias's generations.
+    row.generation = row.generation + 1 if isinstance(row.generation, int) else 1
     audit.record(
         session,
         now=now,

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from ingest.best_of.store import BestOfScores, load_scores, remove_scores
+from ingest.best_of.store import STAGE, BestOfScores, load_scores, remove_scores
 from ingest.grouping.selection import (
     BACKLOG,
     CHOSEN,
@@ -40,7 +40,6 @@ from ingest.store.groups import (
 from sidecar.records import Exchange
 from sidecar.store.database import count
 
-STAGE = "best_of"
 SCORED = "scored"
 ANSWERS_DIFFER = "answers_differ"
 CAME_SECOND = "came_second"

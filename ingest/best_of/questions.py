@@ -17,8 +17,15 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.orm import Session
 
-from ingest.best_of.groups import STAGE, answers_digest, settle
-from ingest.best_of.store import BestOfScores, oldest_scores, remove_scores, save_scores
+from ingest.best_of.groups import answers_digest, settle
+from ingest.best_of.store import (
+    STAGE,
+    BestOfScores,
+    any_scores,
+    oldest_scores,
+    remove_scores,
+    save_scores,
+)
 from ingest.errors import JudgeGarbledError, JudgeRejectedError, UnreadableExchangesError
 from ingest.grouping.rules import live_adapters, rules_now, rules_of
 from ingest.grouping.selection import group_id_of
@@ -201,7 +208,7 @@ class BestOfJudge:
     def _sweep(self) -> None:
         now = self._clock()
         with self._database.read() as session:
-            if not oldest_scores(session, limit=1):
+            if not any_scores(session):
                 return  # nearly always: take no write lock
         with self._database.write() as session:
             live = live_adapters(session, self._model)

@@ -7,13 +7,21 @@ second of the two makes the group (`ingest.best_of.groups`) and removes the scor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import msgspec
+import structlog
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from sidecar.store.database import insert_into
+from sidecar.store.database import count, insert_into
 from sidecar.store.models import BestOfScoreRow
+
+STAGE = "best_of"
+"""Stage of the counter rows: ("best_of", outcome) -> requests."""
+UNREADABLE = "unreadable"
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +59,22 @@ def save_scores(session: Session, scores: BestOfScores) -> bool:
 
 
 def load_scores(session: Session, exchange_ids: Sequence[str]) -> dict[str, BestOfScores]:
-    """Return the scores that wait for these exchanges, by exchange id."""
+    """Return the scores that wait for these exchanges, by exchange id; damaged ones are removed."""
     rows = session.scalars(
         select(BestOfScoreRow).where(BestOfScoreRow.exchange_id.in_(exchange_ids))
     )
-    return {row.exchange_id: _scores(row) for row in rows}
+    return {scores.exchange_id: scores for scores in _readable(session, rows.all())}
 
 
 def oldest_scores(session: Session, *, limit: int) -> list[BestOfScores]:
-    """List waiting scores, the oldest first."""
+    """List waiting scores, the oldest first; damaged ones are removed."""
     rows = session.scalars(select(BestOfScoreRow).order_by(BestOfScoreRow.at).limit(limit))
-    return [_scores(row) for row in rows]
+    return _readable(session, rows.all())
+
+
+def any_scores(session: Session) -> bool:
+    """Return True when scores wait."""
+    return session.scalar(select(BestOfScoreRow.exchange_id).limit(1)) is not None
 
 
 def remove_scores(session: Session, exchange_id: str) -> None:
@@ -69,13 +82,15 @@ def remove_scores(session: Session, exchange_id: str) -> None:
     session.execute(delete(BestOfScoreRow).where(BestOfScoreRow.exchange_id == exchange_id))
 
 
-def _scores(row: BestOfScoreRow) -> BestOfScores:
-    return BestOfScores(
-        exchange_id=row.exchange_id,
-        at=row.at,
-        answers_digest=row.answers_digest,
-        scores=tuple(row.scores),
-        explanations=tuple(row.explanations),
-        judge_model=row.judge_model,
-        rubric_hash=row.rubric_hash,
-    )
+def _readable(session: Session, rows: Sequence[BestOfScoreRow]) -> list[BestOfScores]:
+    """Read rows. A damaged one is counted and removed; selection then decides its exchange."""
+    found = []
+    for row in rows:
+        values = {field.name: getattr(row, field.name) for field in fields(BestOfScores)}
+        try:
+            found.append(msgspec.convert(values, BestOfScores))
+        except msgspec.ValidationError as error:
+            log.error("best_of_scores_unreadable", exchange_id=row.exchange_id, why=str(error))
+            remove_scores(session, row.exchange_id)
+            count(session, STAGE, UNREADABLE)
+    return found

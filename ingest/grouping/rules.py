@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import structlog
 from sqlalchemy.orm import Session
 
 from ingest.grouping.engine_facts import FLAG, UNKNOWN, load_facts, state
@@ -11,8 +12,10 @@ from ingest.grouping.selection import Rules
 from sidecar.records import BASE
 from sidecar.routing.table import decode_table
 from sidecar.settings import Settings
-from sidecar.store.database import get_flag
-from sidecar.store.models import RoutingRow
+from sidecar.store.database import DAMAGE, get_flag
+from sidecar.store.models import AliasRow, RoutingRow
+
+log = structlog.get_logger()
 
 
 def rules_of(settings: Settings) -> Rules:
@@ -35,9 +38,17 @@ def rules_now(session: Session, rules: Rules) -> Rules:
 
 
 def live_adapters(session: Session, model: str) -> frozenset[str]:
-    """Return the adapters that the routing table serves now; the base until there is a table."""
+    """Return the adapters that the routing table serves now; the base until there is a table.
+
+    A damaged table is not read: until control writes it anew, the champion alone counts.
+    """
     row = session.get(RoutingRow, model)
     if row is None:
         return frozenset({BASE})
-    table = decode_table(row.body)
+    try:
+        table = decode_table(row.body)
+    except DAMAGE as error:
+        log.error("routing_table_damaged", model=model, why=f"{type(error).__name__}: {error}")
+        alias = session.get(AliasRow, (model, "champion"))
+        return frozenset({alias.adapter if alias is not None else BASE})
     return frozenset({table.champion, table.canary or table.champion})

@@ -25,9 +25,9 @@ def next_midnight(now: float) -> datetime:
 
 
 def tokens_spent(session: Session, *, now: float) -> int:
-    """Return the number of candidate tokens sampled today (UTC)."""
+    """Return the number of candidate tokens sampled today (UTC). A damaged number counts as 0."""
     row = session.get(CounterRow, (STAGE, day_of(now)))
-    return row.count if row is not None else 0
+    return row.count if row is not None and isinstance(row.count, int) else 0
 
 
 def spend_tokens(session: Session, tokens: int, *, now: float) -> None:

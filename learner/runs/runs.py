@@ -120,8 +120,10 @@ def open_run(
         select(RunRow).where(RunRow.model == model, RunRow.status == RUNNING).with_for_update()
     ).all()
     for row in running:
-        if row.heartbeat_at > now - LEASE_S:
-            raise RunInProgressError(row.run_id, row.heartbeat_at)
+        # A damaged time must not hold the lease for good. A live run loses it and stops.
+        heartbeat_at = row.heartbeat_at if isinstance(row.heartbeat_at, int | float) else 0.0
+        if heartbeat_at > now - LEASE_S:
+            raise RunInProgressError(row.run_id, heartbeat_at)
         reason = "it died: its heartbeat stood still"
         culprits = blame_for_death(session, row.run_id, reason)
         abandon(session, row.run_id, reason, now=now, culprits=culprits)

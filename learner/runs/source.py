@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group, stored_tokens
+from learner.errors import ParentError
 from learner.records import Fault, Parent
 from learner.runs.staleness import runs_between
 from sidecar.store.database import DAMAGE, count
@@ -69,7 +70,9 @@ def waiting_groups(session: Session, *, model: str, parent: str, max_age: int) -
             stale[group_id] = "stale"
         else:
             fresh.append(group_id)
-            failures |= {group_id: failed} if failed else {}
+            # A damaged count is taken for one: the group is tried beside the other suspects.
+            count_known = failed if isinstance(failed, int) else 1
+            failures |= {group_id: count_known} if count_known else {}
     return Waiting(fresh=tuple(fresh), stale=stale, failures=failures)
 
 
@@ -127,8 +130,14 @@ def samplers(session: Session, model: str, names: Iterable[str]) -> dict[str, Pa
 
 
 def as_parent(row: AdapterRow) -> Parent:
-    """Convert a registered version to a `Parent`, which the trainer can load."""
-    return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
+    """Convert a registered version to a `Parent`, which the trainer can load.
+
+    Raises: ParentError when the path in its row is damaged.
+    """
+    try:
+        return Parent(name=row.name, version=row.version, digest=row.digest, path=Path(row.path))
+    except TypeError as error:
+        raise ParentError(f"the path of {row.name} is damaged in the store: {error}") from error
 
 
 def mark_trained(session: Session, group_ids: Iterable[str]) -> None:

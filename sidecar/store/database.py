@@ -2,11 +2,13 @@
 
 SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE): a
 transaction that reads first and then writes fails at once when another process wrote in between.
-Bytes of a text that are not UTF-8 are read as U+FFFD (`sidecar.store.existing`).
+Bytes of a text that are not UTF-8 are read as U+FFFD (`sidecar.store.existing`). JSON that cannot
+be decoded is read as None.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import warnings
 import zlib
@@ -192,7 +194,9 @@ def _make_private(path: Path) -> None:
 def _open(url: str) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
         return create_engine(url, pool_pre_ping=True)
-    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+    engine = create_engine(
+        url, connect_args={"timeout": BUSY_TIMEOUT_S}, json_deserializer=_read_json
+    )
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
@@ -208,6 +212,17 @@ def _open(url: str) -> Engine:
         connection.exec_driver_sql(f"BEGIN {mode}")
 
     return engine
+
+
+def _read_json(stored: Any) -> Any:  # Any: JSON, or what a faulty disk left of it
+    """Decode a JSON column. Damaged text is read as None, which no such column holds.
+
+    An error here would fail each query that meets the row; so the row's reader decides.
+    """
+    try:
+        return json.loads(stored)
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _say(cause: BaseException | None) -> str:

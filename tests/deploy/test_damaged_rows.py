@@ -9,8 +9,23 @@ import pytest
 from sqlalchemy import String
 from structlog.testing import capture_logs
 
+from deploy.admin.metrics import StoreCollector, render
 from deploy.admin.problems import TYPE_PREFIX
-from sidecar.store.models import AnswerRow, ChoiceRow, CounterRow, ExchangeRow, GroupRow
+from deploy.engine.reconcile import EngineView
+from deploy.registry import api_keys
+from sidecar.store.database import count
+from sidecar.store.models import (
+    AdapterRow,
+    AnswerRow,
+    ApiKeyRow,
+    CanaryRow,
+    ChoiceRow,
+    CounterRow,
+    ExchangeRow,
+    GroupRow,
+    RoutingRow,
+    RunRow,
+)
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 World = Any
@@ -20,7 +35,7 @@ TEXTS = [column.name for column in ExchangeRow.__table__.columns if isinstance(c
 def damage(world: World, table: Any, column: str, where: str, value: str = NO_UTF8) -> None:
     with closing(world.database.engine.raw_connection()) as raw:
         raw.execute("PRAGMA foreign_keys=OFF")
-        raw.execute(f'UPDATE {table.__tablename__} SET "{column}" = {value} WHERE {where}')
+        raw.execute(f'UPDATE {table.__table__.name} SET "{column}" = {value} WHERE {where}')
         raw.execute("PRAGMA foreign_keys=ON")
 
 
@@ -148,3 +163,84 @@ async def test_text_in_a_number_column_of_an_exchange_is_named(world: World, api
         f"exchange {exchange_id} is damaged in the store: status: Input should be a valid integer, "
         "unable to parse string as an integer"
     )
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        (RoutingRow, "body", "'{'"),
+        (RoutingRow, "generation", "'soon'"),
+        (RunRow, "counts", "'{'"),
+        (RunRow, "heartbeat_at", "'soon'"),
+        (CounterRow, "count", "'soon'"),
+        (CanaryRow, "step_started_at", "'soon'"),
+        (CanaryRow, "evidence", "'[7]'"),
+        (CanaryRow, "state", "'soon'"),
+        (AdapterRow, "version", "'soon'"),
+    ],
+)
+async def test_one_damaged_row_hides_no_page_of_the_admin_api(
+    world: World, api: Any, table: Any, column: str, value: str
+) -> None:
+    world.promote(world.register(1))
+    world.promote(world.register(2))
+    with world.database.write() as session:
+        count(session, "learn", "trained")
+        session.add(
+            RunRow(
+                run_id="r",
+                model="m",
+                status="finished",
+                started_at=1.0,
+                heartbeat_at=1.0,
+                parent="base",
+                settings={},
+                counts={},
+                metrics=[],
+            )
+        )
+    damage(world, table, column, "rowid = 1", value)
+
+    pages = ("/status", "/funnel", "/learner", "/adapters", "/canaries", "/runs")
+    found = {page: (await api.get(page)).status_code for page in pages}
+    collected = render(StoreCollector(world.database, "m", EngineView))
+
+    assert found == dict.fromkeys(pages, 200)
+    assert b"sidecar_routing_generation" in collected
+
+
+async def test_a_count_of_errors_that_is_damaged_ends_no_loop(world: World) -> None:
+    name = world.register(1)
+    controller = world.controller()
+    await controller.tick()
+    evidence = '{"steps": [5000], "tick_errors": {"count": "x", "at": []}, "loading": 7}'
+    damage(world, CanaryRow, "evidence", f"candidate = '{name}'", f"'{evidence}'")
+
+    for _ in range(3):
+        await controller.tick()
+        world.clock.now += 1.0
+
+    assert world.canary(name).phase == "gating"
+
+
+def test_a_damaged_key_hides_no_other_and_keeps_no_key_from_being_revoked(world: World) -> None:
+    with world.database.write() as session:
+        for key_id in ("a", "b"):
+            session.add(
+                ApiKeyRow(
+                    key_id=key_id,
+                    project="default",
+                    name="",
+                    secret_hash="0" * 64,
+                    scopes="infer",
+                    best_of_max=1,
+                    created_at=1.0,
+                    generation=1,
+                )
+            )
+    damage(world, ApiKeyRow, "scopes", "key_id = 'a'", "'everything'")
+    damage(world, ApiKeyRow, "generation", "key_id = 'a'", "'soon'")
+
+    assert [one.key.key_id for one in api_keys.all_keys(world.database)] == ["b"]
+    revoked = api_keys.revoke(world.database, "b", reason="lost", actor="me", now=9.0)
+    assert revoked.revoked_at == 9.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any, Literal
 
 import pytest
@@ -145,6 +146,82 @@ def test_a_canary_whose_evidence_is_damaged_holds_up_no_rollback(
     assert (result.after, result.changed) == (served[1], True)
     assert (world.table().canary, world.table().champion) == (None, served[1])
     assert world.canary(candidate).phase == "rolled_back"
+
+
+def damage(world: World, table: str, column: str, value: str, where: str = "1") -> None:
+    """Write past the library, as a faulty disk would do it."""
+    with closing(world.database.engine.raw_connection()) as raw:
+        raw.execute(f"UPDATE {table} SET {column} = {value} WHERE {where}")
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("canary", "evidence", "'{\"steps\": [20'"),
+        ("canary", "evidence", "'{\"steps\": [99999999]}'"),
+        ("canary", "generation", "'soon'"),
+        ("canary", "step", "'soon'"),
+        ("canary", "step_started_at", "'soon'"),
+        ("canary", "candidate", "CAST(x'ff80c3' AS TEXT)"),
+        ("alias", "generation", "'soon'"),
+        ("routing_table", "body", "'{\"model\": '"),
+        ("routing_table", "body", "'{}'"),
+        ("routing_table", "body", "x'00ff'"),
+        ("routing_table", "generation", "'soon'"),
+    ],
+)
+def test_no_damaged_row_holds_up_a_rollback(
+    world: World, served: tuple[str, ...], table: str, column: str, value: str
+) -> None:
+    candidate = ramp(world)
+    active = f"candidate = '{candidate}'" if table == "canary" else "1"
+    damage(world, table, column, value, active)
+
+    result = roll_back(world)
+
+    assert (result.after, result.changed) == (served[1], True)
+    assert (world.table().canary, world.table().champion) == (None, served[1])
+
+
+def test_a_damaged_name_of_the_champion_holds_up_no_rollback_that_names_its_target(
+    world: World, served: tuple[str, ...]
+) -> None:
+    ramp(world)
+    damage(world, "alias", "adapter", "CAST(x'ff80c3' AS TEXT)", "alias = 'champion'")
+
+    result = roll_back(world, "1")
+
+    assert (world.table().canary, world.table().champion) == (None, served[0])
+    assert result.after == served[0]
+
+
+@pytest.mark.parametrize("generation", [None, "'soon'", "-1"])
+def test_a_damaged_routing_table_gets_a_generation_that_no_proxy_has_passed(
+    world: World, served: tuple[str, ...], generation: str | None
+) -> None:
+    before = world.table().generation
+    damage(world, "routing_table", "body", "'['")
+    if generation is not None:
+        damage(world, "routing_table", "generation", generation)
+    with world.database.read() as session:
+        assert routing_writer.current(session, "m") is None
+
+    with world.database.write() as session:
+        after = routing_writer.initialise(session, "m", now=2_000.0, actor=audit.CONTROL)
+
+    assert after.generation > before
+    assert world.table() == after
+    assert after.champion == served[2]
+
+
+async def test_control_writes_a_damaged_routing_table_anew(
+    world: World, served: tuple[str, ...]
+) -> None:
+    damage(world, "routing_table", "body", "'['")
+
+    await world.controller().tick()
+
+    assert world.table().champion == served[2]
 
 
 def test_a_version_that_never_passed_a_canary_is_refused(

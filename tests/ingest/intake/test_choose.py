@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from ingest.intake.choose import choose_backlog, choose_new
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings
+from sidecar.store.models import AliasRow, RoutingRow
 
 
 def new(kit, *, limit: int = 100, **rules: Any) -> int:
@@ -67,6 +69,18 @@ def test_the_base_is_live_until_there_is_a_champion(kit) -> None:
     with kit.database.read() as session:
         assert live_adapters(session, "smollm") == {"v2", "v3"}
         assert live_adapters(session, "another-model") == {"base"}
+
+
+@pytest.mark.parametrize("body", ["{", "{}", "[7]"])
+def test_a_damaged_routing_table_holds_up_no_selection(kit, body: str) -> None:
+    kit.route(champion="v2", canary="v3")
+    with kit.database.write() as session:
+        session.add(AliasRow(model="smollm", alias="champion", adapter="v2", generation=1))
+        session.get_one(RoutingRow, "smollm").body = body
+
+    kit.choose(kit.exchange("a", adapter="v2"))
+
+    assert selections(kit, "a") == ["chosen"]
 
 
 def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit) -> None:

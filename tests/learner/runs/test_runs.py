@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
 from learner.records import Parent
+from learner.runs.retry import choose
 from learner.runs.runs import LEASE_S, Heartbeat, abandon, end_run, find_parent, open_run
 from learner.runs.source import (
     claim,
@@ -65,6 +66,46 @@ def test_a_champion_that_nobody_registered_is_refused(database: Database) -> Non
         session.add(AliasRow(model="m", alias="champion", adapter="ghost", generation=1))
 
     with database.read() as session, pytest.raises(ParentError, match="ghost"):
+        find_parent(session, "m")
+
+
+def test_a_run_whose_heartbeat_is_damaged_keeps_no_other_out(database: Database) -> None:
+    begin(database, "one", now=100.0)
+    with database.write() as session:
+        session.execute(text("UPDATE training_run SET heartbeat_at = 'soon'"))
+
+    begin(database, "two", now=101.0)
+
+    with database.read() as session:
+        assert session.get_one(RunRow, "one").status == "failed"
+
+
+def test_a_damaged_count_of_failures_makes_its_group_a_suspect(
+    database: Database, put_group: Make, scored_group: Make
+) -> None:
+    for name in ("a", "b", "c"):
+        put_group(scored_group((0.0, 1.0), group_id=name))
+    with database.write() as session:
+        session.execute(
+            text("UPDATE answer_group SET learn_attempts = 'soon' WHERE group_id = 'b'")
+        )
+
+    with database.read() as session:
+        waiting = waiting_groups(session, model="m", parent="base", max_age=4)
+
+    assert (waiting.fresh, waiting.failures) == (("c", "b", "a"), {"b": 1})
+    taken, _ = choose(waiting.fresh, waiting.failures, least=1, most=8, after_failure=False)
+    assert set(taken) == {"a", "b", "c"}
+
+
+def test_a_champion_whose_path_is_damaged_is_one_line(
+    database: Database, put_version: Make
+) -> None:
+    name = put_version(3, champion=True)
+    with database.write() as session:
+        session.execute(text("UPDATE adapter_version SET path = x'00ff'"))
+
+    with database.read() as session, pytest.raises(ParentError, match=f"the path of {name} is"):
         find_parent(session, "m")
 
 
