@@ -81,17 +81,17 @@ class Proxy:
             name = f"proxy-{handover.port}-{handover.slot}.sock"
             self._socket_path = settings.state_dir / name
         bus = outbox_path(settings.bus.url)
-        rest = Yielding()
+        yield_cpu = Yielding()
         sink = sink or Outbox(
             bus,
             max_rows=settings.bus.max_rows,
             on_rows_gone=self.metrics.outbox_rows_gone.inc,
-            rest=rest,
+            yield_cpu=yield_cpu,
         )
         spans = request_spans(tracing, settings.telemetry) if tracing is not None else None
         traced = tracing is not None and tracing.spans is not None
         propagation = Propagation(settings.telemetry.trace_sample_rate)
-        self.capture = Capture(settings.capture, sink, self.metrics, spans, rest)
+        self.capture = Capture(settings.capture, sink, self.metrics, spans, yield_cpu)
         self._keys = KeySource(self.metrics) if settings.access.mode == "keys" else None
         last_trip = self._reporter.recall()
         if last_trip is not None:
@@ -132,7 +132,7 @@ class Proxy:
                     surfaces={str(name): rate for name, rate in settings.capture.surfaces.items()},
                 ),
                 replicas=replicas,
-                models_changed=self._watch.look_soon,
+                models_changed=self._watch.poll_soon,
                 app=Replica(app, connect_timeout_s=timeout_s),
                 routing=self.routing,
                 capture=self.capture,

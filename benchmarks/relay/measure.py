@@ -149,7 +149,7 @@ def request_file(running: Running, scenario: Scenario, folder: Path) -> Path:
 
 
 def settle(pid: int) -> None:
-    """Wait until the process tree rests: it may still write what it captured, or clean up."""
+    """Wait until the process tree is idle: it may still write captures or clean up."""
     deadline = time.monotonic() + SETTLE_LIMIT_S
     pause = 0.15
     while time.monotonic() < deadline:

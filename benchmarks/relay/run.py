@@ -29,9 +29,9 @@ from benchmarks.relay.memory import Soak, soak_row, soak_target
 from benchmarks.relay.profile import profile
 from benchmarks.relay.scan import (
     LARGE,
-    OPENING,
+    PREFIX,
     Scans,
-    middle_look,
+    median_scans,
     scan_rows,
     scan_targets,
     scan_us_per_mb,
@@ -163,8 +163,8 @@ def main(argv: Sequence[str]) -> int:
         machine["contenders"] = {
             name: one.launch.version for name, one in stage.running.items() if one.launch.version
         }
-        measured, looks = _measure(stage, options)
-        samples, scans = Samples(measured), middle_look(looks or [_scan(stage)])
+        measured, scan_rounds = _measure(stage, options)
+        samples, scans = Samples(measured), median_scans(scan_rounds or [_scan(stage)])
         soaks = _soak(stage, options)
         if options.profile:
             _profile(stage, options)
@@ -208,8 +208,8 @@ def _start(stage: Stage, only: Sequence[str], stack: ExitStack) -> None:
 
 
 def _measure(stage: Stage, options: Options) -> tuple[list[Sample], list[Scans]]:
-    """What the contenders cost; and what a look does, in every round that is judged by it."""
-    samples, looks = [], []
+    """Measure the contenders, and one scan in every round whose target needs it."""
+    samples, scan_rounds = [], []
     for scenario in options.scenarios:
         print(f"  {scenario.name}: {scenario.what}", file=sys.stderr)
         for number in range(options.rounds):
@@ -217,9 +217,9 @@ def _measure(stage: Stage, options: Options) -> tuple[list[Sample], list[Scans]]
                 if name not in stage.running:
                     continue
                 samples.append(_measure_one(stage, options, name, scenario, number))
-            if scenario in (LARGE, OPENING):
-                looks.append(_scan(stage))
-    return samples, looks
+            if scenario in (LARGE, PREFIX):
+                scan_rounds.append(_scan(stage))
+    return samples, scan_rounds
 
 
 def _measure_one(
@@ -238,7 +238,7 @@ def _measure_one(
 
 
 def _scan(stage: Stage) -> Scans:
-    """What a look costs where the proxies work, while the other core is as busy as it was then."""
+    """Measure a scan on the proxies' core, while the other core is as busy as under load."""
     scans: Scans = {}
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {stage.cores.proxy})

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 BUSY_TIMEOUT_S = 5.0
 """Seconds that a writer waits for the lock of the file. Captures queue in memory meanwhile."""
 ROWS_AT_ONCE = 8
-"""Rows written between two calls of `rest`."""
+"""Rows written between two calls of `yield_cpu`."""
 _SCHEMA = """CREATE TABLE IF NOT EXISTS outbox(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, exchange_id TEXT, at REAL, payload BLOB)"""
 # Rows are deleted from the front only, so the first and last `seq` give their number. Each has its
@@ -129,14 +129,14 @@ class Outbox:
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
         on_rows_gone: Callable[[int], object] | None = None,
-        rest: CooperativeYield = never_yield,
+        yield_cpu: CooperativeYield = never_yield,
     ) -> None:
         """on_rows_gone: called with the number of unread records lost with a deleted or moved file,
-        by only one of its writers. rest: called between two steps of a write."""
+        by only one of its writers. yield_cpu: called between two steps of a write."""
         self._file = _File(path, busy_timeout_s, on_rows_gone)
         self._max_rows = max_rows
         self._clock = clock
-        self._rest = rest
+        self._yield_cpu = yield_cpu
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
         """Store a batch in one transaction.
@@ -156,7 +156,7 @@ class Outbox:
                     "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)",
                     kept[start : start + ROWS_AT_ONCE],
                 )
-                self._rest()
+                self._yield_cpu()
             connection.execute("COMMIT")
         return len(kept)
 

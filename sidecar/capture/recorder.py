@@ -66,15 +66,15 @@ class Capture:
         sink: ExchangeSink,
         metrics: Metrics,
         spans: RequestSpans | None,
-        rest: CooperativeYield = never_yield,
+        yield_cpu: CooperativeYield = never_yield,
     ) -> None:
         """spans: None when no exporter is configured; no spans are made then.
-        rest: the thread calls it between two captures to yield the CPU."""
+        yield_cpu: the thread calls it between two captures to yield the CPU."""
         self._settings = settings
         self._sink = sink
         self._metrics = metrics
         self._spans = spans
-        self._rest = rest
+        self._yield_cpu = yield_cpu
         self._turns = Turns()
         self._queue: deque[tuple[RawCapture, int]] = deque()
         self.held = HeldBytes(
@@ -227,7 +227,7 @@ class Capture:
             if (
                 len(self._queue) < self._max_pending // 2
             ):  # a long queue has priority over the relay
-                self._rest()
+                self._yield_cpu()
             try:
                 exchange = self._read(raw)
             except Exception as error:  # noqa: BLE001 - a defect on one capture must not end the thread

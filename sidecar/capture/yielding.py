@@ -15,7 +15,7 @@ from typing import Protocol
 WORK_S = 300e-6
 """Longest stretch of work, in seconds. Shorter stretches cost more than they save, because both
 threads find cold caches after each switch: with 100 us a capture takes 1.5 times the CPU time."""
-REST_S = 20e-6
+PAUSE_S = 20e-6
 """Requested length of a pause, in seconds. Linux's timer slack makes it at least 70 us."""
 
 
@@ -30,23 +30,23 @@ def never_yield() -> None:
 
 
 class Yielding:
-    """Pauses for `rest_s` after each `work_s` of work. For one thread."""
+    """Pauses for `pause_s` after each `work_s` of work. For one thread."""
 
     def __init__(
         self,
         *,
         work_s: float = WORK_S,
-        rest_s: float = REST_S,
+        pause_s: float = PAUSE_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._work_s = work_s
-        self._rest_s = rest_s
+        self._pause_s = pause_s
         self._clock = clock
         self._sleep = sleep
         self._since = clock()
 
     def __call__(self) -> None:
         if self._clock() - self._since >= self._work_s:
-            self._sleep(self._rest_s)
+            self._sleep(self._pause_s)
             self._since = self._clock()

@@ -142,7 +142,7 @@ class Breaker:
                     cells[at + 1 + kind] += 1.0
                     self._metrics.bad_replies.inc((arm, KINDS[kind]))
         if arm == "canary" and not self.is_open:
-            excess = self._test.look(*self._totals())
+            excess = self._test.check(*self._totals())
             if excess is not None:
                 self._trip(excess)
 

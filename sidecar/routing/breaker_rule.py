@@ -1,6 +1,6 @@
 """Decide when a canary is so much worse than the champion that it must be taken out. Pure.
 
-The breaker looks for gross failures only, from replies that every worker counts;
+The breaker finds gross failures only, from replies that every worker counts;
 `deploy.registry.canary_rule` judges smaller differences later, from what was recorded. Each kind of
 bad reply has its own one-sided CUSUM test (Page, Biometrika 1954): every canary reply adds the
 log-likelihood ratio of "bad at the raised rate" against "bad at the champion's rate", and the sum
@@ -79,7 +79,7 @@ class ExcessTest:
         self._since = [nothing] * len(KINDS)
         """For each kind: the canary's bad and all replies, the champion's bad and all replies."""
 
-    def look(self, canary: Sequence[float], champion: Sequence[float]) -> Excess | None:
+    def check(self, canary: Sequence[float], champion: Sequence[float]) -> Excess | None:
         """Test the totals since the canary began. Returns: why the canary is to be taken out, or
         None.
 

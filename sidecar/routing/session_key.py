@@ -12,9 +12,9 @@ DEFAULT_PROJECT: Final = "default"
 LONGEST_NAME_BYTES: Final = 255
 """Longest session key or user name, in bytes of UTF-8: the store's columns hold no more."""
 LONG_PIECE_BYTES: Final = 64 * 1024
-"""A message longer than this has its XXH3 digest in the name instead of itself: SHA-256 of a
-megabyte takes 0.7 ms, which is another look at the whole prompt, and XXH3 0.02. Who makes two that
-collide has two conversations of his own taken for one."""
+"""A longer message is hashed by its XXH3 digest: SHA-256 of a megabyte takes 0.7 ms, as
+long as the scan of the whole prompt, and XXH3 0.02. A client that makes two messages collide only
+mixes up two conversations of its own."""
 
 
 def session_key(

@@ -1,4 +1,7 @@
-"""A worker process as its parent sees it, and the rules by which the parent decides."""
+"""A worker process as its parent sees it, and the rules by which the parent decides.
+
+`Silence` and `HUNG_AFTER_S` decide when a worker hangs; `sidecar.workers.parent` applies them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from sidecar.backoff import Backoff
 from sidecar.workers.handover import Handover
 
 RESTARTS = Backoff(first_s=0.1, last_s=10.0)
-LOOK_S = 1.0
-"""How often the parent checks for signs of life. A worker gives four a second."""
+CHECK_INTERVAL_S = 1.0
+"""Pause between two checks for signs of life, in seconds. A worker gives four signs a second."""
 HUNG_AFTER_S = 30.0
 """A worker without a sign of life for so long is killed. That cuts the replies it was sending, so
 the parent must be certain: the longest blocking work of a loop (reading 64 MiB of answers and
@@ -28,12 +31,12 @@ class Child:
         self.started = time.monotonic()
         self.ready = asyncio.Event()
         self.left = asyncio.Event()
-        """It accepts no more connections: it drains, or it has ended."""
+        """The worker accepts no more connections: it drains or has ended."""
         self.ended = asyncio.Event()
         self.writer: asyncio.StreamWriter | None = None
         self.silence = Silence()
         self.hung = False
-        """It was killed because it gave no sign of life."""
+        """The parent killed the worker because it gave no sign of life."""
 
     @property
     def serves(self) -> bool:
@@ -48,7 +51,7 @@ class Child:
             self.process.terminate()
 
     def end_hung(self) -> None:
-        """Kill it: a blocked event loop handles no other signal."""
+        """Kill the worker. A blocked event loop handles no other signal."""
         self.hung = True
         self.left.set()
         if self.process.returncode is None:
@@ -56,27 +59,33 @@ class Child:
 
 
 class Silence:
-    """How long a worker has given no sign of life. Pure.
+    """Measures how long a worker has given no sign of life. Pure.
 
-    It counts checks instead of reading a clock: while the parent is stopped too (a frozen
-    container, a laptop asleep) nothing is checked, and no worker counts as silent.
+    It counts checks instead of reading a clock: while the parent does not run either (a frozen
+    container, a sleeping laptop), no check happens and no worker becomes silent.
     """
 
     def __init__(self) -> None:
         self._signs = 0
-        self._looks = 0
+        self._silent_checks = 0
 
-    def look(self, signs: int) -> float:
-        """Check once. signs: how many the worker has given so far. Checks are at least `LOOK_S`
-        apart. Returns: seconds without a new sign, at least."""
-        self._looks = self._looks + 1 if signs == self._signs else 0
+    def check(self, signs: int) -> float:
+        """Compare with the last check, at least `CHECK_INTERVAL_S` ago.
+
+        signs: signs of life since the worker started. Returns: the least number of seconds since
+        the last new sign.
+        """
+        self._silent_checks = self._silent_checks + 1 if signs == self._signs else 0
         self._signs = signs
-        return self._looks * LOOK_S
+        return self._silent_checks * CHECK_INTERVAL_S
 
 
 def takers(serving: Sequence[bool]) -> list[int | None]:
-    """Which worker accepts each listener's connections: its own, else the first one that serves;
-    None when no worker serves, and the connections wait. Pure."""
+    """Choose the worker that accepts each listener's connections. Pure.
+
+    It is the listener's own worker if that one serves, else the first that does. None: no worker
+    serves, and the connections wait.
+    """
     substitute = serving.index(True) if True in serving else None
     return [own if serves else substitute for own, serves in enumerate(serving)]
 

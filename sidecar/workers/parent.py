@@ -41,8 +41,8 @@ from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
 from sidecar.workers.child import (
+    CHECK_INTERVAL_S,
     HUNG_AFTER_S,
-    LOOK_S,
     RESTARTS,
     Child,
     first_of,
@@ -169,9 +169,9 @@ class Workers:
     async def _end_hung(self) -> None:
         """Kill workers whose event loop is blocked; `_keep` starts others in their place."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             for child in [one for one in self._children if one.serves]:
-                silent_s = child.silence.look(signs_of_life(self._regions[child.handover.slot]))
+                silent_s = child.silence.check(signs_of_life(self._regions[child.handover.slot]))
                 if silent_s >= self._hung_after_s:
                     slot, pid = child.handover.slot, child.process.pid
                     log.error("worker_hung", slot=slot, pid=pid, silent_s=silent_s)

@@ -235,7 +235,7 @@ def test_too_short_a_soak_is_refused() -> None:
         growth([1.0, 2.0, 3.0])
 
 
-def test_the_growth_by_prompt_is_weighed_by_one_look() -> None:
+def test_the_growth_by_prompt_is_measured_in_scans() -> None:
     # 1,000 replies a second: a share of 0.1 is 100 microseconds each; 0.999 MB lie between.
     samples = Samples(
         [

@@ -79,6 +79,6 @@ def _pass_on(
 ) -> None:
     with contextlib.suppress(OSError):  # one side is gone: the other side's reader tells
         while data := source.recv(65_536):
-            kept += data  # before it is passed on: who has read the reply finds it here
+            kept += data  # before it is passed on, so a client that has the reply finds it here
             target.sendall(change(data))
         target.shutdown(SHUT_WR)

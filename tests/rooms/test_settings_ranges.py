@@ -103,7 +103,7 @@ def build_all(settings: Settings, folder: Path) -> None:
     make_controller(settings, database, {}, engine, judge, lambda: None)
 
     class StandStill(Schedule):
-        def look(self) -> None:
+        def observe(self) -> None:
             return None
 
     schedule = StandStill(settings, database, lambda _: pytest.fail("a run"), clock=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""What strangers wrote is shown to a terminal without anything that it obeys."""
+"""Text from outside is printed without the characters that a terminal obeys."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Best of N, the reply's side: from vLLM's N answers to the one that the client gets. Pure.
+"""Make the reply of a best-of-N request from vLLM's reply with N answers. Pure.
 
-Whole: vLLM's own reply with one choice left in it, every other byte as vLLM wrote it, but for
-`index`, what the sidecar asked for, and the usage.
-As a stream: the same values in the events that vLLM writes for one answer (0.32): the role, the
-text in one piece, each tool call in two, the end, the usage if asked for, `[DONE]`.
-Usage counts the returned answer alone: it is what the client has, and what it may compute its
-context or its bill from. What the others cost is in the sidecar's own metrics.
+A whole reply is vLLM's own bytes with the picked choice alone. Only `index`, the usage and the
+fields that the sidecar asked for differ.
+A stream has the same values in the events that vLLM 0.32 writes for one answer: the role, the text
+in one piece, each tool call in two, the end, the usage if the client asked for it, `[DONE]`.
+The usage counts the returned answer alone, because clients compute their context length and costs
+from it. The tokens of the other answers are in the sidecar's own metrics.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sidecar.relay.payload.reply_edit import NULL, Strip
 from sidecar.relay.payload.spans import Member, elements, members
 
 Edit = tuple[int, int, bytes]
-"""`data[start:end]` becomes these bytes."""
+"""(start, end, new): replace `data[start:end]` by `new`."""
 Values = dict[str, bytes]
-"""Members of an object by key, each value as it stands in the reply."""
+"""The members of an object by key, each value as the bytes of the reply."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 class UnreadableAnswersError(Exception):
-    """Not a chat reply with the N choices that were asked for; never leaves the relay."""
+    """vLLM's reply is no chat reply with N choices. Never leaves the relay."""
 
 
 class _Choice(msgspec.Struct):
@@ -52,17 +52,17 @@ _DECODER = msgspec.json.Decoder(_Reply)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """vLLM's reply and where its choices stand in it."""
+    """vLLM's reply and the positions of its choices."""
 
     body: bytes
     top: tuple[Member, ...]
-    """The reply's members: the one scan of it that is needed."""
+    """The reply's members, from its only scan."""
     messages: tuple[bytes, ...]
-    """[N] assistant messages, JSON as vLLM wrote it, by index."""
+    """[N] assistant messages by choice index, in vLLM's JSON."""
     spans: tuple[tuple[int, int], ...]
-    """[N] of the choices, by index."""
+    """[N] (start, end) of the choices in `body`, by choice index."""
     tokens: tuple[int | None, ...]
-    """[N] sampled ones; None where vLLM hides the ids (`include_reasoning: false`)."""
+    """[N] token counts by choice index; None if vLLM hides the ids (`include_reasoning: false`)."""
     prompt_tokens: int
     completion_tokens: int
     """Tokens of all N answers together."""
@@ -94,7 +94,7 @@ def read_answers(body: bytes, n: int) -> Answers:
 
 
 def whole_reply(answers: Answers, picked: int, strip: Strip) -> bytes:
-    """The reply as if one answer, `picked`, had been asked for."""
+    """Make the whole reply with the answer `picked` alone."""
     body = answers.body
     edits: list[Edit] = []
     for member in answers.top:
@@ -110,7 +110,7 @@ def whole_reply(answers: Answers, picked: int, strip: Strip) -> bytes:
 def stream_reply(
     answers: Answers, picked: int, strip: Strip, *, include_usage: bool, continuous_usage: bool
 ) -> bytes:
-    """The same reply as vLLM's stream of events, all of it."""
+    """Make all events of a stream with the answer `picked` alone."""
     top = {m.key: answers.body[m.start : m.end] for m in answers.top if m.key != "choices"}
     choice = _values(answers.body, *answers.spans[picked])
     said = _values(choice["message"], 0, len(choice["message"]))
@@ -147,7 +147,7 @@ def stream_reply(
             token_ids,
         )
         events.append(event(middle, tokens=full))
-        logprobs, token_ids = NULL, no_ids  # the first one carried those of the whole answer
+        logprobs, token_ids = NULL, no_ids  # the first event has those of the whole answer
     end = (
         b'{"index":0,"delta":{},"logprobs":%b,"finish_reason":%b,"stop_reason":%b,"token_ids":%b}'
     ) % (logprobs, choice.get("finish_reason", NULL), choice.get("stop_reason", NULL), token_ids)
@@ -162,7 +162,8 @@ def stream_reply(
 
 
 def _deltas(said: Values) -> list[bytes]:
-    """What the message holds beside its role, one event's worth each, in vLLM's order."""
+    """List the members of each delta, one delta per event, in vLLM's order; the role is not among
+    them."""
     deltas = []
     for key in ("reasoning", "content"):
         if said.get(key, NULL) not in (NULL, b'""'):
@@ -203,14 +204,14 @@ def _choice(answers: Answers, picked: int, strip: Strip) -> bytes:
 
 
 def _usage(answers: Answers, picked: int, usage: Member) -> bytes:
-    """The usage object with the counts of one answer; as it is when those are not known."""
+    """Make the usage object with the counts of one answer; unchanged when they are not known."""
     own = answers.tokens[picked]
     if own is None:
         return answers.body[usage.start : usage.end]
     values = {
         "completion_tokens": b"%d" % own,
         "total_tokens": b"%d" % (answers.prompt_tokens + own),
-        # A sum over all answers (reasoning tokens); nothing says which share is whose.
+        # A sum over all answers (reasoning tokens); the share of each answer is not known.
         "completion_tokens_details": NULL,
     }
     found = members(answers.body, usage.start, usage.end)
@@ -219,7 +220,7 @@ def _usage(answers: Answers, picked: int, usage: Member) -> bytes:
 
 
 def _without_nulls(data: bytes) -> bytes:
-    """An object without members that are null, at every depth, as vLLM writes its last usage."""
+    """Remove members that are null at every depth, as vLLM does in the last event's usage."""
     kept = [
         _name(key) + (_without_nulls(value) if value.startswith(b"{") else value)
         for key, value in _values(data, 0, len(data)).items()

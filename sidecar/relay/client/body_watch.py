@@ -42,7 +42,7 @@ class BodyWatch:
         self._seen = 0
         """Body bytes already counted in `_due`."""
 
-    def look(self, parser: RequestParser, head: RequestHead, at: float) -> Refusal | None:
+    def check(self, parser: RequestParser, head: RequestHead, at: float) -> Refusal | None:
         """Check the body that is coming into the parser. Returns: why it may not go on.
 
         at: when its last bytes came. When this returns None, a client that waits for

@@ -226,7 +226,7 @@ class ClientConnection(asyncio.Protocol):
         head = parser.head
         if head is None:
             return True
-        refusal = self._watch.look(parser, head, _now())
+        refusal = self._watch.check(parser, head, _now())
         if refusal is not None:
             self._refuse(refusal, head_only=head.head_only, keep_alive=False)
             return False

@@ -29,8 +29,8 @@ JOINED_BYTES: Final = 64 * 1024
 to send it in pieces."""
 SCANNED_BYTES: Final = 64 * 1024
 """A body up to this size is edited member by member, at a few microseconds each."""
-MAX_LOOKS: Final = 3
-"""Places from the end that are tried, because they may be another object's `model`."""
+MAX_CANDIDATES: Final = 3
+"""Occurrences of `"model"`, from the end, that are tried: some may belong to an inner object."""
 MAX_FRONT_BYTES: Final = 512
 """Bytes at a long body's beginning in which `model` is searched for first."""
 _FIRST: Final = b'{"model":'
@@ -112,13 +112,13 @@ def splice_request(
 
 
 def _place(body: bytes, old: bytes) -> int:
-    """Where the body's own member `model` begins, whose value is `old`; -1: not found."""
+    """Find the body's own member `model` with the value `old`. Returns: its index, or -1."""
     if len(body) > CHECKED_BYTES:
         key = body.find(_KEY, 0, MAX_FRONT_BYTES)
         if key >= 0 and _follows_members(body[:key]):
             return key
     key = body.rfind(_KEY)
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_CANDIDATES):
         if key < 0 or _is_member(body, key, old):
             return key
         key = body.rfind(_KEY, 0, key)

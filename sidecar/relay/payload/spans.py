@@ -1,12 +1,12 @@
-"""Where the members of a JSON object stand in its bytes, so that values can be cut out. Pure.
+"""Find the byte span of each member of a JSON object, so that values can be replaced. Pure.
 
-The fast way is one scan in C: msgspec gives the keys in order and each value's length, and the walk
-below steps from one to the next. Every step is checked (key, value, delimiter), and where one
-does not hold (a key that comes twice, a document msgspec refuses, if only for its depth) the
-object is scanned member by member instead. Both give the same spans; a test compares them.
+The fast way is one scan in C: msgspec returns the keys in order and the length of each value, and
+`_walk` computes the spans from them. It checks each key, value and delimiter. When a check fails (a
+key occurs twice, or msgspec refuses the document, for example because it is nested too deep),
+`_scan` reads the object member by member instead. Both give the same spans; a test compares them.
 
-No step is taken in Python for each bracket or each string: what stands between two brackets that
-match is counted in C, piece by piece, so an odd document costs little more than a plain one.
+The end of an array or object is found without a Python step for each bracket or string: C code
+counts the brackets of one piece at a time, so an odd document costs little more than a plain one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _BRACKETS = re.compile(rb"[\[\]{}]")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BACKSLASH = ord("\\")
 _SIGNS: Final = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""A bracket becomes a byte that says, with its sign, which way the depth goes."""
+"""Replaces an opening bracket by the byte +1 and a closing one by -1: the change of depth."""
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _LEAST_PIECE: Final = 64
-"""Bytes in which the end of a container is looked for bracket by bracket."""
+"""Length in bytes of the last piece, which is searched bracket by bracket."""
 _LONGEST_PIECE: Final = 16 * 1024
 
 
@@ -44,13 +44,13 @@ class Member(NamedTuple):
 
 
 class _OutOfStepError(Exception):
-    """The fast walk lost its place; never leaves this module."""
+    """A check of the fast walk failed. Never leaves this module."""
 
 
 def members(data: bytes, start: int = 0, end: int | None = None) -> list[Member]:
-    """The members of the object that is `data[start:end]`, in order, twice-named ones included.
+    """List the members of the object at `data[start:end]` in order, each repeated key included.
 
-    data: must be valid JSON there, as Python's json sees it (NaN and lone surrogates allowed).
+    data: `data[start:end]` is valid JSON for Python's json (NaN and lone surrogates are allowed).
     Raises: ValueError when there is no object.
     """
     stop = len(data) if end is None else end
@@ -61,7 +61,7 @@ def members(data: bytes, start: int = 0, end: int | None = None) -> list[Member]
 
 
 def elements(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
-    """The spans of the elements of the array that is `data[start:end]`, valid as for `members`."""
+    """List the spans of the elements of the array at `data[start:end]`, valid as for `members`."""
     try:
         lengths = [len(raw) for raw in _ARRAY.decode(memoryview(data)[start:end])]
     except UNREADABLE_JSON:
@@ -85,7 +85,7 @@ def _walk(data: bytes, start: int, stop: int) -> list[Member]:
             raise _OutOfStepError
         value = _skip_space(data, _skip_space(data, key_end) + 1)
         at = value + len(raw)
-        # A value that only begins alike is told by what follows it.
+        # A longer value with the same beginning fails the check of the delimiter below.
         if data[value:at] != bytes(raw):
             raise _OutOfStepError
         found.append(Member(key, value, at))
@@ -140,7 +140,7 @@ def _skip_space(data: bytes, at: int) -> int:
 
 
 def _string_end(data: bytes, quote: int) -> int:
-    """One past the closing quote of the string that opens at `quote`."""
+    """Return the index after the closing quote of the string that opens at `quote`."""
     at = data.index(b'"', quote + 1)
     if data[at - 1] != _BACKSLASH:
         return at + 1
@@ -151,7 +151,7 @@ def _string_end(data: bytes, quote: int) -> int:
 
 
 def value_end(data: bytes, start: int) -> int:
-    """One past the JSON value that begins at `start`. Raises: ValueError when it does not end."""
+    """Return the index after the JSON value at `start`. Raises: ValueError when it does not end."""
     first = data[start]
     if first == ord('"'):
         return _string_end(data, start)
@@ -164,10 +164,10 @@ def value_end(data: bytes, start: int) -> int:
 
 
 def _container_end(data: bytes, start: int) -> int:
-    """One past the bracket that closes the one at `start`.
+    """Return the index after the bracket that closes the one at `start`.
 
-    Pieces are taken, each twice as long as the one before, until one holds the end; it is taken
-    again in smaller ones. Every piece begins outside of strings.
+    The search goes through pieces of growing length until one contains the end, and then through
+    that piece in smaller ones. Every piece begins outside of strings.
     """
     depth, at, size, grows = 1, start + 1, _LEAST_PIECE, True
     while at < len(data):
@@ -188,9 +188,9 @@ def _container_end(data: bytes, start: int) -> int:
 
 
 def _signs(piece: bytes) -> tuple[bytes, int]:
-    """The brackets outside of strings as `_SIGNS`, and where the string opens that goes on behind
-    the piece; -1: none does."""
-    if piece.find(b"\\") >= 0:  # escaped quotes delimit nothing; all places stay as they are
+    """Return the brackets outside of strings as `_SIGNS`, and the index of the quote whose string
+    continues after the piece; -1 when no string does."""
+    if piece.find(b"\\") >= 0:  # an escaped quote ends no string; the replacements keep all indexes
         piece = piece.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     parts = piece.split(b'"')
     outside = b"".join(parts[::2]) if len(parts) > 1 else piece
@@ -199,13 +199,13 @@ def _signs(piece: bytes) -> tuple[bytes, int]:
 
 
 def _lowest(signs: bytes) -> int:
-    """The lowest depth on the way, where the way begins at 0."""
+    """Return the lowest depth that the signs reach, from 0 at their beginning."""
     lowest: int = min(accumulate(memoryview(signs).cast("b")))
     return lowest
 
 
 def _near_end(data: bytes, start: int, depth: int) -> int:
-    """As `_container_end`, bracket by bracket. It ends within `_LEAST_PIECE` bytes."""
+    """Like `_container_end`, but bracket by bracket. The end is within `_LEAST_PIECE` bytes."""
     at = start
     while True:
         quote = data.find(b'"', at)

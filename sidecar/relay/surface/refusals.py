@@ -1,7 +1,7 @@
-"""Replies that the sidecar gives itself, in vLLM's words and shape. Pure.
+"""Error replies that the sidecar writes itself, in vLLM's format. Pure.
 
-The texts of 400 and 404 are those that vLLM 0.32 gives for the same mistake, so that a client's
-error handling cannot tell the difference.
+The texts of 400 and 404 are those of vLLM 0.32 for the same mistake, so that a client's error
+handling works as it does with vLLM.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ MAX_ECHO_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A finished reply."""
+    """An error reply, ready to be sent."""
 
     status: int
     body: bytes
     close: bool = False
-    """The connection cannot be used further: its framing or its rest is not trusted."""
+    """Close the connection after this reply, because its next bytes cannot be trusted."""
     headers: tuple[bytes, ...] = ()
-    """Finished `name: value` lines that belong to it."""
+    """Further header lines, each `name: value`."""
     reason: str = ""
-    """Why the body cannot be read, as it is counted; empty: it can, or nobody tried."""
+    """Label for the metric of unreadable bodies; empty when the body is not the reason."""
 
 
 def vllm_error(
     status: int, message: str, *, kind: str, param: str | None = None, close: bool = False
 ) -> Refusal:
-    """An error as vLLM writes it."""
+    """Make an error in vLLM's format."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     body = json.dumps({"error": error}, separators=(",", ":"), ensure_ascii=False)
     return Refusal(status=status, body=body.encode("utf-8", "replace"), close=close)
 
 
 def anthropic_error(status: int, message: str, *, kind: str) -> Refusal:
-    """An error as vLLM's `/v1/messages` writes it: Anthropic's shape, vLLM's names."""
+    """Make an error in the format of vLLM's `/v1/messages`: Anthropic's members, vLLM's names."""
     error = {"type": "error", "error": {"type": kind, "message": message}}
     body = json.dumps(error, separators=(",", ":"), ensure_ascii=False)
     return Refusal(status=status, body=body.encode("utf-8", "replace"))
@@ -56,7 +56,7 @@ def anthropic_error(status: int, message: str, *, kind: str) -> Refusal:
 def surface_error(
     surface: Surface, status: int, message: str, *, kind: str, param: str | None = None
 ) -> Refusal:
-    """An error in the shape in which vLLM tells its own on that surface."""
+    """Make an error in the format that vLLM uses on this surface."""
     if surface == "messages":
         return anthropic_error(status, message, kind=kind)
     return vllm_error(status, message, kind=kind, param=param)
@@ -76,7 +76,7 @@ def invalid_json(error: json.JSONDecodeError) -> Refusal:
 
 
 def not_an_object(value: Any) -> Refusal:  # Any: whatever JSON the client sent
-    """The body is JSON, and not an object. `None` stands for an empty body too."""
+    """The body is JSON but no object. `value` is None for an empty body too."""
     if value is None:
         detail = {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
         return _validation_error(detail, "body", "not_an_object")
@@ -98,8 +98,8 @@ def _validation_error(detail: dict[str, Any], param: str, reason: str) -> Refusa
 
 
 def unreadable_body(reason: str) -> Refusal:
-    """Python's json cannot read the body, and says so by another error than that of wrong syntax:
-    no text in any encoding that JSON may have, nested too deep, an integer too long."""
+    """Python's json fails on the body for a reason other than its syntax: it is not text in an
+    encoding that JSON allows, it is nested too deep, or an integer in it is too long."""
     body = b'{"detail":"There was an error parsing the body"}'
     return Refusal(status=400, body=body, reason=reason)
 
@@ -141,7 +141,7 @@ def body_too_large(limit: int) -> Refusal:
 
 
 def takes_no_body() -> Refusal:
-    """One of our own application's paths; a short body is ignored there."""
+    """A long body on a path of the sidecar's own application; a short one is ignored there."""
     return vllm_error(413, "This path takes no body.", kind="Bad Request", close=True)
 
 
@@ -160,12 +160,12 @@ def upstream_failed(url: str, why: str, status: int = 502, surface: Surface = "c
 
 
 def with_limits(refusal: Refusal, headers: tuple[Header, ...]) -> Refusal:
-    """The same with what is left of the caller's limits: a refused request counts too."""
+    """Add the rate-limit headers to a refusal: a refused request counts against the limits too."""
     return replace(refusal, headers=refusal.headers + header_lines(headers)) if headers else refusal
 
 
 def denied(denial: Denial, surface: Surface) -> Refusal:
-    """Somebody may not come in, told in the shape that the surface's clients read."""
+    """Make the reply for a denial, in the format that the surface's clients read."""
     if surface == "messages":
         refusal = anthropic_error(denial.status, denial.message, kind=denial.kind)
     else:
@@ -204,9 +204,9 @@ def bodies_full(limit: int, surface: Surface) -> Refusal:
 
 
 def stream_failure(why: str, failure: Failure) -> bytes:
-    """What goes into a stream that vLLM will not finish: as vLLM's own failure looks (0.32).
+    """Return the bytes that end a stream that vLLM broke off, as vLLM 0.32 reports a failure.
 
-    Empty where vLLM lets the connection break.
+    Empty for a surface on which vLLM closes the connection instead.
     """
     if failure == "cut":
         return b""
@@ -221,7 +221,7 @@ def stream_failure(why: str, failure: Failure) -> bytes:
 def refusal_reply(
     refusal: Refusal, *, own: Sequence[bytes] = (), close: bool, head_only: bool = False
 ) -> bytes:
-    """The whole reply as bytes. head_only: the answer to a HEAD."""
+    """Return the whole reply as bytes. head_only: True for a HEAD request."""
     lines = refusal.headers
     if refusal.body:
         lines = (b"content-type: application/json", *lines)
@@ -236,10 +236,10 @@ def refusal_reply(
 
 
 def names_unknown_model(body: bytes) -> bool:
-    """True when this 404 of vLLM says that it does not know the model (and so the adapter).
+    """Return True when this 404 of vLLM means that it does not know the model, and so the adapter.
 
-    Responses has 404s for other things (`previous_response_id`), which name their `param`; messages
-    names none.
+    `/v1/responses` also has 404s for other reasons (`previous_response_id`); these name their
+    `param`. `/v1/messages` names none.
     """
     try:
         error = json.loads(body)["error"]

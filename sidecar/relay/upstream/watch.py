@@ -1,8 +1,8 @@
 """Poll the vLLM replicas: which are healthy, and which models each of them lists.
 
-One task a replica, so that one that hangs delays nobody. A replica is down after two looks that
-failed, and up again at the first that did not. Between looks the relay notices by itself what
-fails (`Replica.failed`) and what is missing (`Replica.lacks`), and may ask for an early look.
+Each replica has its own task, so a replica that hangs delays no other. A replica is down after two
+failed polls and up again after the first good one. Between polls the relay itself notices failed
+requests (`Replica.failed`) and missing adapters (`Replica.lacks`), and may ask for an early poll.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sidecar.relay.upstream.vllm_status import VllmStatus
 
 log = structlog.get_logger()
 AGENT = "learning-sidecar-watch"
-LOOKS_TO_DOWN = 2
+FAILED_POLLS_TO_DOWN = 2
 SHORTEST_PAUSE_S = 0.1
 """Least interval between two polls outside the schedule."""
 
@@ -48,7 +48,7 @@ class ReplicaWatch:
         for status in self.statuses:
             await status.close()
 
-    def look_soon(self) -> None:
+    def poll_soon(self) -> None:
         """Poll now instead of at the next interval: a replica may list other models."""
         for early in self._early:
             early.set()
@@ -73,7 +73,7 @@ class ReplicaWatch:
             else:
                 failed += 1
                 # At the start one failed poll is enough: no poll has succeeded yet.
-                if failed >= LOOKS_TO_DOWN or said is None:
+                if failed >= FAILED_POLLS_TO_DOWN or said is None:
                     replica.healthy = False
                     replica.models = None
             if replica.healthy is not said:

@@ -214,7 +214,7 @@ async def test_an_adapter_altered_on_disk_is_not_loaded_after_a_restart_of_vllm(
     assert world.aliases() == {"champion": champion, "previous": previous}
 
 
-async def test_a_restored_folder_is_loaded_at_the_next_look(world: World) -> None:
+async def test_a_restored_folder_is_loaded_at_the_next_poll(world: World) -> None:
     name = world.register(1)
     world.promote(name)
     restore = flip_a_bit(world, name)

@@ -229,7 +229,7 @@ def test_an_engine_gets_the_environment_as_it_is(
 
 
 def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
-    stranger = subprocess.Popen(python(SLEEPER), stdout=subprocess.DEVNULL)
+    unrelated = subprocess.Popen(python(SLEEPER), stdout=subprocess.DEVNULL)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); " + SLEEPER
     specs = [
         ProcessSpec(name="one", command=python(SLEEPER)),
@@ -245,10 +245,10 @@ def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
     supervisor.stop()
 
     assert [is_alive(pid) for pid in pids] == [False, False]
-    assert stranger.poll() is None
+    assert unrelated.poll() is None
     assert said == ["stopping", "stopped"]
-    stranger.kill()
-    stranger.wait()
+    unrelated.kill()
+    unrelated.wait()
 
 
 def test_our_own_engine_is_stopped_after_those_who_use_it(tmp_path: Path) -> None:

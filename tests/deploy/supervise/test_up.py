@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Vllm(BaseHTTPRequestHandler):
-    """A vLLM as far as a start looks at it: it is healthy and lists its model."""
+    """The parts of vLLM that a start needs: `/health` and the list of models."""
 
     def do_GET(self) -> None:
         body = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()

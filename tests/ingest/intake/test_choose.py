@@ -178,7 +178,7 @@ def test_exchanges_without_a_turn_id_are_turns_of_their_own(kit) -> None:
     assert selections(kit, "first", "second") == ["chosen", "chosen"]
 
 
-FATES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
+OUTCOMES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
 
 
 @settings(
@@ -187,20 +187,21 @@ FATES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
 @given(data=st.data())
 def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(kit, data: Any) -> None:
     """Whatever arrives first, and whether there is room: one group at most, and equal counts."""
-    outcomes = data.draw(st.lists(FATES, min_size=1, max_size=4), label="outcomes")
+    outcomes = data.draw(st.lists(OUTCOMES, min_size=1, max_size=4), label="outcomes")
     order = data.draw(st.permutations(range(len(outcomes))), label="order")
     cuts = data.draw(st.lists(st.booleans(), min_size=len(outcomes), max_size=len(outcomes)))
     rate = data.draw(st.sampled_from([0.0, 0.5, 1.0]), label="rate")
     room = data.draw(st.sampled_from([0, 64]), label="room")
     cap = data.draw(st.sampled_from([0, 4]), label="cap")
-    of_fate: dict[str, dict[str, Any]] = {
+    of_outcome: dict[str, dict[str, Any]] = {
         "ok": {},
         "cut": {"outcome": "cut"},
         "untrainable": {"untrainable_reason": "ids_missing"},
         "surface": {"surface": "completions"},
     }
     turn = [
-        asked(kit, f"e{place}", place, **of_fate[outcome]) for place, outcome in enumerate(outcomes)
+        asked(kit, f"e{place}", place, **of_outcome[outcome])
+        for place, outcome in enumerate(outcomes)
     ]
     rules = {"rate": rate, "max_pending_groups": room, "max_groups_per_session": cap}
     with kit.emptied():

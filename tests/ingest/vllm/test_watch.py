@@ -36,7 +36,7 @@ class ScriptedProbe:
 
 
 def watch_of(serving: Serving, *, ask: ScriptedProbe) -> EngineWatch:
-    """A watch that looks at once, in the caller's thread."""
+    """A watch that polls at once, in the caller's thread."""
     return EngineWatch(serving, ask=ask, start=lambda work: work())
 
 
@@ -194,20 +194,20 @@ def test_a_flag_that_cannot_be_read_is_nothing_known() -> None:
     assert load_facts('{"grammar": "of next year"}') == UNKNOWN
 
 
-def test_ingest_decides_when_the_first_look_has_ended_and_says_in_the_store_what_it_knows(
+def test_ingest_decides_when_the_first_poll_has_ended_and_says_in_the_store_what_it_knows(
     kit,
 ) -> None:
     serving = Serving(model="smollm", upstreams=("http://a",))
-    looks: list[Any] = []
-    watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=looks.append)
+    polls: list[Any] = []
+    watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=polls.append)
     bus = kit.MemoryBus([])
     intake = Intake(bus, kit.database, Settings(serving=serving), now=lambda: 10.0, engine=watch)
     kit.store(kit.exchange("e1", request={"messages": [], "tools": [{"type": "function"}]}))
 
     intake.step()
     assert kit.counts("selection") == {}
-    (end_look,) = looks
-    end_look()
+    (end_poll,) = polls
+    end_poll()
     intake.step()
 
     assert kit.counts("selection") == {"chosen": 1}
@@ -216,10 +216,10 @@ def test_ingest_decides_when_the_first_look_has_ended_and_says_in_the_store_what
         assert load_facts(get_flag(session, "engine_facts") or "") == PLAIN
 
 
-def test_a_later_look_holds_nothing_up(kit) -> None:
+def test_a_later_poll_holds_nothing_up(kit) -> None:
     serving = Serving(model="smollm")
-    looks: list[Any] = []
-    watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=looks.append)
+    polls: list[Any] = []
+    watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=polls.append)
     watch.recall(PLAIN)
     intake = Intake(
         kit.MemoryBus([]), kit.database, Settings(serving=serving), now=lambda: 10.0, engine=watch
@@ -228,11 +228,11 @@ def test_a_later_look_holds_nothing_up(kit) -> None:
 
     intake.step()
 
-    assert len(looks) == 1
+    assert len(polls) == 1
     assert kit.counts("selection") == {"chosen": 1}
 
 
-def test_a_look_in_a_thread_ends_also_with_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_in_a_thread_ends_also_with_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda info: (seen.append(info), ended.set()))

@@ -61,7 +61,7 @@ class World:
         self.children.append(FakeChild(run_id))
         return self.children[-1]
 
-    def look(self) -> str:
+    def poll(self) -> str:
         decision = self.schedule.poll()
         assert decision is not None
         return decision.kind
@@ -93,45 +93,45 @@ def test_groups_start_a_run_as_soon_as_enough_wait(
 ) -> None:
     here = world()
     put_group(scored_group([0.0, 1.0], group_id="a"))
-    assert here.look() == "too_few_groups"
+    assert here.poll() == "too_few_groups"
 
     put_group(scored_group([0.0, 1.0], group_id="b"))
 
-    assert here.look() == "start"
-    assert here.look() == "running"
+    assert here.poll() == "start"
+    assert here.poll() == "running"
     assert len(here.children) == 1
 
 
 @pytest.mark.usefixtures("two_groups")
 def test_an_interval_has_one_run_a_turn(world: Make) -> None:
     here = world(schedule="interval")
-    assert here.look() == "not_due"
+    assert here.poll() == "not_due"
 
     here.schedule.turn()
-    assert here.look() == "start"
+    assert here.poll() == "start"
     here.children[0].code = 0
 
-    assert here.look() == "not_due"
+    assert here.poll() == "not_due"
     here.schedule.turn()
-    assert here.look() == "start"
+    assert here.poll() == "start"
 
 
 def test_a_turn_with_too_few_groups_is_skipped(world: Make) -> None:
     here = world(schedule="cron")
     here.schedule.turn()
 
-    assert here.look() == "too_few_groups"
-    assert here.look() == "not_due"
+    assert here.poll() == "too_few_groups"
+    assert here.poll() == "not_due"
 
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_manual_learner_only_runs_on_request(world: Make, database: Database) -> None:
     here = world(schedule="manual")
-    assert here.look() == "not_due"
+    assert here.poll() == "not_due"
 
     here.flag(REQUESTED_FLAG, "1")
 
-    assert here.look() == "start"
+    assert here.poll() == "start"
     with database.read() as session:
         assert get_flag(session, REQUESTED_FLAG) == "0"
 
@@ -141,11 +141,11 @@ def test_a_paused_learner_keeps_the_request_for_later(world: Make) -> None:
     here = world(schedule="manual")
     here.flag(PAUSED_FLAG, "1")
     here.flag(REQUESTED_FLAG, "1")
-    assert here.look() == "paused"
+    assert here.poll() == "paused"
 
     here.flag(PAUSED_FLAG, "0")
 
-    assert here.look() == "start"
+    assert here.poll() == "start"
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -170,41 +170,41 @@ def test_an_open_canary_is_waited_for(
         )
     here = world()
     with capture_logs() as logs:
-        assert here.look() == "canary"
-        assert here.look() == "canary"
+        assert here.poll() == "canary"
+        assert here.poll() == "canary"
     waits = [entry["why"] for entry in logs if entry["event"] == "learn_waits"]
     assert waits == [f"the canary of {name} is not decided"]
 
     with database.write() as session:
         session.get_one(CanaryRow, "c").state = "rolled_back"
 
-    assert here.look() == "start"
+    assert here.poll() == "start"
 
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_version_that_waits_for_its_canary_is_waited_for(world: Make, put_version: Make) -> None:
     put_version(1, state="registered")
 
-    assert world().look() == "canary"
+    assert world().poll() == "canary"
 
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: Any) -> None:
     here = world()
-    here.look()
+    here.poll()
     here.children[-1].code = 1
-    assert here.look() == "held_back"
+    assert here.poll() == "held_back"
     clock.now += 29.9
-    assert here.look() == "held_back"
+    assert here.poll() == "held_back"
     clock.now += 0.1
-    assert here.look() == "start"
+    assert here.poll() == "start"
     here.children[-1].code = 1
-    assert here.look() == "held_back"
+    assert here.poll() == "held_back"
     clock.now += 60.0
-    assert here.look() == "start"
+    assert here.poll() == "start"
     here.children[-1].code = 3
 
-    assert here.look() == "start"
+    assert here.poll() == "start"
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -212,13 +212,13 @@ def test_a_killed_child_gives_up_its_lease_at_once(
     world: Make, database: Database, clock: Any
 ) -> None:
     here = world()
-    here.look()
+    here.poll()
     run_id = here.children[0].run_id
     with database.write() as session:
         open_run(session, run_id=run_id, model="m", parent="base", settings={}, now=clock.now)
 
     here.children[0].code = -9
-    here.look()
+    here.poll()
 
     with database.read() as session:
         row = session.get_one(RunRow, run_id)
@@ -228,7 +228,7 @@ def test_a_killed_child_gives_up_its_lease_at_once(
 @pytest.mark.usefixtures("two_groups")
 def test_stopping_ends_the_child(world: Make) -> None:
     here = world()
-    here.look()
+    here.poll()
 
     here.schedule.stop()
 

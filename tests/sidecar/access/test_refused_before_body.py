@@ -147,11 +147,11 @@ def large_body(wire: Any, size: int = 300_000) -> bytes:
     return json.dumps(asked).encode()
 
 
-STRANGERS = ["no_key", "unknown", "expired", "revoked", "two_keys"]
+UNAUTHENTICATED = ["no_key", "unknown", "expired", "revoked", "two_keys"]
 
 
-def stranger(kind: str, keys: KeyStore) -> bytes:
-    """A head of somebody who is refused for this reason."""
+def unauthenticated_head(kind: str, keys: KeyStore) -> bytes:
+    """A request head that is refused for this reason."""
     if kind == "no_key":
         return head(ANNOUNCED)
     if kind == "unknown":
@@ -165,14 +165,14 @@ def stranger(kind: str, keys: KeyStore) -> bytes:
     return head(ANNOUNCED, key, more="x-api-key: another\r\n")
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-async def test_a_stranger_is_refused_while_the_body_is_still_coming(
+@pytest.mark.parametrize("kind", UNAUTHENTICATED)
+async def test_an_unauthenticated_client_is_refused_while_its_body_is_still_coming(
     kind: str, keys: KeyStore, guarded: Any, fake_vllm: Any
 ) -> None:
-    opening = stranger(kind, keys)
+    request_head = unauthenticated_head(kind, keys)
     running = await guarded()
     async with dialled(running) as client:
-        await client.say(opening)
+        await client.say(request_head)
         sent = await client.send_slowly(SENT)
         # The first piece that goes beyond 64 kB is the fifth of 16.
         assert sent == 5 * len(PIECE)
@@ -192,7 +192,9 @@ async def test_a_stranger_is_refused_while_the_body_is_still_coming(
     assert running.metric("sidecar_requests_total", status="401") == 1
 
 
-async def test_a_stranger_who_never_stops_sending_is_let_go(keys: KeyStore, guarded: Any) -> None:
+async def test_an_unauthenticated_client_that_never_stops_sending_is_disconnected(
+    keys: KeyStore, guarded: Any
+) -> None:
     keys.create()
     running = await guarded()
     async with dialled(running) as client:

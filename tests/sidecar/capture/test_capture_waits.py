@@ -72,14 +72,14 @@ class SpiedEvent(threading.Event):
 
 
 class TrickyQueue(deque[tuple[RawCapture, int]]):
-    """Once it is armed: right after the thread has looked how much there is, more comes."""
+    """Adds more captures right after the capture thread has read the length, when armed."""
 
-    after_look: Callable[[], None] | None = None
+    after_length_check: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         length = super().__len__()
         if threading.current_thread().name == "capture":
-            hook, self.after_look = self.after_look, None
+            hook, self.after_length_check = self.after_length_check, None
             if hook is not None:
                 hook()
         return length
@@ -313,9 +313,9 @@ def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: An
         assert losses(logs) == [("memory_full", 100)]
 
 
-def test_a_capture_that_comes_right_after_the_look_for_work_wakes_the_thread(make: Any) -> None:
+def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(make: Any) -> None:
     waiting = make(flush_interval_s=0.001)
-    waiting.queue.after_look = lambda: waiting.capture.offer(raw(1))
+    waiting.queue.after_length_check = lambda: waiting.capture.offer(raw(1))
     waiting.start()
 
     waiting.sink.wait_for(1, 30.0)
@@ -329,9 +329,9 @@ def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> 
     waiting.sink.wait_for(1, 30.0)
 
 
-def test_a_loss_that_comes_right_after_the_look_for_work_is_logged(make: Any) -> None:
+def test_a_loss_that_comes_right_after_the_check_for_work_is_logged(make: Any) -> None:
     waiting = make(flush_interval_s=0.001)
-    waiting.queue.after_look = lambda: waiting.capture.lose("reply_too_long", 1)
+    waiting.queue.after_length_check = lambda: waiting.capture.lose("reply_too_long", 1)
     with capture_logs() as logs:
         waiting.start()  # it waits for the interval
         waiting.await_wait()
@@ -350,14 +350,16 @@ def test_a_loss_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> Non
         assert losses(logs) == [("reply_too_long", 1)]
 
 
-def test_the_capture_that_makes_enough_right_after_the_look_wakes_the_thread(make: Any) -> None:
+def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_the_thread(
+    make: Any,
+) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
     for number in range(EARLY - 1):
         waiting.queue.append((raw(number), raw(number).size))
         waiting.capture.held.offered += raw(number).size
-    # The thread sleeps still. It is woken by hand, and looks whether there is enough.
-    waiting.queue.after_look = lambda: waiting.capture.offer(raw(EARLY - 1))
+    # The thread still sleeps. The test wakes it, and it checks whether a batch is complete.
+    waiting.queue.after_length_check = lambda: waiting.capture.offer(raw(EARLY - 1))
     waiting.capture._wake()
 
     waiting.sink.wait_for(EARLY, 30.0)
@@ -391,14 +393,14 @@ def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, ma
     assert waiting.capture.held.now == 0
 
 
-def test_the_thread_rests_between_captures_unless_it_must_keep_up(wire: Any) -> None:
-    rests: list[int] = []
+def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Any) -> None:
+    waiting_at_yield: list[int] = []
     capture = Capture(
         CaptureSettings(max_pending=200),
         wire.Sink(),
         Metrics(),
         None,
-        lambda: rests.append(len(capture._queue)),
+        lambda: waiting_at_yield.append(len(capture._queue)),
     )
     for number in range(200):
         capture.offer(raw(number))
@@ -407,7 +409,7 @@ def test_the_thread_rests_between_captures_unless_it_must_keep_up(wire: Any) -> 
     assert capture.stop(30.0)
 
     # Batches of 64: behind the first 136 wait, more than half of what may; then 72, 8, none.
-    assert rests == [72] * 64 + [8] * 64 + [0] * 8
+    assert waiting_at_yield == [72] * 64 + [8] * 64 + [0] * 8
 
 
 def exchange(number: int) -> Exchange:
@@ -415,19 +417,19 @@ def exchange(number: int) -> Exchange:
 
 
 @pytest.mark.parametrize(
-    ("room", "rests", "kept"), [(100, 3, 20), (16, 2, 16), (9, 2, 9), (1, 1, 1), (0, 0, 0)]
+    ("room", "yields", "kept"), [(100, 3, 20), (16, 2, 16), (9, 2, 9), (1, 1, 1), (0, 0, 0)]
 )
-def test_the_outbox_rests_behind_every_eight_rows_that_it_writes(
-    room: int, rests: int, kept: int, tmp_path: Path
+def test_the_outbox_yields_after_every_eight_rows_that_it_writes(
+    room: int, yields: int, kept: int, tmp_path: Path
 ) -> None:
     assert ROWS_AT_ONCE == 8
-    rested: list[None] = []
+    yielded: list[None] = []
     path = tmp_path / "outbox.db"
-    outbox = Outbox(path, max_rows=room, rest=lambda: rested.append(None))
+    outbox = Outbox(path, max_rows=room, yield_cpu=lambda: yielded.append(None))
 
     assert outbox.write([exchange(number) for number in range(20)]) == kept
 
-    assert len(rested) == rests
+    assert len(yielded) == yields
     outbox.close()
     reader = OutboxReader(path)
     names = [row.exchange_id for row in reader.read(0, 100)]
@@ -435,13 +437,13 @@ def test_the_outbox_rests_behind_every_eight_rows_that_it_writes(
     assert names == [f"ex_{number}" for number in range(kept)]
 
 
-def test_a_batch_is_seen_whole_or_not_at_all_however_often_its_writer_rests(
+def test_a_batch_is_seen_whole_or_not_at_all_however_often_its_writer_yields(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "outbox.db"
     reader = OutboxReader(path)
     seen: list[int] = []
-    outbox = Outbox(path, max_rows=100, rest=lambda: seen.append(reader.count()))
+    outbox = Outbox(path, max_rows=100, yield_cpu=lambda: seen.append(reader.count()))
 
     outbox.write([exchange(number) for number in range(20)])
     outbox.write([exchange(number) for number in range(20, 30)])
@@ -453,14 +455,14 @@ def test_a_batch_is_seen_whole_or_not_at_all_however_often_its_writer_rests(
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-2, 12)), max_size=40))
-def test_what_the_tees_hold_is_what_is_counted(steps: list[tuple[int, int]]) -> None:
+def test_what_the_reply_buffers_hold_is_what_is_counted(steps: list[tuple[int, int]]) -> None:
     """Bytes to add; -1 takes, -2 clears. 10 for one reply, 20 for all three."""
     held = HeldBytes(max_reply=10, max_pending=20)
-    tees = [ReplyBuffer(held) for _ in range(3)]
-    kept: list[list[bytes]] = [[] for _ in tees]
+    buffers = [ReplyBuffer(held) for _ in range(3)]
+    kept: list[list[bytes]] = [[] for _ in buffers]
 
     for which, size in steps:
-        reply_buffer, mine = tees[which], kept[which]
+        reply_buffer, mine = buffers[which], kept[which]
         if size < 0:
             if size == -1:
                 assert reply_buffer.take() == tuple(mine)

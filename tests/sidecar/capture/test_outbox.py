@@ -254,7 +254,7 @@ def test_several_processes_may_begin_one_outbox_together(tmp_path: Path) -> None
 
 def test_a_file_that_is_no_database_is_said_to_be_corrupt(outbox: Outbox, path: Path) -> None:
     path.parent.mkdir()
-    path.write_bytes(b"this is not a database, and long enough for SQLite to look at its header")
+    path.write_bytes(b"this is not a database, and long enough for SQLite to read a header")
 
     with pytest.raises(OutboxError) as raised:
         outbox.write([_exchange("a")])

@@ -1,10 +1,10 @@
-"""When a thread that works rests, and for how long."""
+"""When a working thread yields the CPU, and for how long."""
 
 from __future__ import annotations
 
 import pytest
 
-from sidecar.capture.yielding import REST_S, WORK_S, Yielding
+from sidecar.capture.yielding import PAUSE_S, WORK_S, Yielding
 
 
 class Machine:
@@ -14,7 +14,7 @@ class Machine:
     def __init__(self) -> None:
         self.now = 0.0
         self.slept: list[tuple[float, float]] = []
-        """When, and how long."""
+        """(start, requested length) of each sleep."""
 
     def clock(self) -> float:
         return self.now
@@ -32,81 +32,81 @@ def machine() -> Machine:
     return Machine()
 
 
-def rests(machine: Machine) -> Yielding:
-    return Yielding(work_s=300.0, rest_s=20.0, clock=machine.clock, sleep=machine.sleep)
+def yielding(machine: Machine) -> Yielding:
+    return Yielding(work_s=300.0, pause_s=20.0, clock=machine.clock, sleep=machine.sleep)
 
 
 def test_short_work_is_not_interrupted(machine: Machine) -> None:
-    rest = rests(machine)
+    pause = yielding(machine)
 
     machine.work(299)
-    rest()
+    pause()
 
     assert machine.slept == []
 
 
-def test_after_the_whole_stretch_it_rests_once_for_as_long_as_was_said(machine: Machine) -> None:
-    rest = rests(machine)
+def test_after_the_whole_stretch_it_pauses_once_for_the_set_time(machine: Machine) -> None:
+    pause = yielding(machine)
 
     machine.work(300)
-    rest()
-    rest()
+    pause()
+    pause()
 
     assert machine.slept == [(300, 20)]
 
 
 def test_stretches_are_added_up_over_many_steps(machine: Machine) -> None:
-    rest = rests(machine)
+    pause = yielding(machine)
 
     for _ in range(10):
         machine.work(100)
-        rest()
+        pause()
 
-    # At 300; it wakes at 370, works 300 more, rests at 670; wakes at 740, rests at 1040.
+    # Pauses at 300, wakes at 370, works for 300; pauses at 670, wakes at 740, works for 300.
     assert [at for at, _ in machine.slept] == [300, 670, 1040]
 
 
-def test_the_time_of_the_rest_is_no_work(machine: Machine) -> None:
-    rest = rests(machine)
+def test_the_time_of_the_pause_is_no_work(machine: Machine) -> None:
+    pause = yielding(machine)
     machine.work(300)
-    rest()
+    pause()
 
     machine.work(299)
-    rest()
+    pause()
     assert len(machine.slept) == 1
     machine.work(2)
-    rest()
+    pause()
 
     assert [at for at, _ in machine.slept] == [300, 671]
 
 
-def test_one_long_step_is_followed_by_one_rest(machine: Machine) -> None:
-    rest = rests(machine)
+def test_one_long_step_is_followed_by_one_pause(machine: Machine) -> None:
+    pause = yielding(machine)
 
     machine.work(10_000)
     for _ in range(5):
-        rest()
+        pause()
 
     assert [at for at, _ in machine.slept] == [10_000]
 
 
 def test_time_before_it_was_made_does_not_count(machine: Machine) -> None:
     machine.work(5_000)
-    rest = rests(machine)
+    pause = yielding(machine)
 
     machine.work(200)
-    rest()
+    pause()
 
     assert machine.slept == []
 
 
-def test_by_itself_it_takes_the_measured_times(machine: Machine) -> None:
-    rest = Yielding(clock=machine.clock, sleep=machine.sleep)
+def test_the_default_times_are_the_measured_ones(machine: Machine) -> None:
+    pause = Yielding(clock=machine.clock, sleep=machine.sleep)
 
     machine.work(WORK_S / 2)
-    rest()
+    pause()
     assert machine.slept == []
     machine.work(WORK_S / 2)
-    rest()
+    pause()
 
-    assert [seconds for _, seconds in machine.slept] == [REST_S]
+    assert [seconds for _, seconds in machine.slept] == [PAUSE_S]

@@ -1,6 +1,6 @@
 """vLLM slow, resetting, half-closing, talking rubbish, sending 10 MB in one event.
 
-What vLLM alone would have served is served; what it would not, fails as its own failure would look.
+A request that vLLM alone would serve is served; any other fails as vLLM itself would fail.
 And every request has its place in the accounts.
 """
 

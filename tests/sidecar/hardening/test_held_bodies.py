@@ -211,13 +211,13 @@ async def test_a_body_that_is_alone_is_taken_whatever_the_budget(
     assert running.metric("sidecar_request_body_bytes") == 0
 
 
-@pytest.mark.parametrize("opening", [announced(MB), CHUNKED + b"100000\r\n"])
+@pytest.mark.parametrize("first_bytes", [announced(MB), CHUNKED + b"100000\r\n"])
 async def test_a_body_that_was_refused_is_not_held_while_its_client_stays(
-    opening: bytes, start_proxy: Any, bring: Any
+    first_bytes: bytes, start_proxy: Any, bring: Any
 ) -> None:
     running = await start_proxy(proxy={"body_timeout_s": 0.3, "write_timeout_s": LONG_S})
     client = await bring(running)
-    client.say(opening + bytes(600_000))
+    client.say(first_bytes + bytes(600_000))
 
     assert (await client.hear()).status == 408
 

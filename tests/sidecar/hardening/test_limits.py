@@ -162,7 +162,7 @@ async def test_requests_over_the_limit_are_told_to_come_again(
     assert refused.status == 503
     assert int(refused.header(b"retry-after")) >= 1
     assert json.loads(refused.body)["error"]["code"] == 503
-    assert health.status == 200  # who looks whether we live, is not refused
+    assert health.status == 200  # a health check is never refused
     assert len(fake_vllm.requests) == 2
     assert running.metric("sidecar_requests_total", status="503") == 1
     go_on.set()

@@ -38,14 +38,14 @@ def test_the_exposition_is_what_prometheus_client_writes(monkeypatch: pytest.Mon
     theirs = CollectorRegistry()
     plain = Counter("a", "Plain.", registry=theirs)
     labelled = Counter("b", "With labels.", ["x", "y"], registry=theirs)
-    gauge = Gauge("c", "Of now.", registry=theirs)
+    gauge = Gauge("c", "Number now.", registry=theirs)
     histogram = Histogram("d_seconds", "How long.", buckets=BOUNDS, registry=theirs)
     Counter("e", "Never counted.", ["x"], registry=theirs)
     make, ours, _ = metric_set()
     pair = [
         (plain, make.counter("a", "Plain.")),
         (labelled, make.labelled_counter("b", "With labels.", ["x", "y"])),
-        (gauge, make.gauge("c", "Of now.")),
+        (gauge, make.gauge("c", "Number now.")),
         (histogram, make.histogram("d_seconds", "How long.", bounds=BOUNDS)),
     ]
     make.labelled_counter("e", "Never counted.", ["x"])
@@ -112,12 +112,12 @@ def test_a_dead_process_keeps_its_counters_and_loses_its_gauges() -> None:
     assert len(own) == REGION_BYTES
     make, _, table = metric_set(other)
     table.open()
-    counter, gauge = make.counter("n", "Number."), make.gauge("g", "Of now.")
+    counter, gauge = make.counter("n", "Number."), make.gauge("g", "Number now.")
     counter.inc(5)
     gauge.set(2)
-    looking, registry, _ = metric_set(own, (other,))
-    looking.counter("n", "Number.")
-    looking.gauge("g", "Of now.").set(1)
+    reader, registry, _ = metric_set(own, (other,))
+    reader.counter("n", "Number.")
+    reader.gauge("g", "Number now.").set(1)
     assert registry.get_sample_value("g") == 3
 
     mark_dead(other)
@@ -125,7 +125,7 @@ def test_a_dead_process_keeps_its_counters_and_loses_its_gauges() -> None:
 
     # Its successor takes the memory over and goes on counting.
     successor, _, table = metric_set(other, at=99.0)
-    again, fresh = successor.counter("n", "Number."), successor.gauge("g", "Of now.")
+    again, fresh = successor.counter("n", "Number."), successor.gauge("g", "Number now.")
     assert registry.get_sample_value("g") == 1, "it does not serve yet"
     table.open()
     again.inc()

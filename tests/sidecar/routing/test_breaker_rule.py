@@ -28,7 +28,7 @@ class Ramp:
         arm, bad = (self.canary, canary_bad) if in_canary else (self.champion, champion_bad)
         arm[REPLIES] += 1
         arm[1 + kind] += self._rng.random() < bad
-        return in_canary and self.test.look(self.canary, self.champion) is not None
+        return in_canary and self.test.check(self.canary, self.champion) is not None
 
     def hurt(self, weight: float, canary_bad: float, champion_bad: float, kind: int = 0) -> int:
         """Go on until the canary is taken out. Returns: how many bad replies it gave meanwhile."""
@@ -42,11 +42,11 @@ class Ramp:
 def test_eight_bad_replies_in_a_row_take_the_canary_out_when_the_champion_is_well() -> None:
     test = ExcessTest()
     champion = [1_000.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    looks = [test.look([bad, bad, 0.0, 0.0, 0.0, 0.0], champion) for bad in (1.0, 2.0, 7.0, 8.0)]
+    checks = [test.check([bad, bad, 0.0, 0.0, 0.0, 0.0], champion) for bad in (1.0, 2.0, 7.0, 8.0)]
 
     # ln(0.55 / 0.1) = 1.705 nats each; ln(500,000) = 13.12 is passed by the eighth.
-    assert looks[:3] == [None, None, None]
-    assert looks[3] == Excess(
+    assert checks[:3] == [None, None, None]
+    assert checks[3] == Excess(
         kind="error", canary_bad=8, canary_replies=8, champion_bad=0, champion_replies=1_000
     )
 

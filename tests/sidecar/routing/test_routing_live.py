@@ -160,13 +160,13 @@ async def test_a_store_that_is_deleted_leaves_the_last_table(
 ) -> None:
     store.write(champion=CHAMPION)
     await until_obeyed(two, wire, CHAMPION)
-    looks = [
+    polls = [
         running.metric("sidecar_routing_failures_total", reason="store_away") for running in two
     ]
 
     store.delete()
     async with asyncio.timeout(60):
-        for running, before in zip(two, looks, strict=True):
+        for running, before in zip(two, polls, strict=True):
             while (
                 running.metric("sidecar_routing_failures_total", reason="store_away") < before + 2
             ):

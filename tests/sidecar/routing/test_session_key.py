@@ -18,7 +18,7 @@ from sidecar.routing.session_key import (
     short_name,
 )
 
-OPENING = [b'"system"', b'"Be short."', b'"user"', b'"Hi"']
+PREFIX = [b'"system"', b'"Be short."', b'"user"', b'"Hi"']
 
 
 PROJECTS = st.sampled_from(["default", "acme", "a", "ab", "key", "acme.s1"])
@@ -41,7 +41,7 @@ def test_the_key_of_an_opening_never_changes() -> None:
     # Frozen: another value would break every conversation on the day of an upgrade.
     whole = b'"system"\0"Be short."\0"user"\0"Hi"\0ann\0default'
     expected = "m:" + hashlib.sha256(whole).hexdigest()[:32]
-    assert session_key(header=None, user="ann", conversation_prefix=OPENING) == expected
+    assert session_key(header=None, user="ann", conversation_prefix=PREFIX) == expected
     assert expected == "m:41c54ffa72bb2d524e27e9b242af8b5c"
 
 
@@ -74,17 +74,17 @@ def test_later_turns_and_what_else_a_message_holds_do_not_count() -> None:
         b'{"role":"assistant","content":"Hello"},{"role":"user","content":"Bye"}],"n":1}'
     )
 
-    assert first == later == session_key(header=None, user="", conversation_prefix=OPENING)
+    assert first == later == session_key(header=None, user="", conversation_prefix=PREFIX)
 
 
 def test_the_header_wins() -> None:
-    assert session_key(header="s-1", user="ann", conversation_prefix=OPENING) == "h:s-1"
+    assert session_key(header="s-1", user="ann", conversation_prefix=PREFIX) == "h:s-1"
     assert session_key(header="s-1", user="", conversation_prefix=(), project="p") == "h:p/s-1"
 
 
 def test_two_users_or_two_projects_that_open_alike_stay_apart() -> None:
     keys = {
-        session_key(header=None, user=user, conversation_prefix=OPENING, project=project)
+        session_key(header=None, user=user, conversation_prefix=PREFIX, project=project)
         for user in ("", "ann", "bob")
         for project in ("default", "p")
     }
@@ -100,11 +100,11 @@ def test_requests_that_open_with_nothing_are_told_apart_by_key_and_user() -> Non
     }
 
     assert len(keys) == 4
-    with_opening = {
-        session_key(header=None, user="", conversation_prefix=OPENING, key_id=key)
+    with_prefix = {
+        session_key(header=None, user="", conversation_prefix=PREFIX, key_id=key)
         for key in ("k1", "k2")
     }
-    assert len(with_opening) == 1
+    assert len(with_prefix) == 1
 
 
 def test_a_header_of_one_project_names_no_session_of_another() -> None:

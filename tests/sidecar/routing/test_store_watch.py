@@ -67,7 +67,7 @@ def test_even_an_unchanged_file_is_read_now_and_then(tmp_path: Path) -> None:
         watch.poll()
     watch.stop()
 
-    assert len(reader.read_values) == 3  # the first look, and every fiftieth
+    assert len(reader.read_values) == 3  # the first poll, and every fiftieth
 
 
 def test_a_file_that_was_replaced_is_followed_and_one_that_is_gone_is_told(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_file_that_was_replaced_is_followed_and_one_that_is_gone_is_told(tmp_p
     assert len(reader.away) == 1
 
 
-def test_a_read_that_failed_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
+def test_a_read_that_failed_is_tried_again_at_the_next_poll(tmp_path: Path) -> None:
     path, reader = tmp_path / "store.db", Reader()
     sqlite3.connect(path).close()
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
@@ -187,7 +187,7 @@ def test_every_change_is_seen_by_the_look_behind_it(
 def test_changes_at_every_distance_from_the_moment_of_settling_are_seen(
     ticks: None, tmp_path: Path
 ) -> None:
-    """The look before each change comes just before or just after its file counts as settled."""
+    """The poll before each change comes just before or just after its file counts as settled."""
     path, reader = tmp_path / "store.db", Reader()
     with writer(path) as connection, watched(path, reader) as watch:
         for value in range(1, 16):
@@ -239,7 +239,7 @@ def test_sqlite_is_not_asked_about_a_file_that_has_settled(tmp_path: Path) -> No
         put(connection, 7)
         watch.poll()
         age(path, 10)
-        watch.poll()  # the times are others than at the look before
+        watch.poll()  # the times differ from those of the last poll
         asked = statements(watch)
 
         for _ in range(10):
@@ -266,7 +266,7 @@ def test_sqlite_is_asked_about_a_file_that_has_not_settled(
         for since, times in ((0, 1), (SETTLED_NS - 1, 2), (SETTLED_NS, 3), (SETTLED_NS, 3)):
             monkeypatch.setattr(time, "time_ns", lambda since=since: written + since)
             watch.poll()
-            # Once more when it has settled: something may have come since the look before.
+            # Once more when it has settled: something may have come since the last poll.
             assert asked == ["PRAGMA data_version"] * times
     assert reader.read_values == [7]
 

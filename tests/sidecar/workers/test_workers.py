@@ -24,7 +24,7 @@ from sidecar.backoff import Waits
 from sidecar.metrics.table import MetricTable, mark_dead, private_region, signs_of_life
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
-from sidecar.workers.child import HUNG_AFTER_S, LOOK_S, RESTARTS, Silence, takers
+from sidecar.workers.child import CHECK_INTERVAL_S, HUNG_AFTER_S, RESTARTS, Silence, takers
 
 WAIT_S = 30.0
 """For what takes a second on a machine that is not busy."""
@@ -385,7 +385,7 @@ async def test_neither_a_busy_worker_nor_one_that_drains_is_taken_for_hung(
 
     os.kill(draining, signal.SIGSTOP)
     load.begin(4, kept=4)
-    await asyncio.sleep(IMPATIENT_S + 2 * LOOK_S)
+    await asyncio.sleep(IMPATIENT_S + 2 * CHECK_INTERVAL_S)
     still = set(service.workers())
     await load.end()
     os.kill(draining, signal.SIGCONT)
@@ -543,16 +543,16 @@ def test_signs_of_life_grow_while_the_writer_serves_and_are_gone_with_it() -> No
 def test_silence_is_counted_from_look_to_look_and_ends_with_a_sign() -> None:
     silence = Silence()
 
-    assert [silence.look(signs) for signs in (11, 11, 11, 12, 12)] == [0.0, 1.0, 2.0, 0.0, 1.0]
+    assert [silence.check(signs) for signs in (11, 11, 11, 12, 12)] == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
 def test_a_parent_that_stood_still_itself_holds_that_against_nobody() -> None:
     silence = Silence()
-    silence.look(11)
+    silence.check(11)
 
-    after_an_hour = silence.look(11)  # it was not looked in between
+    after_an_hour = silence.check(11)  # no check in between
 
-    assert after_an_hour == LOOK_S < HUNG_AFTER_S
+    assert after_an_hour == CHECK_INTERVAL_S < HUNG_AFTER_S
 
 
 def accepts(port: int) -> bool:

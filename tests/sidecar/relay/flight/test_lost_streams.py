@@ -72,7 +72,7 @@ async def test_a_stream_lost_between_two_events_ends_as_vllms_own_failure_does(
 
 
 def shape(event: bytes) -> Any:
-    """What a client's library looks at: names and types, not the words."""
+    """The names and types that a client's library reads, without the words."""
     *lines, data = event.decode().split("\n")
     told = json.loads(data.removeprefix("data: "))
     told["error"]["message"] = ""

@@ -132,19 +132,19 @@ def test_where_nobody_is_split_no_session_is_kept() -> None:
 
 # -- session keys
 
-openings = st.lists(st.binary(max_size=12).map(lambda text: text.replace(b"\x00", b"")), max_size=4)
+prefixes = st.lists(st.binary(max_size=12).map(lambda text: text.replace(b"\x00", b"")), max_size=4)
 words = st.text(st.characters(exclude_characters="\x00"), max_size=6)
 
 
-@given(openings, words, words, words)
+@given(prefixes, words, words, words)
 def test_a_session_is_named_by_the_hash_of_its_prefix_and_user(
-    opening: list[bytes], user: str, project: str, key_id: str
+    prefix: list[bytes], user: str, project: str, key_id: str
 ) -> None:
-    who = [user, project] if opening else [user, project, "key:" + key_id]
-    pieces = [*opening, *(word.encode("utf-8", "surrogatepass") for word in who)]
+    who = [user, project] if prefix else [user, project, "key:" + key_id]
+    pieces = [*prefix, *(word.encode("utf-8", "surrogatepass") for word in who)]
 
     name = name_of(
-        header=None, user=user, conversation_prefix=opening, project=project, key_id=key_id
+        header=None, user=user, conversation_prefix=prefix, project=project, key_id=key_id
     )
 
     assert name == "m:" + sha256(b"\x00".join(pieces)).hexdigest()[:32]

@@ -238,7 +238,7 @@ def test_completions_are_asked_only_for_what_changes_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("body", "opening"),
+    ("body", "prefix"),
     [
         (
             b'{"messages":[{"role":"system","content":"s"},{"role":"user","content":"u"},'
@@ -266,8 +266,10 @@ def test_completions_are_asked_only_for_what_changes_nothing_else(
         (b'{"temperature":NaN,"messages":[{"role":"user","content":"u"}]}', [b'"user"', b'"u"']),
     ],
 )
-def test_the_opening_ends_with_the_first_user_message(body: bytes, opening: list) -> None:
-    assert [bytes(piece) for piece in peek_request(body).conversation_prefix()] == opening
+def test_the_conversation_prefix_ends_with_the_first_user_message(
+    body: bytes, prefix: list
+) -> None:
+    assert [bytes(piece) for piece in peek_request(body).conversation_prefix()] == prefix
 
 
 @given(BODY, st.booleans(), st.sampled_from(["m", 'a"b', "\u00e9"]))

@@ -356,7 +356,7 @@ async def test_an_adapter_lost_on_one_replica_and_the_other_one_dead_is_answered
 async def test_in_flight_of_every_replica_is_zero_when_all_has_ended(
     fleet: Fleet, wire: Any
 ) -> None:
-    """After failovers, fallbacks, refusals and clients that left: the choice rests on it."""
+    """Also after failovers, fallbacks, refusals and lost clients: replicas are chosen by it."""
     await fleet.start([BASE, CHAMPION], [BASE], lists=[[BASE, CHAMPION], [BASE, CANARY]])
     fleet.route(champion=CHAMPION, canary=CANARY, canary_weight_bp=5_000)
     for number in range(10):

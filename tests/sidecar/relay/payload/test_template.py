@@ -1,4 +1,4 @@
-"""What is edited by its shape is edited as it would have been by reading it."""
+"""An event that the template edits becomes what reading it as JSON would make of it."""
 
 from __future__ import annotations
 
