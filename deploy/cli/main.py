@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     from deploy.cli.app import app
     from deploy.cli.help import help_text
-    from deploy.cli.output import note, say
+    from deploy.cli.output import USAGE_ERROR, note, note_usage, say
     from deploy.errors import DeployError
     from ingest.errors import IngestError
     from sidecar.errors import InvalidKeyError, SettingsError, StateLockError, StoreError
@@ -46,14 +46,17 @@ def _run(arguments: Sequence[str]) -> int:
             say(line)
         return 0
     try:
-        app(args=arguments, prog_name="sidecar")
+        code = app(args=arguments, prog_name="sidecar", standalone_mode=False)
+    except USAGE_ERROR as error:
+        note_usage(error)
+        return 2
     except (SettingsError, InvalidKeyError) as error:
         note(str(error))
         return 2
     except (DeployError, IngestError, StateLockError, StoreError) as error:
         note(str(error))
         return 1
-    return 0
+    return code if isinstance(code, int) else 0  # a command's `typer.Exit` is returned
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
 
 FORMATS = ("text", "json")
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""Base of the CLI library's usage errors, which has no public name."""
 
 
 def _known_format(value: str) -> str:
@@ -45,6 +47,16 @@ def say_json(value: Any) -> None:  # Any: JSON
 def note(text: str) -> None:
     """Print one line on stderr: it is for the person, not for a program that reads the output."""
     print(f"sidecar: {visible(text)}", file=sys.stderr)
+
+
+def note_usage(error: Any) -> None:  # Any: a `USAGE_ERROR`
+    """Print a usage error as one line. A command that only lacks a subcommand prints its help."""
+    context = error.ctx
+    if context is not None and error.message == context.get_help():
+        print(error.message, file=sys.stderr)
+        return
+    command = context.command_path if context is not None else "sidecar"
+    note(f"{error.format_message().rstrip('.')}; see `{command} --help`")
 
 
 def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API, or like it

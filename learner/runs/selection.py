@@ -3,7 +3,8 @@
 A bad group is dropped for its reason and never affects the others. A group is taken or dropped as a
 whole; a group that is too long is dropped and not cut, because leaving out its longest answers
 would teach that length costs nothing. Single answers that are not exact are masked: they count in
-the group's mean but not in the loss.
+the group's mean but not in the loss. `learner.runs.source` sorts out stale groups before, and
+`learner.runs.retry` limits how many groups of failed runs a run takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Plan one model request: which adapter answers it, and what is edited into it. Pure."""
+"""Plan one model request: which adapter answers it, and what is edited into it. Pure.
+
+`_strip` decides which fields (token ids, log-probabilities, usage) the sidecar adds on its own
+account, `Plan.body_for` adds them, and `reply_edit` makes them `null` again in the reply.
+"""
 
 from __future__ import annotations
 

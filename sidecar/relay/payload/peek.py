@@ -98,9 +98,12 @@ class RequestPeek:
         return not _is_yes(self._fields.return_token_ids)
 
     def may_ask_logprobs(self, surface: Surface) -> bool:
-        """The same of log-probabilities, where asking changes nothing else: vLLM refuses two
-        fields without `logprobs`, and must go on refusing them; with `echo` it would compute the
-        prompt's too. In completions `logprobs` is a number, and even 0 and `false` ask."""
+        """The client did not ask for log-probabilities, and asking for them changes nothing else.
+
+        Not with `top_logprobs` or `logprob_token_ids`: without `logprobs` vLLM refuses them, and
+        must go on refusing them. Not with `echo`: vLLM would compute the prompt's too. In
+        completions `logprobs` is a number; even 0 and `false` ask for them.
+        """
         fields = self._fields
         asked = fields.logprobs
         if surface == "completions" and asked is not _UNSET and bytes(asked) != b"null":

@@ -370,3 +370,29 @@ def adapter_row(name: str, version: int) -> AdapterRow:
         reason=None,
         created_at=time.time(),
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("frobnicate", "sidecar: No such command 'frobnicate'; see `sidecar --help`\n"),
+        ("rollback", "sidecar: Missing option '--reason'; see `sidecar rollback --help`\n"),
+        ("status --nope", "sidecar: No such option: --nope; see `sidecar status --help`\n"),
+    ],
+)
+def test_a_usage_error_is_one_line_that_names_the_help(
+    capsys: pytest.CaptureFixture[str], command: str, expected: str
+) -> None:
+    assert main(command.split()) == 2
+
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", expected)
+
+
+@pytest.mark.parametrize("command", ["", "canary"])
+def test_a_command_without_its_subcommand_prints_its_help(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(command.split()) == 2
+
+    assert capsys.readouterr().err.startswith(f"Usage: sidecar {command}".rstrip() + " [OPTIONS]")
