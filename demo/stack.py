@@ -26,6 +26,8 @@ from sidecar.processes.parent_death import guarded_command
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
 MODEL_FOLDER = ROOT / ".models" / MODEL
+ENGINE_SITE = Path(__file__).with_name("engine_site")
+"""Python imports its `sitecustomize.py` at the start of each of vLLM's processes."""
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 STAND_IN = "stand-in-judge"
 READY_TIMEOUT_S = 420.0
@@ -110,6 +112,7 @@ def engine_section(port: int) -> dict[str, Any]:
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ENGINE_SITE),
     }
     return {"command": command, "env": env}
 

@@ -23,7 +23,7 @@ from benchmarks.relay.unavailable import UnavailableError
 from sidecar.processes.parent_death import guarded_command
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_S = 90.0
+READY_S = 240.0
 """LiteLLM takes half a minute to import on one core."""
 STOP_S = 5.0
 

@@ -16,7 +16,7 @@ from tests.clients.comparison import canonical
 from tests.clients.servers import Servers
 from tests.clients.wire import OWN_HEADERS, Reply, Request, asking, send, take_apart
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

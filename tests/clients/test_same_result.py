@@ -19,7 +19,7 @@ from tests.clients.comparison import TIME_KEYS, differences
 from tests.clients.conftest import ALSO_WITH_CAPTURE_OFF, SCRIPTS, Runner
 from tests.clients.servers import Servers
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
 CLIENTS = (
     "openai_chat",

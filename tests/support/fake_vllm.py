@@ -16,6 +16,10 @@ Step = bytes | asyncio.Event | str | float
 seconds."""
 
 
+BACKLOG = 2048
+"""Length of the accept queue, as uvicorn's: thousands of clients may come at once."""
+
+
 @dataclass(frozen=True)
 class Recording:
     """One request that a vLLM 0.32 got, and its reply as it stood on the wire: framing included.
@@ -93,7 +97,7 @@ class FakeVllm:
     _server: asyncio.Server | None = None
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, backlog=BACKLOG)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
