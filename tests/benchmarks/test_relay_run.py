@@ -17,7 +17,7 @@ from benchmarks.relay.contenders import Launch, Place
 from benchmarks.relay.ends import build
 from benchmarks.relay.measure import measure, scrape
 from benchmarks.relay.scenarios import BY_NAME, MODEL
-from benchmarks.relay.stage import Running, contender, free_port, pick_cores, upstream
+from benchmarks.relay.stage import ROOT, Running, contender, free_port, pick_cores, upstream
 from benchmarks.relay.summary import DIRECT, LITELLM, NGINX, OFF, ON, ROUTER
 from benchmarks.relay.unavailable import UnavailableError
 
@@ -172,7 +172,7 @@ def test_the_whole_run_watches_memory_as_long_as_it_is_told(
 
 
 def test_every_peer_is_pinned_and_none_is_a_compromised_release() -> None:
-    script = (run.ROOT / "benchmarks" / "relay" / "setup").read_text()
+    script = (ROOT / "benchmarks" / "relay" / "setup").read_text()
     (peers,) = re.findall(r'^PEERS="([^"]+)"', script, re.MULTILINE)
 
     requirements = [line.partition("=")[2] for line in peers.splitlines()]

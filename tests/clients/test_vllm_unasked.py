@@ -56,7 +56,8 @@ class Engine:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         response = self._client.post(path, json=body)
         assert response.status_code == 200, response.text
-        return response.json()
+        said: dict[str, Any] = response.json()
+        return said
 
     def logprobs(self, body: dict[str, Any]) -> dict[str, float]:
         """Log-probabilities of the vocabulary's first ids as the first answered token."""

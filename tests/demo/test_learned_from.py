@@ -15,8 +15,7 @@ from ingest.grouping.engine_facts import EngineFacts
 from ingest.grouping.generation_config import read_defaults
 from ingest.grouping.selection import Rules, Standing, select
 from sidecar.capture.assemble import assemble
-from sidecar.records import BASE, Exchange, RawCapture, Timings
-from sidecar.routing.assignment import Assignment
+from sidecar.records import BASE, Assignment, Exchange, RawCapture, Timings
 
 REPLY: dict[str, Any] = {
     "id": "c",

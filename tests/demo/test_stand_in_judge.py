@@ -237,7 +237,7 @@ def server_url() -> Iterator[str]:
 @pytest.fixture
 async def judge(server_url: str) -> AsyncIterator[LiteLlmJudge]:
     opened = LiteLlmJudge(
-        JudgeSettings(model=f"openai/{MODEL}", api_base=server_url, api_key="none")  # type: ignore[arg-type]
+        JudgeSettings(model=f"openai/{MODEL}", api_base=server_url, api_key="none")
     )
     yield opened
     await opened.aclose()

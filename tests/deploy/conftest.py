@@ -34,20 +34,11 @@ from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
+from support.clock import Clock
 from support.fake_judge import FakeJudge
 from support.fake_sampler import FakeSampler
 
 MODEL = "m"
-
-
-class Clock:
-    """A clock that tests move."""
-
-    def __init__(self, now: float = 1_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeControl:

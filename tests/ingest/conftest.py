@@ -22,6 +22,7 @@ from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
+from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content, scores_reply, shown_answers
 from support.ingest_kit import empty_store, filled_bus, kit
 
@@ -115,14 +116,6 @@ def completion(text: str | None) -> dict[str, Any]:
 REQUEST = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     opened = Database(f"sqlite:///{tmp_path}/store.db")
@@ -201,7 +194,7 @@ def calls(database: Database) -> list[JudgeCallRow]:
         return list(session.scalars(select(JudgeCallRow).order_by(JudgeCallRow.seq)))
 
 
-def worker(database: Database, judge: Any, clock: Any, **settings: Any) -> JudgingWorker:
+def worker(database: Database, judge: Any, clock: Clock, **settings: Any) -> JudgingWorker:
     values = {"model": "scripted", "rubric": "Be good.", **settings}
     seeds = iter(range(100, 10_000))
     return JudgingWorker(

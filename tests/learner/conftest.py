@@ -26,24 +26,15 @@ from sidecar.settings import Learner, Serving, Settings, Store
 from sidecar.store.arrays import pack_floats, pack_ids
 from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
+from support.clock import Clock
 
 VOCABULARY = 48
 NOW = 1_000_000.0
 
 
-class Clock:
-    """A clock that tests move."""
-
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOW)
 
 
 @pytest.fixture(scope="session")

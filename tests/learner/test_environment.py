@@ -25,6 +25,7 @@ from learner.once import run_once
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
+from support.clock import Clock
 
 Make = Callable[..., Any]
 
@@ -37,7 +38,7 @@ def two_groups(put_group: Make, scored_group: Make) -> None:
 
 @pytest.fixture
 def line(
-    database: Database, clock: Any, capsys: pytest.CaptureFixture[str]
+    database: Database, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[Settings], str]:
     """line(settings): the one line on stderr of a run that fails and gives its groups back."""
 

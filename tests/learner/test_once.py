@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,6 +21,11 @@ from learner.records import Candidate
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow, RunRow
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import FakeTrainer
+
 
 Make = Callable[..., Any]
 
@@ -43,8 +48,8 @@ def stopping() -> threading.Event:
 def run(
     settings: Settings,
     database: Database,
-    clock: Any,
-    fake_trainer: Any,
+    clock: Clock,
+    fake_trainer: FakeTrainer,
     monkeypatch: pytest.MonkeyPatch,
     stopping: threading.Event,
 ) -> Callable[[], int]:
@@ -77,7 +82,7 @@ def test_nothing_to_learn_exits_3_and_says_why(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_failed_run_exits_1_with_one_line(
-    run: Callable[[], int], fake_trainer: Any, capsys: pytest.CaptureFixture[str]
+    run: Callable[[], int], fake_trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_trainer.error = OSError(28, "No space left on device", "/adapters/x")
 
@@ -90,7 +95,7 @@ def test_a_failed_run_exits_1_with_one_line(
 
 @pytest.mark.usefixtures("two_groups")
 def test_term_ends_the_run_and_gives_the_groups_back(
-    run: Callable[[], int], fake_trainer: Any, database: Database
+    run: Callable[[], int], fake_trainer: FakeTrainer, database: Database
 ) -> None:
     def be_terminated(job: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -106,7 +111,7 @@ def test_term_ends_the_run_and_gives_the_groups_back(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_signal_that_came_before_the_run_ends_it(
-    run: Callable[[], int], stopping: threading.Event, fake_trainer: Any, database: Database
+    run: Callable[[], int], stopping: threading.Event, fake_trainer: FakeTrainer, database: Database
 ) -> None:
     stopping.set()
     fake_trainer.on_train = lambda job: job.check_stop()

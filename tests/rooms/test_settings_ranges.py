@@ -97,7 +97,9 @@ def build_all(settings: Settings, folder: Path) -> None:
     Intake(bus, database, settings)
     judge = LiteLlmJudge(settings.judge)
     engine = open_replicas(settings.serving.upstreams, None, settings.groups.timeout_s)
-    SamplingWorker(database, engine, engine, settings.groups, model="m", logprobs_mode="x")
+    SamplingWorker(
+        database, engine, engine, settings.groups, model="m", logprobs_mode="processed_logprobs"
+    )
     JudgingWorker(database, judge, settings.judge)
     BestOfJudge(database, judge, settings)
     make_controller(settings, database, {}, engine, judge, lambda: None)

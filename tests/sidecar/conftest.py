@@ -1,4 +1,4 @@
-"""A vLLM that plays a script, a sink in memory, and a proxy between them."""
+"""A vLLM that plays a script, and a proxy in front of it: in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,23 +17,19 @@ import hypothesis
 import pytest
 import uvloop
 
-from sidecar.errors import OutboxError
 from sidecar.proxy import Proxy
-from sidecar.records import Exchange
-from sidecar.scoring.wire import Material, NoPick, Verdict
 from sidecar.settings import Settings
-from support.fake_vllm import (
-    CLOSE,
-    LAST_CHUNK,
-    RECORDED,
-    RESET,
-    STREAM_HEAD,
-    FakeVllm,
-    SeenRequest,
-    Step,
-    chunk,
-    recording,
-    whole_reply,
+from support.fake_vllm import RECORDED, FakeVllm, SeenRequest, Step, whole_reply
+from support.proxy_kit import (
+    Child,
+    FreePort,
+    MemorySink,
+    MoreVllms,
+    Recorded,
+    Running,
+    StartProcess,
+    StartProxy,
+    Wire,
 )
 
 hypothesis.settings.register_profile("shared-machine", deadline=None)
@@ -53,143 +47,9 @@ def pytest_asyncio_loop_factories(
 
 
 @pytest.fixture
-def recorded() -> Callable[[str], bytes]:
+def recorded() -> Recorded:
     """Bodies that a vLLM 0.32 sent; ids and times are set to fixed values."""
     return lambda name: (RECORDED / name).read_bytes()
-
-
-class MemorySink:
-    """The in-memory `ExchangeSink`. `fail_with`: a reason, while it refuses everything."""
-
-    def __init__(self, room: int = 1_000_000) -> None:
-        self.room = room
-        self.exchanges: list[Exchange] = []
-        self.fail_with: str | None = None
-        self.closed = False
-        self.writing = threading.Event()
-        self.go_on = threading.Event()
-        """Cleared: a write that has begun waits for it."""
-        self.go_on.set()
-        self._changed = threading.Condition()
-
-    def write(self, exchanges: Sequence[Exchange]) -> int:
-        self.writing.set()
-        assert self.go_on.wait(90)
-        if self.fail_with is not None:
-            raise OutboxError(self.fail_with, "the memory sink was told to fail")
-        kept = exchanges[: max(0, self.room - len(self.exchanges))]
-        with self._changed:
-            self.exchanges += kept
-            self._changed.notify_all()
-        return len(kept)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def wait_for(self, count: int, timeout_s: float = 60.0) -> list[Exchange]:
-        with self._changed:
-            came = self._changed.wait_for(lambda: len(self.exchanges) >= count, timeout_s)
-        assert came, f"{len(self.exchanges)} exchanges came, {count} were expected"
-        return self.exchanges
-
-
-class MemoryPicker:
-    """The in-memory `Picker`. `script`: verdicts, or events to wait for."""
-
-    def __init__(self, *script: Verdict | asyncio.Event) -> None:
-        self.script = list(script)
-        self.asked: list[Material] = []
-        self.ready = True
-        self.cancelled = 0
-
-    async def pick(self, material: Material, deadline_s: float) -> Verdict:
-        self.asked.append(material)
-        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        if not isinstance(step, asyncio.Event):
-            return step
-        try:
-            async with asyncio.timeout(deadline_s):
-                await step.wait()
-        except TimeoutError:
-            return NoPick(reason="timeout")
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return NoPick(reason="judge_rubbish")
-
-
-@dataclass
-class Running:
-    """A proxy that runs, and how to talk to it."""
-
-    proxy: Proxy
-    port: int
-    sink: MemorySink
-
-    async def send(self, data: bytes) -> bytes:
-        """Send bytes on a new connection, and read until the proxy closes it."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        received = await reader.read()
-        writer.close()
-        return received
-
-    async def captured(self, count: int) -> list[Exchange]:
-        return await asyncio.to_thread(self.sink.wait_for, count)
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
-
-    async def metric_reaches(self, value: float, name: str, **labels: str) -> None:
-        """Wait until a counter that another thread moves has this value."""
-        async with asyncio.timeout(60):
-            while self.metric(name, **labels) != value:
-                await asyncio.sleep(0.005)
-
-
-def post(
-    body: bytes, *, headers: str = "", path: str = "/v1/chat/completions", close: bool = True
-) -> bytes:
-    ending = "Connection: close\r\n" if close else ""
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: proxy\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n{headers}{ending}\r\n"
-    )
-    return head.encode() + body
-
-
-def split(reply: bytes) -> tuple[str, dict[str, str], bytes]:
-    """Status line, headers, and the body with its chunked framing undone."""
-    head, _, rest = reply.partition(b"\r\n\r\n")
-    line, *lines = head.decode().split("\r\n")
-    headers = {name.lower(): value for name, _, value in (item.partition(": ") for item in lines)}
-    if headers.get("transfer-encoding") != "chunked":
-        return line, headers, rest
-    body = b""
-    while True:
-        size, _, rest = rest.partition(b"\r\n")
-        length = int(size, 16)
-        if length == 0:
-            return line, headers, body
-        body += rest[:length]
-        rest = rest[length + 2 :]
-
-
-@dataclass
-class Wire:
-    """The bytes that tests speak, as one fixture: importlib mode has no shared modules."""
-
-    CLOSE = CLOSE
-    RESET = RESET
-    STREAM_HEAD = STREAM_HEAD
-    LAST_CHUNK = LAST_CHUNK
-    whole_reply = staticmethod(whole_reply)
-    chunk = staticmethod(chunk)
-    post = staticmethod(post)
-    split = staticmethod(split)
-    recording = staticmethod(recording)
-    Sink = MemorySink
-    Picker = MemoryPicker
 
 
 @pytest.fixture
@@ -205,7 +65,7 @@ def state_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def free_port() -> Callable[[], int]:
+def free_port() -> FreePort:
     """A port that nobody holds: two proxies of one `state_dir` need ports of their own."""
 
     def free() -> int:
@@ -226,7 +86,7 @@ async def fake_vllm() -> AsyncIterator[FakeVllm]:
 
 
 @pytest.fixture
-async def more_vllms() -> AsyncIterator[Callable[..., Awaitable[FakeVllm]]]:
+async def more_vllms() -> AsyncIterator[MoreVllms]:
     """Start another fake: `models` as it lists them, and its script."""
     fakes: list[FakeVllm] = []
 
@@ -242,9 +102,6 @@ async def more_vllms() -> AsyncIterator[Callable[..., Awaitable[FakeVllm]]]:
     yield start
     for fake in fakes:
         await fake.stop()
-
-
-StartProxy = Callable[..., Awaitable[Running]]
 
 
 @pytest.fixture
@@ -282,38 +139,6 @@ async def start_proxy(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Sta
     yield start
     for item in running:
         await item.proxy.stop()
-
-
-@dataclass
-class Child:
-    """A proxy in a process of its own."""
-
-    process: asyncio.subprocess.Process
-    port: int
-    lines: list[str]
-    """What it has logged."""
-
-    async def send(self, data: bytes) -> bytes:
-        """Send bytes on a new connection, and read until the proxy closes it."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        received = await reader.read()
-        writer.close()
-        return received
-
-    async def metrics(self) -> dict[str, float]:
-        """`name{labels}` -> value, as Prometheus would scrape them."""
-        reply = await self.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        lines = split(reply)[2].decode().splitlines()
-        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, _, value in pairs}
-
-    def resident_bytes(self) -> int:
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-StartProcess = Callable[..., Awaitable[Child]]
 
 
 @pytest.fixture

@@ -8,12 +8,17 @@ from typing import Any
 import openai
 import pytest
 
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import Recorded, StartProxy, Wire
+
 
 def _get(path: str, method: str = "GET") -> bytes:
     return f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
 
 
-async def test_health_is_the_processs_own(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_health_is_the_processs_own(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     running = await start_proxy()
     await fake_vllm.stop()
 
@@ -24,7 +29,7 @@ async def test_health_is_the_processs_own(fake_vllm: Any, start_proxy: Any, wire
 
 
 async def test_a_head_request_has_no_body_and_leaves_the_connection_usable(
-    start_proxy: Any, wire: Any
+    start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     head = b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -35,7 +40,9 @@ async def test_a_head_request_has_no_body_and_leaves_the_connection_usable(
     assert received.count(b'{"status":"ok"}') == 1
 
 
-async def test_readiness_follows_vllm(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_readiness_follows_vllm(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     running = await start_proxy()
 
     line, _, body = wire.split(await running.send(_get("/readyz")))
@@ -53,7 +60,7 @@ async def test_readiness_follows_vllm(fake_vllm: Any, start_proxy: Any, wire: An
 
 
 async def test_models_shows_the_public_name_only(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     public = {"id": "smollm2-135m", "object": "model", "owned_by": "vllm", "max_model_len": 2048}
     adapter = {"id": "smollm2-135m--v1-abc", "object": "model", "parent": "smollm2-135m"}
@@ -70,7 +77,7 @@ async def test_models_shows_the_public_name_only(
 
 @pytest.mark.parametrize("data", [b"null", b"7", b'"x"', b'[null,3,"smollm2-135m"]'])
 async def test_a_list_that_is_none_shows_no_model(
-    data: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    data: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(b'{"object":"list","data":%b}' % data)]
     running = await start_proxy()
@@ -81,7 +88,7 @@ async def test_a_list_that_is_none_shows_no_model(
 
 
 async def test_a_key_reaches_vllm_as_the_bytes_that_came(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     key = "Bearer Grüße".encode()
     fake_vllm.script = lambda _: [wire.whole_reply(b'{"object":"list","data":[]}')]
@@ -94,7 +101,7 @@ async def test_a_key_reaches_vllm_as_the_bytes_that_came(
 
 
 async def test_a_model_list_that_vllm_refuses_is_refused_the_same_way(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(b'{"error":"Unauthorized"}', "401 Unauthorized")]
     running = await start_proxy()
@@ -104,7 +111,9 @@ async def test_a_model_list_that_vllm_refuses_is_refused_the_same_way(
     assert (line, json.loads(body)) == ("HTTP/1.1 401 Unauthorized", {"error": "Unauthorized"})
 
 
-async def test_models_without_vllm_gives_502(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_models_without_vllm_gives_502(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     running = await start_proxy()
     await fake_vllm.stop()
 
@@ -113,7 +122,7 @@ async def test_models_without_vllm_gives_502(fake_vllm: Any, start_proxy: Any, w
     assert line == "HTTP/1.1 502 Bad Gateway"
 
 
-async def test_metrics_are_served_for_prometheus(start_proxy: Any, wire: Any) -> None:
+async def test_metrics_are_served_for_prometheus(start_proxy: StartProxy, wire: Wire) -> None:
     running = await start_proxy()
 
     _, headers, body = wire.split(await running.send(_get("/metrics")))
@@ -124,7 +133,7 @@ async def test_metrics_are_served_for_prometheus(start_proxy: Any, wire: Any) ->
 
 
 async def test_the_openai_client_gets_what_vllm_sent(
-    recorded: Any, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     def script(seen: Any) -> list[bytes]:
         if json.loads(seen.body).get("stream"):

@@ -16,7 +16,7 @@ from sqlalchemy import delete, func, select
 
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.grouping.selection import Rules, group_id_of
-from ingest.intake.bus import Envelope
+from ingest.intake.bus import BusReader, Envelope
 from ingest.intake.choose import choose_new
 from ingest.store.exchanges import save_exchange
 from ingest.vllm.load import EngineLoad
@@ -193,16 +193,20 @@ def kit(tmp_path: Path, empty_store: Path) -> Iterator[Kit]:
     database.close()
 
 
+FillBus = Callable[[Sequence[Exchange]], BusReader]
+
+
 @pytest.fixture(params=["memory", "outbox"])
-def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillBus]:
     """A function that makes a bus, fake or real, holding these exchanges."""
     from ingest.intake.bus import open_bus
     from sidecar.capture.outbox import Outbox
     from sidecar.records import encode_exchange
 
-    opened: list[Any] = []
+    opened: list[BusReader] = []
 
-    def fill(exchanges: Sequence[Exchange]) -> Any:
+    def fill(exchanges: Sequence[Exchange]) -> BusReader:
+        bus: BusReader
         if request.param == "memory":
             bus = MemoryBus([encode_exchange(exchange) for exchange in exchanges])
         else:

@@ -19,7 +19,7 @@ from steps import KEY, TIMEOUT_S, TOOL_NAME, Target, main
 QUESTION = "What is the weather in Paris?"
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]  # another environment has the types
 def get_weather(city: Literal["Paris", "Rome"]) -> str:
     """Today's weather in a city."""
     return f"Sunny in {city}, 21 degrees."

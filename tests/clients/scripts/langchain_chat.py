@@ -18,7 +18,7 @@ class Capital(BaseModel):
     city: Literal["Paris", "Rome"]
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]  # another environment has the types
 def get_weather(city: Literal["Paris", "Rome"]) -> str:
     """Today's weather in a city."""
     return f"Sunny in {city}."

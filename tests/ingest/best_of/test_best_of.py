@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,6 +32,11 @@ from sidecar.relay.best_of.reply import read_answers
 from sidecar.scoring.wire import Material, NoPick, Pick
 from sidecar.settings import Settings
 from sidecar.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
+from support.ingest_kit import Kit
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 TEXTS = ("fair", "good", "bad")
@@ -53,7 +58,7 @@ def material(*texts: str, exchange_id: str = "e1", keep: bool = True) -> Materia
 class Rig:
     """The judge of best-of questions over a real store, and selection beside it."""
 
-    def __init__(self, kit: Any, model: Any, **sections: Any) -> None:
+    def __init__(self, kit: Kit, model: Any, **sections: Any) -> None:
         self.kit = kit
         self.now = 1_000.0
         self.settings = Settings(
@@ -114,7 +119,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(kit: Any, judge_kit: Any) -> Callable[..., Rig]:
+def rig(kit: Kit, judge_kit: JudgeKit) -> Callable[..., Rig]:
     def make(*script: Any, **sections: Any) -> Rig:
         judge = judge_kit.FakeJudge(*(script or (judge_kit.score_by_content(WORTH),)))
         made = Rig(kit, judge, **sections)
@@ -173,7 +178,7 @@ async def test_bodies_that_cannot_be_read_are_not_judged(rig: Any) -> None:
     await one.judge.settled()
 
 
-async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: Any) -> None:
+async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: JudgeKit) -> None:
     one = rig(JudgeUnavailableError("down"), judge_kit.score_by_content(WORTH))
     await one.ask()
 
@@ -186,7 +191,7 @@ async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: 
 
 
 async def test_a_question_that_the_judge_refuses_declines_no_other(
-    rig: Any, judge_kit: Any
+    rig: Any, judge_kit: JudgeKit
 ) -> None:
     one = rig(JudgeRejectedError("403"), judge_kit.score_by_content(WORTH))
 
@@ -194,7 +199,7 @@ async def test_a_question_that_the_judge_refuses_declines_no_other(
     assert isinstance(await one.ask(exchange_id="e2"), Pick)
 
 
-async def test_a_busy_judge_is_left_alone_as_long_as_it_says(rig: Any, judge_kit: Any) -> None:
+async def test_a_busy_judge_is_left_alone_as_long_as_it_says(rig: Any, judge_kit: JudgeKit) -> None:
     one = rig(JudgeBusyError("429", retry_after_s=20.0), judge_kit.score_by_content(WORTH))
     await one.ask()
 
@@ -227,7 +232,7 @@ class SlowJudge:
         return await self.inner.complete(messages, schema)
 
 
-async def test_more_than_it_can_judge_at_once_are_declined(kit: Any, judge_kit: Any) -> None:
+async def test_more_than_it_can_judge_at_once_are_declined(kit: Kit, judge_kit: JudgeKit) -> None:
     slow = SlowJudge(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)))
     one = Rig(kit, slow, best_of={"concurrency": 1})
     first = asyncio.create_task(one.judge.decide(material()))
@@ -241,7 +246,7 @@ async def test_more_than_it_can_judge_at_once_are_declined(kit: Any, judge_kit: 
 
 
 async def test_a_verdict_that_nobody_waits_for_any_more_is_still_stored(
-    kit: Any, judge_kit: Any
+    kit: Kit, judge_kit: JudgeKit
 ) -> None:
     slow = SlowJudge(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)))
     one = Rig(kit, slow)
@@ -256,7 +261,7 @@ async def test_a_verdict_that_nobody_waits_for_any_more_is_still_stored(
     assert one.waiting() == ["e1"]
 
 
-async def test_what_is_being_judged_at_the_end_is_given_up(kit: Any, judge_kit: Any) -> None:
+async def test_what_is_being_judged_at_the_end_is_given_up(kit: Kit, judge_kit: JudgeKit) -> None:
     slow = SlowJudge(judge_kit.FakeJudge("never"))
     one = Rig(kit, slow)
     asking = asyncio.create_task(one.judge.decide(material()))
@@ -435,7 +440,7 @@ async def test_masked_answers_are_no_group_and_their_exchange_is_sampled_as_usua
     assert one.kit.counts("best_of") == {"masked_by_top_p": 1}
 
 
-async def test_inexact_answers_are_masked_and_two_exact_ones_suffice(rig: Any, kit: Any) -> None:
+async def test_inexact_answers_are_masked_and_two_exact_ones_suffice(rig: Any, kit: Kit) -> None:
     one = rig()
     await one.ask()
     choices = tuple(kit.choice(text, index=index) for index, text in enumerate(TEXTS))
@@ -585,7 +590,7 @@ RECORDED = Path(__file__).parents[2] / "sidecar" / "recorded"
 
 @pytest.mark.parametrize("with_tool_call", [False, True])
 async def test_what_the_relay_shows_the_judge_is_what_the_capture_stores(
-    with_tool_call: bool, rig: Any, judge_kit: Any
+    with_tool_call: bool, rig: Any, judge_kit: JudgeKit
 ) -> None:
     reply = (RECORDED / "two_reply_asked.json").read_bytes()
     if with_tool_call:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -24,6 +24,10 @@ from sidecar.scoring.wire import Material, NoPick, Pick, socket_path
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import BestOfScoreRow
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 WORTH = {"good": 0.9, "bad": 0.1}
 QUESTION = Material(
@@ -44,7 +48,7 @@ def state_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def start(database: Database, judge_kit: Any, state_dir: Path) -> AsyncIterator[Start]:
+async def start(database: Database, judge_kit: JudgeKit, state_dir: Path) -> AsyncIterator[Start]:
     """Start a server, by default with a judge that scores by content; wait until it listens."""
     running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
@@ -93,7 +97,7 @@ async def test_the_socket_is_for_this_user_alone(start: Start, state_dir: Path) 
 
 
 async def test_an_asker_that_leaves_does_not_stop_the_judgement(
-    start: Start, state_dir: Path, database: Database, judge_kit: Any
+    start: Start, state_dir: Path, database: Database, judge_kit: JudgeKit
 ) -> None:
     inner = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     asked, go = asyncio.Event(), asyncio.Event()
@@ -147,7 +151,9 @@ async def test_a_file_left_by_a_killed_process_is_replaced(start: Start, state_d
     assert isinstance(await ask(state_dir), Pick)
 
 
-async def test_at_its_end_the_socket_is_gone(start: Start, state_dir: Path, judge_kit: Any) -> None:
+async def test_at_its_end_the_socket_is_gone(
+    start: Start, state_dir: Path, judge_kit: JudgeKit
+) -> None:
     _, stop = await start()
     await ask(state_dir)
 
@@ -157,7 +163,7 @@ async def test_at_its_end_the_socket_is_gone(start: Start, state_dir: Path, judg
 
 
 async def test_of_two_one_listens_and_the_other_takes_over(
-    start: Start, state_dir: Path, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, state_dir: Path, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingest.best_of.server.TAKE_OVER_S", 0.01)
     first = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
@@ -180,7 +186,7 @@ async def test_of_two_one_listens_and_the_other_takes_over(
 
 
 async def test_a_path_too_long_for_a_socket_is_said_and_stops_nothing_else(
-    database: Database, judge_kit: Any, tmp_path: Path
+    database: Database, judge_kit: JudgeKit, tmp_path: Path
 ) -> None:
     settings = Settings(judge={"model": "scripted"})
     judge = BestOfJudge(database, judge_kit.FakeJudge("x"), settings)

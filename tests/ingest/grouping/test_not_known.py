@@ -14,6 +14,7 @@ from ingest.grouping.selection import Standing, select
 from sidecar.records import Sampling
 from sidecar.settings import Serving, Settings
 from sidecar.store.database import set_flag
+from support.ingest_kit import Kit
 
 STANDING = Standing(live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={})
 FUNCTION: dict[str, Any] = {"name": "look_up", "parameters": {"type": "object"}}
@@ -22,7 +23,7 @@ STRICT = [*TOOLS, {"type": "function", "function": {**FUNCTION, "strict": True}}
 
 
 def decide(
-    kit, *, sampling: Sampling | None = None, rules: dict[str, Any] | None = None, **request
+    kit: Kit, *, sampling: Sampling | None = None, rules: dict[str, Any] | None = None, **request
 ):
     changes: dict[str, Any] = {"request": {"messages": [], **request}}
     if sampling is not None:
@@ -82,7 +83,7 @@ def decide(
     ],
 )
 def test_an_answer_under_a_grammar_or_a_mask_is_not_learned_from(
-    kit, request_fields: dict[str, Any], reason: str
+    kit: Kit, request_fields: dict[str, Any], reason: str
 ) -> None:
     expected = reason if reason == "chosen" else f"untrainable:masked_by_{reason}"
     assert decide(kit, **request_fields).reason == expected
@@ -116,7 +117,7 @@ def test_an_answer_under_a_grammar_or_a_mask_is_not_learned_from(
 )
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_a_prompt_with_images_or_audio_is_not_learned_from(
-    kit, role: str, content: object, reason: str
+    kit: Kit, role: str, content: object, reason: str
 ) -> None:
     messages = [{"role": "user", "content": "first"}, {"role": role, "content": content}]
 
@@ -135,7 +136,7 @@ def test_a_prompt_with_images_or_audio_is_not_learned_from(
     ],
 )
 def test_a_temperature_that_vllm_raises_is_masked_and_candidates_are_sampled_at_1(
-    kit, temperature: float, why: str | None, candidates_at: float
+    kit: Kit, temperature: float, why: str | None, candidates_at: float
 ) -> None:
     sampling = Sampling(temperature=temperature)
 
@@ -150,7 +151,7 @@ def known(*defaults: str, grammar: str | None = "as_asked") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
-def test_an_unsaid_value_that_vllm_fills_by_itself_is_masked(kit, field: str) -> None:
+def test_an_unsaid_value_that_vllm_fills_by_itself_is_masked(kit: Kit, field: str) -> None:
     said = Sampling(
         temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, max_tokens=5
     )
@@ -169,7 +170,7 @@ def test_an_unsaid_value_that_vllm_fills_by_itself_is_masked(kit, field: str) ->
 
 
 def test_while_it_is_not_known_what_vllm_fills_only_a_request_that_says_all_is_learned_from(
-    kit,
+    kit: Kit,
 ) -> None:
     rules = {"facts": UNKNOWN}
     every = Sampling(
@@ -203,12 +204,12 @@ def test_while_it_is_not_known_what_vllm_fills_only_a_request_that_says_all_is_l
     ],
 )
 def test_a_grammar_that_vllm_applies_by_itself_or_may_apply_keeps_the_exchange_out(
-    kit, grammar: str | None, request_fields: dict[str, Any], reason: str
+    kit: Kit, grammar: str | None, request_fields: dict[str, Any], reason: str
 ) -> None:
     assert decide(kit, rules=known(grammar=grammar), **request_fields).reason == reason
 
 
-def test_what_the_operator_states_counts_as_said(kit) -> None:
+def test_what_the_operator_states_counts_as_said(kit: Kit) -> None:
     stated = Serving(sampling_defaults={"temperature": 0.6, "top_k": 20}, grammar="as_asked")
     rules = rules_of(Settings(serving=stated))
     changes = {"sampling_defaults": rules.sampling_defaults, "facts": rules.facts}
@@ -222,7 +223,9 @@ def test_what_the_operator_states_counts_as_said(kit) -> None:
     assert answer(Sampling(temperature=1.0, top_k=0)).temperature == 1.0
 
 
-def test_a_batch_is_decided_by_what_ingest_last_found_out_and_each_reason_is_counted(kit) -> None:
+def test_a_batch_is_decided_by_what_ingest_last_found_out_and_each_reason_is_counted(
+    kit: Kit,
+) -> None:
     with kit.database.write() as session:
         facts = EngineFacts(defaults=frozenset({"top_p"}), grammar="with_tools")
         set_flag(session, FLAG, dump_facts(facts), now=1.0)

@@ -9,18 +9,21 @@ import pytest
 
 from ingest.grouping.selection import Standing, select
 from sidecar.records import Sampling
+from support.ingest_kit import Kit
 
 STANDING = Standing(
     live_adapters=frozenset({"base", "smollm--v2"}), pending_groups=0, groups_by_session={}
 )
 
 
-def reasons(kit, *exchanges, standing: Standing = STANDING, held_out: bool = False, **rules: Any):
+def reasons(
+    kit: Kit, *exchanges, standing: Standing = STANDING, held_out: bool = False, **rules: Any
+):
     batch = [(exchange, held_out) for exchange in exchanges]
     return [decision.reason for decision in select(batch, standing, kit.rules(**rules))]
 
 
-def test_a_plain_exchange_becomes_a_group_with_its_answer(kit) -> None:
+def test_a_plain_exchange_becomes_a_group_with_its_answer(kit: Kit) -> None:
     exchange = kit.exchange("e1", session_key="m:s")
 
     (decision,) = select([(exchange, False)], STANDING, kit.rules())
@@ -38,7 +41,7 @@ def test_a_plain_exchange_becomes_a_group_with_its_answer(kit) -> None:
     assert answer.untrainable_reason is None
 
 
-def test_several_choices_are_free_answers_up_to_the_size(kit) -> None:
+def test_several_choices_are_free_answers_up_to_the_size(kit: Kit) -> None:
     choices = tuple(kit.choice(f"c{n}", index=n) for n in range(6))
 
     (decision,) = select([(kit.exchange(choices=choices), False)], STANDING, kit.rules(size=4))
@@ -96,15 +99,15 @@ def test_several_choices_are_free_answers_up_to_the_size(kit) -> None:
         pytest.param({"request": {"tool_choice": "auto", "min_tokens": 0}}, "chosen", id="auto"),
     ],
 )
-def test_what_an_exchange_is_decides_first(kit, changes: dict[str, Any], reason: str) -> None:
+def test_what_an_exchange_is_decides_first(kit: Kit, changes: dict[str, Any], reason: str) -> None:
     assert reasons(kit, kit.exchange("e1", **changes)) == [reason]
 
 
-def test_held_out_comes_before_everything(kit) -> None:
+def test_held_out_comes_before_everything(kit: Kit) -> None:
     assert reasons(kit, kit.exchange("e1", outcome="cut"), held_out=True) == ["held_out"]
 
 
-def test_an_answer_of_tool_calls_alone_is_not_empty(kit) -> None:
+def test_an_answer_of_tool_calls_alone_is_not_empty(kit: Kit) -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     said = {"role": "assistant", "content": None, "tool_calls": calls}
     tool_answer = kit.choice(message=json.dumps(said).encode())
@@ -114,7 +117,7 @@ def test_an_answer_of_tool_calls_alone_is_not_empty(kit) -> None:
     assert reasons(kit, kit.exchange("e1", choices=(nothing,))) == ["empty_answer"]
 
 
-def test_the_rate_is_a_hash_of_the_exchange_and_not_a_toss(kit) -> None:
+def test_the_rate_is_a_hash_of_the_exchange_and_not_a_toss(kit: Kit) -> None:
     # The first 8 bytes of sha256("rate\0<id>") over 2**64: a 0.138, c 0.569, d 0.639, k 0.102.
     exchanges = [kit.exchange(name) for name in ("a", "c", "d", "k")]
 
@@ -125,7 +128,7 @@ def test_the_rate_is_a_hash_of_the_exchange_and_not_a_toss(kit) -> None:
     assert reasons(kit, *exchanges, rate=0.0) == ["rate"] * 4
 
 
-def test_a_session_gets_no_more_groups_than_its_cap_counting_those_it_had(kit) -> None:
+def test_a_session_gets_no_more_groups_than_its_cap_counting_those_it_had(kit: Kit) -> None:
     standing = Standing(
         live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={"m:s": 1}
     )
@@ -137,7 +140,7 @@ def test_a_session_gets_no_more_groups_than_its_cap_counting_those_it_had(kit) -
     assert found == ["chosen", "session_cap", "session_cap", "chosen"]
 
 
-def test_beyond_the_places_for_pending_groups_exchanges_are_left_in_the_backlog(kit) -> None:
+def test_beyond_the_places_for_pending_groups_exchanges_are_left_in_the_backlog(kit: Kit) -> None:
     standing = Standing(live_adapters=frozenset({"base"}), pending_groups=3, groups_by_session={})
     exchanges = [kit.exchange(f"e{n}") for n in range(3)]
 
@@ -146,7 +149,7 @@ def test_beyond_the_places_for_pending_groups_exchanges_are_left_in_the_backlog(
     assert found == ["chosen", "backlog", "backlog"]
 
 
-def test_a_long_reason_is_cut_to_what_its_column_holds(kit) -> None:
+def test_a_long_reason_is_cut_to_what_its_column_holds(kit: Kit) -> None:
     (reason,) = reasons(kit, kit.exchange("e1", untrainable_reason="x" * 64))
 
     assert reason == "untrainable:" + "x" * 52
@@ -172,7 +175,7 @@ def test_a_long_reason_is_cut_to_what_its_column_holds(kit) -> None:
     ],
 )
 def test_a_served_answer_sampled_otherwise_than_the_candidates_is_masked(
-    kit, sampling: Sampling, mode: str, why: str | None, temperature: float
+    kit: Kit, sampling: Sampling, mode: str, why: str | None, temperature: float
 ) -> None:
     exchange = kit.exchange(sampling=sampling)
 
@@ -193,7 +196,7 @@ def test_a_served_answer_sampled_otherwise_than_the_candidates_is_masked(
         ({"logprobs": (-0.5, -9999.0, -0.5)}, "logprob_not_finite"),
     ],
 )
-def test_an_answer_with_inexact_ids_or_logprobs_is_masked(kit, changes, why: str) -> None:
+def test_an_answer_with_inexact_ids_or_logprobs_is_masked(kit: Kit, changes, why: str) -> None:
     exchange = kit.exchange(choices=(kit.choice("good"), kit.choice("bad", index=1, **changes)))
 
     (decision,) = select([(exchange, False)], STANDING, kit.rules())
@@ -201,7 +204,7 @@ def test_an_answer_with_inexact_ids_or_logprobs_is_masked(kit, changes, why: str
     assert [answer.untrainable_reason for answer in decision.group.answers] == [None, why]
 
 
-def test_a_field_nobody_here_knows_masks_the_served_answer(kit) -> None:
+def test_a_field_nobody_here_knows_masks_the_served_answer(kit: Kit) -> None:
     exchange = kit.exchange(request={"messages": [], "a_field_of_next_year": 1, "metadata": {}})
 
     (decision,) = select([(exchange, False)], STANDING, kit.rules())

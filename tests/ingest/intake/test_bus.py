@@ -11,33 +11,34 @@ from ingest.errors import BusError
 from ingest.intake.bus import open_bus
 from sidecar.errors import SettingsError
 from sidecar.records import decode_exchange
+from support.ingest_kit import FillBus, Kit
 
 
 def ids(envelopes) -> list[str]:
     return [decode_exchange(envelope.payload).exchange_id for envelope in envelopes]
 
 
-def test_an_empty_bus_gives_nothing_and_has_no_lag(filled_bus) -> None:
+def test_an_empty_bus_gives_nothing_and_has_no_lag(filled_bus: FillBus) -> None:
     bus = filled_bus([])
 
     assert list(bus.read(10)) == []
     assert bus.lag() == 0
 
 
-def test_records_come_in_order_and_no_more_than_asked(kit, filled_bus) -> None:
+def test_records_come_in_order_and_no_more_than_asked(kit: Kit, filled_bus: FillBus) -> None:
     bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
 
     assert ids(bus.read(2)) == ["a", "b"]
     assert bus.lag() == 3
 
 
-def test_what_was_not_committed_is_read_again(kit, filled_bus) -> None:
+def test_what_was_not_committed_is_read_again(kit: Kit, filled_bus: FillBus) -> None:
     bus = filled_bus([kit.exchange(name) for name in ("a", "b")])
 
     assert bus.read(10) == bus.read(10)
 
 
-def test_after_a_commit_reading_goes_on_behind_it(kit, filled_bus) -> None:
+def test_after_a_commit_reading_goes_on_behind_it(kit: Kit, filled_bus: FillBus) -> None:
     bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
     first, second, _ = bus.read(10)
     assert first.position < second.position
@@ -48,7 +49,7 @@ def test_after_a_commit_reading_goes_on_behind_it(kit, filled_bus) -> None:
     assert bus.lag() == 1
 
 
-def test_committing_twice_changes_nothing(kit, filled_bus) -> None:
+def test_committing_twice_changes_nothing(kit: Kit, filled_bus: FillBus) -> None:
     bus = filled_bus([kit.exchange(name) for name in ("a", "b")])
     position = bus.read(1)[0].position
 
@@ -58,7 +59,9 @@ def test_committing_twice_changes_nothing(kit, filled_bus) -> None:
     assert ids(bus.read(10)) == ["b"]
 
 
-def test_the_outbox_keeps_what_was_not_committed_for_the_next_reader(kit, tmp_path: Path) -> None:
+def test_the_outbox_keeps_what_was_not_committed_for_the_next_reader(
+    kit: Kit, tmp_path: Path
+) -> None:
     from sidecar.capture.outbox import Outbox
 
     url = f"sqlite:///{tmp_path}/outbox.db"
@@ -84,7 +87,7 @@ def test_a_file_that_is_no_outbox_is_a_bus_error(tmp_path: Path) -> None:
             use()
 
 
-def test_a_locked_outbox_is_a_bus_error_and_loses_nothing(kit, tmp_path: Path) -> None:
+def test_a_locked_outbox_is_a_bus_error_and_loses_nothing(kit: Kit, tmp_path: Path) -> None:
     from ingest.intake.bus import OutboxBus
     from sidecar.capture.outbox import Outbox, OutboxReader
 

@@ -14,22 +14,23 @@ from ingest.store.exchanges import load_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings
 from sidecar.store.models import AliasRow, RoutingRow
+from support.ingest_kit import Kit
 
 
-def new(kit, *, limit: int = 100, **rules: Any) -> int:
+def new(kit: Kit, *, limit: int = 100, **rules: Any) -> int:
     return choose_new(kit.database, kit.rules(**rules), model="smollm", limit=limit, now=2.0)
 
 
-def backlog(kit, **rules: Any) -> int:
+def backlog(kit: Kit, **rules: Any) -> int:
     return choose_backlog(kit.database, kit.rules(**rules), model="smollm", now=3.0)
 
 
-def selections(kit, *names: str) -> list[str]:
+def selections(kit: Kit, *names: str) -> list[str]:
     with kit.database.read() as session:
         return [load_exchange(session, name).selection for name in names]
 
 
-def test_decisions_groups_and_counts_are_stored_together(kit) -> None:
+def test_decisions_groups_and_counts_are_stored_together(kit: Kit) -> None:
     kit.store(kit.exchange("good"), kit.exchange("cut", outcome="cut"))
     kit.store(kit.exchange("kept"), held_out=True)
 
@@ -43,7 +44,7 @@ def test_decisions_groups_and_counts_are_stored_together(kit) -> None:
         assert [a.origin for a in load_group(session, row.group_id).answers] == ["served"]
 
 
-def test_an_exchange_is_decided_once(kit) -> None:
+def test_an_exchange_is_decided_once(kit: Kit) -> None:
     kit.store(kit.exchange("a"))
 
     assert new(kit) == 1
@@ -51,7 +52,7 @@ def test_an_exchange_is_decided_once(kit) -> None:
     assert kit.counts("selection") == {"chosen": 1}
 
 
-def test_a_session_cap_counts_groups_of_earlier_batches_whatever_became_of_them(kit) -> None:
+def test_a_session_cap_counts_groups_of_earlier_batches_whatever_became_of_them(kit: Kit) -> None:
     (first,) = kit.choose(kit.exchange("a", session_key="m:s"), max_groups_per_session=1)
     with kit.database.write() as session:
         set_aside(session, first, "why")
@@ -62,7 +63,7 @@ def test_a_session_cap_counts_groups_of_earlier_batches_whatever_became_of_them(
     assert selections(kit, "b") == ["session_cap"]
 
 
-def test_the_base_is_live_until_there_is_a_champion(kit) -> None:
+def test_the_base_is_live_until_there_is_a_champion(kit: Kit) -> None:
     with kit.database.read() as session:
         assert live_adapters(session, "smollm") == {"base"}
     kit.route(champion="v2", canary="v3")
@@ -72,7 +73,7 @@ def test_the_base_is_live_until_there_is_a_champion(kit) -> None:
 
 
 @pytest.mark.parametrize("body", ["{", "{}", "[7]"])
-def test_a_damaged_routing_table_holds_up_no_selection(kit, body: str) -> None:
+def test_a_damaged_routing_table_holds_up_no_selection(kit: Kit, body: str) -> None:
     kit.route(champion="v2", canary="v3")
     with kit.database.write() as session:
         session.add(AliasRow(model="smollm", alias="champion", adapter="v2", generation=1))
@@ -83,7 +84,7 @@ def test_a_damaged_routing_table_holds_up_no_selection(kit, body: str) -> None:
     assert selections(kit, "a") == ["chosen"]
 
 
-def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit) -> None:
+def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit: Kit) -> None:
     names = ("a", "b", "c", "d")
     group_ids = kit.choose(*(kit.exchange(name) for name in names), max_pending_groups=1)
     assert selections(kit, *names) == ["chosen", "backlog", "backlog", "backlog"]
@@ -97,7 +98,7 @@ def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit) -> None:
     assert kit.counts("selection") == {"chosen": 2, "backlog": 2}
 
 
-def test_groups_that_wait_for_the_judge_take_places_too(kit) -> None:
+def test_groups_that_wait_for_the_judge_take_places_too(kit: Kit) -> None:
     (group_id, _) = kit.choose(kit.exchange("a"), kit.exchange("b"), max_pending_groups=1)
     with kit.database.write() as session:
         mark_sampled(session, group_id)
@@ -105,7 +106,7 @@ def test_groups_that_wait_for_the_judge_take_places_too(kit) -> None:
     assert backlog(kit, max_pending_groups=1) == 0
 
 
-def test_an_exchange_that_went_stale_in_the_backlog_leaves_it(kit) -> None:
+def test_an_exchange_that_went_stale_in_the_backlog_leaves_it(kit: Kit) -> None:
     kit.choose(kit.exchange("a"), max_pending_groups=0)
     kit.route(champion="v2")
 
@@ -115,21 +116,21 @@ def test_an_exchange_that_went_stale_in_the_backlog_leaves_it(kit) -> None:
     assert kit.counts("selection") == {"stale_adapter": 1}
 
 
-def test_each_exchange_is_counted_in_exactly_one_place(kit) -> None:
+def test_each_exchange_is_counted_in_exactly_one_place(kit: Kit) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(10)), max_pending_groups=3, rate=0.7)
     backlog(kit, max_pending_groups=5, rate=0.7)
 
     assert sum(kit.counts("selection").values()) == 10
 
 
-def asked(kit, name: str, place: int = 0, **changes: Any) -> Any:
+def asked(kit: Kit, name: str, place: int = 0, **changes: Any) -> Any:
     """An exchange of turn "t", begun `place` seconds after the turn's first."""
     timings = Timings(started_at=1_000.0 + place)
     turn = {"turn_id": "t", "retry_count": place, "session_key": "m:s", "timings": timings}
     return kit.exchange(name, **(turn | changes))
 
 
-def test_a_turn_that_was_asked_twice_has_one_group_of_its_last_answer(kit) -> None:
+def test_a_turn_that_was_asked_twice_has_one_group_of_its_last_answer(kit: Kit) -> None:
     kit.store(asked(kit, "first"), asked(kit, "second", 1))
 
     new(kit)
@@ -138,7 +139,7 @@ def test_a_turn_that_was_asked_twice_has_one_group_of_its_last_answer(kit) -> No
     assert kit.counts("selection") == {"chosen": 1, "retried_turn": 1}
 
 
-def test_a_retry_that_comes_after_its_original_was_chosen_makes_no_second_group(kit) -> None:
+def test_a_retry_that_comes_after_its_original_was_chosen_makes_no_second_group(kit: Kit) -> None:
     kit.choose(asked(kit, "first"))
 
     kit.choose(asked(kit, "second", 1))
@@ -148,7 +149,7 @@ def test_a_retry_that_comes_after_its_original_was_chosen_makes_no_second_group(
         assert load_group(session, group_id_of("second")) is None
 
 
-def test_an_original_that_failed_leaves_the_turn_to_its_retry(kit) -> None:
+def test_an_original_that_failed_leaves_the_turn_to_its_retry(kit: Kit) -> None:
     kit.choose(asked(kit, "first", outcome="cut"))
 
     kit.choose(asked(kit, "second", 1))
@@ -156,7 +157,7 @@ def test_an_original_that_failed_leaves_the_turn_to_its_retry(kit) -> None:
     assert selections(kit, "first", "second") == ["outcome", "chosen"]
 
 
-def test_a_retry_takes_the_place_of_an_original_in_the_backlog(kit) -> None:
+def test_a_retry_takes_the_place_of_an_original_in_the_backlog(kit: Kit) -> None:
     kit.choose(asked(kit, "first"), max_pending_groups=0)
     assert kit.counts("selection") == {"backlog": 1}
 
@@ -166,13 +167,13 @@ def test_a_retry_takes_the_place_of_an_original_in_the_backlog(kit) -> None:
     assert kit.counts("selection") == {"backlog": 1, "retried_turn": 1}
 
 
-def test_one_turn_id_in_two_projects_is_two_turns(kit) -> None:
+def test_one_turn_id_in_two_projects_is_two_turns(kit: Kit) -> None:
     kit.choose(asked(kit, "first"), asked(kit, "other", project="p2"))
 
     assert selections(kit, "first", "other") == ["chosen", "chosen"]
 
 
-def test_exchanges_without_a_turn_id_are_turns_of_their_own(kit) -> None:
+def test_exchanges_without_a_turn_id_are_turns_of_their_own(kit: Kit) -> None:
     kit.choose(asked(kit, "first", turn_id=""), asked(kit, "second", 1, turn_id=""))
 
     assert selections(kit, "first", "second") == ["chosen", "chosen"]
@@ -185,7 +186,9 @@ OUTCOMES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(kit, data: Any) -> None:
+def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(
+    kit: Kit, data: Any
+) -> None:
     """Whatever arrives first, and whether there is room: one group at most, and equal counts."""
     outcomes = data.draw(st.lists(OUTCOMES, min_size=1, max_size=4), label="outcomes")
     order = data.draw(st.permutations(range(len(outcomes))), label="order")

@@ -10,18 +10,19 @@ from ingest.store.exchanges import load_exchange
 from sidecar.errors import StoreError
 from sidecar.records import encode_exchange
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
+from support.ingest_kit import FillBus, Kit
 
 
-def take(kit, bus, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
+def take(kit: Kit, bus, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
     return consume(bus, kit.database, limit=limit, held_out_rate=held_out_rate, now=5.0)
 
 
-def stored_ids(kit) -> list[str]:
+def stored_ids(kit: Kit) -> list[str]:
     with kit.database.read() as session:
         return list(session.scalars(select(ExchangeRow.exchange_id).order_by(ExchangeRow.seq)))
 
 
-def test_records_go_from_the_bus_to_the_store_in_order(kit, filled_bus) -> None:
+def test_records_go_from_the_bus_to_the_store_in_order(kit: Kit, filled_bus: FillBus) -> None:
     bus = filled_bus([kit.exchange(name) for name in ("a", "b", "c")])
 
     assert take(kit, bus, limit=2) == Consumed(stored=2, repeated=0, poison=0)
@@ -32,7 +33,7 @@ def test_records_go_from_the_bus_to_the_store_in_order(kit, filled_bus) -> None:
     assert kit.counts("consume") == {"stored": 3}
 
 
-def test_consuming_a_record_twice_changes_nothing(kit) -> None:
+def test_consuming_a_record_twice_changes_nothing(kit: Kit) -> None:
     first = kit.exchange("a")
     other = kit.exchange("a", session_key="m:other", choices=())
     take(kit, kit.MemoryBus([encode_exchange(first)]))
@@ -48,7 +49,9 @@ def test_consuming_a_record_twice_changes_nothing(kit) -> None:
         assert session.scalar(select(func.count()).select_from(ChoiceRow)) == 1
 
 
-def test_a_store_that_fails_leaves_the_batch_on_the_bus(kit, monkeypatch) -> None:
+def test_a_store_that_fails_leaves_the_batch_on_the_bus(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bus = kit.MemoryBus([encode_exchange(kit.exchange("a"))])
 
     def refuse(*_: object, **__: object) -> None:
@@ -71,7 +74,7 @@ def test_a_store_that_fails_leaves_the_batch_on_the_bus(kit, monkeypatch) -> Non
         pytest.param(b"\x81\xa1a\x01", id="another-record"),
     ],
 )
-def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit, payload: bytes) -> None:
+def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit: Kit, payload: bytes) -> None:
     good = encode_exchange(kit.exchange("a"))
     bus = kit.MemoryBus([payload, good])
 
@@ -86,7 +89,7 @@ def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit, payload: bytes) -
     assert letter.at == 5.0
 
 
-def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit) -> None:
+def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit: Kit) -> None:
     huge_id = kit.exchange("huge", prompt_token_ids=(2**31,))
     twins = kit.exchange("twins", choices=(kit.choice("x"), kit.choice("y")))
     huge_status = kit.exchange("status", status=2**63)
@@ -99,7 +102,7 @@ def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit) ->
     assert stored_ids(kit) == ["good"]
 
 
-def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(kit) -> None:
+def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(kit: Kit) -> None:
     # SQLite takes NaN for NULL, and the column is NOT NULL: only the INSERT finds out.
     refused = kit.exchange("nan", propensity=math.nan)
     bus = kit.MemoryBus(
@@ -116,7 +119,7 @@ def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
     assert "IntegrityError" in letter.reason
 
 
-def test_the_held_out_flag_is_stored_with_the_exchange(kit) -> None:
+def test_the_held_out_flag_is_stored_with_the_exchange(kit: Kit) -> None:
     # By test_held_out.py, session m:a has 0.082 and m:c has 0.207.
     exchanges = [kit.exchange("a"), kit.exchange("c")]
     take(kit, kit.MemoryBus([encode_exchange(item) for item in exchanges]), held_out_rate=0.2)

@@ -16,6 +16,7 @@ from ingest.intake.choose import choose_backlog, choose_new
 from ingest.sampling.worker import SamplingWorker
 from sidecar.settings import Groups
 from sidecar.store.models import AnswerRow, ChoiceRow, ExchangeRow, GroupRow
+from support.ingest_kit import Kit
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 DAMAGED = "e1"
@@ -37,20 +38,20 @@ def columns(*tables: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def damage(kit: Any, table: Any, column: str) -> None:
+def damage(kit: Kit, table: Any, column: str) -> None:
     with closing(kit.database.engine.raw_connection()) as raw:
         raw.execute("PRAGMA foreign_keys=OFF")
         raw.execute(f'UPDATE {table.__tablename__} SET "{column}" = {NO_UTF8} WHERE {WHERE[table]}')
         raw.execute("PRAGMA foreign_keys=ON")
 
 
-def new(kit: Any) -> int:
+def new(kit: Kit) -> int:
     return choose_new(kit.database, kit.rules(), model="smollm", limit=100, now=2.0)
 
 
 @pytest.mark.parametrize(("table", "column"), columns(ExchangeRow, ChoiceRow))
 def test_a_damaged_exchange_keeps_no_other_from_being_chosen(
-    kit: Any, table: Any, column: str
+    kit: Kit, table: Any, column: str
 ) -> None:
     kit.store(*(kit.exchange(f"e{number}") for number in range(4)))
     damage(kit, table, column)
@@ -64,7 +65,7 @@ def test_a_damaged_exchange_keeps_no_other_from_being_chosen(
     assert kit.counts("selection")["chosen"] >= 3
 
 
-def test_a_damaged_exchange_leaves_the_queue_and_is_counted(kit: Any) -> None:
+def test_a_damaged_exchange_leaves_the_queue_and_is_counted(kit: Kit) -> None:
     kit.store(*(kit.exchange(f"e{number}") for number in range(4)))
     damage(kit, ExchangeRow, "sampling")
 
@@ -74,7 +75,7 @@ def test_a_damaged_exchange_leaves_the_queue_and_is_counted(kit: Any) -> None:
     assert kit.counts("selection") == {"chosen": 3, "unreadable": 1}
 
 
-def test_a_damaged_exchange_leaves_the_backlog(kit: Any) -> None:
+def test_a_damaged_exchange_leaves_the_backlog(kit: Kit) -> None:
     kit.store(*(kit.exchange(f"e{number}") for number in range(4)))
     choose_new(kit.database, kit.rules(max_pending_groups=0), model="smollm", limit=100, now=2.0)
     assert kit.counts("selection") == {"backlog": 4}
@@ -89,7 +90,7 @@ def test_a_damaged_exchange_leaves_the_backlog(kit: Any) -> None:
     ("table", "column"), [*columns(GroupRow, AnswerRow, ExchangeRow), (AnswerRow, "temperature")]
 )
 async def test_a_damaged_group_keeps_no_other_from_its_candidates(
-    kit: Any, table: Any, column: str
+    kit: Kit, table: Any, column: str
 ) -> None:
     kit.choose(*(kit.exchange(f"e{number}") for number in range(4)))
     damage(kit, table, column)
@@ -112,7 +113,7 @@ async def test_a_damaged_group_keeps_no_other_from_its_candidates(
         assert set(session.scalars(others)) == {"sampled"}
 
 
-async def test_a_group_that_cannot_be_read_is_set_aside_with_its_reason(kit: Any) -> None:
+async def test_a_group_that_cannot_be_read_is_set_aside_with_its_reason(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange(DAMAGED))
     with kit.database.engine.begin() as connection:
         connection.execute(text("UPDATE answer SET token_ids = x'010203'"))

@@ -16,6 +16,7 @@ from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
 from sidecar.store import database as store
 from sidecar.store.database import Database, get_flag
+from support.ingest_kit import Kit
 
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
@@ -24,11 +25,13 @@ SETTINGS = Settings(
 )
 
 
-def make_intake(kit, payloads: list[bytes], database: Database | None = None, now=lambda: 10.0):
+def make_intake(
+    kit: Kit, payloads: list[bytes], database: Database | None = None, now=lambda: 10.0
+):
     return Intake(kit.MemoryBus(payloads), database or kit.database, SETTINGS, now=now)
 
 
-def test_a_step_takes_a_batch_and_decides_it(kit) -> None:
+def test_a_step_takes_a_batch_and_decides_it(kit: Kit) -> None:
     intake = make_intake(kit, [encode_exchange(kit.exchange(name)) for name in ("a", "b", "c")])
 
     assert intake.step() == 4  # two consumed, two decided
@@ -39,7 +42,7 @@ def test_a_step_takes_a_batch_and_decides_it(kit) -> None:
     assert kit.counts("selection") == {"chosen": 1, "backlog": 2}
 
 
-def test_without_a_tokenizer_it_says_so_in_the_store_and_counts(kit) -> None:
+def test_without_a_tokenizer_it_says_so_in_the_store_and_counts(kit: Kit) -> None:
     intake = make_intake(kit, [encode_exchange(kit.exchange("a"))])
 
     intake.step()
@@ -51,7 +54,7 @@ def test_without_a_tokenizer_it_says_so_in_the_store_and_counts(kit) -> None:
         )
 
 
-def test_the_backlog_is_looked_at_every_two_seconds(kit) -> None:
+def test_the_backlog_is_looked_at_every_two_seconds(kit: Kit) -> None:
     times = iter([10.0, 11.9, 12.0])
     payloads = [encode_exchange(kit.exchange(name)) for name in ("a", "b")]
     intake = make_intake(kit, payloads, now=lambda: next(times))
@@ -66,7 +69,7 @@ def test_the_backlog_is_looked_at_every_two_seconds(kit) -> None:
     assert kit.counts("selection") == {"chosen": 2}
 
 
-def test_it_waits_at_once_when_there_is_nothing_and_not_at_all_when_there_is(kit) -> None:
+def test_it_waits_at_once_when_there_is_nothing_and_not_at_all_when_there_is(kit: Kit) -> None:
     intake = make_intake(kit, [encode_exchange(kit.exchange("a"))])
 
     assert intake.attempt() == 0.0
@@ -74,7 +77,7 @@ def test_it_waits_at_once_when_there_is_nothing_and_not_at_all_when_there_is(kit
 
 
 def test_a_locked_store_is_tried_again_with_growing_pauses_and_nothing_is_lost(
-    kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "BUSY_TIMEOUT_S", 0.0)
     database = Database(f"sqlite:///{tmp_path}/store.db")
@@ -91,7 +94,7 @@ def test_a_locked_store_is_tried_again_with_growing_pauses_and_nothing_is_lost(
     database.close()
 
 
-async def test_a_stop_ends_the_loop(kit) -> None:
+async def test_a_stop_ends_the_loop(kit: Kit) -> None:
     stop = asyncio.Event()
     running = asyncio.create_task(make_intake(kit, []).run(stop))
     await asyncio.sleep(0)
@@ -110,7 +113,7 @@ def write_config(folder: Path, bus: str) -> Path:
     return config
 
 
-def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit, tmp_path: Path) -> None:
+def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit: Kit, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     outbox = Outbox(folder / "outbox.db", max_rows=10)
@@ -138,7 +141,9 @@ def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit, tmp_path: Pa
     assert b"Traceback" not in errors
 
 
-def test_the_process_refuses_kafka_and_says_why(tmp_path: Path, capsys) -> None:
+def test_the_process_refuses_kafka_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from ingest.__main__ import main
 
     config = write_config(tmp_path, "kafka://127.0.0.1:9092/t")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ingest.errors import JudgeUnavailableError
 from sidecar.hiding import HIDDEN
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 MESSAGES = [{"role": "user", "content": "what?"}]
 SCHEMA = {"type": "object", "properties": {"scores": {"type": "array"}}}
@@ -21,7 +25,7 @@ def failure(message: str = "no") -> dict[str, Any]:
     return {"error": {"message": message, "type": "x", "code": "y"}}
 
 
-async def test_model_key_and_parameters_are_sent(judge_kit: Any) -> None:
+async def test_model_key_and_parameters_are_sent(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((200, judge_kit.completion("ok")))
     judge = judge_kit.litellm_judge(server.url, params={"temperature": 0.25, "max_tokens": 77})
     await judge.complete(MESSAGES, SCHEMA)
@@ -31,7 +35,7 @@ async def test_model_key_and_parameters_are_sent(judge_kit: Any) -> None:
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-async def test_the_schema_is_sent_to_a_model_that_takes_one(judge_kit: Any) -> None:
+async def test_the_schema_is_sent_to_a_model_that_takes_one(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((200, judge_kit.completion("ok")))
     await judge_kit.litellm_judge(server.url, model="openai/gpt-4o-mini").complete(MESSAGES, SCHEMA)
     assert server.requests[0]["response_format"] == {
@@ -40,7 +44,7 @@ async def test_the_schema_is_sent_to_a_model_that_takes_one(judge_kit: Any) -> N
     }
 
 
-async def test_a_priced_model_reports_its_cost_and_another_none(judge_kit: Any) -> None:
+async def test_a_priced_model_reports_its_cost_and_another_none(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((200, {**judge_kit.completion("ok"), "model": "gpt-4o-mini"}))
     priced = judge_kit.litellm_judge(server.url, model="openai/gpt-4o-mini")
     unpriced = judge_kit.litellm_judge(server.url)
@@ -51,7 +55,7 @@ async def test_a_priced_model_reports_its_cost_and_another_none(judge_kit: Any) 
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 422, 429, 500, 502, 503, 504, 529])
-async def test_no_error_is_retried_or_lets_the_key_out(judge_kit: Any, status: int) -> None:
+async def test_no_error_is_retried_or_lets_the_key_out(judge_kit: JudgeKit, status: int) -> None:
     server = judge_kit.serve((status, failure(f"the key {KEY} or sk-other-9 is no good")))
     judge = judge_kit.litellm_judge(server.url)
     with pytest.raises(JudgeUnavailableError) as raised:
@@ -65,7 +69,7 @@ async def test_no_error_is_retried_or_lets_the_key_out(judge_kit: Any, status: i
 
 
 @pytest.mark.parametrize("reply", ["error", "text"])
-async def test_a_key_given_in_the_parameters_is_in_no_text(judge_kit: Any, reply: str) -> None:
+async def test_a_key_given_in_the_parameters_is_in_no_text(judge_kit: JudgeKit, reply: str) -> None:
     key = "hush-gateway-1"
     error, text = (400, failure(f"wrong {key}")), (200, judge_kit.completion(f"it is {key}"))
     server = judge_kit.serve(error if reply == "error" else text)
@@ -88,7 +92,7 @@ async def test_a_key_given_in_the_parameters_is_in_no_text(judge_kit: Any, reply
     ids=["silent", "dripping"],
 )
 async def test_a_judge_that_hangs_is_given_up_after_the_time_limit(
-    judge_kit: Any, body: bytes | None, words: str
+    judge_kit: JudgeKit, body: bytes | None, words: str
 ) -> None:
     server = judge_kit.serve((0, body))
     judge = judge_kit.litellm_judge(server.url, timeout_s=0.2)
@@ -97,7 +101,7 @@ async def test_a_judge_that_hangs_is_given_up_after_the_time_limit(
         await judge.complete(MESSAGES, SCHEMA)
 
 
-async def test_nobody_listening_is_unavailable(judge_kit: Any) -> None:
+async def test_nobody_listening_is_unavailable(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((200, {}))
     url = server.url
     server.close()
@@ -106,26 +110,26 @@ async def test_nobody_listening_is_unavailable(judge_kit: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["openai/local-judge", "hosted_vllm/local-judge"])
-async def test_a_page_in_place_of_json_is_unavailable(judge_kit: Any, model: str) -> None:
+async def test_a_page_in_place_of_json_is_unavailable(judge_kit: JudgeKit, model: str) -> None:
     server = judge_kit.serve((200, b"<html>login</html>"))
     with pytest.raises(JudgeUnavailableError):
         await judge_kit.litellm_judge(server.url, model=model).complete(MESSAGES, SCHEMA)
 
 
-async def test_a_model_that_litellm_does_not_know_says_what_to_do(judge_kit: Any) -> None:
+async def test_a_model_that_litellm_does_not_know_says_what_to_do(judge_kit: JudgeKit) -> None:
     judge = judge_kit.litellm_judge("http://127.0.0.1:9/v1", model="nonsense")
     with pytest.raises(JudgeUnavailableError, match="LLM Provider NOT provided"):
         await judge.complete(MESSAGES, SCHEMA)
 
 
 @pytest.mark.parametrize("text", [None, "a\ud800b\x00c"])
-async def test_text_that_nobody_can_store_is_mended(judge_kit: Any, text: str | None) -> None:
+async def test_text_that_nobody_can_store_is_mended(judge_kit: JudgeKit, text: str | None) -> None:
     server = judge_kit.serve((200, judge_kit.completion(text)))
     reply = await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
     assert reply.text == ("" if text is None else "a?bc")
 
 
-async def test_no_choice_at_all_is_an_empty_reply(judge_kit: Any) -> None:
+async def test_no_choice_at_all_is_an_empty_reply(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((200, {**judge_kit.completion("x"), "choices": []}))
     assert (await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)).text == ""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 MESSAGES = [{"role": "system", "content": "judge"}, {"role": "user", "content": "what?"}]
 SCHEMA: dict[str, Any] = {"type": "object"}
@@ -17,7 +21,7 @@ Build = Callable[..., Any]
 
 
 @pytest.fixture(params=["scripted", "litellm"])
-def build(request: pytest.FixtureRequest, judge_kit: Any) -> Build:
+def build(request: pytest.FixtureRequest, judge_kit: JudgeKit) -> Build:
     """Make a judge that plays these replies: texts, "down" or "refused"."""
 
     def scripted(*replies: str) -> Any:

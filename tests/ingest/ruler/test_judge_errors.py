@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,10 @@ from ingest.errors import (
 )
 from ingest.ruler.judge_errors import explain, retry_after_s
 from sidecar.hiding import HIDDEN, hidden_values
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 MESSAGES = [{"role": "user", "content": "what?"}]
 MODELS = [
@@ -33,7 +37,7 @@ def shaped(completion: dict[str, Any], **choice: Any) -> dict[str, Any]:
     return {**completion, "choices": [{"index": 0, "finish_reason": "stop", **choice}]}
 
 
-async def raised_by(judge_kit: Any, model: str, *reply: Any) -> JudgeUnavailableError:
+async def raised_by(judge_kit: JudgeKit, model: str, *reply: Any) -> JudgeUnavailableError:
     judge = judge_kit.litellm_judge(judge_kit.serve(reply).url, model=model)
     with pytest.raises((JudgeUnavailableError, JudgeRefusalError)) as raised:
         await judge.complete(MESSAGES, {"type": "object"})
@@ -51,7 +55,7 @@ async def raised_by(judge_kit: Any, model: str, *reply: Any) -> JudgeUnavailable
     ],
 )
 async def test_a_status_means_the_same_whichever_provider_answers(
-    judge_kit: Any, model: str, status: int, kind: type[Exception]
+    judge_kit: JudgeKit, model: str, status: int, kind: type[Exception]
 ) -> None:
     assert type(await raised_by(judge_kit, model, status, failure())) is kind
 
@@ -76,7 +80,7 @@ async def test_a_status_means_the_same_whichever_provider_answers(
     ids=lambda body: str(body)[:20],
 )
 async def test_a_200_without_a_completion_is_garbled_and_no_outage(
-    judge_kit: Any, model: str, body: Any
+    judge_kit: JudgeKit, model: str, body: Any
 ) -> None:
     whole = judge_kit.completion("x")
     shapes = {
@@ -88,7 +92,7 @@ async def test_a_200_without_a_completion_is_garbled_and_no_outage(
     assert type(await raised_by(judge_kit, model, 200, body)) is JudgeGarbledError
 
 
-async def test_retry_after_is_read_and_makes_any_error_a_limit(judge_kit: Any) -> None:
+async def test_retry_after_is_read_and_makes_any_error_a_limit(judge_kit: JudgeKit) -> None:
     for status in (429, 503):
         error = await raised_by(judge_kit, MODELS[0], status, failure(), ("retry-after", "20"))
         assert isinstance(error, JudgeBusyError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -12,12 +12,17 @@ from ingest.errors import JudgeRefusalError
 from ingest.ruler.prompt import rubric_hash
 from ingest.store.groups import load_scored_group
 from sidecar.store.database import Database
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 
 
 async def test_a_sampled_group_is_scored_in_the_answers_order(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "fair", "bad", "good", "bad")
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
@@ -47,14 +52,14 @@ async def test_a_sampled_group_is_scored_in_the_answers_order(
 
 
 async def test_nothing_waiting_is_nothing_done(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge = judge_kit.FakeJudge("never asked")
     assert await judge_kit.worker(database, judge, clock).step() == 0
     assert judge.conversations == []
 
 
-async def test_every_pass_is_written(database: Database, clock: Any, judge_kit: Any) -> None:
+async def test_every_pass_is_written(database: Database, clock: Clock, judge_kit: JudgeKit) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     await judge_kit.worker(database, judge, clock, passes=3).step()
@@ -79,7 +84,7 @@ RUBBISH: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", RUBBISH)
 async def test_rubbish_twice_sets_the_group_aside_and_is_counted(
-    database: Database, clock: Any, judge_kit: Any, kind: str
+    database: Database, clock: Clock, judge_kit: JudgeKit, kind: str
 ) -> None:
     def rubbish(shown: Any) -> str:
         made = RUBBISH[kind](list(shown))
@@ -107,7 +112,7 @@ async def test_rubbish_twice_sets_the_group_aside_and_is_counted(
 
 
 async def test_rubbish_once_costs_one_more_call(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judge = judge_kit.FakeJudge("hm", judge_kit.score_by_content(WORTH))
@@ -121,7 +126,7 @@ async def test_rubbish_once_costs_one_more_call(
 
 
 async def test_a_group_the_judge_refuses_is_set_aside(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     await judge_kit.worker(
@@ -148,7 +153,7 @@ async def test_a_group_the_judge_refuses_is_set_aside(
     ],
 )
 async def test_what_cannot_be_compared_is_set_aside_without_a_call(
-    database: Database, clock: Any, judge_kit: Any, fields: Any, reason: str
+    database: Database, clock: Clock, judge_kit: JudgeKit, fields: Any, reason: str
 ) -> None:
     judge_kit.put_group(database, "g1", **fields)
     judge = judge_kit.FakeJudge("never asked")

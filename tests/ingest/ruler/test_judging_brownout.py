@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sqlite3
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -24,6 +24,11 @@ from ingest.errors import (
 from ingest.ruler.attempts import charge, claim_for_judge
 from ingest.ruler.blame import ATTEMPTS, UNPROVEN, Failed
 from sidecar.store.database import Database
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 LEASE_S = 180.0
 BROWN_OUTS = [
@@ -36,7 +41,7 @@ BROWN_OUTS = [
 class Play:
     """A worker and its judge; `refuse` says what becomes of a question by its answers' texts."""
 
-    def __init__(self, kit: Any, database: Database, clock: Any) -> None:
+    def __init__(self, kit: JudgeKit, database: Database, clock: Clock) -> None:
         self.kit, self.database, self.clock = kit, database, clock
         self.began = clock.now
         self.asked: list[tuple[float, str]] = []
@@ -73,7 +78,7 @@ class Play:
 
 
 @pytest.fixture
-def play(judge_kit: Any, database: Database, clock: Any) -> Play:
+def play(judge_kit: JudgeKit, database: Database, clock: Clock) -> Play:
     return Play(judge_kit, database, clock)
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import text
@@ -18,6 +18,11 @@ from ingest.ruler.attempts import claim_for_judge
 from ingest.ruler.blame import ATTEMPTS, INTERRUPTED
 from ingest.store.groups import SAMPLED
 from sidecar.store.database import Database
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 WORTH = {"good": 0.9, "bad": 0.1}
 LEASE_S = 180.0
@@ -34,7 +39,7 @@ def _kill(shown: Any) -> str:
     return json.dumps({"scores": entries})
 
 
-def die_over(database: Database, clock: Any, limit: int = 8) -> list[str]:
+def die_over(database: Database, clock: Clock, limit: int = 8) -> list[str]:
     """Claim as a worker does, and never come back."""
     clock.now += LEASE_S
     with database.write() as session:
@@ -43,7 +48,7 @@ def die_over(database: Database, clock: Any, limit: int = 8) -> list[str]:
 
 
 async def test_a_sigkill_in_the_middle_of_a_call_counts_as_one_attempt(
-    database: Database, clock: Any, judge_kit: Any, tmp_path: Path
+    database: Database, clock: Clock, judge_kit: JudgeKit, tmp_path: Path
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     server = judge_kit.serve((0, None))  # never answers
@@ -78,7 +83,7 @@ api_key = "sk-test"
 
 
 async def test_groups_that_a_process_died_over_are_tried_one_at_a_time(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     for number in range(8):
         judge_kit.put_group(database, f"g{number}", "good", "bad")
@@ -96,7 +101,7 @@ async def test_groups_that_a_process_died_over_are_tried_one_at_a_time(
 
 
 async def test_a_group_that_brings_each_process_down_is_set_aside_and_costs_no_other(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     for number in range(7):
         judge_kit.put_group(database, f"g{number}", "good", "bad")
@@ -134,7 +139,7 @@ def test_a_damaged_count_of_attempts_holds_up_no_claim(
 
 @pytest.mark.parametrize("held", [False, True])
 async def test_a_worker_that_is_told_to_stop_charges_nobody(
-    database: Database, clock: Any, judge_kit: Any, held: bool
+    database: Database, clock: Clock, judge_kit: JudgeKit, held: bool
 ) -> None:
     """held: its group has failed, and the probe that would tell why is not sent yet."""
     judge_kit.put_group(database, "g1", "good", "bad")

@@ -7,7 +7,7 @@ tested.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -16,6 +16,11 @@ from sqlalchemy import select, update
 from ingest.ruler.blame import ATTEMPTS, UNUSABLE_IN_A_ROW
 from sidecar.store.database import Database
 from sidecar.store.models import AnswerRow, GroupRow
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 TICK_S = 0.5
 
@@ -53,7 +58,7 @@ DEAD_LETTERS = [
 class Stage:
     """A judge's HTTP server with its bad days, and the groups that wait for it."""
 
-    def __init__(self, kit: Any, database: Database, clock: Any, **settings: Any) -> None:
+    def __init__(self, kit: JudgeKit, database: Database, clock: Clock, **settings: Any) -> None:
         self.kit, self.database, self.clock = kit, database, clock
         self.began = clock.now
         self.outages: list[tuple[float, float, tuple[int, Any]]] = []
@@ -103,7 +108,7 @@ class Stage:
 
 
 @pytest.fixture
-def stage(judge_kit: Any, database: Database, clock: Any) -> Callable[..., Stage]:
+def stage(judge_kit: JudgeKit, database: Database, clock: Clock) -> Callable[..., Stage]:
     return lambda **settings: Stage(judge_kit, database, clock, **settings)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -13,13 +13,18 @@ from ingest.ruler.judgements import Judgements
 from ingest.store.groups import claim_groups, load_scored_group
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 DOWN = JudgeUnavailableError("judge scripted: connection refused")
 
 
 async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     for name in ("g1", "g2", "g3"):
         judge_kit.put_group(database, name, "good", "bad")
@@ -55,7 +60,7 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
 
 
 async def test_a_group_that_only_the_judge_chokes_on_lets_others_by(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     def choke(shown: Any) -> str:
         if any(answer["content"] == "poison" for answer in shown.values()):
@@ -74,7 +79,7 @@ async def test_a_group_that_only_the_judge_chokes_on_lets_others_by(
 
 
 async def test_a_claimed_group_is_left_alone_until_its_lease_ends(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
@@ -86,7 +91,7 @@ async def test_a_claimed_group_is_left_alone_until_its_lease_ends(
 
 
 async def test_the_lease_outlasts_the_slowest_judgement(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     leases: list[float] = []
@@ -102,7 +107,7 @@ async def test_the_lease_outlasts_the_slowest_judgement(
 
 
 async def test_the_slower_of_two_judgements_changes_nothing(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     fast = judge_kit.worker(database, judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), clock)
@@ -147,7 +152,7 @@ class GatedJudge:
 
 
 async def test_run_keeps_to_the_concurrency_and_judges_everything(
-    database: Database, clock: Any, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+    database: Database, clock: Clock, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(7):
         judge_kit.put_group(database, f"g{number}", "good", "bad")
@@ -176,7 +181,7 @@ async def test_run_keeps_to_the_concurrency_and_judges_everything(
 
 
 async def test_stopping_gives_back_what_is_in_flight_at_once(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judge = GatedJudge(judge_kit.FakeJudge("never"))
@@ -193,7 +198,7 @@ async def test_stopping_gives_back_what_is_in_flight_at_once(
 
 
 async def test_run_outlives_an_outage_of_judge_and_store(
-    database: Database, clock: Any, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+    database: Database, clock: Clock, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judging = judge_kit.worker(
@@ -219,7 +224,7 @@ async def test_run_outlives_an_outage_of_judge_and_store(
 
 
 async def test_a_judgement_that_cannot_be_stored_is_made_again(
-    database: Database, clock: Any, judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+    database: Database, clock: Clock, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
     judging = judge_kit.worker(

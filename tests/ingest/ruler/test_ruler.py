@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -15,6 +15,10 @@ from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableEr
 from ingest.ruler import ruler
 from ingest.ruler.prompt import build_prompt
 from ingest.ruler.ruler import JudgeCall, merge_identical, score_answers
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
 
@@ -35,7 +39,7 @@ async def score(judge: Any, answers: list[dict[str, Any]], **changes: Any) -> An
     return await score_answers(judge, **{**arguments, **changes})
 
 
-async def test_scores_follow_the_answers_whatever_the_order_shown(judge_kit: Any) -> None:
+async def test_scores_follow_the_answers_whatever_the_order_shown(judge_kit: JudgeKit) -> None:
     orders = set()
     for seed in range(12):
         judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
@@ -46,7 +50,7 @@ async def test_scores_follow_the_answers_whatever_the_order_shown(judge_kit: Any
     assert len(orders) >= 4  # of the six there are
 
 
-async def test_a_judge_that_lists_the_best_first_changes_nothing(judge_kit: Any) -> None:
+async def test_a_judge_that_lists_the_best_first_changes_nothing(judge_kit: JudgeKit) -> None:
     def best_first(shown: Any) -> str:
         scores = {name: WORTH[answer["content"]] for name, answer in shown.items()}
         return judge_kit.scores_reply(dict(sorted(scores.items(), key=lambda pair: -pair[1])))
@@ -55,7 +59,9 @@ async def test_a_judge_that_lists_the_best_first_changes_nothing(judge_kit: Any)
     assert judgement.scores == (0.1, 0.9, 0.5)
 
 
-async def test_the_second_pass_is_the_first_in_reverse_and_the_third_is_new(judge_kit: Any) -> None:
+async def test_the_second_pass_is_the_first_in_reverse_and_the_third_is_new(
+    judge_kit: JudgeKit,
+) -> None:
     worth = {str(number): 0.1 * number for number in range(8)}
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(worth))
     await score(judge, said(*worth), passes=3, seed=1)
@@ -68,7 +74,7 @@ async def test_the_second_pass_is_the_first_in_reverse_and_the_third_is_new(judg
     assert sorted(third) == sorted(first)
 
 
-async def test_two_passes_cancel_what_the_judge_gives_to_a_position(judge_kit: Any) -> None:
+async def test_two_passes_cancel_what_the_judge_gives_to_a_position(judge_kit: JudgeKit) -> None:
     # +0.2 to the first shown, +0.1 to the second, none to the third.
     def biased(shown: Any) -> str:
         bonus = (0.2, 0.1, 0.0)
@@ -85,7 +91,7 @@ async def test_two_passes_cancel_what_the_judge_gives_to_a_position(judge_kit: A
 
 
 async def test_the_score_is_the_mean_and_the_explanations_stand_on_a_line_each(
-    judge_kit: Any,
+    judge_kit: JudgeKit,
 ) -> None:
     judge = judge_kit.FakeJudge(
         judge_kit.score_by_content({"a": 0.2, "b": 0.4}),
@@ -96,7 +102,7 @@ async def test_the_score_is_the_mean_and_the_explanations_stand_on_a_line_each(
     assert [len(words.split("\n")) for words in judgement.explanations] == [2, 2]
 
 
-async def test_the_recorded_seed_rebuilds_the_prompt(judge_kit: Any) -> None:
+async def test_the_recorded_seed_rebuilds_the_prompt(judge_kit: JudgeKit) -> None:
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     answers = said("bad", "good", "fair")
     judgement = await score(judge, answers, passes=4, seed=5)
@@ -113,7 +119,7 @@ async def test_the_recorded_seed_rebuilds_the_prompt(judge_kit: Any) -> None:
         assert list(again.messages) == talk
 
 
-async def test_identical_answers_are_shown_once_and_share_the_score(judge_kit: Any) -> None:
+async def test_identical_answers_are_shown_once_and_share_the_score(judge_kit: JudgeKit) -> None:
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     judgement = await score(judge, said("good", "bad", "good", "good"))
     assert len(judge_kit.shown_answers(judge.conversations[0])) == 2
@@ -131,7 +137,7 @@ def test_calls_that_differ_only_in_their_id_are_identical() -> None:
     assert len(distinct) == 2
 
 
-async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: Any) -> None:
+async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: JudgeKit) -> None:
     judge = judge_kit.FakeJudge("I like the second.", judge_kit.score_by_content(WORTH))
     judgement = await score(judge, said("good", "bad"))
     assert judgement.scores == (0.9, 0.1)
@@ -156,7 +162,9 @@ async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: Any) -
         (lambda ids: "", "no JSON object"),
     ],
 )
-async def test_a_second_bad_reply_refuses_the_group(judge_kit: Any, make: Any, words: str) -> None:
+async def test_a_second_bad_reply_refuses_the_group(
+    judge_kit: JudgeKit, make: Any, words: str
+) -> None:
     def rubbish(shown: Any) -> str:
         made = make(list(shown))
         return made if isinstance(made, str) else judge_kit.scores_reply(made)
@@ -170,7 +178,7 @@ async def test_a_second_bad_reply_refuses_the_group(judge_kit: Any, make: Any, w
     assert [call.ok for call in heard] == [False, False]
 
 
-async def test_a_long_bad_reply_is_shown_back_in_part(judge_kit: Any) -> None:
+async def test_a_long_bad_reply_is_shown_back_in_part(judge_kit: JudgeKit) -> None:
     judge = judge_kit.FakeJudge("x" * 10_000, judge_kit.score_by_content(WORTH))
     await score(judge, said("good", "bad"))
     assert judge.conversations[1][2]["content"] == "x" * ruler.SHOWN_BACK_CHARACTERS
@@ -178,7 +186,7 @@ async def test_a_long_bad_reply_is_shown_back_in_part(judge_kit: Any) -> None:
 
 @pytest.mark.parametrize("error", [JudgeUnavailableError("away"), JudgeRefusalError("too long")])
 async def test_a_judge_that_does_not_answer_is_not_asked_again(
-    judge_kit: Any, error: Exception
+    judge_kit: JudgeKit, error: Exception
 ) -> None:
     judge = judge_kit.FakeJudge(error)
     with pytest.raises(type(error)):
@@ -186,7 +194,7 @@ async def test_a_judge_that_does_not_answer_is_not_asked_again(
     assert len(judge.conversations) == 1
 
 
-async def test_calls_before_an_outage_are_told(judge_kit: Any) -> None:
+async def test_calls_before_an_outage_are_told(judge_kit: JudgeKit) -> None:
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH), JudgeUnavailableError("x"))
     heard: list[JudgeCall] = []
     with pytest.raises(JudgeUnavailableError):
@@ -194,7 +202,7 @@ async def test_calls_before_an_outage_are_told(judge_kit: Any) -> None:
     assert [call.ok for call in heard] == [True]
 
 
-async def test_the_judge_is_given_the_schema_of_the_prompt(judge_kit: Any) -> None:
+async def test_the_judge_is_given_the_schema_of_the_prompt(judge_kit: JudgeKit) -> None:
     judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
     await score(judge, said("good", "bad"))
     entry = judge.schemas[0]["properties"]["scores"]["items"]
@@ -204,7 +212,7 @@ async def test_the_judge_is_given_the_schema_of_the_prompt(judge_kit: Any) -> No
 
 
 async def test_each_pass_leaves_a_span_without_content(
-    judge_kit: Any, monkeypatch: pytest.MonkeyPatch
+    judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

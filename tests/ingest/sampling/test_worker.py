@@ -13,25 +13,19 @@ from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups
 from sidecar.store.database import Database
+from support.clock import Clock
+from support.ingest_kit import Kit
 
 NOON = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOON
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOON)
 
 
 @pytest.fixture
-def make_worker(kit, clock):
+def make_worker(kit: Kit, clock: Clock):
     def make(sampler, load=None, *, mode="processed_logprobs", probe_interval_s=0.5, **settings):
         values = {"size": 4, "concurrency": 16, **settings}
         return SamplingWorker(
@@ -48,12 +42,12 @@ def make_worker(kit, clock):
     return make
 
 
-def group_of(kit, group_id: str):
+def group_of(kit: Kit, group_id: str):
     with kit.database.read() as session:
         return load_group(session, group_id)
 
 
-async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_worker) -> None:
+async def test_a_group_is_completed_from_the_adapter_that_answered(kit: Kit, make_worker) -> None:
     kit.route(champion="smollm--v2")
     sampling = Sampling(temperature=0.7, max_tokens=16)
     (group_id,) = kit.choose(kit.exchange("e1", adapter="smollm--v2", sampling=sampling))
@@ -89,7 +83,7 @@ async def test_a_group_is_completed_from_the_adapter_that_answered(kit, make_wor
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
 
 
-async def test_the_base_is_asked_for_by_its_public_name(kit, make_worker) -> None:
+async def test_the_base_is_asked_for_by_its_public_name(kit: Kit, make_worker) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
@@ -108,7 +102,7 @@ async def test_the_base_is_asked_for_by_its_public_name(kit, make_worker) -> Non
     ],
 )
 async def test_candidates_have_the_requests_temperature_where_that_can_teach(
-    kit, make_worker, sampling, mode, temperature
+    kit: Kit, make_worker, sampling, mode, temperature
 ) -> None:
     kit.choose(kit.exchange("e1", sampling=sampling), logprobs_mode=mode)
     sampler = kit.FakeSampler()
@@ -118,7 +112,7 @@ async def test_candidates_have_the_requests_temperature_where_that_can_teach(
     assert {call.temperature for call in sampler.requests} == {temperature}
 
 
-async def test_free_answers_are_not_sampled_again(kit, make_worker) -> None:
+async def test_free_answers_are_not_sampled_again(kit: Kit, make_worker) -> None:
     choices = tuple(kit.choice(f"c{n}", index=n) for n in range(3))
     full = tuple(kit.choice(f"c{n}", index=n) for n in range(4))
     kit.choose(kit.exchange("e1", choices=choices), kit.exchange("e2", choices=full))
@@ -130,7 +124,7 @@ async def test_free_answers_are_not_sampled_again(kit, make_worker) -> None:
 
 
 async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
-    kit, make_worker
+    kit: Kit, make_worker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
@@ -143,7 +137,7 @@ async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}  # dropped, and paid for
 
 
-async def test_an_adapter_that_is_gone_sets_the_group_aside(kit, make_worker) -> None:
+async def test_an_adapter_that_is_gone_sets_the_group_aside(kit: Kit, make_worker) -> None:
     kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
 
@@ -154,7 +148,7 @@ async def test_an_adapter_that_is_gone_sets_the_group_aside(kit, make_worker) ->
 
 
 async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
-    kit, make_worker
+    kit: Kit, make_worker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
@@ -163,7 +157,7 @@ async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
     assert kit.row(group_id).status == "sampling"
 
 
-async def test_answers_that_are_all_alike_set_the_group_aside(kit, make_worker) -> None:
+async def test_answers_that_are_all_alike_set_the_group_aside(kit: Kit, make_worker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
     assert await make_worker(kit.FakeSampler("served")).step() == 0
@@ -171,7 +165,9 @@ async def test_answers_that_are_all_alike_set_the_group_aside(kit, make_worker) 
     assert kit.row(group_id).reason == "identical_answers"
 
 
-async def test_while_vllm_is_down_the_group_waits_at_no_cost(kit, make_worker, clock) -> None:
+async def test_while_vllm_is_down_the_group_waits_at_no_cost(
+    kit: Kit, make_worker, clock: Clock
+) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     worker = make_worker(kit.FakeSampler(EngineDownError("refused")))
 
@@ -184,7 +180,7 @@ async def test_while_vllm_is_down_the_group_waits_at_no_cost(kit, make_worker, c
 
 
 async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
-    kit, make_worker, clock
+    kit: Kit, make_worker, clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler("a", SamplingError("lengths_differ"), "b")
@@ -200,7 +196,9 @@ async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
     assert kit.counts("candidate") == {"kept": 3, "failed": 1}
 
 
-async def test_a_group_that_fails_five_times_is_set_aside(kit, make_worker, clock) -> None:
+async def test_a_group_that_fails_five_times_is_set_aside(
+    kit: Kit, make_worker, clock: Clock
+) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     worker = make_worker(kit.FakeSampler(SamplingError("status 400")))
 
@@ -213,7 +211,7 @@ async def test_a_group_that_fails_five_times_is_set_aside(kit, make_worker, cloc
     assert kit.counts("candidate") == {"failed": 15}
 
 
-async def test_no_more_candidates_are_in_flight_than_allowed(kit, make_worker) -> None:
+async def test_no_more_candidates_are_in_flight_than_allowed(kit: Kit, make_worker) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(6)))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
@@ -229,7 +227,7 @@ async def test_no_more_candidates_are_in_flight_than_allowed(kit, make_worker) -
     assert len(sampler.requests) == 6
 
 
-async def test_users_come_first(kit, make_worker) -> None:
+async def test_users_come_first(kit: Kit, make_worker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
@@ -239,7 +237,9 @@ async def test_users_come_first(kit, make_worker) -> None:
     assert kit.row(group_id).lease_until == 0.0
 
 
-async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(kit, make_worker) -> None:
+async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
+    kit: Kit, make_worker
+) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     # Measured before the claim and before each candidate; ours in flight are not users'.
@@ -254,7 +254,7 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(kit, m
     assert len(sampler.requests) == 3
 
 
-async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit, make_worker) -> None:
+async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit: Kit, make_worker) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
@@ -264,7 +264,7 @@ async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit, make_wo
 
 
 async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
-    kit, make_worker, clock
+    kit: Kit, make_worker, clock
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
     settings = {"tokens_per_day": 15, "concurrency": 3}
@@ -287,7 +287,7 @@ def test_the_day_ends_at_midnight_utc() -> None:
 
 
 async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
-    kit, make_worker
+    kit: Kit, make_worker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
@@ -305,7 +305,9 @@ async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
     assert kit.counts("candidate") == {"late": 3}
 
 
-async def test_a_worker_that_is_stopped_gives_its_groups_back(kit, make_worker, clock) -> None:
+async def test_a_worker_that_is_stopped_gives_its_groups_back(
+    kit: Kit, make_worker, clock: Clock
+) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
@@ -324,7 +326,7 @@ async def test_a_worker_that_is_stopped_gives_its_groups_back(kit, make_worker, 
     assert claimed == [group_id]
 
 
-async def test_a_running_worker_takes_one_group_after_the_other(kit, make_worker) -> None:
+async def test_a_running_worker_takes_one_group_after_the_other(kit: Kit, make_worker) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(5)))
     stop = asyncio.Event()
     running = asyncio.create_task(make_worker(kit.FakeSampler(), concurrency=3).run(stop))
@@ -339,7 +341,7 @@ async def test_a_running_worker_takes_one_group_after_the_other(kit, make_worker
 
 
 async def test_what_was_sampled_is_stored_when_the_store_comes_back(
-    kit, make_worker, monkeypatch
+    kit: Kit, make_worker, monkeypatch
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     worker = make_worker(kit.FakeSampler())

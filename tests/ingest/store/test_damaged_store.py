@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import String, select, text
@@ -17,6 +17,11 @@ from sqlalchemy import String, select, text
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from sidecar.store.models import AnswerRow, Base, ChoiceRow, ExchangeRow, GroupRow
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
 
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
 MOST_STEPS = 40
@@ -52,7 +57,7 @@ def test_bytes_that_are_no_utf8_are_read_as_replaced_text(database: Database) ->
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)
 async def test_bytes_that_are_no_utf8_cost_the_judge_no_other_group(
-    judge_kit: Any, database: Database, clock: Any, table: type[Base], column: str
+    judge_kit: JudgeKit, database: Database, clock: Clock, table: type[Base], column: str
 ) -> None:
     for number in range(4):
         judge_kit.put_group(database, f"g{number}", "one", "two")

@@ -14,9 +14,10 @@ from sidecar.errors import StoreError
 from sidecar.records import Sampling, Timings, decode_exchange
 from sidecar.store.database import MIGRATIONS, Database
 from sidecar.store.models import ExchangeRow
+from support.ingest_kit import Kit
 
 
-def test_an_exchange_comes_back_as_it_went_in(kit) -> None:
+def test_an_exchange_comes_back_as_it_went_in(kit: Kit) -> None:
     exchange = kit.exchange(
         "e1",
         adapter="smollm--v3-0123456789ab",
@@ -55,12 +56,12 @@ def test_an_exchange_comes_back_as_it_went_in(kit) -> None:
     assert stored.selection == "new"
 
 
-def test_an_exchange_that_is_not_there_is_none(kit) -> None:
+def test_an_exchange_that_is_not_there_is_none(kit: Kit) -> None:
     with kit.database.read() as session:
         assert load_exchange(session, "nobody") is None
 
 
-def test_exchanges_are_found_by_what_selection_said_in_either_order(kit) -> None:
+def test_exchanges_are_found_by_what_selection_said_in_either_order(kit: Kit) -> None:
     kit.store(*(kit.exchange(name) for name in ("a", "b", "c")))
     with kit.database.write() as session:
         set_selection(session, ["b"], "rate")
@@ -73,7 +74,7 @@ def test_exchanges_are_found_by_what_selection_said_in_either_order(kit) -> None
     assert [stored.exchange.exchange_id for stored in newest] == ["c"]
 
 
-def test_a_failed_write_transaction_leaves_nothing(kit) -> None:
+def test_a_failed_write_transaction_leaves_nothing(kit: Kit) -> None:
     def fail_half_way() -> None:
         with kit.database.write() as session:
             save_exchange(session, kit.exchange("a"), held_out=False, now=1.0)
@@ -120,7 +121,9 @@ def test_an_exchange_of_an_older_store_had_its_first_choice_returned(tmp_path: P
     database.close()
 
 
-def test_a_store_of_the_first_schema_is_upgraded_with_what_it_holds(tmp_path: Path, kit) -> None:
+def test_a_store_of_the_first_schema_is_upgraded_with_what_it_holds(
+    tmp_path: Path, kit: Kit
+) -> None:
     old = Database(f"sqlite:///{tmp_path}/old.db")
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
@@ -165,7 +168,7 @@ def test_a_store_of_the_first_schema_is_upgraded_with_what_it_holds(tmp_path: Pa
     assert revision != "0001"
 
 
-def test_a_record_of_the_first_release_on_the_bus_is_still_read(kit) -> None:
+def test_a_record_of_the_first_release_on_the_bus_is_still_read(kit: Kit) -> None:
     record = msgspec.to_builtins(kit.exchange("a"), builtin_types=(bytes,))
     newer = ("key_id", "turn_id", "retry_count", "request_bytes", "reply_bytes", "fallback_from")
     for name in newer:

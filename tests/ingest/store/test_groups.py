@@ -21,9 +21,10 @@ from ingest.store.groups import (
     save_group,
     set_aside,
 )
+from support.ingest_kit import Kit
 
 
-def answer(kit, content: str, **changes) -> Answer:
+def answer(kit: Kit, content: str, **changes) -> Answer:
     values = {
         "index": 0,
         "origin": "sampled",
@@ -36,12 +37,12 @@ def answer(kit, content: str, **changes) -> Answer:
     return Answer(**{**values, **changes})
 
 
-def claim(kit, now: float, *, status: str = "sampling", limit: int = 10) -> list[str]:
+def claim(kit: Kit, now: float, *, status: str = "sampling", limit: int = 10) -> list[str]:
     with kit.database.write() as session:
         return claim_groups(session, status, limit=limit, now=now, lease_s=30.0)
 
 
-def test_a_group_comes_back_as_it_went_in(kit) -> None:
+def test_a_group_comes_back_as_it_went_in(kit: Kit) -> None:
     exchange = kit.exchange("e1")
     kit.store(exchange)
     group = Group(
@@ -66,7 +67,7 @@ def test_a_group_comes_back_as_it_went_in(kit) -> None:
         assert load_group(session, "g-2") is None
 
 
-def test_a_claimed_group_is_nobody_elses_until_the_lease_has_run_out(kit) -> None:
+def test_a_claimed_group_is_nobody_elses_until_the_lease_has_run_out(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
     assert claim(kit, now=100.0) == [group_id]
@@ -74,7 +75,7 @@ def test_a_claimed_group_is_nobody_elses_until_the_lease_has_run_out(kit) -> Non
     assert claim(kit, now=130.0) == [group_id]
 
 
-def test_a_released_group_waits_until_the_time_given(kit) -> None:
+def test_a_released_group_waits_until_the_time_given(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     claim(kit, now=100.0)
     with kit.database.write() as session:
@@ -84,7 +85,7 @@ def test_a_released_group_waits_until_the_time_given(kit) -> None:
     assert claim(kit, now=110.0) == [group_id]
 
 
-def test_claims_take_the_oldest_of_one_status_and_no_more_than_asked(kit) -> None:
+def test_claims_take_the_oldest_of_one_status_and_no_more_than_asked(kit: Kit) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(3)))
     with kit.database.write() as session:
         mark_sampled(session, ids[0])
@@ -94,7 +95,7 @@ def test_claims_take_the_oldest_of_one_status_and_no_more_than_asked(kit) -> Non
     assert claim(kit, now=1.0, status="sampled") == [ids[0]]
 
 
-def test_two_workers_that_claim_at_once_never_get_the_same_group(kit) -> None:
+def test_two_workers_that_claim_at_once_never_get_the_same_group(kit: Kit) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(20)))
     taken: list[list[str]] = [[], []]
     start = threading.Barrier(2)
@@ -113,7 +114,7 @@ def test_two_workers_that_claim_at_once_never_get_the_same_group(kit) -> None:
     assert sorted(taken[0] + taken[1]) == sorted(ids)
 
 
-def test_answers_are_added_behind_those_there_up_to_the_size(kit) -> None:
+def test_answers_are_added_behind_those_there_up_to_the_size(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
         assert append_answers(session, group_id, [answer(kit, "b"), answer(kit, "c")], size=4) == 2
@@ -125,7 +126,7 @@ def test_answers_are_added_behind_those_there_up_to_the_size(kit) -> None:
     assert [a.message for a in group.answers] == [kit.message(c) for c in ("served", "b", "c", "d")]
 
 
-def test_a_group_that_has_moved_on_takes_no_more_answers(kit) -> None:
+def test_a_group_that_has_moved_on_takes_no_more_answers(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
         mark_sampled(session, group_id)
@@ -133,7 +134,7 @@ def test_a_group_that_has_moved_on_takes_no_more_answers(kit) -> None:
         assert append_answers(session, group_id, [answer(kit, "b")], size=4) == 0
 
 
-def test_each_step_happens_once_and_is_counted_once(kit) -> None:
+def test_each_step_happens_once_and_is_counted_once(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
         assert mark_sampled(session, group_id)
@@ -154,7 +155,7 @@ def test_each_step_happens_once_and_is_counted_once(kit) -> None:
     assert kit.counts("judging") == {"scored": 1}
 
 
-def test_a_step_ends_the_lease(kit) -> None:
+def test_a_step_ends_the_lease(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     claim(kit, now=100.0)
     with kit.database.write() as session:
@@ -163,7 +164,7 @@ def test_a_step_ends_the_lease(kit) -> None:
     assert claim(kit, now=100.0, status="sampled") == [group_id]
 
 
-def test_setting_aside_counts_in_the_stage_that_the_group_was_in(kit) -> None:
+def test_setting_aside_counts_in_the_stage_that_the_group_was_in(kit: Kit) -> None:
     early, late = kit.choose(kit.exchange("e1"), kit.exchange("e2"))
     with kit.database.write() as session:
         mark_sampled(session, late)
@@ -176,7 +177,7 @@ def test_setting_aside_counts_in_the_stage_that_the_group_was_in(kit) -> None:
     assert kit.counts("judging") == {"bad_reply": 1}
 
 
-def test_scores_must_be_one_per_answer(kit) -> None:
+def test_scores_must_be_one_per_answer(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
         mark_sampled(session, group_id)
@@ -184,7 +185,7 @@ def test_scores_must_be_one_per_answer(kit) -> None:
             mark_scored(session, group_id, [0.5, 0.5], ["a", "b"], "judge", "hash", 7.0)
 
 
-def test_a_group_without_scores_is_not_a_scored_group(kit) -> None:
+def test_a_group_without_scores_is_not_a_scored_group(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
     with kit.database.read() as session:
@@ -192,7 +193,7 @@ def test_a_group_without_scores_is_not_a_scored_group(kit) -> None:
         assert load_scored_group(session, "nobody") is None
 
 
-def test_a_retried_group_is_one_attempt_older_and_left_alone_for_a_while(kit) -> None:
+def test_a_retried_group_is_one_attempt_older_and_left_alone_for_a_while(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
         retry_sampling(session, group_id, until=50.0)
@@ -202,7 +203,7 @@ def test_a_retried_group_is_one_attempt_older_and_left_alone_for_a_while(kit) ->
     assert claim(kit, now=49.0) == []
 
 
-def test_pending_groups_and_groups_by_session_are_counted(kit) -> None:
+def test_pending_groups_and_groups_by_session_are_counted(kit: Kit) -> None:
     ids = kit.choose(
         kit.exchange("e1", session_key="m:s"),
         kit.exchange("e2", session_key="m:s"),
@@ -216,7 +217,7 @@ def test_pending_groups_and_groups_by_session_are_counted(kit) -> None:
         assert count_by_session(session, ["m:s", "m:t", "m:u"]) == {"m:s": 2, "m:t": 1}
 
 
-def test_scored_groups_are_pending_while_their_adapter_serves(kit) -> None:
+def test_scored_groups_are_pending_while_their_adapter_serves(kit: Kit) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
         mark_sampled(session, group_id)

@@ -23,6 +23,7 @@ from ingest.tokens.check import Vocabulary, check_exchange
 from ingest.vllm.checked_sampler import CheckedSampler
 from ingest.vllm.sampler import SampledAnswer, SampleRequest
 from sidecar.records import encode_exchange
+from support.ingest_kit import Kit
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / ".models" / "smollm2-135m"
@@ -42,7 +43,7 @@ def encode(smollm: Vocabulary, text: str) -> list[int]:
     return list(smollm.decoder.encode(text, add_special_tokens=False).ids)
 
 
-def outcome(kit, smollm: Vocabulary, ids: Any, content: str | None, **changes: Any) -> str:
+def outcome(kit: Kit, smollm: Vocabulary, ids: Any, content: str | None, **changes: Any) -> str:
     """The check of one plain answer; `request` and message members may be added."""
     said = {"role": "assistant", "content": content, **changes.pop("message", {})}
     finish = changes.pop("finish_reason", "stop")
@@ -57,12 +58,12 @@ def recorded_choice(name: str) -> Iterator[tuple[list[int], dict[str, Any], str]
 
 
 @pytest.mark.parametrize("name", ["whole_reply_asked.json", "two_reply_asked.json"])
-def test_what_the_real_vllm_said_agrees(kit, smollm: Vocabulary, name: str) -> None:
+def test_what_the_real_vllm_said_agrees(kit: Kit, smollm: Vocabulary, name: str) -> None:
     for ids, message, finish in recorded_choice(name):
         assert outcome(kit, smollm, ids, message["content"], finish_reason=finish) == "agrees"
 
 
-def test_every_planted_fault_in_a_real_reply_is_seen(kit, smollm: Vocabulary) -> None:
+def test_every_planted_fault_in_a_real_reply_is_seen(kit: Kit, smollm: Vocabulary) -> None:
     ((ids, message, finish),) = recorded_choice("whole_reply_asked.json")
     content = message["content"]
     texts = len(ids) - (ids[-1] == END)
@@ -82,7 +83,7 @@ def test_every_planted_fault_in_a_real_reply_is_seen(kit, smollm: Vocabulary) ->
     assert missed == []
 
 
-def test_a_stop_token_is_no_text_and_comes_once(kit, smollm: Vocabulary) -> None:
+def test_a_stop_token_is_no_text_and_comes_once(kit: Kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "All is well.")
 
     assert outcome(kit, smollm, [*ids, END], "All is well.") == "agrees"
@@ -91,7 +92,7 @@ def test_a_stop_token_is_no_text_and_comes_once(kit, smollm: Vocabulary) -> None
 
 
 def test_an_ordinary_token_that_the_request_names_as_its_end_is_no_text(
-    kit, smollm: Vocabulary
+    kit: Kit, smollm: Vocabulary
 ) -> None:
     ids = encode(smollm, "One two three")
     request = {"messages": [], "stop_token_ids": [ids[-1]]}
@@ -100,7 +101,7 @@ def test_an_ordinary_token_that_the_request_names_as_its_end_is_no_text(
     assert outcome(kit, smollm, ids, "One two") == "ids_do_not_decode"
 
 
-def test_special_tokens_are_text_when_they_are_shown(kit, smollm: Vocabulary) -> None:
+def test_special_tokens_are_text_when_they_are_shown(kit: Kit, smollm: Vocabulary) -> None:
     ids = [*encode(smollm, "Bye"), 1, END]
     shown = {"messages": [], "skip_special_tokens": False}
 
@@ -110,7 +111,7 @@ def test_special_tokens_are_text_when_they_are_shown(kit, smollm: Vocabulary) ->
     assert outcome(kit, smollm, ids, "Bye<|im_end|>") == "ids_do_not_decode"
 
 
-def test_a_character_split_over_tokens_is_whole_or_not_shown(kit, smollm: Vocabulary) -> None:
+def test_a_character_split_over_tokens_is_whole_or_not_shown(kit: Kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "ok 🎉")
     assert len(encode(smollm, "🎉")) == 3
 
@@ -133,14 +134,14 @@ def test_a_character_split_over_tokens_is_whole_or_not_shown(kit, smollm: Vocabu
     ],
 )
 def test_a_stop_string_is_cut_and_nothing_else_is(
-    kit, smollm: Vocabulary, content: str, request_stop: dict[str, Any], expected: str
+    kit: Kit, smollm: Vocabulary, content: str, request_stop: dict[str, Any], expected: str
 ) -> None:
     ids = encode(smollm, "Yes. B")
 
     assert outcome(kit, smollm, ids, content, request={"messages": [], **request_stop}) == expected
 
 
-def test_an_empty_thinking_block_may_be_taken_away(kit, smollm: Vocabulary) -> None:
+def test_an_empty_thinking_block_may_be_taken_away(kit: Kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "<think>\n\n</think>\n\nHello.")
     full = encode(smollm, "<think>\nhm\n</think>\n\nHello.")
 
@@ -149,7 +150,7 @@ def test_an_empty_thinking_block_may_be_taken_away(kit, smollm: Vocabulary) -> N
     assert outcome(kit, smollm, full, "Hello.") == "ids_do_not_decode"
 
 
-def test_reasoning_and_content_must_be_there_in_this_order(kit, smollm: Vocabulary) -> None:
+def test_reasoning_and_content_must_be_there_in_this_order(kit: Kit, smollm: Vocabulary) -> None:
     ids = encode(smollm, "<think>\nThey ask for X.\n</think>\n\nX it is.")
 
     def check(content: str, reasoning: str) -> str:
@@ -179,7 +180,7 @@ CALL = (
     ],
 )
 def test_each_piece_of_a_parsed_tool_call_must_be_in_the_text(
-    kit, smollm: Vocabulary, name: str, arguments: str, expected: str
+    kit: Kit, smollm: Vocabulary, name: str, arguments: str, expected: str
 ) -> None:
     ids = [*encode(smollm, f"Let me see.\n{CALL}"), END]
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -197,7 +198,7 @@ def test_each_piece_of_a_parsed_tool_call_must_be_in_the_text(
 
 
 def test_a_dropped_or_changed_id_inside_a_piece_of_a_tool_call_is_seen(
-    kit, smollm: Vocabulary
+    kit: Kit, smollm: Vocabulary
 ) -> None:
     ids = encode(
         smollm, '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -213,7 +214,7 @@ def test_a_dropped_or_changed_id_inside_a_piece_of_a_tool_call_is_seen(
     assert check([*ids[:at], ids[at] + 1, *ids[at + 1 :]]) == "ids_do_not_decode"
 
 
-def test_what_has_no_ids_or_is_not_trained_on_is_not_checked(kit, smollm: Vocabulary) -> None:
+def test_what_has_no_ids_or_is_not_trained_on_is_not_checked(kit: Kit, smollm: Vocabulary) -> None:
     wrong = kit.choice(message=b'{"role":"assistant","content":"other"}')
     none = kit.choice(token_ids=())
 
@@ -227,7 +228,7 @@ def test_what_has_no_ids_or_is_not_trained_on_is_not_checked(kit, smollm: Vocabu
     assert check_exchange(kit.exchange(choices=(wrong,)), smollm) == "ids_do_not_decode"
 
 
-def test_of_several_choices_the_worst_counts(kit, smollm: Vocabulary) -> None:
+def test_of_several_choices_the_worst_counts(kit: Kit, smollm: Vocabulary) -> None:
     ids = tuple(encode(smollm, "Hi."))
     good = kit.choice("Hi.", token_ids=ids)
     bad = kit.choice("Ho.", index=1, token_ids=ids)
@@ -238,7 +239,7 @@ def test_of_several_choices_the_worst_counts(kit, smollm: Vocabulary) -> None:
 
 @pytest.mark.parametrize("ids", [(-1,), (2**40,), (2**31 - 1,)])
 def test_what_cannot_be_an_id_disagrees_and_raises_nothing(
-    kit, smollm: Vocabulary, ids: tuple[int, ...]
+    kit: Kit, smollm: Vocabulary, ids: tuple[int, ...]
 ) -> None:
     assert outcome(kit, smollm, ids, "Hi.") == "ids_do_not_decode"
 
@@ -250,7 +251,7 @@ class SpacedWords:
         return "".join(f" w{number}" for number in ids).removeprefix(" ")
 
 
-def test_the_first_token_s_space_may_hang_on_the_prompt(kit) -> None:
+def test_the_first_token_s_space_may_hang_on_the_prompt(kit: Kit) -> None:
     words = Vocabulary(decoder=SpacedWords(), added=frozenset(), special=frozenset())
 
     assert outcome(kit, words, (5, 6), "w5 w6", prompt_token_ids=(1,)) == "agrees"
@@ -263,7 +264,7 @@ def test_the_first_token_s_space_may_hang_on_the_prompt(kit) -> None:
 )
 @given(text=st.text(min_size=1, max_size=30), data=st.data())
 def test_any_text_agrees_with_its_own_ids_and_not_with_others(
-    kit, smollm: Vocabulary, text: str, data: Any
+    kit: Kit, smollm: Vocabulary, text: str, data: Any
 ) -> None:
     ids = encode(smollm, text)
     # This vocabulary has no token for some bytes; vLLM could not have said those texts.
@@ -278,7 +279,9 @@ def test_any_text_agrees_with_its_own_ids_and_not_with_others(
         assert outcome(kit, smollm, [*changed, END], text) == "ids_do_not_decode"
 
 
-def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(kit, smollm: Vocabulary) -> None:
+def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(
+    kit: Kit, smollm: Vocabulary
+) -> None:
     good = kit.choice("Hi.", token_ids=(*encode(smollm, "Hi."), END))
     bad = kit.choice("Hi.", token_ids=(*encode(smollm, "Ho."), END))
     check = TokenCheck(str(MODEL))
@@ -309,7 +312,7 @@ def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(kit, smollm: 
     assert kept.exchange.untrainable_reason == "cut"
 
 
-async def test_a_candidate_whose_ids_disagree_is_refused(kit, smollm: Vocabulary) -> None:
+async def test_a_candidate_whose_ids_disagree_is_refused(kit: Kit, smollm: Vocabulary) -> None:
     check = TokenCheck(str(MODEL))
     good = replace(CANDIDATE, token_ids=(*encode(smollm, "Hi."), END))
     bad = replace(CANDIDATE, token_ids=(*encode(smollm, "Ho."), END))
@@ -372,7 +375,7 @@ def test_a_tokenizer_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_it_is_off_says_so_once_and_looks_again(
-    kit, tmp_path: Path, smollm: Vocabulary
+    kit: Kit, tmp_path: Path, smollm: Vocabulary
 ) -> None:
     check = TokenCheck(str(tmp_path))
 

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import SampledAnswer, SampleRequest
+from support.ingest_kit import Kit
 
 ASK = SampleRequest(upstream_model="m", chat={}, temperature=1.0, max_tokens=4)
 
@@ -17,7 +18,7 @@ ASK = SampleRequest(upstream_model="m", chat={}, temperature=1.0, max_tokens=4)
 class FakeReplica:
     """Answers under its own name, or raises `error`."""
 
-    def __init__(self, kit: Any, name: str) -> None:
+    def __init__(self, kit: Kit, name: str) -> None:
         self.error: Exception | None = None
         self._sampler = kit.FakeSampler(f"by {name}")
         self._load = kit.ScriptedLoad(len(name))
@@ -37,7 +38,7 @@ class FakeReplica:
 
 
 @pytest.fixture
-def replicas(kit) -> dict[str, FakeReplica]:
+def replicas(kit: Kit) -> dict[str, FakeReplica]:
     return {name: FakeReplica(kit, name) for name in ("a", "bb", "ccc")}
 
 

@@ -16,6 +16,7 @@ from ingest.intake.loop import Intake
 from ingest.vllm.watch import EngineWatch
 from sidecar.settings import Serving, Settings
 from sidecar.store.database import get_flag
+from support.ingest_kit import Kit
 
 PLAIN = EngineFacts(defaults=frozenset(), grammar="as_asked")
 
@@ -195,7 +196,7 @@ def test_a_flag_that_cannot_be_read_is_nothing_known() -> None:
 
 
 def test_ingest_decides_when_the_first_poll_has_ended_and_says_in_the_store_what_it_knows(
-    kit,
+    kit: Kit,
 ) -> None:
     serving = Serving(model="smollm", upstreams=("http://a",))
     polls: list[Any] = []
@@ -216,7 +217,7 @@ def test_ingest_decides_when_the_first_poll_has_ended_and_says_in_the_store_what
         assert load_facts(get_flag(session, "engine_facts") or "") == PLAIN
 
 
-def test_a_later_poll_holds_nothing_up(kit) -> None:
+def test_a_later_poll_holds_nothing_up(kit: Kit) -> None:
     serving = Serving(model="smollm")
     polls: list[Any] = []
     watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=polls.append)

@@ -29,6 +29,7 @@ from sidecar.settings import Learner, Settings
 from sidecar.store.arrays import pack_ids
 from sidecar.store.database import Database
 from sidecar.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow, RunRow
+from support.clock import Clock
 
 Make = Callable[..., Any]
 Answers = list[Answer]
@@ -97,7 +98,7 @@ def put(put_group: Make, scored_group: Make, exact: Make) -> Callable[..., None]
 
 
 @pytest.fixture
-def train(settings: Settings, database: Database, clock: Any) -> Callable[..., Any]:
+def train(settings: Settings, database: Database, clock: Clock) -> Callable[..., Any]:
     """train(run_id, **learner settings): one real run, each step of which has a gradient."""
 
     def start(run_id: str = "r1", **changes: Any) -> Any:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import select
@@ -28,6 +28,11 @@ from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, RunRow
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import FakeTrainer
+
 
 Make = Callable[..., Any]
 BAD = "15"
@@ -67,7 +72,7 @@ def sixteen(put_group: Make, scored_group: Make) -> None:
 
 
 @pytest.fixture
-def new_run(settings: Settings, database: Database, clock: Any) -> Callable[..., Run]:
+def new_run(settings: Settings, database: Database, clock: Clock) -> Callable[..., Run]:
     """new_run(run_id, trainer, **learner settings)."""
 
     def make(run_id: str, trainer: Any, **changes: Any) -> Run:
@@ -85,7 +90,7 @@ def new_run(settings: Settings, database: Database, clock: Any) -> Callable[...,
 
 
 @pytest.fixture
-def killed_run(database: Database, tmp_path: Path, clock: Any) -> Callable[[str, str], None]:
+def killed_run(database: Database, tmp_path: Path, clock: Clock) -> Callable[[str, str], None]:
     """killed_run(run_id, kind): a real process that SIGKILL ends in the middle of its run."""
 
     def start(run_id: str, kind: str) -> None:
@@ -116,7 +121,7 @@ def test_a_group_that_kills_its_run_is_found_and_the_others_train(
     killed_run: Make,
     new_run: Make,
     database: Database,
-    fake_trainer: Any,
+    fake_trainer: FakeTrainer,
     put_group: Make,
     scored_group: Make,
 ) -> None:
@@ -144,7 +149,7 @@ def test_a_group_that_kills_its_run_is_found_and_the_others_train(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_run_that_dies_while_it_loads_the_base_counts_against_no_group(
-    killed_run: Make, new_run: Make, database: Database, fake_trainer: Any
+    killed_run: Make, new_run: Make, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     killed_run("r1", "loading")
 
@@ -156,7 +161,7 @@ def test_a_run_that_dies_while_it_loads_the_base_counts_against_no_group(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_killed_run_of_a_trainer_that_names_no_group_counts_against_all_of_them(
-    killed_run: Make, new_run: Make, database: Database, fake_trainer: Any
+    killed_run: Make, new_run: Make, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     killed_run("r1", "silent")
 
@@ -169,7 +174,11 @@ def test_a_killed_run_of_a_trainer_that_names_no_group_counts_against_all_of_the
 
 @pytest.mark.usefixtures("sixteen")
 def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
-    new_run: Make, database: Database, fake_trainer: Any, put_group: Make, scored_group: Make
+    new_run: Make,
+    database: Database,
+    fake_trainer: FakeTrainer,
+    put_group: Make,
+    scored_group: Make,
 ) -> None:
     """New groups come in, as long as learning goes on; the bad one is found by halves."""
 
@@ -203,7 +212,7 @@ def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
 
 @pytest.mark.usefixtures("sixteen")
 def test_groups_of_failed_runs_do_not_keep_new_exchanges_from_being_chosen(
-    new_run: Make, database: Database, fake_trainer: Any
+    new_run: Make, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     with database.read() as session:
         assert count_pending(session, {"base"}) == 16
@@ -230,7 +239,7 @@ ENVIRONMENT = [
 @pytest.mark.usefixtures("sixteen")
 @pytest.mark.parametrize("error", ENVIRONMENT)
 def test_what_the_environment_does_counts_against_no_group(
-    new_run: Make, database: Database, fake_trainer: Any, error: BaseException
+    new_run: Make, database: Database, fake_trainer: FakeTrainer, error: BaseException
 ) -> None:
     fake_trainer.error = error
 
@@ -244,7 +253,7 @@ def test_what_the_environment_does_counts_against_no_group(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_named_group_is_blamed_alone_and_dropped_the_second_time(
-    new_run: Make, database: Database, fake_trainer: Any
+    new_run: Make, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     fake_trainer.error = FaultyGroupsError("it", {"3": Fault("computation_failed", "what it said")})
 
@@ -284,9 +293,9 @@ class Child:
 def test_a_child_that_we_kill_counts_against_no_group(
     settings: Settings,
     database: Database,
-    clock: Any,
+    clock: Clock,
     new_run: Make,
-    fake_trainer: Any,
+    fake_trainer: FakeTrainer,
     stopped: bool,
     blamed: dict[str, int],
 ) -> None:

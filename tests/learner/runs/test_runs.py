@@ -25,6 +25,7 @@ from learner.runs.source import (
 )
 from sidecar.store.database import Database
 from sidecar.store.models import AliasRow, CounterRow, GroupRow, RunRow
+from support.clock import Clock
 
 Make = Callable[..., Any]
 
@@ -151,7 +152,9 @@ def test_an_end_is_final(database: Database) -> None:
         assert (row.status, row.reason, row.ended_at) == ("failed", "killed", 2.0)
 
 
-def test_the_heartbeat_keeps_the_lease_and_notices_its_loss(database: Database, clock: Any) -> None:
+def test_the_heartbeat_keeps_the_lease_and_notices_its_loss(
+    database: Database, clock: Clock
+) -> None:
     begin(database, "one", now=clock.now)
     clock.now += 500
 

@@ -30,6 +30,7 @@ from sidecar.errors import SettingsError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import CanaryRow, RunRow
+from support.clock import Clock
 
 Make = Callable[..., Any]
 
@@ -51,7 +52,7 @@ class FakeChild:
 class World:
     """A schedule and the children it launched."""
 
-    def __init__(self, settings: Settings, database: Database, clock: Any) -> None:
+    def __init__(self, settings: Settings, database: Database, clock: Clock) -> None:
         self.children: list[FakeChild] = []
         self.database = database
         self.clock = clock
@@ -72,7 +73,7 @@ class World:
 
 
 @pytest.fixture
-def world(settings: Settings, database: Database, clock: Any) -> Callable[..., World]:
+def world(settings: Settings, database: Database, clock: Clock) -> Callable[..., World]:
     """world(**learner settings)."""
 
     def make(**changes: Any) -> World:
@@ -189,7 +190,7 @@ def test_a_version_that_waits_for_its_canary_is_waited_for(world: Make, put_vers
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: Any) -> None:
+def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: Clock) -> None:
     here = world()
     here.poll()
     here.children[-1].code = 1
@@ -209,7 +210,7 @@ def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: 
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_killed_child_gives_up_its_lease_at_once(
-    world: Make, database: Database, clock: Any
+    world: Make, database: Database, clock: Clock
 ) -> None:
     here = world()
     here.poll()

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import select
@@ -28,13 +28,18 @@ from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
+from support.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import FakeTrainer
+
 
 Make = Callable[..., Any]
 
 
 @pytest.fixture
 def new_run(
-    settings: Settings, database: Database, clock: Any, fake_trainer: Any
+    settings: Settings, database: Database, clock: Clock, fake_trainer: FakeTrainer
 ) -> Callable[..., Run]:
     """new_run(run_id, trainer=, **learner settings)."""
 
@@ -138,7 +143,7 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: Make, tiny_base: Path)
 
 @pytest.mark.usefixtures("two_groups")
 def test_the_next_run_starts_from_the_champion(
-    new_run: Make, put_version: Make, fake_trainer: Any, tmp_path: Path
+    new_run: Make, put_version: Make, fake_trainer: FakeTrainer, tmp_path: Path
 ) -> None:
     champion = put_version(4, champion=True)
 
@@ -157,7 +162,7 @@ def flip_a_bit(path: Path) -> None:
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_parent_with_a_flipped_bit_is_not_trained_on(
-    new_run: Make, put_version: Make, database: Database, fake_trainer: Any, tmp_path: Path
+    new_run: Make, put_version: Make, database: Database, fake_trainer: FakeTrainer, tmp_path: Path
 ) -> None:
     champion = put_version(4, champion=True)
     flip_a_bit(tmp_path / "adapter-4" / WEIGHTS)
@@ -175,7 +180,7 @@ def test_a_parent_with_a_flipped_bit_is_not_trained_on(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_parent_that_changes_while_it_is_trained_on_gives_no_version(
-    new_run: Make, put_version: Make, database: Database, fake_trainer: Any, tmp_path: Path
+    new_run: Make, put_version: Make, database: Database, fake_trainer: FakeTrainer, tmp_path: Path
 ) -> None:
     champion = put_version(4, champion=True)
     fake_trainer.on_train = lambda job: flip_a_bit(job.parent.path / WEIGHTS)
@@ -190,7 +195,7 @@ def test_a_parent_that_changes_while_it_is_trained_on_gives_no_version(
 @pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize("what", [CONFIG, WEIGHTS, "."])
 def test_a_parent_behind_a_link_is_not_trained_on(
-    new_run: Make, put_version: Make, fake_trainer: Any, tmp_path: Path, what: str
+    new_run: Make, put_version: Make, fake_trainer: FakeTrainer, tmp_path: Path, what: str
 ) -> None:
     put_version(4, champion=True)
     real = tmp_path / "adapter-4" / what
@@ -205,7 +210,11 @@ def test_a_parent_behind_a_link_is_not_trained_on(
 
 
 def test_the_newest_groups_are_taken_and_the_others_wait(
-    new_run: Make, database: Database, put_group: Make, scored_group: Make, fake_trainer: Any
+    new_run: Make,
+    database: Database,
+    put_group: Make,
+    scored_group: Make,
+    fake_trainer: FakeTrainer,
 ) -> None:
     for number in range(5):
         put_group(scored_group([0.0, 1.0], group_id=str(number)))
@@ -244,7 +253,11 @@ def test_masked_answers_are_counted_by_reason(
 
 
 def test_too_few_groups_are_nothing_to_learn(
-    new_run: Make, database: Database, put_group: Make, scored_group: Make, fake_trainer: Any
+    new_run: Make,
+    database: Database,
+    put_group: Make,
+    scored_group: Make,
+    fake_trainer: FakeTrainer,
 ) -> None:
     put_group(scored_group([0.0, 1.0]))
 
@@ -297,7 +310,7 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
     new_run: Make,
     database: Database,
     settings: Settings,
-    fake_trainer: Any,
+    fake_trainer: FakeTrainer,
     error: Exception,
     reason: str,
 ) -> None:
@@ -317,7 +330,7 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
-    new_run: Make, database: Database, fake_trainer: Any
+    new_run: Make, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     run = new_run()
     fake_trainer.on_train = lambda job: (run.stop(), job.check_stop())
@@ -331,7 +344,7 @@ def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_run_that_lost_its_lease_registers_nothing(
-    new_run: Make, database: Database, settings: Settings, fake_trainer: Any, clock: Any
+    new_run: Make, database: Database, settings: Settings, fake_trainer: FakeTrainer, clock: Clock
 ) -> None:
     def lose(job: TrainingJob) -> None:
         with database.write() as session:
@@ -351,7 +364,9 @@ def test_a_run_that_lost_its_lease_registers_nothing(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_second_run_does_not_start(new_run: Make, database: Database, fake_trainer: Any) -> None:
+def test_a_second_run_does_not_start(
+    new_run: Make, database: Database, fake_trainer: FakeTrainer
+) -> None:
     refused: list[Exception] = []
 
     def start_another(_job: TrainingJob) -> None:

@@ -17,6 +17,7 @@ from learner.records import Parent, TrainingGroup, TrainingJob
 from learner.runs.train import Run
 from sidecar.settings import Settings
 from sidecar.store.database import Database
+from support.clock import Clock
 
 Make = Callable[..., Any]
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9))
@@ -42,7 +43,7 @@ def test_a_run_makes_the_better_answers_likelier_and_the_worse_ones_rarer(
     settings: Settings,
     tiny_base: Path,
     database: Database,
-    clock: Any,
+    clock: Clock,
     put_group: Make,
     scored_group: Make,
     answer: Make,

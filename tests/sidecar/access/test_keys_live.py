@@ -15,6 +15,8 @@ import pytest
 from sidecar.access.keys import ApiKey
 from sidecar.store.database import Database
 from support import api_keys
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import FreePort, Running, StartProxy, Wire
 
 VLLM_KEY = "vllm-own-key"
 SURFACES = ["chat", "completions", "responses", "messages"]
@@ -49,7 +51,7 @@ def keys(state_dir: Path) -> Iterator[KeyStore]:
 
 
 @pytest.fixture
-def guarded(start_proxy: Any, free_port: Any) -> Any:
+def guarded(start_proxy: StartProxy, free_port: FreePort) -> Any:
     """Start a proxy that asks for keys."""
 
     async def start(**sections: Any) -> Any:
@@ -67,7 +69,7 @@ def bearer(key: str) -> str:
     return f"Authorization: Bearer {key}\r\n"
 
 
-async def ask(running: Any, wire: Any, headers: str = "", name: str = "chat.plain") -> Any:
+async def ask(running: Running, wire: Wire, headers: str = "", name: str = "chat.plain") -> Any:
     item = wire.recording(name)
     return wire.split(await running.send(wire.post(item.request, path=item.path, headers=headers)))
 
@@ -78,7 +80,7 @@ async def ask(running: Any, wire: Any, headers: str = "", name: str = "chat.plai
     ["", "Authorization: Bearer sk-sidecar-0123456789ab-x\r\n", "x-api-key: vllm-own-key\r\n"],
 )
 async def test_without_a_good_key_nobody_gets_in_on_any_surface(
-    surface: str, sent: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    surface: str, sent: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     keys.create()
     running = await guarded()
@@ -102,7 +104,7 @@ async def test_without_a_good_key_nobody_gets_in_on_any_surface(
 @pytest.mark.parametrize("surface", SURFACES)
 @pytest.mark.parametrize("header", ["Authorization: Bearer {}", "x-api-key: {}"])
 async def test_a_good_key_gets_in_by_either_header_and_vllm_sees_only_its_own(
-    surface: str, header: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    surface: str, header: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key_id, key = keys.create(project="shop")
     item = wire.recording(f"{surface}.plain")
@@ -123,7 +125,7 @@ async def test_a_good_key_gets_in_by_either_header_and_vllm_sees_only_its_own(
 
 
 async def test_the_list_of_models_is_guarded_and_health_is_not(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create()
     fake_vllm.models = ["smollm2-135m", "smollm2-135m--v1-0123456789ab"]
@@ -145,7 +147,7 @@ async def test_the_list_of_models_is_guarded_and_health_is_not(
 
 
 async def test_a_revoked_key_is_refused_within_half_a_second_by_all_proxies(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """The fastest of five: what is slower is the machine's work for others."""
     five = [keys.create() for _ in range(5)]
@@ -166,7 +168,7 @@ async def test_a_revoked_key_is_refused_within_half_a_second_by_all_proxies(
 
 
 async def test_a_key_made_while_the_proxy_runs_gets_in(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await guarded()
     _, key = keys.create()
@@ -177,7 +179,7 @@ async def test_a_key_made_while_the_proxy_runs_gets_in(
 
 
 async def test_before_the_store_was_seen_the_answer_is_503_and_with_it_the_proxy_works(
-    state_dir: Path, guarded: Any, fake_vllm: Any, wire: Any
+    state_dir: Path, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await guarded()
     line, headers, _ = await ask(running, wire, bearer("sk-sidecar-0123456789ab-x"))
@@ -193,7 +195,7 @@ async def test_before_the_store_was_seen_the_answer_is_503_and_with_it_the_proxy
 
 @pytest.mark.parametrize("surface", ["chat", "messages"])
 async def test_requests_over_the_limit_are_told_when_to_come_again(
-    surface: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    surface: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(requests_per_minute=3)
     now = 1_000_000.0
@@ -239,8 +241,8 @@ async def test_tokens_are_metered_by_what_the_reply_says_it_used(
     capture: dict[str, Any],
     keys: KeyStore,
     guarded: Any,
-    fake_vllm: Any,
-    wire: Any,
+    fake_vllm: FakeVllm,
+    wire: Wire,
 ) -> None:
     plain = wire.recording(f"{name}.plain")
     asked = name.split("_")[0] in ("chat", "completions") and not capture
@@ -264,7 +266,12 @@ async def test_tokens_are_metered_by_what_the_reply_says_it_used(
 @pytest.mark.parametrize("surface", ["chat", "completions"])
 @pytest.mark.parametrize("capture", [{}, {"sample_rate": 0.0}])
 async def test_a_stream_that_would_not_tell_its_usage_is_asked_for_it_on_our_account(
-    surface: str, capture: dict[str, Any], keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    surface: str,
+    capture: dict[str, Any],
+    keys: KeyStore,
+    guarded: Any,
+    fake_vllm: FakeVllm,
+    wire: Wire,
 ) -> None:
     """What vLLM sends for that is one event more, and the client does not see it."""
     plain = wire.recording(f"{surface}_stream.plain")
@@ -292,7 +299,7 @@ async def test_a_stream_that_would_not_tell_its_usage_is_asked_for_it_on_our_acc
 
 
 async def test_a_key_without_an_allowance_asks_for_no_usage(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(requests_per_minute=100)
     running = await guarded(capture={"sample_rate": 0.0})
@@ -304,7 +311,7 @@ async def test_a_key_without_an_allowance_asks_for_no_usage(
 
 @pytest.mark.parametrize("capture", [{}, {"sample_rate": 0.0}])
 async def test_prompt_ids_that_capture_asks_for_do_not_hide_the_usage(
-    capture: dict[str, Any], keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    capture: dict[str, Any], keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """vLLM writes the ids behind the usage: 1,000 of them are more than the 8 kB that were once
     looked at."""
@@ -324,7 +331,7 @@ async def test_prompt_ids_that_capture_asks_for_do_not_hide_the_usage(
 
 @pytest.mark.parametrize("name", ["responses.plain", "responses_stream.plain"])
 async def test_a_long_user_does_not_hide_the_usage_of_responses(
-    name: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    name: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording(name)
     body = item.body.replace(b'"user":null', b'"user":"%b"' % (b"u" * 20_000))
@@ -344,7 +351,7 @@ async def test_a_long_user_does_not_hide_the_usage_of_responses(
 
 @pytest.mark.parametrize("surface", [*SURFACES, "embeddings"])
 async def test_a_request_that_is_cut_before_vllms_head_costs_its_prompt(
-    surface: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    surface: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [asyncio.Event()]
     item = wire.recording(f"{surface}.plain")
@@ -368,7 +375,7 @@ async def test_a_request_that_is_cut_before_vllms_head_costs_its_prompt(
 
 
 async def test_a_prompt_that_vllm_never_had_costs_nothing(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(tokens_per_day=1000)
     running = await guarded()
@@ -384,7 +391,7 @@ async def test_a_prompt_that_vllm_never_had_costs_nothing(
 
 
 async def test_a_metered_reply_is_not_compressed(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """Nobody could read its usage."""
     _, free = keys.create()
@@ -399,7 +406,7 @@ async def test_a_metered_reply_is_not_compressed(
 
 
 async def test_a_stream_that_breaks_before_it_tells_its_usage_is_estimated(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording("chat_stream.plain")
     fake_vllm.script = lambda _: [item.head, *item.chunks[:5], wire.CLOSE]
@@ -416,7 +423,7 @@ async def test_a_stream_that_breaks_before_it_tells_its_usage_is_estimated(
 
 
 async def test_a_spent_day_refuses_until_midnight(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording("chat.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -436,7 +443,7 @@ async def test_a_spent_day_refuses_until_midnight(
 
 
 async def test_in_mode_upstream_the_callers_credentials_go_on_and_vllm_judges_them(
-    start_proxy: Any, fake_vllm: Any, wire: Any
+    start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     refusal = b'{"error":"Unauthorized"}'
     fake_vllm.script = lambda seen: [
@@ -460,7 +467,7 @@ async def test_in_mode_upstream_the_callers_credentials_go_on_and_vllm_judges_th
 
 
 async def test_what_is_captured_follows_the_keys_project(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, shop), (other_id, other) = keys.create(project="shop"), keys.create(project="other")
     fake_vllm.script = lambda _: [wire.recording("chat.asked").reply]
@@ -476,7 +483,7 @@ async def test_what_is_captured_follows_the_keys_project(
 
 
 async def test_a_session_of_one_project_is_never_one_of_another(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, shop), (_, other) = keys.create(project="shop"), keys.create(project="other")
     running = await guarded()
@@ -489,7 +496,7 @@ async def test_a_session_of_one_project_is_never_one_of_another(
 
 
 async def test_a_default_key_reaches_no_session_of_a_project_by_its_header(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, acme), (_, default) = keys.create(project="acme"), keys.create(project="default")
     running = await guarded()
@@ -502,7 +509,7 @@ async def test_a_default_key_reaches_no_session_of_a_project_by_its_header(
 
 
 async def test_sessions_and_users_are_recorded_bounded_and_apart(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """Wherever they stand: in a header, in the body's `user`, in Anthropic's `metadata`."""
     (_, key), long = keys.create(), "n" * 20_000
@@ -527,7 +534,7 @@ async def test_sessions_and_users_are_recorded_bounded_and_apart(
 
 
 async def test_two_different_keys_in_one_request_are_none(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, one), (_, other) = keys.create(), keys.create()
     running = await guarded()
@@ -545,7 +552,7 @@ async def test_two_different_keys_in_one_request_are_none(
     [("GET", "/version"), ("GET", "/load"), ("POST", "/tokenize"), ("POST", "/detokenize")],
 )
 async def test_vllms_own_paths_need_a_key_except_its_probes(
-    method: str, path: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    method: str, path: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create()
     fake_vllm.script = lambda _: [wire.whole_reply(b"{}")]
@@ -565,7 +572,7 @@ async def test_vllms_own_paths_need_a_key_except_its_probes(
     "path", ["/v1/load_lora_adapter", "/reset_prefix_cache", "/sleep", "/pause"]
 )
 async def test_no_scope_reaches_what_changes_vllm(
-    path: str, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    path: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(scopes=frozenset({"infer", "operate"}))
     running = await guarded()

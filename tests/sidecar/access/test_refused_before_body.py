@@ -17,6 +17,8 @@ from sidecar.access.keys import ApiKey
 from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
 from sidecar.store.database import Database
 from support import api_keys
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import Running, StartProxy, Wire
 
 PIECE = bytes(16 * 1024)
 ANNOUNCED = 10 * 2**20
@@ -57,7 +59,7 @@ def keys(state_dir: Path) -> Iterator[KeyStore]:
 
 
 @pytest.fixture
-def guarded(start_proxy: Any, fake_vllm: Any, wire: Any) -> Any:
+def guarded(start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire) -> Any:
     """Start a proxy that asks for keys, before a vLLM that answers as it was recorded; its clock
     stands at NOW unless it is given one."""
 
@@ -74,7 +76,7 @@ def guarded(start_proxy: Any, fake_vllm: Any, wire: Any) -> Any:
 class Client:
     """One connection, and the proxy's end of it."""
 
-    running: Any
+    running: Running
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     connection: Any
@@ -119,7 +121,7 @@ class Client:
 
 
 @asynccontextmanager
-async def dialled(running: Any) -> AsyncIterator[Client]:
+async def dialled(running: Running) -> AsyncIterator[Client]:
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     try:
         async with asyncio.timeout(60):
@@ -140,7 +142,7 @@ def head(
     return f"POST {path} HTTP/1.1\r\nHost: x\r\n{framing}\r\n{shown}{more}\r\n".encode()
 
 
-def large_body(wire: Any, size: int = 300_000) -> bytes:
+def large_body(wire: Wire, size: int = 300_000) -> bytes:
     """A request that vLLM would take."""
     asked = json.loads(wire.recording("chat.plain").request)
     asked["messages"] = [{"role": "user", "content": "x" * size}]
@@ -167,7 +169,7 @@ def unauthenticated_head(kind: str, keys: KeyStore) -> bytes:
 
 @pytest.mark.parametrize("kind", UNAUTHENTICATED)
 async def test_an_unauthenticated_client_is_refused_while_its_body_is_still_coming(
-    kind: str, keys: KeyStore, guarded: Any, fake_vllm: Any
+    kind: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
 ) -> None:
     request_head = unauthenticated_head(kind, keys)
     running = await guarded()
@@ -204,7 +206,7 @@ async def test_an_unauthenticated_client_that_never_stops_sending_is_disconnecte
 
 
 async def test_a_stranger_who_sends_in_chunks_is_refused_as_early(
-    keys: KeyStore, guarded: Any, fake_vllm: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
 ) -> None:
     keys.create()
     running = await guarded()
@@ -231,7 +233,7 @@ async def test_each_surface_is_refused_in_its_own_shape(keys: KeyStore, guarded:
 
 
 async def test_who_may_not_name_an_adapter_is_told_so_before_the_body_is_here(
-    keys: KeyStore, guarded: Any, fake_vllm: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -245,7 +247,7 @@ async def test_who_may_not_name_an_adapter_is_told_so_before_the_body_is_here(
 
 
 async def test_a_head_that_was_good_before_is_looked_at_again(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """Heads that come again are recognised, and what they showed is remembered with them."""
     key = keys.create(expires_at=NOW)
@@ -270,7 +272,7 @@ async def test_a_head_that_was_good_before_is_looked_at_again(
 
 @pytest.mark.parametrize("key", ["", UNKNOWN])
 async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
-    key: str, keys: KeyStore, guarded: Any, fake_vllm: Any
+    key: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
 ) -> None:
     keys.create()
     running = await guarded()
@@ -286,7 +288,7 @@ async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
 
 
 async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create(requests_per_minute=3)
     running = await guarded()
@@ -312,7 +314,7 @@ async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
 
 @pytest.mark.parametrize("expects", [False, True])
 async def test_where_nothing_is_no_large_body_is_taken(
-    expects: bool, keys: KeyStore, guarded: Any, fake_vllm: Any
+    expects: bool, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -332,7 +334,7 @@ async def test_where_nothing_is_no_large_body_is_taken(
 
 @pytest.mark.parametrize("size", [2, MAX_UNAUTHENTICATED_BYTES])
 async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
-    size: int, keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    size: int, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -354,7 +356,7 @@ async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
 
 
 async def test_a_good_request_before_a_strangers_is_answered_first(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -379,7 +381,7 @@ async def test_a_good_request_before_a_strangers_is_answered_first(
 
 
 async def test_a_large_upload_counts_once_against_the_requests_of_a_minute(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create(requests_per_minute=2)
     running = await guarded()
@@ -400,7 +402,7 @@ async def test_a_large_upload_counts_once_against_the_requests_of_a_minute(
 
 
 async def test_an_upload_that_was_broken_off_counts_as_a_request(
-    keys: KeyStore, guarded: Any, fake_vllm: Any, wire: Any
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create(requests_per_minute=2)
     running = await guarded()
@@ -419,7 +421,7 @@ async def test_an_upload_that_was_broken_off_counts_as_a_request(
 
 
 async def test_without_keys_large_bodies_go_through(
-    start_proxy: Any, fake_vllm: Any, wire: Any
+    start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
@@ -437,7 +439,7 @@ async def test_without_keys_large_bodies_go_through(
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
 async def test_what_asks_for_no_key_takes_no_long_body(
-    path: str, start_proxy: Any, fake_vllm: Any
+    path: str, start_proxy: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     running = await start_proxy()
     async with dialled(running) as client:
@@ -453,7 +455,7 @@ async def test_what_asks_for_no_key_takes_no_long_body(
 
 @pytest.mark.parametrize("length", [ANNOUNCED, None])
 async def test_what_asks_for_no_key_invites_no_long_body(
-    length: int | None, start_proxy: Any, fake_vllm: Any
+    length: int | None, start_proxy: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     running = await start_proxy()
     async with dialled(running) as client:
@@ -464,7 +466,9 @@ async def test_what_asks_for_no_key_invites_no_long_body(
         assert (line, headers["connection"]) == ("HTTP/1.1 413 Request Entity Too Large", "close")
 
 
-async def test_a_short_body_is_nothing_to_a_path_of_ours(start_proxy: Any, fake_vllm: Any) -> None:
+async def test_a_short_body_is_nothing_to_a_path_of_ours(
+    start_proxy: StartProxy, fake_vllm: FakeVllm
+) -> None:
     running = await start_proxy()
     async with dialled(running) as client:
         await client.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")

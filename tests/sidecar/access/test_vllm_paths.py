@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
 
 PROBES = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
 ASKED_OF_VLLM = [
@@ -37,7 +38,7 @@ def request(method: str, path: str, body: bytes = b"", more: str = "") -> bytes:
 @pytest.mark.parametrize("mode", ["open", "keys"])
 @pytest.mark.parametrize(("method", "path"), PROBES)
 async def test_a_probe_needs_no_key_and_follows_vllms_health(
-    method: str, path: str, mode: str, start_proxy: Any, fake_vllm: Any, wire: Any
+    method: str, path: str, mode: str, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await start_proxy(access={"mode": mode})
     told = []
@@ -57,7 +58,7 @@ async def test_a_probe_needs_no_key_and_follows_vllms_health(
     ("method", "path"), [("POST", "/health"), ("HEAD", "/health"), ("PUT", "/ping")]
 )
 async def test_other_methods_of_a_probe_are_405_as_vllms(
-    method: str, path: str, start_proxy: Any, wire: Any
+    method: str, path: str, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -68,7 +69,7 @@ async def test_other_methods_of_a_probe_are_405_as_vllms(
 
 @pytest.mark.parametrize(("method", "path", "body"), ASKED_OF_VLLM)
 async def test_vllm_answers_what_it_is_asked(
-    method: str, path: str, body: bytes, start_proxy: Any, fake_vllm: Any, wire: Any
+    method: str, path: str, body: bytes, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(b'{"said":"by vLLM"}')]
     running = await start_proxy()
@@ -83,7 +84,7 @@ async def test_vllm_answers_what_it_is_asked(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/", "/health/", "/v1/models/", "/tokenize/"])
 async def test_a_slash_at_the_end_redirects_to_the_path_without_it(
-    path: str, start_proxy: Any, fake_vllm: Any, wire: Any
+    path: str, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -98,7 +99,7 @@ async def test_a_slash_at_the_end_redirects_to_the_path_without_it(
 @pytest.mark.parametrize("slash", ["", "/"])
 @pytest.mark.parametrize("path", CONTROLS)
 async def test_nothing_that_changes_vllm_is_passed_on(
-    path: str, slash: str, method: str, start_proxy: Any, fake_vllm: Any, wire: Any
+    path: str, slash: str, method: str, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await start_proxy()
 

@@ -23,6 +23,7 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
 from sidecar.settings import Capture as CaptureSettings
 from sidecar.tracing.spans import RequestSpans
+from support.proxy_kit import Wire
 
 REPLY = json.dumps(
     {
@@ -87,7 +88,7 @@ def benches() -> Iterator[list[Bench]]:
 
 
 @pytest.fixture
-def make_bench(benches: list[Bench], wire: Any) -> Any:
+def make_bench(benches: list[Bench], wire: Wire) -> Any:
     def make(sink: Any = None, **settings: Any) -> Bench:
         benches.append(Bench(sink if sink is not None else wire.Sink(), **settings))
         return benches[-1]
@@ -155,7 +156,7 @@ def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: An
     assert bench.capture.held.refuse(10, 1000) is None  # all of the memory is free again
 
 
-def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Any) -> None:
+def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Wire) -> None:
     bench = make_bench(wire.Sink(room=1))
     for number in range(3):
         bench.capture.offer(_raw(f"ex_{number}"))
@@ -284,7 +285,7 @@ def test_what_a_stop_does_not_wait_for_is_counted_once(make_bench: Any) -> None:
 
 
 def test_one_exchange_that_cannot_be_written_costs_that_one_only(
-    make_bench: Any, wire: Any
+    make_bench: Any, wire: Wire
 ) -> None:
     class PickySink(wire.Sink):  # type: ignore[misc, name-defined]
         def write(self, exchanges: Sequence[Exchange]) -> int:
@@ -305,7 +306,7 @@ def test_one_exchange_that_cannot_be_written_costs_that_one_only(
 
 
 def test_batches_are_cut_by_their_bytes(
-    make_bench: Any, wire: Any, monkeypatch: pytest.MonkeyPatch
+    make_bench: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
 
@@ -327,7 +328,7 @@ def test_batches_are_cut_by_their_bytes(
 
 @pytest.mark.parametrize("fault", ["locked", "disk_full", "read_only", "unreachable", "corrupt"])
 def test_whatever_happens_to_the_sink_the_counters_add_up(
-    make_bench: Any, wire: Any, fault: str
+    make_bench: Any, wire: Wire, fault: str
 ) -> None:
     sink = wire.Sink()
     sink.fail_with = fault
@@ -380,7 +381,7 @@ def test_a_locked_outbox_costs_what_came_meanwhile_and_nothing_later(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_and_lost_are_all_that_was_offered(
-    make_bench: Any, wire: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+    make_bench: Any, wire: Wire, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults at random, in the reading and in the sink, and a queue that is too short."""
     rng = random.Random(seed)

@@ -24,6 +24,7 @@ from sidecar.capture.turns import Turns
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
 from sidecar.settings import Capture as CaptureSettings
+from support.proxy_kit import Wire
 
 LONG_S = 600.0
 """A flush interval that no test outlives."""
@@ -114,7 +115,7 @@ class Waiting:
 
 
 @pytest.fixture
-def make(wire: Any) -> Iterator[Callable[..., Waiting]]:
+def make(wire: Wire) -> Iterator[Callable[..., Waiting]]:
     made: list[Waiting] = []
 
     def start(**settings: Any) -> Waiting:
@@ -393,7 +394,7 @@ def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, ma
     assert waiting.capture.held.now == 0
 
 
-def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Any) -> None:
+def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Wire) -> None:
     waiting_at_yield: list[int] = []
     capture = Capture(
         CaptureSettings(max_pending=200),

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, Sampling, Timings, decode_exchange
+from support.proxy_kit import Wire
 
 
 def _exchange(name: str) -> Exchange:
@@ -60,7 +61,7 @@ def outbox(path: Path) -> Iterator[Outbox]:
 
 
 @pytest.fixture(params=["outbox", "memory"])
-def sink(request: pytest.FixtureRequest, outbox: Outbox, path: Path, wire: Any) -> Any:
+def sink(request: pytest.FixtureRequest, outbox: Outbox, path: Path, wire: Wire) -> Any:
     """A sink with room for three, and how to see what it keeps."""
     if request.param == "outbox":
         return outbox, lambda: _names(path)

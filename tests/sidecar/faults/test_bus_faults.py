@@ -15,9 +15,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProcess
+from support.traffic import Faults
+
 
 async def test_a_locked_outbox_makes_captures_wait_and_loses_none(
-    start_process: Any, answering: Any, faults: Any, state_dir: Path
+    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
     """For less than the outbox's patience (5 s): they wait in memory, and come in order."""
     child = await start_process()
@@ -39,7 +43,7 @@ async def test_a_locked_outbox_makes_captures_wait_and_loses_none(
 
 
 async def test_an_outbox_that_is_deleted_is_made_again(
-    start_process: Any, answering: Any, faults: Any, state_dir: Path
+    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
     """What was in it is gone with it; that is whoever deleted it's doing, and none of it twice."""
     child = await start_process(bus={"url": f"sqlite:///{state_dir}/bus/outbox.db"})
@@ -67,7 +71,7 @@ async def test_an_outbox_that_is_deleted_is_made_again(
 
 
 async def test_an_outbox_without_a_place_to_be_comes_back_with_the_place(
-    start_process: Any, answering: Any, faults: Any, state_dir: Path
+    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
     """Its folder is a file for a while, as a mount that failed: the bus is gone, then back."""
     child = await start_process(bus={"url": f"sqlite:///{state_dir}/bus/outbox.db"})
@@ -94,7 +98,7 @@ async def test_an_outbox_without_a_place_to_be_comes_back_with_the_place(
 
 
 async def test_a_read_only_outbox_costs_captures_only(
-    start_process: Any, answering: Any, faults: Any, state_dir: Path
+    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
     """Its folder comes back read-only, as after an error of the disk below it."""
     folder = state_dir / "bus"
@@ -141,7 +145,11 @@ def mount_read_only_copy(folder: Path) -> bool:
 
 
 async def test_a_full_disk_costs_captures_only(
-    start_process: Any, answering: Any, faults: Any, small_disk: Path | None, state_dir: Path
+    start_process: StartProcess,
+    answering: FakeVllm,
+    faults: Faults,
+    small_disk: Path | None,
+    state_dir: Path,
 ) -> None:
     folder = small_disk or state_dir
     child = await start_process(bus={"url": f"sqlite:///{folder}/outbox.db"})
@@ -160,7 +168,7 @@ async def test_a_full_disk_costs_captures_only(
 
 
 async def test_an_outbox_full_of_unread_rows_drops_the_newest(
-    start_process: Any, answering: Any, faults: Any, state_dir: Path
+    start_process: StartProcess, answering: FakeVllm, faults: Faults, state_dir: Path
 ) -> None:
     child = await start_process(bus={"url": f"sqlite:///{state_dir}/outbox.db", "max_rows": 40})
     async with faults.traffic(child) as traffic:
@@ -173,7 +181,11 @@ async def test_an_outbox_full_of_unread_rows_drops_the_newest(
 
 
 async def test_a_store_that_goes_away_leaves_the_last_routing(
-    start_process: Any, answering: Any, faults: Any, state_dir: Path, routing_store: Any
+    start_process: StartProcess,
+    answering: FakeVllm,
+    faults: Faults,
+    state_dir: Path,
+    routing_store: Any,
 ) -> None:
     """Locked, then deleted, then rubbish, then back with a newer table."""
     path = routing_store(champion="smollm2-135m--v1", generation=1)
@@ -213,13 +225,13 @@ async def adapter_is(child: Any, name: bytes) -> None:
             await asyncio.sleep(0.02)
 
 
-async def lost_some(faults: Any, child: Any) -> None:
+async def lost_some(faults: Faults, child: Any) -> None:
     async with asyncio.timeout(60):
         while not any("captures_lost_total{" in name for name in await faults.scrape(child)):
             await asyncio.sleep(0.02)
 
 
-async def kept_some(faults: Any, child: Any) -> None:
+async def kept_some(faults: Faults, child: Any) -> None:
     async with asyncio.timeout(60):
         while not (await faults.scrape(child)).get("sidecar_captures_kept_total"):
             await asyncio.sleep(0.02)

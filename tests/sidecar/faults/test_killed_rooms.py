@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProcess
+from support.traffic import Faults
+
 ROOMS = {
     "ingest": "ingest",
     "score": "ingest.score",
@@ -64,7 +68,7 @@ class Room:
 
 @pytest.fixture
 async def rooms(
-    fake_vllm: Any, state_dir: Path, room_env: dict[str, str]
+    fake_vllm: FakeVllm, state_dir: Path, room_env: dict[str, str]
 ) -> AsyncIterator[Callable[[], Any]]:
     """Start all four on the proxy's outbox and store."""
     started: dict[str, Room] = {}
@@ -117,9 +121,9 @@ async def store_grows(path: Path, room: Room) -> None:
 
 
 async def test_any_room_may_die_under_load(
-    start_process: Any,
-    answering: Any,
-    faults: Any,
+    start_process: StartProcess,
+    answering: FakeVllm,
+    faults: Faults,
     rooms: Any,
     state_dir: Path,
 ) -> None:
@@ -150,7 +154,7 @@ async def test_any_room_may_die_under_load(
 
 
 async def test_without_ingest_captures_wait_in_the_outbox(
-    start_process: Any, answering: Any, faults: Any, rooms: Any, state_dir: Path
+    start_process: StartProcess, answering: FakeVllm, faults: Faults, rooms: Any, state_dir: Path
 ) -> None:
     """The bus's reader is away for a while, then back, and finds everything."""
     child = await start_process()

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProcess, StartProxy, Wire
+from support.traffic import Faults
+
 Recorded = Callable[[str], bytes]
 BAD = {
     "resets before a byte": ["reset"],
@@ -33,11 +37,11 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 async def test_only_the_requests_that_vllm_fails_fail(
     kind: str,
-    start_proxy: Any,
-    fake_vllm: Any,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
     recorded: Recorded,
-    wire: Any,
-    faults: Any,
+    wire: Wire,
+    faults: Faults,
 ) -> None:
     """Every third request meets the fault, on whatever connection it goes."""
     whole = wire.whole_reply(recorded("whole_reply_asked.json"))
@@ -64,7 +68,7 @@ async def test_only_the_requests_that_vllm_fails_fail(
 
 
 async def test_a_vllm_that_closes_after_each_reply_serves_all(
-    start_proxy: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
 ) -> None:
     """Without `Connection: close`, so that each kept connection is found dead."""
     whole = wire.whole_reply(recorded("whole_reply_asked.json"))
@@ -79,7 +83,7 @@ async def test_a_vllm_that_closes_after_each_reply_serves_all(
 
 
 async def test_a_slow_vllm_is_waited_for_and_the_quick_are_not_held_up(
-    start_proxy: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
 ) -> None:
     whole = wire.whole_reply(recorded("whole_reply_asked.json"))
     go_on = asyncio.Event()
@@ -103,7 +107,7 @@ async def test_a_slow_vllm_is_waited_for_and_the_quick_are_not_held_up(
 
 
 async def test_vllm_gone_and_back_costs_only_what_came_meanwhile(
-    start_proxy: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+    start_proxy: StartProxy, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
 ) -> None:
     whole = wire.whole_reply(recorded("whole_reply_asked.json"))
     fake_vllm.script = lambda _: [whole]
@@ -121,7 +125,7 @@ async def test_vllm_gone_and_back_costs_only_what_came_meanwhile(
 
 
 async def test_ten_megabytes_in_one_event_pass_whole_and_hold_nobody_up(
-    start_process: Any, fake_vllm: Any, recorded: Recorded, wire: Any, faults: Any
+    start_process: StartProcess, fake_vllm: FakeVllm, recorded: Recorded, wire: Wire, faults: Faults
 ) -> None:
     """In chunks of 64 kB. The event is over `capture.max_reply_bytes`: relayed, not recorded."""
     text = "x" * 10_000_000

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from sidecar.__main__ import KEPT_FREE_BYTES
+from support.proxy_kit import StartProcess
+from support.strict_peers import Connect, StrictVllm
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 MB = 1_000_000
@@ -35,7 +36,7 @@ async def settled(value: Callable[[], int]) -> int:
 
 
 async def test_a_client_that_hardly_reads_holds_a_bounded_buffer_and_neighbours_do_not_notice(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """vLLM has 200 MB for it, and 20 others go on as if it were not there."""
     chunk = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
@@ -71,7 +72,7 @@ async def test_a_client_that_hardly_reads_holds_a_bounded_buffer_and_neighbours_
 
 
 async def test_a_hundred_clients_that_do_not_read_hold_a_bounded_buffer_each(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Capture off: what grows is the relay's own. 100 times 10 MB wait at vLLM."""
     body = b"x" * 10 * MB
@@ -93,7 +94,7 @@ async def test_a_hundred_clients_that_do_not_read_hold_a_bounded_buffer_each(
 
 
 async def test_a_long_upload_to_a_vllm_that_does_not_read_is_held_once_and_let_go(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     child = await start_process(capture={"sample_rate": 0.0}, proxy={"drain_timeout_s": 0.1})
     body = b'{"model":"smollm2-135m","x":"' + b"a" * 30 * MB + b'"}'
@@ -124,7 +125,7 @@ async def test_a_long_upload_to_a_vllm_that_does_not_read_is_held_once_and_let_g
 
 
 async def test_a_client_that_leaves_in_a_stuck_upload_frees_it(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     child = await start_process(capture={"sample_rate": 0.0}, proxy={"drain_timeout_s": 0.1})
     body = b'{"model":"smollm2-135m","x":"' + b"a" * 30 * MB + b'"}'

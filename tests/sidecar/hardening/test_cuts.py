@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from support.proxy_kit import StartProxy
+from support.strict_peers import Connect, StrictVllm
+
 Recorded = Callable[[str], bytes]
 CHAT = b"/v1/chat/completions"
 TEXT = '{"model":"smollm2-135m","messages":[{"role":"user","content":"Zürich 😀 \\"q\\""}],"x":1e5}'
@@ -40,7 +43,7 @@ SHAPES = {
 }
 
 
-def what_vllm_saw(fake_vllm: Any) -> list[tuple[Any, ...]]:
+def what_vllm_saw(fake_vllm: StrictVllm) -> list[tuple[Any, ...]]:
     seen = [(one.method, one.target, one.headers, one.body) for one in fake_vllm.requests]
     fake_vllm.requests.clear()
     return seen
@@ -57,7 +60,7 @@ async def hear_all(client: Any, count: int) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_request_cut_anywhere_is_the_same_request(
-    shape: str, start_proxy: Any, dial: Any, fake_vllm: Any
+    shape: str, start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = SHAPES[shape]
     count = sent.count(b"POST ")
@@ -89,7 +92,12 @@ def framed(body: bytes, *, stream: bool) -> bytes:
 @pytest.mark.parametrize("name", ["whole", "tools", "two"])
 @pytest.mark.parametrize("kind", ["reply", "stream"])
 async def test_a_reply_cut_anywhere_is_the_same_reply(
-    name: str, kind: str, recorded: Recorded, start_proxy: Any, dial: Any, fake_vllm: Any
+    name: str,
+    kind: str,
+    recorded: Recorded,
+    start_proxy: StartProxy,
+    dial: Connect,
+    fake_vllm: StrictVllm,
 ) -> None:
     """All that was recorded, every byte a read of its own, then 150 drawn sets of cuts."""
     suffix = "sse" if kind == "stream" else "json"
@@ -110,7 +118,7 @@ async def test_a_reply_cut_anywhere_is_the_same_reply(
 
 
 async def test_a_stream_cut_inside_a_character_and_a_field_name_is_the_same_stream(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Every single cut of a short stream with four-byte characters, comments, CR LF and an event
     over several chunks."""
@@ -139,7 +147,7 @@ async def test_a_stream_cut_inside_a_character_and_a_field_name_is_the_same_stre
 
 
 async def test_an_event_goes_on_when_its_last_byte_comes(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Whatever the chunks are: no event waits for the one behind it."""
     head = (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any
 
 import pytest
+
+from support.proxy_kit import StartProcess
+from support.strict_peers import Connect, StrictVllm
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n"
@@ -28,7 +30,7 @@ async def refused(port: int) -> None:
 
 
 async def test_streams_finish_while_new_connections_are_refused(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
@@ -50,7 +52,7 @@ async def test_streams_finish_while_new_connections_are_refused(
 
 
 async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_not_begun(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
@@ -70,7 +72,7 @@ async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_no
 
 
 async def test_what_does_not_end_is_cut_at_the_deadline_and_recorded(
-    start_process: Any, dial: Any, fake_vllm: Any
+    start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     never = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, never]
@@ -91,7 +93,7 @@ async def test_what_does_not_end_is_cut_at_the_deadline_and_recorded(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_does_not_break_the_end(
-    number: signal.Signals, start_process: Any, dial: Any, fake_vllm: Any
+    number: signal.Signals, start_process: StartProcess, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]

@@ -20,6 +20,8 @@ from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.accounts import Accounts
 from sidecar.store.database import Database
 from support import api_keys
+from support.proxy_kit import StartProxy, Wire
+from support.strict_peers import Connect, StrictVllm
 
 pytestmark = pytest.mark.skipif(
     relay_is_compiled(),
@@ -121,7 +123,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", [*REFUSED, "over its limit"])
 async def test_few_of_the_refusals_that_a_client_pipelines_are_answered_in_one_turn(
-    kind: str, start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int], limited_key: bytes
+    kind: str,
+    start_proxy: StartProxy,
+    dial: Connect,
+    fake_vllm: StrictVllm,
+    answered: list[int],
+    limited_key: bytes,
 ) -> None:
     request, status, sections = REFUSED.get(
         kind, (post(MODEL, limited_key), 429, {"access": {"mode": "keys"}})
@@ -143,7 +150,7 @@ async def test_few_of_the_refusals_that_a_client_pipelines_are_answered_in_one_t
 
 
 async def test_another_client_is_answered_between_pipelined_refusals(
-    start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int]
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, answered: list[int]
 ) -> None:
     """Four megabytes of `GET /` once kept all others waiting for seconds, health checks too."""
     running = await start_proxy()
@@ -169,7 +176,11 @@ async def test_another_client_is_answered_between_pipelined_refusals(
 
 @pytest.mark.parametrize("request_", [HEALTH, post(MODEL)], ids=["healthz", "model"])
 async def test_requests_that_are_relayed_are_begun_one_after_the_other(
-    request_: bytes, start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int]
+    request_: bytes,
+    start_proxy: StartProxy,
+    dial: Connect,
+    fake_vllm: StrictVllm,
+    answered: list[int],
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     client = await dial(running)
@@ -201,9 +212,9 @@ async def test_requests_that_are_relayed_are_begun_one_after_the_other(
 async def test_what_is_parsed_in_one_turn_is_bounded(
     callback: str,
     sent: bytes,
-    start_proxy: Any,
-    dial: Any,
-    fake_vllm: Any,
+    start_proxy: StartProxy,
+    dial: Connect,
+    fake_vllm: StrictVllm,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = 0
@@ -231,7 +242,7 @@ async def test_what_is_parsed_in_one_turn_is_bounded(
 
 
 async def test_who_reads_no_refusals_gets_no_more_of_them_than_a_buffer_holds(
-    start_proxy: Any, dial: Any, fake_vllm: Any, answered: list[int]
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, answered: list[int]
 ) -> None:
     running = await start_proxy(proxy={"write_timeout_s": 30.0})
     client = await dial(running, limit=1024)
@@ -259,7 +270,7 @@ async def test_who_reads_no_refusals_gets_no_more_of_them_than_a_buffer_holds(
 
 
 async def test_pipelined_refusals_that_wait_for_their_turn_are_answered_before_the_end(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """The last of them asks for the close."""
     client = await dial(await start_proxy())
@@ -274,7 +285,7 @@ async def test_pipelined_refusals_that_wait_for_their_turn_are_answered_before_t
 
 
 async def test_small_pieces_that_come_early_are_kept_in_few_objects(
-    start_proxy: Any, dial: Any, fake_vllm: Any, wire: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, wire: Wire
 ) -> None:
     """A client may send a byte at a time while another request of it is in flight."""
     go_on = asyncio.Event()

@@ -9,6 +9,9 @@ import contextlib
 import json
 from typing import Any
 
+from support.proxy_kit import StartProxy
+from support.strict_peers import Connect, StrictVllm
+
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 OWN_NAMES = (b"x-sidecar-session", b"x-sidecar-user", b"x-sidecar-capture", b"x-sidecar-adapter")
 OWN_NAMES += (b"traceparent", b"authorization", b"x-request-id", b"idempotency-key")
@@ -26,7 +29,7 @@ def reply(*fields: bytes, status: bytes = b"200 OK", body: bytes = b"{}") -> byt
 
 
 async def test_a_line_break_in_a_header_of_the_client_is_another_header_or_a_refusal(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """CR LF cannot be told from a header of its own, which any client may send; the rest is 400.
     Either way vLLM gets one request, whose lines are those that the client wrote."""
@@ -41,7 +44,7 @@ async def test_a_line_break_in_a_header_of_the_client_is_another_header_or_a_ref
 
 
 async def test_what_a_client_names_in_json_cannot_become_a_header(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Names are echoed in errors and used in log lines; a head is never made of them."""
     client = await dial(await start_proxy())
@@ -57,7 +60,7 @@ async def test_what_a_client_names_in_json_cannot_become_a_header(
 
 
 async def test_an_adapter_name_with_a_line_break_cannot_become_a_header(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """The table comes from the store, which is trusted less than this process."""
     from sidecar.routing.table import RoutingTable
@@ -80,7 +83,7 @@ async def test_an_adapter_name_with_a_line_break_cannot_become_a_header(
 
 
 async def test_a_line_break_in_a_header_of_vllm_does_not_reach_the_client(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy()
     bad = (b"X: a\rX-Evil: 1", b"X: a\x00b", b"X: a\x01b", b"X: a\x7fb", b"X Y: a", b"X\x00: a")
@@ -98,7 +101,7 @@ async def test_a_line_break_in_a_header_of_vllm_does_not_reach_the_client(
 
 
 async def test_a_reason_phrase_cannot_carry_a_line(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy()
     for status in (b"200 O\rK", b"200 O\x00K", b"200 O\x01K", b"200 \x7f"):
@@ -109,7 +112,9 @@ async def test_a_reason_phrase_cannot_carry_a_line(
         assert (await client.hear()).status in (200, 502), status
 
 
-async def test_no_reason_phrase_is_none(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_no_reason_phrase_is_none(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     running = await start_proxy()
     for status in (b"200 ", b"200", b"200 \xff"):
         fake_vllm.script = lambda _, status=status: [reply(status=status)]
@@ -120,7 +125,7 @@ async def test_no_reason_phrase_is_none(start_proxy: Any, dial: Any, fake_vllm: 
 
 
 async def test_headers_of_one_connection_go_no_further_either_way(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     fields = (
         b"Connection: keep-alive, X-Hop , x-other,, \t",
@@ -150,7 +155,7 @@ async def test_headers_of_one_connection_go_no_further_either_way(
 
 
 async def test_connection_cannot_name_what_frames_or_routes_the_message(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """`Connection: content-length, host` has taken headers away from behind other proxies."""
     running = await start_proxy(capture={"sample_rate": 0.0})
@@ -169,7 +174,7 @@ async def test_connection_cannot_name_what_frames_or_routes_the_message(
 
 
 async def test_vllm_cannot_speak_in_the_sidecars_name(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     fake_vllm.script = lambda _: [
         reply(b"X-Sidecar-Adapter: other", b"x-sidecar-exchange-id: ex_0", b"X-Sidecar-New: 1")
@@ -185,7 +190,7 @@ async def test_vllm_cannot_speak_in_the_sidecars_name(
 
 
 async def test_the_limits_of_a_head_are_where_they_are_said_to_be(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """128 headers and 64 KiB pass. One header more does not, nor do a few bytes more (what comes at
     once is measured without the few that are the same in every head)."""
@@ -210,7 +215,7 @@ async def test_the_limits_of_a_head_are_where_they_are_said_to_be(
 
 
 async def test_a_secret_is_in_no_error_and_in_no_log(
-    start_proxy: Any, dial: Any, fake_vllm: Any, capfd: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, capfd: Any
 ) -> None:
     """Every way in which a request may fail, with a key in its headers and one in its body."""
     running = await start_proxy()

@@ -20,6 +20,8 @@ from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.store.database import Database
 from support import api_keys
 from support.memory import traced_bytes
+from support.proxy_kit import Running, StartProxy, Wire
+from support.strict_peers import Connect, StrictVllm
 
 LONG_S = 60.0
 """A limit that a test must not run into."""
@@ -47,10 +49,10 @@ async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 @pytest.fixture
-def bring(start_proxy: Any, dial: Any, fake_vllm: Any) -> Any:
+def bring(start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm) -> Any:
     """A client on a connection of its own, and the relay's end of it."""
 
-    async def connect(running: Any) -> Any:
+    async def connect(running: Running) -> Any:
         known = set(running.proxy._relay._connections)
         client = await dial(running)
         await until(lambda: len(running.proxy._relay._connections) > len(known))
@@ -60,7 +62,7 @@ def bring(start_proxy: Any, dial: Any, fake_vllm: Any) -> Any:
     return connect
 
 
-def held_by(running: Any) -> int:
+def held_by(running: Running) -> int:
     """Bytes that are really held for bodies that are coming in."""
     total = 0
     for connection in running.proxy._relay._connections:
@@ -101,7 +103,7 @@ def test_a_body_in_small_pieces_holds_a_small_multiple_of_its_bytes(
 
 
 async def test_unfinished_bodies_hold_no_more_than_the_budget_and_the_rest_come_again(
-    start_proxy: Any, bring: Any
+    start_proxy: StartProxy, bring: Any
 ) -> None:
     """They announce more than they send, as who wants to hold memory does."""
     running = await start_proxy(
@@ -142,7 +144,7 @@ async def test_unfinished_bodies_hold_no_more_than_the_budget_and_the_rest_come_
 
 @pytest.mark.parametrize("fields", [(), (b"Expect: 100-continue",)])
 async def test_where_the_memory_is_used_up_a_long_body_is_refused_at_its_head(
-    fields: tuple[bytes, ...], start_proxy: Any, bring: Any
+    fields: tuple[bytes, ...], start_proxy: StartProxy, bring: Any
 ) -> None:
     """And an ordinary request is served as ever."""
     running = await start_proxy(
@@ -173,7 +175,7 @@ async def test_where_the_memory_is_used_up_a_long_body_is_refused_at_its_head(
 
 
 async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
-    start_proxy: Any, bring: Any, fake_vllm: Any, wire: Any
+    start_proxy: StartProxy, bring: Any, fake_vllm: StrictVllm, wire: Wire
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
@@ -197,7 +199,7 @@ async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
 
 
 async def test_a_body_that_is_alone_is_taken_whatever_the_budget(
-    start_proxy: Any, bring: Any
+    start_proxy: StartProxy, bring: Any
 ) -> None:
     running = await start_proxy(proxy={"max_held_body_bytes": 1}, capture={"sample_rate": 0.0})
     client = await bring(running)
@@ -213,7 +215,7 @@ async def test_a_body_that_is_alone_is_taken_whatever_the_budget(
 
 @pytest.mark.parametrize("first_bytes", [announced(MB), CHUNKED + b"100000\r\n"])
 async def test_a_body_that_was_refused_is_not_held_while_its_client_stays(
-    first_bytes: bytes, start_proxy: Any, bring: Any
+    first_bytes: bytes, start_proxy: StartProxy, bring: Any
 ) -> None:
     running = await start_proxy(proxy={"body_timeout_s": 0.3, "write_timeout_s": LONG_S})
     client = await bring(running)
@@ -262,7 +264,7 @@ async def refused(client: Any) -> tuple[int, str]:
 
 @pytest.mark.parametrize("came", [0, 10, FREE_BYTES + 1])
 async def test_a_request_counts_against_its_key_when_its_head_is_here(
-    came: int, start_proxy: Any, bring: Any, make_key: Any, fake_vllm: Any
+    came: int, start_proxy: StartProxy, bring: Any, make_key: Any, fake_vllm: StrictVllm
 ) -> None:
     """Who keeps bodies unfinished uses up the key's requests as everybody else does."""
     key = make_key.create(requests_per_minute=2)
@@ -285,7 +287,7 @@ async def test_a_request_counts_against_its_key_when_its_head_is_here(
 
 
 async def test_who_is_over_the_limit_is_told_before_the_long_body_and_after_a_short_one(
-    start_proxy: Any, bring: Any, make_key: Any
+    start_proxy: StartProxy, bring: Any, make_key: Any
 ) -> None:
     key = make_key.create(requests_per_minute=1)
     shown = b"Authorization: Bearer " + key.encode()
@@ -307,7 +309,7 @@ async def test_who_is_over_the_limit_is_told_before_the_long_body_and_after_a_sh
 
 
 async def test_a_key_that_is_revoked_while_its_body_is_coming_is_refused(
-    start_proxy: Any, bring: Any, make_key: Any, fake_vllm: Any
+    start_proxy: StartProxy, bring: Any, make_key: Any, fake_vllm: StrictVllm
 ) -> None:
     key = make_key.create()
     running = await start_proxy(access={"mode": "keys"}, proxy={"body_timeout_s": LONG_S})
@@ -328,7 +330,7 @@ async def test_a_key_that_is_revoked_while_its_body_is_coming_is_refused(
 
 
 @pytest.fixture
-async def watch(start_proxy: Any, fake_vllm: Any) -> BodyWatch:
+async def watch(start_proxy: StartProxy, fake_vllm: StrictVllm) -> BodyWatch:
     """Its body may stand still for 30 s."""
     running = await start_proxy(proxy={"body_timeout_s": 30.0})
     return BodyWatch(running.proxy._relay._context)
@@ -369,7 +371,9 @@ async def test_a_body_under_the_floor_is_late_when_what_it_may_owe_is_used_up(
     assert 58 <= late <= 61
 
 
-async def test_a_large_body_that_begins_to_drip_is_ended(start_proxy: Any, bring: Any) -> None:
+async def test_a_large_body_that_begins_to_drip_is_ended(
+    start_proxy: StartProxy, bring: Any
+) -> None:
     running = await start_proxy(
         proxy={"body_timeout_s": 0.5, "idle_timeout_s": LONG_S, "write_timeout_s": LONG_S}
     )

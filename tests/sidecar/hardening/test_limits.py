@@ -10,6 +10,9 @@ import asyncio
 import json
 from typing import Any
 
+from support.proxy_kit import Running, StartProxy
+from support.strict_peers import Connect, StrictVllm, Tools
+
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 LONG_S = 30.0
 """A limit that a test must not run into."""
@@ -30,7 +33,7 @@ async def trickle(client: Any, data: bytes, every_s: float) -> None:
 
 
 async def test_many_slow_heads_are_ended_and_neighbours_are_served(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Slow loris: 100 connections, each a byte now and then, never silent long enough for idle."""
     running = await start_proxy(proxy={"head_timeout_s": 0.4, "idle_timeout_s": LONG_S})
@@ -54,7 +57,7 @@ async def test_many_slow_heads_are_ended_and_neighbours_are_served(
 
 
 async def test_the_time_of_a_head_runs_from_its_first_byte(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """A kept connection may rest between requests for much longer than a head may take."""
     running = await start_proxy(proxy={"head_timeout_s": 0.1, "idle_timeout_s": LONG_S})
@@ -66,7 +69,7 @@ async def test_the_time_of_a_head_runs_from_its_first_byte(
 
 
 async def test_a_second_head_on_a_kept_connection_has_the_same_limit(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(proxy={"head_timeout_s": 0.2, "idle_timeout_s": LONG_S})
     client = await dial(running)
@@ -80,7 +83,7 @@ async def test_a_second_head_on_a_kept_connection_has_the_same_limit(
 
 
 async def test_a_body_that_stands_still_is_ended(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(proxy={"body_timeout_s": 0.2, "idle_timeout_s": LONG_S})
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -96,7 +99,7 @@ async def test_a_body_that_stands_still_is_ended(
 
 
 async def test_a_body_that_comes_slowly_and_steadily_is_taken(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """A large prompt over a thin line takes longer than any pause in it: in all, longer
     than a pause may be, each pause a tenth of that."""
@@ -113,7 +116,9 @@ async def test_a_body_that_comes_slowly_and_steadily_is_taken(
     assert (await client.hear()).status == 200
 
 
-async def test_a_body_that_drips_is_ended(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_a_body_that_drips_is_ended(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     """Slow loris in the body: never still for long, and never done."""
     running = await start_proxy(proxy={"body_timeout_s": 0.4, "idle_timeout_s": LONG_S})
     client = await dial(running)
@@ -128,7 +133,7 @@ async def test_a_body_that_drips_is_ended(start_proxy: Any, dial: Any, fake_vllm
 
 
 async def test_an_idle_connection_is_closed_without_a_word(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """A 408 would be taken for the reply to a request that is just on its way."""
     running = await start_proxy(proxy={"idle_timeout_s": 0.1})
@@ -141,7 +146,7 @@ async def test_an_idle_connection_is_closed_without_a_word(
 
 
 async def test_requests_over_the_limit_are_told_to_come_again(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [go_on, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
@@ -172,7 +177,7 @@ async def test_requests_over_the_limit_are_told_to_come_again(
 
 
 async def test_places_of_clients_that_left_are_free_again(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     never = asyncio.Event()
     fake_vllm.script = lambda _: [never]
@@ -193,7 +198,7 @@ async def test_places_of_clients_that_left_are_free_again(
 
 
 async def test_connections_over_the_limit_are_closed_and_those_open_stay(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(proxy={"max_connections": 3})
     held = [await dial(running) for _ in range(3)]
@@ -218,7 +223,7 @@ async def test_connections_over_the_limit_are_closed_and_those_open_stay(
 
 
 async def test_a_client_that_never_reads_is_cut_and_counted(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     event = b"data: " + b"x" * 60_000 + b"\n\n"
     chunk = b"%x\r\n%b\r\n" % (len(event), event)
@@ -239,7 +244,7 @@ async def test_a_client_that_never_reads_is_cut_and_counted(
 
 
 async def test_a_connection_that_is_to_close_does_not_wait_for_ever_for_its_client(
-    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, tools: Tools
 ) -> None:
     """Less is left than the mark at which writing is paused, so nobody waits for the client to
     read, but for the connection to close: such a one must not hold its place for ever."""
@@ -271,7 +276,7 @@ async def test_a_connection_that_is_to_close_does_not_wait_for_ever_for_its_clie
 
 
 async def test_a_client_that_reads_slowly_is_not_cut(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """As long as it takes some bytes within the limit, it gets all of them."""
     body = b"x" * 20_000_000
@@ -292,7 +297,7 @@ async def test_a_client_that_reads_slowly_is_not_cut(
         await asyncio.sleep(0.01)
 
 
-async def _exchange_or_loss(running: Any) -> float:
+async def _exchange_or_loss(running: Running) -> float:
     async with asyncio.timeout(60):
         while True:
             reasons = ("reply_too_long", "memory_full", "queue_full")

@@ -14,6 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.proxy_kit import Running, StartProxy
+from support.strict_peers import Connect, StrictVllm, Tools
+
 BODY = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-A: b\r\n"
 SEEDS = (
@@ -76,7 +79,7 @@ def read_strictly(data: bytes) -> list[tuple[bytes, bytes, bytes]] | None:
 
 
 @pytest.fixture
-async def running(start_proxy: Any) -> Any:
+async def running(start_proxy: StartProxy) -> Any:
     return await start_proxy(
         proxy={"head_timeout_s": 0.08, "body_timeout_s": 0.08, "idle_timeout_s": 0.08},
         capture={"sample_rate": 0.0},
@@ -91,7 +94,12 @@ async def running(start_proxy: Any) -> Any:
 )
 @given(st.sampled_from(SEEDS), st.lists(MUTATION, min_size=1, max_size=4))
 async def test_a_damaged_request_gets_an_answer_or_the_end(
-    running: Any, dial: Any, fake_vllm: Any, tools: Any, seed: bytes, mutations: list[Any]
+    running: Running,
+    dial: Connect,
+    fake_vllm: StrictVllm,
+    tools: Tools,
+    seed: bytes,
+    mutations: list[Any],
 ) -> None:
     sent = damaged(seed, mutations)
     fake_vllm.requests.clear()

@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from support.proxy_kit import StartProxy
+from support.strict_peers import Connect, StrictVllm
+
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 
 
@@ -21,7 +24,7 @@ def echo(seen: Any) -> list[bytes]:
 
 
 async def test_a_hundred_requests_in_one_write_are_answered_in_order(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """All kinds of requests: relayed, refused by path or body, answered by the application."""
     fake_vllm.script = echo
@@ -50,7 +53,7 @@ async def test_a_hundred_requests_in_one_write_are_answered_in_order(
 
 
 async def test_a_thousand_refusals_in_one_write_are_all_answered(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     client = await dial(await start_proxy())
 
@@ -61,7 +64,7 @@ async def test_a_thousand_refusals_in_one_write_are_all_answered(
 
 
 async def test_what_comes_early_waits_and_is_bounded(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """While a request is in flight the rest stays in the socket: 20 MB are not taken in."""
     go_on = asyncio.Event()
@@ -84,7 +87,7 @@ async def test_what_comes_early_waits_and_is_bounded(
 
 
 async def test_nothing_behind_connection_close_is_read(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
 
@@ -97,7 +100,7 @@ async def test_nothing_behind_connection_close_is_read(
 
 
 async def test_a_half_closed_client_is_a_client_that_left(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """`shutdown(SHUT_WR)` and `close()` look the same on the wire, and the work for a client that
     left must end at once. nginx (499) and uvicorn decide the same way."""
@@ -120,7 +123,7 @@ async def test_a_half_closed_client_is_a_client_that_left(
 
 
 async def test_a_client_that_ends_in_the_middle_of_a_request_gets_nothing_relayed(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy()
     for cut in (1, 10, 60, len(post()) - 1):
@@ -136,7 +139,7 @@ async def test_a_client_that_ends_in_the_middle_of_a_request_gets_nothing_relaye
 
 
 async def test_expect_100_is_answered_once_and_only_when_the_body_is_wanted(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     expects = post(REQUEST, b"Expect: 100-continue")
@@ -161,7 +164,7 @@ async def test_expect_100_is_answered_once_and_only_when_the_body_is_wanted(
 
 
 async def test_an_expectation_that_is_not_known_is_not_passed_on(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """RFC 9110 allows 417; nginx and uvicorn ignore it, and so do we."""
     client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
@@ -171,7 +174,9 @@ async def test_an_expectation_that_is_not_known_is_not_passed_on(
     assert (await client.hear()).status in (200, 417)
 
 
-async def test_replies_to_http_1_0_close(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_replies_to_http_1_0_close(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     """Also when it asks for keep-alive, which HTTP/1.0 never defined well; as uvicorn does not."""
     running = await start_proxy(capture={"sample_rate": 0.0})
     for fields in ((), (b"Connection: keep-alive",)):

@@ -7,7 +7,9 @@ another's.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+
+from support.proxy_kit import StartProxy
+from support.strict_peers import Connect, StrictVllm, Tools
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -45,7 +47,7 @@ AMBIGUOUS = [
 
 
 async def test_a_reply_with_an_ambiguous_end_gives_502_or_a_break(
-    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, tools: Tools
 ) -> None:
     """Never a whole reply: what it says cannot be known. And its connection is never used again."""
     running = await start_proxy(capture={"sample_rate": 0.0})
@@ -68,7 +70,7 @@ async def test_a_reply_with_an_ambiguous_end_gives_502_or_a_break(
 
 
 async def test_a_second_reply_behind_the_first_is_nobodys(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Response splitting: what stands behind a reply must not answer the next request."""
     reply, evil = OK + b"Content-Length: 2\r\n\r\n{}", OK + b"Content-Length: 4\r\n\r\nevil"
@@ -87,7 +89,7 @@ async def test_a_second_reply_behind_the_first_is_nobodys(
 
 
 async def test_bytes_that_come_between_two_requests_are_nobodys(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     late = asyncio.Event()
     reply = OK + b"Content-Length: 2\r\n\r\n{}"
@@ -108,7 +110,7 @@ async def test_bytes_that_come_between_two_requests_are_nobodys(
 
 
 async def test_interim_replies_are_not_the_reply(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """100 belongs to the one who asked for it, and the relay never did; others are not passed on
     either, as nginx does it: a client of HTTP/1.0 could not read them."""
@@ -132,7 +134,7 @@ async def test_interim_replies_are_not_the_reply(
 
 
 async def test_switching_protocols_that_nobody_asked_for_gives_502(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
@@ -145,7 +147,7 @@ async def test_switching_protocols_that_nobody_asked_for_gives_502(
 
 
 async def test_replies_without_a_body_leave_the_connection_in_step(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """204 and 304 have none whatever their head says; the next reply comes on the same line."""
     running = await start_proxy(capture={"sample_rate": 0.0})
@@ -168,7 +170,7 @@ async def test_replies_without_a_body_leave_the_connection_in_step(
 
 
 async def test_head_gets_the_head_and_nothing_else(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy()
     sent = b"HEAD /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -188,7 +190,7 @@ async def test_head_gets_the_head_and_nothing_else(
 
 
 async def test_a_reply_that_ends_with_its_connection(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Only a clean end of the connection ends such a reply; a reset breaks it."""
     running = await start_proxy(capture={"sample_rate": 0.0})
@@ -207,7 +209,7 @@ async def test_a_reply_that_ends_with_its_connection(
 
 
 async def test_a_reply_before_the_whole_request_is_read_is_passed_on(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """vLLM refuses a long body early. Its words come through, and no request is queued behind what
     it may never read: 20 MB are more than the sockets' buffers hold."""

@@ -15,6 +15,8 @@ import pytest
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.client_request import ClientRequest
 from sidecar.relay.surface.refusals import Refusal
+from support.proxy_kit import Running, StartProxy
+from support.strict_peers import Connect, StrictVllm
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
@@ -41,7 +43,12 @@ def chunks(body: bytes) -> bytes:
 
 
 async def not_refused(
-    sent: Iterable[bytes], running: Any, dial: Any, fake_vllm: Any, *, statuses: Any = (400,)
+    sent: Iterable[bytes],
+    running: Running,
+    dial: Connect,
+    fake_vllm: StrictVllm,
+    *,
+    statuses: Any = (400,),
 ) -> dict[bytes, str]:
     """Those of `sent` that did not get one refusal and then the end, or of which vLLM heard."""
     wrong: dict[bytes, str] = {}
@@ -90,7 +97,7 @@ LENGTHS = [
 
 
 async def test_a_content_length_that_is_no_plain_number_is_refused(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = map(length, LENGTHS)
 
@@ -98,7 +105,7 @@ async def test_a_content_length_that_is_no_plain_number_is_refused(
 
 
 async def test_a_content_length_that_is_too_large_is_refused_before_the_body(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = map(length, (b" 33554433", b" 9223372036854775807", b" 0000000000000099999999"))
 
@@ -140,7 +147,7 @@ CODINGS = [
 
 
 async def test_a_transfer_coding_other_than_one_plain_chunked_is_refused(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = map(coding, CODINGS)
 
@@ -183,7 +190,7 @@ FIELDS = [
 
 
 async def test_a_field_that_is_not_of_the_grammar_is_refused(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = map(sized, FIELDS)
 
@@ -217,14 +224,16 @@ STARTS = [
 
 
 async def test_a_request_line_that_is_not_of_the_grammar_is_refused(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = (start + b"Content-Length: %d\r\n\r\n" % len(REQUEST) + REQUEST for start in STARTS)
 
     assert await not_refused(sent, await start_proxy(), dial, fake_vllm) == {}
 
 
-async def test_other_line_ends_are_refused(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_other_line_ends_are_refused(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     head = HEAD + b"Content-Length: %d\r\n\r\n" % len(REQUEST)
     sent = (head.replace(b"\r\n", end) + REQUEST for end in (b"\n", b"\r", b"\n\r", b"\r\r\n"))
 
@@ -260,7 +269,7 @@ CHUNKS = [
 
 
 async def test_a_chunk_that_is_not_of_the_grammar_is_refused(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     sent = map(chunks, CHUNKS)
 
@@ -277,7 +286,7 @@ ENDLESS = [
 
 
 async def test_what_stands_around_the_chunks_is_bounded(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """Extensions and trailers are thrown away, so nothing but a limit of their own ends them: that
     of heads and 16 bytes a chunk, which is Go's rule too, however large `max_body_bytes` is."""
@@ -313,7 +322,7 @@ LEGAL = [
 
 
 async def test_odd_but_legal_framing_gives_vllm_exactly_one_request(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     for sent in LEGAL:
@@ -334,7 +343,7 @@ async def test_odd_but_legal_framing_gives_vllm_exactly_one_request(
     [b"Content-Length: 80", b"Transfer-Encoding: chunked", b"Host: evil", b"Connection: close"],
 )
 async def test_a_trailer_is_never_taken_for_a_header(
-    field: bytes, start_proxy: Any, dial: Any, fake_vllm: Any
+    field: bytes, start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     client = await dial(await start_proxy(capture={"sample_rate": 0.0}))
 
@@ -363,7 +372,7 @@ def upgrading(sent: bytes, fields: bytes) -> bytes:
 
 @pytest.mark.parametrize("fields", UPGRADES)
 async def test_a_wish_to_upgrade_is_ignored_and_changes_no_framing(
-    fields: bytes, start_proxy: Any, dial: Any, fake_vllm: Any
+    fields: bytes, start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     for sent in LEGAL:
@@ -381,7 +390,7 @@ async def test_a_wish_to_upgrade_is_ignored_and_changes_no_framing(
 
 
 async def test_ambiguous_framing_is_refused_with_a_wish_to_upgrade_too(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     bodies = [length(value) for value in LENGTHS] + [coding(value) for value in CODINGS]
     bodies += [sized(b"Content-Length: 80"), sized(b"Transfer-Encoding: chunked")]

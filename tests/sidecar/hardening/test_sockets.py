@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+
+from support.proxy_kit import StartProxy
+from support.strict_peers import Connect, StrictVllm, Tools
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 
 
 async def test_small_pieces_are_sent_at_once_on_both_sides(
-    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, tools: Tools
 ) -> None:
     """Without TCP_NODELAY a token waits for the acknowledgement of the one before it: 40 ms."""
     go_on = asyncio.Event()
@@ -37,7 +39,7 @@ async def test_small_pieces_are_sent_at_once_on_both_sides(
 
 
 async def test_no_connection_is_left_behind(
-    start_proxy: Any, dial: Any, fake_vllm: Any, tools: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm, tools: Tools
 ) -> None:
     """After 60 clients that came and went in all manners, the relay holds none of their sockets."""
     running = await start_proxy(capture={"sample_rate": 0.0})

@@ -6,7 +6,8 @@ than the relay did would be a way past the list of allowed paths.
 
 from __future__ import annotations
 
-from typing import Any
+from support.proxy_kit import StartProxy
+from support.strict_peers import Connect, StrictVllm
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 TARGETS = [
@@ -63,7 +64,9 @@ def post(target: bytes) -> bytes:
     return head % (target, len(REQUEST)) + REQUEST
 
 
-async def test_a_path_is_matched_byte_for_byte(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_a_path_is_matched_byte_for_byte(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     running = await start_proxy()
     statuses = {}
     for target in TARGETS:
@@ -89,7 +92,9 @@ METHODS = {
 }
 
 
-async def test_other_methods_open_no_other_way(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_other_methods_open_no_other_way(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     running = await start_proxy()
     for line, status in METHODS.items():
         client = await dial(running)
@@ -103,7 +108,9 @@ async def test_other_methods_open_no_other_way(start_proxy: Any, dial: Any, fake
 QUERIES = (b"", b"?", b"?a=b&c=d", b"?x=/../../v1/load_lora_adapter", b"?a=%0d%0aX-Y:%20z", b"??")
 
 
-async def test_a_query_goes_with_its_path(start_proxy: Any, dial: Any, fake_vllm: Any) -> None:
+async def test_a_query_goes_with_its_path(
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
+) -> None:
     client = await dial(await start_proxy())
 
     for query in QUERIES:
@@ -116,7 +123,7 @@ async def test_a_query_goes_with_its_path(start_proxy: Any, dial: Any, fake_vllm
 
 
 async def test_a_query_that_is_not_of_the_grammar_is_refused(
-    start_proxy: Any, dial: Any, fake_vllm: Any
+    start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm
 ) -> None:
     """What a server makes of such a byte is not known; uvicorn cuts at `#`."""
     running = await start_proxy()

@@ -23,6 +23,8 @@ from sidecar.routing.breaker import EMPTY, ERROR, FADE, Breaker, memory_bytes
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database
 from sidecar.store.models import BreakerTripRow, RoutingRow
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import FreePort, Running, StartProcess, StartProxy, Wire
 
 MODEL = "smollm2-135m"
 CANARY = f"{MODEL}--v2-0123456789ab"
@@ -36,7 +38,7 @@ def chat(text: str, finish: str = "stop") -> bytes:
     return json.dumps({"object": "chat.completion", "choices": [choice]}).encode()
 
 
-def events(wire: Any, *texts: str, finish: str = "stop") -> list[Any]:
+def events(wire: Wire, *texts: str, finish: str = "stop") -> list[Any]:
     """A stream of chat: the role, these texts, the end."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": text} for text in texts]
@@ -46,7 +48,7 @@ def events(wire: Any, *texts: str, finish: str = "stop") -> list[Any]:
     return [wire.STREAM_HEAD, *(wire.chunk(b"data: %b\n\n" % one) for one in data), wire.LAST_CHUNK]
 
 
-def script(wire: Any, bad: Callable[[bool], Sequence[Any]]) -> Callable[[Any], Sequence[Any]]:
+def script(wire: Wire, bad: Callable[[bool], Sequence[Any]]) -> Callable[[Any], Sequence[Any]]:
     """The champion answers well, the canary by `bad(streams)`."""
 
     def answer(request: Any) -> Sequence[Any]:
@@ -64,14 +66,14 @@ def asked(user: int, *, streams: bool) -> bytes:
     return json.dumps({**body, "stream": True} if streams else body).encode()
 
 
-async def good(running: Any, wire: Any, user: int, *, streams: bool = False) -> bool:
+async def good(running: Running, wire: Wire, user: int, *, streams: bool = False) -> bool:
     """Whether this user gets an answer with a text."""
     sent = wire.post(asked(user, streams=streams), headers=f"x-sidecar-session: u{user}\r\n")
     line, _, body = wire.split(await running.send(sent))
     return line == "HTTP/1.1 200 OK" and b"Hello." in body
 
 
-async def hurt_users(running: Any, wire: Any, *, streams: bool = False) -> int:
+async def hurt_users(running: Running, wire: Wire, *, streams: bool = False) -> int:
     """One request of each user, one after the other. Returns: how many got no good answer."""
     hurt = 0
     for user in range(USERS):
@@ -111,7 +113,12 @@ BAD: dict[str, Callable[[Any], Callable[[bool], Sequence[Any]]]] = {
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("how", BAD)
 async def test_a_canary_that_fails_or_says_nothing_hurts_at_most_20_users(
-    how: str, streams: bool, sample_rate: float, fake_vllm: Any, start_proxy: Any, wire: Any
+    how: str,
+    streams: bool,
+    sample_rate: float,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
 ) -> None:
     fake_vllm.script = script(wire, BAD[how](wire))
     running = await start_proxy(capture={"sample_rate": sample_rate})
@@ -124,7 +131,7 @@ async def test_a_canary_that_fails_or_says_nothing_hurts_at_most_20_users(
 
 
 async def test_who_meets_a_5xx_of_the_canary_gets_the_champions_answer(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = script(wire, BAD["answers 503"](wire))
     running = await start_proxy()
@@ -140,7 +147,7 @@ async def test_who_meets_a_5xx_of_the_canary_gets_the_champions_answer(
 
 @pytest.mark.parametrize("rest", ["hangs", "is long"])
 async def test_a_5xx_needs_no_end_for_the_champion_to_answer(
-    rest: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    rest: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     head = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 100000000\r\n\r\n"
     steps = [head + b"x", asyncio.Event()] if rest == "hangs" else [head, *[b"x" * 10**6] * 100]
@@ -153,7 +160,7 @@ async def test_a_5xx_needs_no_end_for_the_champion_to_answer(
 
 
 async def test_a_stream_that_the_champion_replaces_is_not_counted_as_open(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     head = (
         b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: text/event-stream\r\n"
@@ -169,7 +176,7 @@ async def test_a_stream_that_the_champion_replaces_is_not_counted_as_open(
 
 
 async def test_a_canary_that_stalls_in_its_stream_is_taken_out_while_its_clients_wait(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = script(wire, lambda _: [*events(wire)[:2], asyncio.Event()])
     running = await start_proxy(proxy={"slow_first_byte_s": 0.05, "idle_timeout_s": 0.2})
@@ -189,7 +196,7 @@ async def test_a_canary_that_stalls_in_its_stream_is_taken_out_while_its_clients
 
 
 async def test_a_proxy_that_starts_again_keeps_the_canary_out_without_a_store(
-    fake_vllm: Any, start_proxy: Any, wire: Any, free_port: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire, free_port: FreePort
 ) -> None:
     fake_vllm.script = script(wire, BAD["says nothing"](wire))
     running = await start_proxy()
@@ -203,7 +210,7 @@ async def test_a_proxy_that_starts_again_keeps_the_canary_out_without_a_store(
 
 
 async def test_a_5xx_of_the_champion_is_passed_on(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(b'{"error":"x"}', "503 Service Unavailable")]
     running = await start_proxy()
@@ -217,7 +224,7 @@ async def test_a_5xx_of_the_champion_is_passed_on(
 
 
 async def test_a_canary_that_hangs_is_taken_out_by_the_clients_that_give_up(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     forever, reached = asyncio.Event(), asyncio.Event()
 
@@ -249,7 +256,7 @@ async def test_a_canary_that_hangs_is_taken_out_by_the_clients_that_give_up(
 
 
 async def test_a_canary_that_hangs_is_taken_out_while_its_clients_still_wait(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = script(wire, lambda _: [asyncio.Event()])
     running = await start_proxy(proxy={"slow_first_byte_s": 0.05, "idle_timeout_s": 0.2})
@@ -270,7 +277,7 @@ async def test_a_canary_that_hangs_is_taken_out_while_its_clients_still_wait(
 
 
 async def test_one_session_whose_requests_all_fail_does_not_condemn_the_canary(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """It sends a third of what the canary gets, and everybody else is well served."""
     hopeless = b"Hi from 7"
@@ -292,7 +299,7 @@ async def test_one_session_whose_requests_all_fail_does_not_condemn_the_canary(
 
 
 async def test_users_who_all_share_one_session_take_a_bad_canary_out_too(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """An agent that sends the same first user message, or one session header, for everybody."""
     fake_vllm.script = script(wire, BAD["says nothing"](wire))
@@ -352,7 +359,9 @@ def test_users_who_are_bad_on_either_arm_do_not_condemn_an_equal_canary(
     assert out <= 1
 
 
-async def test_the_next_canary_starts_anew(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_the_next_canary_starts_anew(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     fake_vllm.script = script(wire, BAD["says nothing"](wire))
     running = await start_proxy()
     running.proxy.routing.table = TABLE
@@ -511,7 +520,11 @@ async def trip_of(database: Database) -> BreakerTripRow:
 
 
 async def test_the_store_is_told_and_tells_other_proxies_and_later_ones(
-    database: Database, fake_vllm: Any, start_proxy: Any, free_port: Any, wire: Any
+    database: Database,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    free_port: FreePort,
+    wire: Wire,
 ) -> None:
     fake_vllm.script = script(wire, BAD["says nothing"](wire))
     one = await start_proxy(proxy={"port": free_port(), "routing_poll_s": 0.01})
@@ -531,7 +544,7 @@ async def test_the_store_is_told_and_tells_other_proxies_and_later_ones(
 
 
 async def test_a_trip_is_stored_when_the_store_is_back(
-    database: Database, fake_vllm: Any, start_proxy: Any, wire: Any, state_dir: Path
+    database: Database, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire, state_dir: Path
 ) -> None:
     fake_vllm.script = script(wire, BAD["says nothing"](wire))
     running = await start_proxy()
@@ -549,7 +562,7 @@ async def test_a_trip_is_stored_when_the_store_is_back(
 
 
 async def test_all_workers_take_the_canary_out_together(
-    database: Database, fake_vllm: Any, start_process: Any, wire: Any
+    database: Database, fake_vllm: FakeVllm, start_process: StartProcess, wire: Wire
 ) -> None:
     """Three processes, each with a third of the requests: eight bad replies in all are enough."""
     fake_vllm.script = script(wire, BAD["says nothing"](wire))

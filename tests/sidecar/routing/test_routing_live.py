@@ -17,6 +17,8 @@ from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database
 from sidecar.store.models import RoutingRow
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import FreePort, Running, StartProxy, Wire
 
 BASE = "smollm2-135m"
 CHAMPION, CANARY = f"{BASE}--v1-0123456789ab", f"{BASE}--v2-0123456789ab"
@@ -59,12 +61,12 @@ def store(state_dir: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-async def two(start_proxy: Any, free_port: Any) -> list[Any]:
+async def two(start_proxy: StartProxy, free_port: FreePort) -> list[Any]:
     """Two proxies on one store."""
     return [await start_proxy(proxy={"port": free_port()}) for _ in range(2)]
 
 
-async def adapter_of(running: Any, wire: Any, session: str = "s") -> str:
+async def adapter_of(running: Running, wire: Wire, session: str = "s") -> str:
     sent = wire.post(REQUEST, headers=f"x-sidecar-session: {session}\r\n")
     line, headers, _ = wire.split(await running.send(sent))
     assert line == "HTTP/1.1 200 OK"
@@ -72,7 +74,7 @@ async def adapter_of(running: Any, wire: Any, session: str = "s") -> str:
     return adapter
 
 
-async def until_obeyed(proxies: list[Any], wire: Any, adapter: str) -> float:
+async def until_obeyed(proxies: list[Any], wire: Wire, adapter: str) -> float:
     """Ask all until all answer with this adapter. Returns: how long that took, in seconds."""
     began = time.monotonic()
     async with asyncio.timeout(60):
@@ -83,7 +85,7 @@ async def until_obeyed(proxies: list[Any], wire: Any, adapter: str) -> float:
 
 
 async def test_a_new_table_is_obeyed_by_all_proxies_within_half_a_second(
-    store: Store, two: list[Any], fake_vllm: Any, wire: Any
+    store: Store, two: list[Any], fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """The fastest of five: what is slower is the machine's work for others."""
     assert await adapter_of(two[0], wire) == "base"
@@ -99,7 +101,7 @@ async def test_a_new_table_is_obeyed_by_all_proxies_within_half_a_second(
 
 
 async def test_a_rollback_to_the_base_is_a_table_like_any_other(
-    store: Store, two: list[Any], wire: Any
+    store: Store, two: list[Any], wire: Wire
 ) -> None:
     store.write(champion=CHAMPION, canary=CANARY, canary_weight_bp=10_000)
     await until_obeyed(two, wire, CANARY)
@@ -110,7 +112,7 @@ async def test_a_rollback_to_the_base_is_a_table_like_any_other(
 
 
 async def test_raising_the_weight_takes_sessions_in_and_lets_none_out_in_any_proxy(
-    store: Store, two: list[Any], wire: Any
+    store: Store, two: list[Any], wire: Wire
 ) -> None:
     sessions = [f"s{number}" for number in range(40)]
     before: set[str] = set()
@@ -156,7 +158,7 @@ def test_the_bucket_and_the_weight_say_who_answers_and_no_raise_moves_a_session_
 
 
 async def test_a_store_that_is_deleted_leaves_the_last_table(
-    store: Store, two: list[Any], wire: Any
+    store: Store, two: list[Any], wire: Wire
 ) -> None:
     store.write(champion=CHAMPION)
     await until_obeyed(two, wire, CHAMPION)
@@ -177,7 +179,7 @@ async def test_a_store_that_is_deleted_leaves_the_last_table(
 
 
 async def test_rubbish_and_an_older_table_are_not_taken(
-    store: Store, two: list[Any], wire: Any
+    store: Store, two: list[Any], wire: Wire
 ) -> None:
     store.write()
     store.write(champion=CHAMPION)
@@ -198,7 +200,7 @@ async def test_rubbish_and_an_older_table_are_not_taken(
 
 
 async def test_a_session_without_a_name_is_known_by_how_it_opens(
-    store: Store, two: list[Any], wire: Any
+    store: Store, two: list[Any], wire: Wire
 ) -> None:
     """Turn two of a conversation goes where turn one went, also through another proxy."""
     store.write(champion=CHAMPION, canary=CANARY, canary_weight_bp=5_000, salt="x")

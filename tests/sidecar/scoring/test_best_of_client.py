@@ -30,6 +30,7 @@ from sidecar.scoring.wire import (
     read_material,
     read_verdict,
 )
+from support.proxy_kit import Wire
 
 QUESTION = Material(
     exchange_id="ex_1", request=b'{"messages":[]}', answers=(b"{}", b"{}"), keep=True
@@ -100,7 +101,7 @@ def picker_at(path: Path, **changes: Any) -> SocketPicker:
 
 @pytest.fixture(params=["memory", "socket"])
 def build(
-    request: pytest.FixtureRequest, scoring: Any, state_dir: Path, wire: Any
+    request: pytest.FixtureRequest, scoring: Any, state_dir: Path, wire: Wire
 ) -> Callable[..., Awaitable[Picker]]:
     """Make a picker that meets these verdicts; None is one that never comes."""
 

@@ -18,6 +18,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from sidecar.settings import Telemetry
 from sidecar.tracing.spans import GivenIds
 from sidecar.tracing.telemetry import Tracing, configure_tracing, content_by_environment
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import Recorded, StartProxy, Wire
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -98,7 +100,11 @@ def values(attributes: Any) -> dict[str, Any]:
 
 
 async def test_the_span_that_is_exported_is_the_one_that_vllm_was_told_of(
-    recorded: Any, fake_vllm: Any, start_proxy: Any, wire: Any, collector: Collector
+    recorded: Recorded,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+    collector: Collector,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     tracing = collector.tracing()
@@ -135,7 +141,11 @@ async def test_the_span_that_is_exported_is_the_one_that_vllm_was_told_of(
 
 
 async def test_a_trace_that_the_client_does_not_sample_goes_on_unsampled_and_unexported(
-    recorded: Any, fake_vllm: Any, start_proxy: Any, wire: Any, collector: Collector
+    recorded: Recorded,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+    collector: Collector,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     tracing = collector.tracing(otlp_metrics_endpoint="")
@@ -154,7 +164,11 @@ async def test_a_trace_that_the_client_does_not_sample_goes_on_unsampled_and_une
 
 
 async def test_a_request_without_a_trace_begins_one(
-    recorded: Any, fake_vllm: Any, start_proxy: Any, wire: Any, collector: Collector
+    recorded: Recorded,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+    collector: Collector,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     tracing = collector.tracing()
@@ -171,7 +185,7 @@ async def test_a_request_without_a_trace_begins_one(
 
 
 async def test_without_an_exporter_the_clients_trace_passes_untouched(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(tracing=configure_tracing(Telemetry(), "proxy"))
 
@@ -183,7 +197,11 @@ async def test_without_an_exporter_the_clients_trace_passes_untouched(
 
 
 async def test_content_is_in_the_span_only_when_asked_for(
-    recorded: Any, fake_vllm: Any, start_proxy: Any, wire: Any, collector: Collector
+    recorded: Recorded,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
+    collector: Collector,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     tracing = collector.tracing(content=True)
@@ -221,10 +239,10 @@ def test_the_standard_variable_asks_for_content_too(value: str, expected: bool) 
 @pytest.mark.parametrize("conventions", ["latest", "1.41"])
 async def test_metrics_have_the_names_of_the_conventions(
     conventions: str,
-    recorded: Any,
-    fake_vllm: Any,
-    start_proxy: Any,
-    wire: Any,
+    recorded: Recorded,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
     collector: Collector,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]

@@ -25,6 +25,8 @@ from sidecar.metrics.table import MetricTable, mark_dead, private_region, signs_
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
 from sidecar.workers.child import CHECK_INTERVAL_S, HUNG_AFTER_S, RESTARTS, Silence, takers
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import Wire
 
 WAIT_S = 30.0
 """For what takes a second on a machine that is not busy."""
@@ -217,7 +219,7 @@ async def open_stream(port: int) -> OpenStream:
 
 
 @pytest.fixture
-async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+async def start(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     started: list[Service] = []
 
     async def begin(
@@ -262,7 +264,7 @@ async def start(fake_vllm: Any, state_dir: Path) -> AsyncIterator[Callable[..., 
 
 
 @pytest.fixture
-def held(fake_vllm: Any, wire: Any) -> asyncio.Event:
+def held(fake_vllm: FakeVllm, wire: Wire) -> asyncio.Event:
     """vLLM answers at once; streams stop after the first event until this is set."""
     go_on = asyncio.Event()
 
@@ -585,7 +587,7 @@ def key_with_limits(state_dir: Path, **limits: int) -> str:
 
 
 async def test_a_keys_limit_holds_over_all_workers_a_killed_one_and_a_restart(
-    fake_vllm: Any, wire: Any, state_dir: Path, start: Any
+    fake_vllm: FakeVllm, wire: Wire, state_dir: Path, start: Any
 ) -> None:
     fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
     key = key_with_limits(state_dir, tokens_per_day=1)

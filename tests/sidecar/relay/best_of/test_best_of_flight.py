@@ -18,6 +18,7 @@ from sidecar.relay.http1.heads import ReplyHeaders
 from sidecar.relay.http1.reply_parser import ReplyHead, ReplyReader
 from sidecar.relay.payload.peek import peek_request
 from sidecar.scoring.wire import Material, NoPick, Pick
+from support.proxy_kit import Wire
 
 REQUEST = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SECOND = Pick(index=1, scores=(0.25, 0.75))
@@ -127,7 +128,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(wire: Any) -> Callable[..., Rig]:
+def rig(wire: Wire) -> Callable[..., Rig]:
     def make(*script: Any, keep: bool = True, timeout_s: float = 30.0, **fields: Any) -> Rig:
         body = json.dumps({**REQUEST, **fields}).encode()
         metrics, picker = Metrics(), wire.Picker(*(script or (SECOND,)))
@@ -381,7 +382,7 @@ async def test_after_the_reply_the_clients_leaving_stops_the_waiting_and_not_the
 
 
 @pytest.mark.parametrize("why", ["temperature_zero", "not_ready"])
-async def test_where_there_is_no_point_the_plain_request_is_sent(why: str, wire: Any) -> None:
+async def test_where_there_is_no_point_the_plain_request_is_sent(why: str, wire: Wire) -> None:
     picker, metrics = wire.Picker(SECOND), Metrics()
     picker.ready = why != "not_ready"
     temperature = 0.0 if why == "temperature_zero" else 1.0

@@ -12,6 +12,8 @@ import pytest
 from sidecar.relay.best_of.reply import read_answers, stream_reply, whole_reply
 from sidecar.relay.payload.reply_edit import Strip
 from sidecar.scoring.wire import NoPick, Pick
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import MemoryPicker, Wire
 
 ALL = ASKED = Strip(token_ids=True, logprobs=True)
 REQUEST = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "hi"}]}
@@ -19,14 +21,16 @@ Recorded = Callable[[str], bytes]
 
 
 @pytest.fixture
-def wired(monkeypatch: pytest.MonkeyPatch, wire: Any) -> Any:
+def wired(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> Any:
     """Best of N is on; the picker that is asked."""
     picker = wire.Picker(Pick(index=1, scores=(0.25, 0.75)))
     monkeypatch.setattr("sidecar.proxy.SocketPicker", lambda *_, **__: picker)
     return picker
 
 
-def asking(wire: Any, *, n: int = 2, headers: str = "", close: bool = True, **fields: Any) -> bytes:
+def asking(
+    wire: Wire, *, n: int = 2, headers: str = "", close: bool = True, **fields: Any
+) -> bytes:
     data: bytes = wire.post(
         json.dumps({**REQUEST, **fields}).encode(),
         headers=f"x-sidecar-best-of: {n}\r\n{headers}",
@@ -39,7 +43,11 @@ StartProxy = Callable[..., Awaitable[Any]]
 
 
 async def test_the_client_gets_the_best_answer_and_the_record_holds_all(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     reply = recorded("two_reply_asked.json")
     fake_vllm.script = lambda _: [wire.whole_reply(reply)]
@@ -64,7 +72,11 @@ async def test_the_client_gets_the_best_answer_and_the_record_holds_all(
 
 
 async def test_a_streaming_client_gets_the_best_answer_as_a_stream(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     reply = recorded("two_reply_asked.json")
     fake_vllm.script = lambda _: [wire.whole_reply(reply)]
@@ -83,7 +95,11 @@ async def test_a_streaming_client_gets_the_best_answer_as_a_stream(
 
 
 async def test_without_the_judge_the_client_gets_the_first_answer(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     wired.script = [NoPick(reason="timeout")]
     reply = recorded("two_reply_asked.json")
@@ -98,7 +114,11 @@ async def test_without_the_judge_the_client_gets_the_first_answer(
 
 
 async def test_while_the_judge_thinks_vllms_connection_serves_another_client(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     thinks = asyncio.Event()
     wired.script = [thinks]
@@ -121,7 +141,7 @@ async def test_while_the_judge_thinks_vllms_connection_serves_another_client(
 
 
 async def test_a_client_that_leaves_early_stops_vllm(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any
+    wired: MemoryPicker, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [asyncio.Event()]
     running = await start_proxy(best_of={"enabled": True})
@@ -137,7 +157,11 @@ async def test_a_client_that_leaves_early_stops_vllm(
 
 
 async def test_a_lost_connection_is_tried_again_and_judged_once(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     reply = recorded("two_reply_asked.json")
     steps = iter([[wire.whole_reply(b"{}")], [wire.CLOSE], [wire.whole_reply(reply)]])
@@ -153,7 +177,11 @@ async def test_a_lost_connection_is_tried_again_and_judged_once(
 
 
 async def test_when_vllm_takes_no_n_the_client_gets_a_plain_answer(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     refusal = wire.whole_reply(b'{"error":{"message":"n must be 1"}}', "400 Bad Request")
     plain = wire.whole_reply(recorded("whole_reply_asked.json"))
@@ -169,7 +197,7 @@ async def test_when_vllm_takes_no_n_the_client_gets_a_plain_answer(
 
 
 async def test_the_clients_own_mistake_is_answered_by_vllm(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any
+    wired: MemoryPicker, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     fake_vllm.script = lambda seen: [wire.whole_reply(b'{"error":1}', "400 Bad Request")]
     running = await start_proxy(best_of={"enabled": True})
@@ -181,7 +209,11 @@ async def test_the_clients_own_mistake_is_answered_by_vllm(
 
 
 async def test_with_capture_off_it_works_and_nothing_is_kept(
-    wired: Any, start_proxy: StartProxy, fake_vllm: Any, wire: Any, recorded: Recorded
+    wired: MemoryPicker,
+    start_proxy: StartProxy,
+    fake_vllm: FakeVllm,
+    wire: Wire,
+    recorded: Recorded,
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("two_reply_asked.json"))]
     running = await start_proxy(best_of={"enabled": True})

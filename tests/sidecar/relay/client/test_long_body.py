@@ -16,6 +16,8 @@ from sidecar.relay.payload.request_edit import (
     edit_request,
     splice_request,
 )
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
 
 SIZE = 300_000
 MODEL = "smollm2-135m"
@@ -91,7 +93,7 @@ def test_a_model_in_front_of_a_long_body_is_found_at_a_glance(front: str) -> Non
 
 @pytest.mark.parametrize("same_head", [True, False])
 async def test_long_and_short_requests_reach_vllm_as_they_are(
-    same_head: bool, fake_vllm: Any, start_proxy: Any, wire: Any
+    same_head: bool, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     bodies = [request("a", size) for size in (9, SIZE, SIZE + 1, 10, 2_000_000)]
@@ -111,7 +113,9 @@ async def test_long_and_short_requests_reach_vllm_as_they_are(
     ]
 
 
-async def test_a_long_body_after_100_continue(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_a_long_body_after_100_continue(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     body = request()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -125,7 +129,7 @@ async def test_a_long_body_after_100_continue(fake_vllm: Any, start_proxy: Any, 
 
 
 async def test_a_client_that_stops_within_a_long_body_is_told_so(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(proxy={"body_timeout_s": 0.2})
     body = request()
@@ -145,7 +149,7 @@ async def test_a_client_that_stops_within_a_long_body_is_told_so(
 
 
 async def test_a_client_that_leaves_within_a_long_body_leaves_nothing_behind(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     _, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -162,7 +166,7 @@ async def test_a_client_that_leaves_within_a_long_body_leaves_nothing_behind(
 
 
 async def test_a_long_request_is_captured_whole(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     body = request()

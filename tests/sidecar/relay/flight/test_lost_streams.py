@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
+
 SURFACES = ["chat", "completions", "responses", "messages"]
 CAPTURE = {"on": {}, "off": {"sample_rate": 0.0}}
 
@@ -30,7 +33,7 @@ def last_events(body: bytes, count: int) -> list[bytes]:
     return body[:-2].split(b"\n\n")[-count:]
 
 
-def streams(surface: str, capture: str, wire: Any) -> tuple[Any, Any]:
+def streams(surface: str, capture: str, wire: Wire) -> tuple[Any, Any]:
     """What the client asks, and what vLLM then sends."""
     plain = wire.recording(f"{surface}_stream.plain")
     both = surface in ("chat", "completions") and capture == "on"
@@ -41,7 +44,7 @@ def streams(surface: str, capture: str, wire: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("capture", ["on", "off"])
 @pytest.mark.parametrize("surface", SURFACES)
 async def test_a_stream_lost_between_two_events_ends_as_vllms_own_failure_does(
-    surface: str, capture: str, end: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, capture: str, end: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plain, sent = streams(surface, capture, wire)
     fake_vllm.script = lambda _: [sent.head, *sent.chunks[:4], 0.02, end]
@@ -82,7 +85,7 @@ def shape(event: bytes) -> Any:
 @pytest.mark.parametrize("capture", ["on", "off"])
 @pytest.mark.parametrize("surface", SURFACES)
 async def test_a_stream_lost_inside_an_event_gives_no_half_event_that_reads_as_whole(
-    surface: str, capture: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, capture: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """Edited streams go out event by event, so the half one is left out and the error follows.
     What is passed as it came has gone out already: then the connection breaks."""
@@ -106,7 +109,7 @@ async def test_a_stream_lost_inside_an_event_gives_no_half_event_that_reads_as_w
 @pytest.mark.parametrize("capture", ["on", "off"])
 @pytest.mark.parametrize("surface", SURFACES)
 async def test_a_failure_that_vllm_tells_itself_is_passed_on_and_never_learned_from(
-    surface: str, capture: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, capture: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     theirs = wire.recording(f"{surface}_failing.plain")
     fake_vllm.script = lambda _: [theirs.reply, 0.02, wire.CLOSE]
@@ -126,7 +129,7 @@ async def test_a_failure_that_vllm_tells_itself_is_passed_on_and_never_learned_f
 
 @pytest.mark.parametrize("surface", SURFACES)
 async def test_vllm_silent_in_a_stream_ends_it_after_the_timeout(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plain, sent = streams(surface, "on", wire)
     fake_vllm.script = lambda _: [sent.head, *sent.chunks[:4], asyncio.Event()]
@@ -145,7 +148,7 @@ async def test_vllm_silent_in_a_stream_ends_it_after_the_timeout(
 
 @pytest.mark.parametrize("surface", SURFACES)
 async def test_vllm_silent_from_the_start_gives_504(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{surface}.plain")
     fake_vllm.script = lambda _: [asyncio.Event()]
@@ -165,7 +168,7 @@ async def test_vllm_silent_from_the_start_gives_504(
 
 
 async def test_a_stream_that_is_slow_but_not_silent_is_not_ended(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plain, sent = streams("chat", "on", wire)
     steps: list[Any] = [sent.head]

@@ -20,6 +20,8 @@ from sidecar.relay.surface.refusals import names_unknown_model
 from sidecar.relay.surface.surfaces import BY_PATH
 from sidecar.routing.assignment import CompiledRouting
 from sidecar.routing.table import RoutingTable
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import Running, StartProxy, Wire
 
 MODEL = "smollm2-135m"
 PATHS = [path.decode() for path in BY_PATH]
@@ -86,7 +88,7 @@ class Connection:
 async def connect() -> Any:
     opened: list[Connection] = []
 
-    async def connect(running: Any) -> Connection:
+    async def connect(running: Running) -> Connection:
         opened.append(Connection(*await asyncio.open_connection("127.0.0.1", running.port)))
         return opened[-1]
 
@@ -98,7 +100,7 @@ async def connect() -> Any:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [0, LONG])
 async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_logged_once(
-    path: str, size: int, connect: Any, fake_vllm: Any, start_proxy: Any, wire: Any
+    path: str, size: int, connect: Any, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     client = await connect(running)
@@ -135,7 +137,7 @@ async def test_a_body_that_no_reader_takes_is_answered_as_vllm_does_counted_and_
     ],
 )
 async def test_a_body_of_other_faults_is_counted_by_its_reason(
-    body: bytes, reason: str, start_proxy: Any, wire: Any
+    body: bytes, reason: str, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -147,7 +149,7 @@ async def test_a_body_of_other_faults_is_counted_by_its_reason(
 @pytest.mark.parametrize("path", PATHS[:4])
 @pytest.mark.parametrize("size", [0, LONG])
 async def test_what_vllm_reads_goes_on_to_it_whatever_a_stricter_reader_thinks(
-    path: str, size: int, connect: Any, fake_vllm: Any, start_proxy: Any, wire: Any
+    path: str, size: int, connect: Any, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     client = await connect(running)
@@ -165,7 +167,7 @@ async def test_what_vllm_reads_goes_on_to_it_whatever_a_stricter_reader_thinks(
 
 
 async def test_a_user_of_half_a_pair_is_recorded(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -310,9 +312,9 @@ async def test_a_reply_nested_too_deep_reaches_its_client_and_is_recorded(
     path: str,
     streamed: bool,
     header: str,
-    fake_vllm: Any,
-    start_proxy: Any,
-    wire: Any,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
 ) -> None:
     reply = b'{"choices":[{"index":0,"message":{"content":"a","z":%b},"token_ids":[1]}]}'
     body = reply % nested(5000)

@@ -12,6 +12,8 @@ import pytest
 
 from sidecar.relay.client.connection import ClientConnection
 from sidecar.routing.table import RoutingTable
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
 
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}],"temperature":0}'
 Recorded = Callable[[str], bytes]
@@ -19,7 +21,7 @@ Recorded = Callable[[str], bytes]
 
 @pytest.mark.parametrize("name", ["whole", "tools"])
 async def test_a_captured_reply_is_the_direct_one_byte_for_byte(
-    name: str, recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded(f"{name}_reply_asked.json"))]
     running = await start_proxy()
@@ -37,7 +39,7 @@ async def test_a_captured_reply_is_the_direct_one_byte_for_byte(
 
 
 async def test_a_captured_stream_is_the_direct_one_byte_for_byte(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     events = recorded("tools_stream_asked.sse").split(b"\n\n")[:-1]
     chunks = [wire.chunk(event + b"\n\n") for event in events]
@@ -56,7 +58,7 @@ async def test_a_captured_stream_is_the_direct_one_byte_for_byte(
 
 
 async def test_vllm_is_asked_for_ids_and_gets_everything_else_as_it_came(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     sent = "Authorization: Bearer k\r\nX-Request-Id: r-1\r\nX-Sidecar-Session: s\r\n"
@@ -84,9 +86,9 @@ async def test_with_capture_off_bytes_pass_as_they_came_both_ways(
     capture: dict[str, Any],
     reason: str,
     recorded: Recorded,
-    fake_vllm: Any,
-    start_proxy: Any,
-    wire: Any,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
 ) -> None:
     reply = recorded("two_reply_asked.json")
     fake_vllm.script = lambda _: [wire.whole_reply(reply)]
@@ -100,7 +102,7 @@ async def test_with_capture_off_bytes_pass_as_they_came_both_ways(
 
 
 async def test_what_the_client_asked_for_stays(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     reply = recorded("two_reply_asked.json")
     fake_vllm.script = lambda _: [wire.whole_reply(reply)]
@@ -114,7 +116,7 @@ async def test_what_the_client_asked_for_stays(
 
 
 async def test_the_first_event_goes_on_before_the_second_exists(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     events = recorded("whole_stream_asked.sse").split(b"\n\n")[:-1]
     go_on = asyncio.Event()
@@ -140,7 +142,7 @@ async def test_the_first_event_goes_on_before_the_second_exists(
 
 
 async def test_every_cut_of_the_upstreams_bytes_gives_the_same_reply(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     sent = wire.STREAM_HEAD + wire.chunk(recorded("whole_stream_asked.sse")) + wire.LAST_CHUNK
     plain = recorded("whole_stream_plain.sse")
@@ -154,7 +156,7 @@ async def test_every_cut_of_the_upstreams_bytes_gives_the_same_reply(
 
 
 async def test_pipelined_requests_are_answered_in_order_on_one_upstream_connection(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda seen: [wire.whole_reply(b'{"echo":%b}' % seen.body)]
     running = await start_proxy(capture={"sample_rate": 0.0})
@@ -168,7 +170,7 @@ async def test_pipelined_requests_are_answered_in_order_on_one_upstream_connecti
 
 
 async def test_a_connection_is_kept_for_the_next_request(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -195,7 +197,7 @@ async def test_a_connection_is_kept_for_the_next_request(
     ],
 )
 async def test_every_framing_of_a_reply_is_understood(
-    reply: bytes, body: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    reply: bytes, body: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [reply, wire.CLOSE] if b"close" in reply else [reply]
     running = await start_proxy()
@@ -207,7 +209,7 @@ async def test_every_framing_of_a_reply_is_understood(
 
 
 async def test_a_client_of_http_1_0_gets_a_reply_without_chunks(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     stream = recorded("whole_stream_asked.sse")
     fake_vllm.script = lambda _: [wire.STREAM_HEAD, wire.chunk(stream), wire.LAST_CHUNK]
@@ -221,7 +223,7 @@ async def test_a_client_of_http_1_0_gets_a_reply_without_chunks(
 
 
 async def test_a_changed_table_is_obeyed_by_the_next_request(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     await running.send(wire.post(REQUEST))
@@ -237,7 +239,7 @@ async def test_a_changed_table_is_obeyed_by_the_next_request(
 
 
 async def test_an_adapter_that_vllm_lost_is_answered_for_by_the_champion_then_the_base(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     gone = (
         b'{"error":{"message":"The model `x` does not exist.","type":"NotFoundError",'
@@ -269,7 +271,9 @@ async def test_an_adapter_that_vllm_lost_is_answered_for_by_the_champion_then_th
     assert (exchange.adapter, exchange.untrainable_reason) == ("base", None)
 
 
-async def test_another_404_is_passed_on(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_another_404_is_passed_on(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     other = b'{"error":{"message":"no such tool","type":"NotFoundError","param":"tool"}}'
     fake_vllm.script = lambda _: [wire.whole_reply(other, "404 Not Found")]
     running = await start_proxy()
@@ -282,7 +286,7 @@ async def test_another_404_is_passed_on(fake_vllm: Any, start_proxy: Any, wire: 
 
 
 async def test_a_reply_under_another_name_must_not_be_learned_from(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     running = await start_proxy()
@@ -297,9 +301,9 @@ async def test_a_reply_under_another_name_must_not_be_learned_from(
 
 async def test_small_pieces_are_sent_at_once(
     recorded: Recorded,
-    fake_vllm: Any,
-    start_proxy: Any,
-    wire: Any,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sidecar.relay.client import server
@@ -326,7 +330,7 @@ async def test_small_pieces_are_sent_at_once(
 
 
 async def test_figures_of_a_request_are_counted(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     running = await start_proxy()

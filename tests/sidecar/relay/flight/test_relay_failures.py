@@ -8,18 +8,19 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sidecar.capture.outbox import Outbox
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
 
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 Recorded = Callable[[str], bytes]
 
 
 async def test_a_dead_kept_connection_is_replaced_unseen(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """The server dies with the request in hand, as one does whose idle timer fires just then."""
     plays = iter([[wire.whole_reply(b"{}")], [wire.RESET], [wire.whole_reply(b'{"a":1}')]])
@@ -35,7 +36,7 @@ async def test_a_dead_kept_connection_is_replaced_unseen(
 
 
 async def test_a_request_that_fails_on_a_new_connection_is_not_sent_again(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.RESET]
     running = await start_proxy()
@@ -46,7 +47,7 @@ async def test_a_request_that_fails_on_a_new_connection_is_not_sent_again(
 
 
 async def test_nothing_is_sent_again_after_the_first_byte(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plays = iter([[wire.whole_reply(b"{}")], [b"HTTP/1.1 200 OK\r\n", wire.RESET]])
     fake_vllm.script = lambda _: next(plays)
@@ -60,7 +61,7 @@ async def test_nothing_is_sent_again_after_the_first_byte(
 
 
 async def test_vllm_away_gives_502_that_says_what_to_check(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     await fake_vllm.stop()
@@ -80,7 +81,7 @@ async def test_vllm_away_gives_502_that_says_what_to_check(
 
 
 async def test_vllm_back_is_used_without_a_restart(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     await fake_vllm.stop()
@@ -93,7 +94,7 @@ async def test_vllm_back_is_used_without_a_restart(
 
 
 async def test_a_stream_that_breaks_between_events_ends_as_vllms_own_failure_would(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     events = recorded("whole_stream_asked.sse").split(b"\n\n")[:3]
     fake_vllm.script = lambda _: [
@@ -118,7 +119,7 @@ async def test_a_stream_that_breaks_between_events_ends_as_vllms_own_failure_wou
 
 
 async def test_a_stream_that_breaks_inside_an_event_breaks_for_the_client_too(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     stream = recorded("whole_stream_plain.sse")
     fake_vllm.script = lambda _: [wire.STREAM_HEAD, wire.chunk(stream[:700]), wire.RESET]
@@ -132,7 +133,7 @@ async def test_a_stream_that_breaks_inside_an_event_breaks_for_the_client_too(
 
 
 async def test_a_held_reply_that_breaks_gives_502(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     whole = wire.whole_reply(recorded("whole_reply_asked.json"))
     fake_vllm.script = lambda _: [whole[:-20], wire.CLOSE]
@@ -144,7 +145,9 @@ async def test_a_held_reply_that_breaks_gives_502(
     assert (await running.captured(1))[0].outcome == "upstream_error"
 
 
-async def test_rubbish_from_vllm_gives_502(fake_vllm: Any, start_proxy: Any, wire: Any) -> None:
+async def test_rubbish_from_vllm_gives_502(
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
+) -> None:
     fake_vllm.script = lambda _: [b"220 smtp ready\r\n"]
     running = await start_proxy()
 
@@ -155,7 +158,7 @@ async def test_rubbish_from_vllm_gives_502(fake_vllm: Any, start_proxy: Any, wir
 
 
 async def test_an_error_of_vllm_is_passed_on_and_recorded_as_its_error(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     body = b'{"error":{"message":"boom","type":"InternalServerError","param":null,"code":500}}'
     fake_vllm.script = lambda _: [wire.whole_reply(body, "500 Internal Server Error")]
@@ -169,7 +172,7 @@ async def test_an_error_of_vllm_is_passed_on_and_recorded_as_its_error(
 
 
 async def test_a_refused_request_is_not_recorded(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     body = b'{"error":{"message":"n must be 1","type":"BadRequestError","param":null,"code":400}}'
     fake_vllm.script = lambda _: [wire.whole_reply(body, "400 Bad Request")]
@@ -183,7 +186,7 @@ async def test_a_refused_request_is_not_recorded(
 
 @pytest.mark.parametrize("stage", ["before the reply", "in the stream"])
 async def test_a_client_that_leaves_ends_vllms_work_at_once(
-    stage: str, recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    stage: str, recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     events = recorded("whole_stream_asked.sse").split(b"\n\n")[:2]
     started = [wire.STREAM_HEAD, *(wire.chunk(event + b"\n\n") for event in events)]
@@ -209,7 +212,7 @@ async def test_a_client_that_leaves_ends_vllms_work_at_once(
 
 
 async def test_a_client_that_leaves_at_done_has_had_its_answer(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """The openai client closes there, and does not wait for the last chunk of the framing."""
     never = asyncio.Event()
@@ -228,7 +231,7 @@ async def test_a_client_that_leaves_at_done_has_had_its_answer(
 
 
 async def test_a_slow_client_holds_a_bounded_buffer(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     event = wire.chunk(b"data: " + b"x" * 8192 + b"\n\n")
     fake_vllm.script = lambda _: [wire.STREAM_HEAD, *([event] * 4000), wire.LAST_CHUNK]
@@ -259,7 +262,7 @@ async def _settled(value: Callable[[], int]) -> int:
 
 
 async def test_a_reply_too_long_to_keep_is_still_relayed_stripped_and_counted(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     running = await start_proxy(capture={"max_reply_bytes": 1000})
@@ -272,7 +275,7 @@ async def test_a_reply_too_long_to_keep_is_still_relayed_stripped_and_counted(
 
 
 async def test_a_full_queue_drops_the_newest_counts_it_and_lets_requests_flow(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     running = await start_proxy(capture={"max_pending": 2, "flush_interval_s": 600.0})
@@ -290,7 +293,7 @@ async def test_a_full_queue_drops_the_newest_counts_it_and_lets_requests_flow(
 
 @pytest.mark.parametrize("reason", ["locked", "disk_full", "read_only", "unreachable"])
 async def test_an_outbox_that_refuses_costs_captures_and_no_requests(
-    reason: str, recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any
+    reason: str, recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     sink = wire.Sink()
@@ -307,7 +310,7 @@ async def test_an_outbox_that_refuses_costs_captures_and_no_requests(
 
 
 async def test_requests_flow_while_the_real_outbox_is_locked_or_deleted(
-    recorded: Recorded, fake_vllm: Any, start_proxy: Any, wire: Any, tmp_path: Path
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire, tmp_path: Path
 ) -> None:
     fake_vllm.script = lambda _: [wire.whole_reply(recorded("whole_reply_asked.json"))]
     path = tmp_path / "bus" / "outbox.db"
@@ -328,7 +331,7 @@ async def test_requests_flow_while_the_real_outbox_is_locked_or_deleted(
 
 
 async def test_a_reply_in_flight_finishes_when_the_proxy_stops(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
+
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -41,7 +43,7 @@ SMUGGLED = b"POST /v1/load_lora_adapter HTTP/1.1\r\nHost: x\r\nContent-Length: 0
     ],
 )
 async def test_ambiguous_framing_is_refused_and_nothing_behind_it_is_read(
-    sent: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    sent: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -56,7 +58,7 @@ async def test_ambiguous_framing_is_refused_and_nothing_behind_it_is_read(
 
 
 async def test_chunked_bodies_are_read_at_every_cut(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(capture={"sample_rate": 0.0})
     sent = HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
@@ -75,7 +77,7 @@ async def test_chunked_bodies_are_read_at_every_cut(
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep", "/v1/chat/completions/x"])
 async def test_a_path_that_is_not_allowed_is_never_relayed(
-    path: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    path: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -90,7 +92,7 @@ async def test_a_path_that_is_not_allowed_is_never_relayed(
 
 @pytest.mark.parametrize("body", [b"", b"not json", b"[1]", b'{"model":'])
 async def test_a_body_that_is_no_object_is_refused_and_not_recorded(
-    body: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    body: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -105,7 +107,7 @@ async def test_a_body_that_is_no_object_is_refused_and_not_recorded(
 
 @pytest.mark.parametrize("name", ["nope", "smollm2-135m--v1-abc", "../../etc"])
 async def test_only_the_public_model_can_be_named(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -125,7 +127,7 @@ async def test_only_the_public_model_can_be_named(
 
 
 async def test_a_model_that_is_no_text_is_left_for_vllm_to_refuse(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -142,7 +144,7 @@ async def test_a_model_that_is_no_text_is_left_for_vllm_to_refuse(
     ],
 )
 async def test_a_body_over_the_limit_is_refused(
-    sent: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    sent: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(proxy={"max_body_bytes": 1000})
 
@@ -154,7 +156,7 @@ async def test_a_body_over_the_limit_is_refused(
 
 
 async def test_chunk_headers_do_not_grow_without_end(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(proxy={"max_body_bytes": 1000})
     sent = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"x" * 70_000
@@ -173,7 +175,7 @@ async def test_chunk_headers_do_not_grow_without_end(
     ],
 )
 async def test_a_head_over_the_limit_is_refused(
-    sent: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    sent: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -183,7 +185,7 @@ async def test_a_head_over_the_limit_is_refused(
 
 
 async def test_a_client_that_waits_for_100_is_told_to_go_on(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -201,7 +203,7 @@ async def test_a_client_that_waits_for_100_is_told_to_go_on(
 
 
 async def test_a_client_that_waits_for_100_with_a_body_too_large_is_refused_before_it_sends(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(proxy={"max_body_bytes": 10})
 
@@ -219,7 +221,7 @@ async def test_a_client_that_waits_for_100_with_a_body_too_large_is_refused_befo
     ],
 )
 async def test_a_connection_on_which_nothing_happens_is_closed(
-    sent: bytes, status: bytes, fake_vllm: Any, start_proxy: Any
+    sent: bytes, status: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy
 ) -> None:
     running = await start_proxy(
         proxy={"idle_timeout_s": 0.05, "head_timeout_s": 0.05, "body_timeout_s": 0.05}
@@ -232,7 +234,7 @@ async def test_a_connection_on_which_nothing_happens_is_closed(
 
 
 async def test_a_head_that_trickles_in_does_not_hold_a_connection_open(
-    fake_vllm: Any, start_proxy: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy
 ) -> None:
     running = await start_proxy(proxy={"head_timeout_s": 0.2})
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -253,7 +255,7 @@ async def test_a_head_that_trickles_in_does_not_hold_a_connection_open(
 
 
 async def test_a_slow_reply_is_not_taken_for_an_idle_connection(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
@@ -267,7 +269,7 @@ async def test_a_slow_reply_is_not_taken_for_an_idle_connection(
 
 
 async def test_other_methods_on_a_model_path_are_vllms_to_answer(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     refusal = b'{"detail":"Method Not Allowed"}'
     fake_vllm.script = lambda _: [

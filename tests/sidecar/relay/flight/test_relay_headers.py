@@ -14,6 +14,8 @@ from sidecar.access.keys import ApiKey
 from sidecar.routing.table import RoutingTable
 from sidecar.store.database import Database
 from support import api_keys
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import FreePort, Running, StartProxy, Wire
 
 BASE = "smollm2-135m"
 CHAMPION, CANARY = f"{BASE}--v12-0123456789ab", f"{BASE}--v13-ba9876543210"
@@ -22,7 +24,11 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 async def ask(
-    running: Any, wire: Any, headers: str = "", name: str = "chat.plain", body: bytes | None = None
+    running: Running,
+    wire: Wire,
+    headers: str = "",
+    name: str = "chat.plain",
+    body: bytes | None = None,
 ) -> Any:
     item = wire.recording(name)
     sent = wire.post(body or item.request, path=item.path, headers=headers)
@@ -30,7 +36,7 @@ async def ask(
 
 
 @pytest.fixture
-async def operated(start_proxy: Any, fake_vllm: Any) -> Any:
+async def operated(start_proxy: StartProxy, fake_vllm: FakeVllm) -> Any:
     """A proxy on the loopback without keys, where everybody operates; a champion and a canary."""
     fake_vllm.models = [BASE, CHAMPION, CANARY, OLD]
     running = await start_proxy()
@@ -55,7 +61,7 @@ async def operated(start_proxy: Any, fake_vllm: Any) -> Any:
     ],
 )
 async def test_an_operator_names_who_answers_and_the_exchange_is_not_captured(
-    named: str, adapter: str, surface: str, operated: Any, fake_vllm: Any, wire: Any
+    named: str, adapter: str, surface: str, operated: Running, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording(f"{surface}.plain")
 
@@ -76,7 +82,7 @@ async def test_an_operator_names_who_answers_and_the_exchange_is_not_captured(
     "named", ["v2", "v", "v1x", "", BASE + "--v12", BASE, "../x", "Champion", "other--v1-0"]
 )
 async def test_an_adapter_that_is_not_there_is_refused_and_nobody_answers_for_it(
-    named: str, operated: Any, fake_vllm: Any, wire: Any
+    named: str, operated: Running, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     line, _, body = await ask(operated, wire, f"x-sidecar-adapter: {named}\r\n")
 
@@ -86,7 +92,7 @@ async def test_an_adapter_that_is_not_there_is_refused_and_nobody_answers_for_it
 
 
 async def test_an_unknown_adapter_is_refused_in_the_shape_of_messages_there(
-    operated: Any, wire: Any
+    operated: Running, wire: Wire
 ) -> None:
     line, _, body = await ask(operated, wire, "x-sidecar-adapter: v99\r\n", "messages.plain")
 
@@ -96,7 +102,7 @@ async def test_an_unknown_adapter_is_refused_in_the_shape_of_messages_there(
 
 
 async def test_a_named_adapter_that_vllm_lost_is_not_answered_for_by_another(
-    operated: Any, fake_vllm: Any, wire: Any
+    operated: Running, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     gone = wire.recording("chat_unknown_model.plain")
     fake_vllm.script = lambda _: [gone.reply]
@@ -108,7 +114,7 @@ async def test_a_named_adapter_that_vllm_lost_is_not_answered_for_by_another(
 
 
 async def test_only_a_key_with_the_scope_may_name_an_adapter(
-    state_dir: Path, start_proxy: Any, fake_vllm: Any, wire: Any
+    state_dir: Path, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     database = Database(f"sqlite:///{state_dir / 'store.db'}")
     database.upgrade()
@@ -149,7 +155,7 @@ async def test_only_a_key_with_the_scope_may_name_an_adapter(
 
 
 async def test_who_is_only_known_to_vllm_may_not_name_an_adapter(
-    start_proxy: Any, fake_vllm: Any, wire: Any
+    start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await start_proxy(access={"mode": "upstream"})
 
@@ -177,9 +183,9 @@ async def test_what_is_captured_follows_header_surface_and_project(
     headers: str,
     name: str,
     reason: str | None,
-    fake_vllm: Any,
-    start_proxy: Any,
-    wire: Any,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
 ) -> None:
     item = wire.recording(f"{name}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -196,7 +202,7 @@ async def test_what_is_captured_follows_header_surface_and_project(
 
 
 async def test_a_request_and_the_retries_that_its_sdk_counts_are_one_turn(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording("chat.asked")
     replies = iter([wire.whole_reply(b"{}", "500 Internal Server Error")] * 2 + [item.reply] * 2)
@@ -215,7 +221,7 @@ async def test_a_request_and_the_retries_that_its_sdk_counts_are_one_turn(
 
 
 async def test_an_idempotency_key_names_the_turn_also_in_another_proxy(
-    fake_vllm: Any, start_proxy: Any, free_port: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, free_port: FreePort, wire: Wire
 ) -> None:
     item = wire.recording("chat.asked")
     fake_vllm.script = lambda _: [item.reply]
@@ -231,7 +237,7 @@ async def test_an_idempotency_key_names_the_turn_also_in_another_proxy(
 
 
 async def test_a_traceparent_goes_on_as_it_came_when_nobody_takes_spans(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy()
 
@@ -247,7 +253,7 @@ async def test_a_traceparent_goes_on_as_it_came_when_nobody_takes_spans(
 
 @pytest.mark.parametrize("surface", ["chat", "messages"])
 async def test_over_the_most_in_flight_a_request_is_refused_in_its_surfaces_shape(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
@@ -266,7 +272,9 @@ async def test_over_the_most_in_flight_a_request_is_refused_in_its_surfaces_shap
     assert (await ask(running, wire))[0] == "HTTP/1.1 200 OK"
 
 
-async def test_best_of_n_is_refused_on_messages_in_its_shape(start_proxy: Any, wire: Any) -> None:
+async def test_best_of_n_is_refused_on_messages_in_its_shape(
+    start_proxy: StartProxy, wire: Wire
+) -> None:
     running = await start_proxy()
 
     line, _, body = await ask(running, wire, "x-sidecar-best-of: 3\r\n", "messages.plain")
@@ -278,7 +286,7 @@ async def test_best_of_n_is_refused_on_messages_in_its_shape(start_proxy: Any, w
 
 @pytest.mark.parametrize("surface", ["chat", "completions", "responses", "messages"])
 async def test_vllm_away_is_told_in_the_shape_of_the_surface(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """Messages' own failures of vLLM are in Anthropic's shape, the others in OpenAI's."""
     running = await start_proxy()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sidecar.relay.payload.usage import MAX_USAGE_BYTES, UsageMeter
 from support.memory import traced_bytes
+from support.proxy_kit import Wire
 
 TOLD = {
     **{"chat.plain": 42, "chat.asked": 42, "completions.plain": 10, "completions.asked": 10},
@@ -43,7 +44,7 @@ def event(value: Any, name: str = "") -> bytes:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_usage_of_a_recorded_reply_is_found_however_it_is_cut(
-    name: str, told: int | None, data: st.DataObject, wire: Any
+    name: str, told: int | None, data: st.DataObject, wire: Wire
 ) -> None:
     body = wire.recording(name).body
     cuts = data.draw(st.lists(st.integers(0, len(body)), max_size=5))

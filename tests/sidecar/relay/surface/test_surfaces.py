@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from sidecar.routing.table import RoutingTable
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import Running, StartProxy, Wire
 
 PAIRED = [
     "chat",
@@ -41,7 +43,7 @@ def adapted() -> RoutingTable:
     return RoutingTable(model="smollm2-135m", champion=ADAPTER, generation=1)
 
 
-async def ask(running: Any, wire: Any, item: Any, body: bytes | None = None) -> Any:
+async def ask(running: Running, wire: Wire, item: Any, body: bytes | None = None) -> Any:
     """Send what the recording's client sent. Returns status line, headers, body."""
     sent = wire.post(item.request if body is None else body, path=item.path)
     return wire.split(await running.send(sent))
@@ -49,7 +51,7 @@ async def ask(running: Any, wire: Any, item: Any, body: bytes | None = None) -> 
 
 @pytest.mark.parametrize("name", [*PAIRED, *TEXT_ONLY, *NOT_RECORDED, "completions_echo"])
 async def test_with_capture_off_the_client_gets_vllms_bytes(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{name}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -73,7 +75,7 @@ async def test_with_capture_off_the_client_gets_vllms_bytes(
 
 @pytest.mark.parametrize("name", PAIRED)
 async def test_with_capture_on_the_client_gets_the_reply_to_its_own_question(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plain, asked = wire.recording(f"{name}.plain"), wire.recording(f"{name}.asked")
     fake_vllm.script = lambda _: [asked.reply]
@@ -93,7 +95,7 @@ async def test_with_capture_on_the_client_gets_the_reply_to_its_own_question(
 
 @pytest.mark.parametrize("name", [*TEXT_ONLY, *NOT_RECORDED])
 async def test_a_surface_that_gives_no_ids_is_asked_nothing_and_passes_as_it_came(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{name}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -118,7 +120,7 @@ async def test_a_surface_that_gives_no_ids_is_asked_nothing_and_passes_as_it_cam
     ],
 )
 async def test_an_exchange_with_exact_ids_is_recorded_to_be_learned_from(
-    name: str, text: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, text: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plain, asked = wire.recording(f"{name}.plain"), wire.recording(f"{name}.asked")
     fake_vllm.script = lambda _: [asked.reply]
@@ -153,7 +155,12 @@ async def test_an_exchange_with_exact_ids_is_recorded_to_be_learned_from(
     ],
 )
 async def test_an_exchange_of_a_text_surface_is_recorded_and_kept_from_learning(
-    name: str, tokens: int, finish_reason: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str,
+    tokens: int,
+    finish_reason: str,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
 ) -> None:
     item = wire.recording(f"{name}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -181,7 +188,7 @@ async def test_an_exchange_of_a_text_surface_is_recorded_and_kept_from_learning(
 
 @pytest.mark.parametrize("name", NOT_RECORDED)
 async def test_what_samples_nothing_is_not_recorded(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{name}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -196,7 +203,7 @@ async def test_what_samples_nothing_is_not_recorded(
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_completions_that_echo_the_prompt_are_asked_nothing(
-    streamed: bool, fake_vllm: Any, start_proxy: Any, wire: Any
+    streamed: bool, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """vLLM then leaves the prompt out of the text, and computes its log-probabilities."""
     item = wire.recording("completions_echo.plain")
@@ -226,7 +233,7 @@ async def test_completions_that_echo_the_prompt_are_asked_nothing(
     ],
 )
 async def test_what_the_client_says_of_logprobs_is_taken_as_that_surface_takes_it(
-    surface: str, said: bytes, sent: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, said: bytes, sent: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """In completions `logprobs` is a number, and even `false` asks (0)."""
     item = wire.recording(f"{surface}.plain")
@@ -239,7 +246,7 @@ async def test_what_the_client_says_of_logprobs_is_taken_as_that_surface_takes_i
 
 
 async def test_log_probabilities_that_the_client_asked_for_stay_and_only_the_ids_are_taken_out(
-    fake_vllm: Any, start_proxy: Any, wire: Any
+    fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """A client that asked for `logprobs: 0` gets what vLLM gives for that, and no ids."""
     theirs, asked = (
@@ -257,7 +264,7 @@ async def test_log_probabilities_that_the_client_asked_for_stay_and_only_the_ids
 
 @pytest.mark.parametrize("surface", FOUR)
 async def test_the_routed_adapter_is_written_into_the_request_of_every_surface_that_samples(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{surface}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -273,7 +280,7 @@ async def test_the_routed_adapter_is_written_into_the_request_of_every_surface_t
 
 @pytest.mark.parametrize("surface", NOT_RECORDED)
 async def test_the_base_answers_what_no_adapter_can(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{surface}.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -289,7 +296,7 @@ async def test_the_base_answers_what_no_adapter_can(
 @pytest.mark.parametrize("said", [b"", b'"model": null, ', b'"model": "", '])
 @pytest.mark.parametrize("surface", ["chat", "completions", "responses"])
 async def test_where_model_may_be_left_out_the_adapter_answers_too(
-    surface: str, said: bytes, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, said: bytes, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     item = wire.recording(f"{surface}.plain")
     running = await start_proxy(capture={"sample_rate": 0.0})
@@ -305,7 +312,7 @@ async def test_where_model_may_be_left_out_the_adapter_answers_too(
 
 @pytest.mark.parametrize("surface", ["messages", "count_tokens"])
 async def test_where_vllm_refuses_a_request_without_model_it_gets_it_as_it_came(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     refusal = wire.recording("messages_no_model.plain")
     fake_vllm.script = lambda _: [refusal.reply]
@@ -323,7 +330,7 @@ async def test_where_vllm_refuses_a_request_without_model_it_gets_it_as_it_came(
 
 @pytest.mark.parametrize("surface", [*FOUR, "count_tokens"])
 async def test_an_unknown_model_is_refused_in_the_words_of_that_surface(
-    surface: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    surface: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     theirs = wire.recording(f"{surface}_unknown_model.plain")
     running = await start_proxy()
@@ -340,7 +347,7 @@ async def test_an_unknown_model_is_refused_in_the_words_of_that_surface(
 
 @pytest.mark.parametrize("name", STREAMS)
 async def test_a_stream_may_be_cut_anywhere(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """Each cut is a read of its own; also where a chunk's length or a character is cut."""
     plain = wire.recording(f"{name}.plain")
@@ -362,7 +369,7 @@ async def test_a_stream_may_be_cut_anywhere(
 
 @pytest.mark.parametrize("name", ["completions_emoji_stream", "messages_stream"])
 async def test_a_stream_may_come_byte_for_byte(
-    name: str, fake_vllm: Any, start_proxy: Any, wire: Any
+    name: str, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     plain = wire.recording(f"{name}.plain")
     item = wire.recording(f"{name}.asked") if name in PAIRED else plain

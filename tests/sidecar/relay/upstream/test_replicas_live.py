@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sidecar.routing.table import RoutingTable
+from support.proxy_kit import MoreVllms, StartProxy, Wire
 
 BASE = "smollm2-135m"
 CHAMPION = f"{BASE}--v1-0123456789ab"
@@ -30,7 +31,7 @@ GONE = json.dumps(
 class Fleet:
     """Fakes that answer for the models they have, and a proxy before them."""
 
-    def __init__(self, wire: Any, more_vllms: Any, start_proxy: Any) -> None:
+    def __init__(self, wire: Wire, more_vllms: MoreVllms, start_proxy: StartProxy) -> None:
         self._wire, self._more_vllms, self._start_proxy = wire, more_vllms, start_proxy
         self.fakes: list[Any] = []
         self.running: Any = None
@@ -107,7 +108,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(wire: Any, more_vllms: Any, start_proxy: Any) -> Fleet:
+def fleet(wire: Wire, more_vllms: MoreVllms, start_proxy: StartProxy) -> Fleet:
     return Fleet(wire, more_vllms, start_proxy)
 
 
@@ -205,7 +206,7 @@ async def test_after_an_outage_of_all_the_first_one_back_is_used_at_once(fleet: 
 
 
 async def test_a_replica_that_dies_fails_the_streams_that_it_had_and_no_others(
-    fleet: Fleet, wire: Any
+    fleet: Fleet, wire: Wire
 ) -> None:
     await fleet.start([BASE], [BASE])
     sessions = {number: (await fleet.sessions_of(number, 1))[0] for number in (0, 1)}
@@ -354,7 +355,7 @@ async def test_an_adapter_lost_on_one_replica_and_the_other_one_dead_is_answered
 
 
 async def test_in_flight_of_every_replica_is_zero_when_all_has_ended(
-    fleet: Fleet, wire: Any
+    fleet: Fleet, wire: Wire
 ) -> None:
     """Also after failovers, fallbacks, refusals and lost clients: replicas are chosen by it."""
     await fleet.start([BASE, CHAMPION], [BASE], lists=[[BASE, CHAMPION], [BASE, CANARY]])

@@ -8,9 +8,11 @@ import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from support.fake_vllm import FakeVllm
+from support.proxy_kit import StartProxy, Wire
 
 TLS = Path(__file__).parents[2] / "tls"
 CERTIFICATE, KEY = TLS / "loopback_cert.pem", TLS / "loopback_key.pem"
@@ -20,7 +22,7 @@ subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout loopback_key.pem -out loopback
 
 
 @pytest.fixture
-async def tls_port(fake_vllm: Any) -> AsyncIterator[int]:
+async def tls_port(fake_vllm: FakeVllm) -> AsyncIterator[int]:
     """What comes here encrypted goes on to the fake vLLM."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(CERTIFICATE, KEY)
@@ -49,9 +51,9 @@ async def tls_port(fake_vllm: Any) -> AsyncIterator[int]:
 async def test_requests_and_streams_pass(
     size: int,
     tls_port: int,
-    fake_vllm: Any,
-    start_proxy: Any,
-    wire: Any,
+    fake_vllm: FakeVllm,
+    start_proxy: StartProxy,
+    wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
@@ -79,7 +81,7 @@ async def test_requests_and_streams_pass(
 
 
 async def test_a_certificate_that_nobody_vouches_for_is_refused(
-    tls_port: int, fake_vllm: Any, start_proxy: Any, wire: Any
+    tls_port: int, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     running = await start_proxy(serving={"upstreams": (f"https://localhost:{tls_port}",)})
 

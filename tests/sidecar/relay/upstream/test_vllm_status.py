@@ -13,6 +13,7 @@ import pytest
 
 from sidecar.relay.upstream import vllm_status
 from sidecar.relay.upstream.vllm_status import AGENT, VllmStatus
+from support.proxy_kit import FreePort
 
 SILENCE = b"silence"
 HANG_UP = b"hang up"
@@ -306,7 +307,7 @@ async def test_a_body_without_end_is_given_up(
     await server.all_left()
 
 
-async def test_nobody_there_is_unreachable(free_port: Any) -> None:
+async def test_nobody_there_is_unreachable(free_port: FreePort) -> None:
     status = VllmStatus(f"http://127.0.0.1:{free_port()}")
 
     assert await status.reachable() is False
