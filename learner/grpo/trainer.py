@@ -188,7 +188,7 @@ def _add_group(
         loss = LOSSES[LOSS](logprobs_N, recorded_N, advantages_N, clip)
         if not bool(torch.isfinite(loss.loss_sum)):
             return Fault(NON_FINITE, f"its loss is {loss.loss_sum.item()}")
-        (loss.loss_sum / sums.tokens).backward()  # type: ignore[no-untyped-call]  # torch's own gap
+        (loss.loss_sum / sums.tokens).backward()
         sums.add(loss, entropy, pack)
     return None
 
