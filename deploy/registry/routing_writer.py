@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import structlog
 from sqlalchemy.orm import Session
 
 from deploy.registry import canaries, versions
@@ -17,8 +16,6 @@ from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable, decode_table, encode_table
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import RoutingRow
-
-log = structlog.get_logger()
 
 
 def current(session: Session, model: str) -> RoutingTable | None:
@@ -74,7 +71,7 @@ def _table(row: RoutingRow) -> RoutingTable | None:
     try:
         return decode_table(row.body)
     except DAMAGE as error:
-        log.error("routing_table_damaged", model=row.model, why=f"{type(error).__name__}: {error}")
+        _log_error("routing_table_damaged", model=row.model, why=f"{type(error).__name__}: {error}")
         return None
 
 
@@ -94,7 +91,7 @@ def _derive(session: Session, model: str) -> RoutingTable:
     session.flush()
     champion = versions.champion(session, model)
     if not _servable(champion):
-        log.error("champion_damaged", model=model, champion=champion, serves=BASE)
+        _log_error("champion_damaged", model=model, champion=champion, serves=BASE)
         champion = BASE
     canary = canaries.active(session, model)
     if canary is None or canary.weight_bp == 0 or not _servable(canary.candidate):
@@ -113,3 +110,10 @@ def _servable(adapter: str) -> bool:
     return (
         isinstance(adapter, str) and adapter.isascii() and adapter.isprintable() and adapter != ""
     )
+
+
+def _log_error(event: str, **fields: str) -> None:
+    """Log an error. An offline rollback must not wait for the import, which it seldom needs."""
+    import structlog
+
+    structlog.get_logger().error(event, **fields)
