@@ -214,6 +214,18 @@ def test_a_damaged_routing_table_gets_a_generation_that_no_proxy_has_passed(
     assert after.champion == served[2]
 
 
+@pytest.mark.parametrize("weight", ["99999999", "-1", "10001"])
+def test_a_weight_beyond_all_sessions_gives_the_canary_none(
+    world: World, served: tuple[str, ...], weight: str
+) -> None:
+    candidate = ramp(world)
+    damage(
+        world, "canary", "evidence", f"'{{\"steps\": [{weight}]}}'", f"candidate = '{candidate}'"
+    )
+
+    assert world.canary(candidate).weight_bp == 0
+
+
 async def test_control_writes_a_damaged_routing_table_anew(
     world: World, served: tuple[str, ...]
 ) -> None:
