@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,7 @@ def process(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, which is ended as a whole
         )
         try:
             yield running
@@ -100,6 +102,9 @@ def process(
             except subprocess.TimeoutExpired:
                 running.kill()
                 running.wait()
+            with contextlib.suppress(ProcessLookupError):
+                # A vLLM that is killed while it loads leaves its children behind.
+                os.killpg(running.pid, signal.SIGKILL)
 
 
 def wait_until_ready(started: list[subprocess.Popen[bytes]], urls: list[str], folder: Path) -> None:
