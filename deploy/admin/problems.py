@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from deploy.admin.auth import ForbiddenError, TooLargeError, TooSlowError, UnauthorizedError
+from deploy.admin.filters import UnknownValueError
 from deploy.admin.json import UnreadableError
 from deploy.admin.models import Problem
 from deploy.admin.paging import BadCursorError
@@ -60,6 +61,7 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     StaleError: (412, "stale", "The resource has changed meanwhile"),
     TooLargeError: (413, "too-large", "The body is too large"),
     BadCursorError: (400, "bad-cursor", "Bad cursor"),
+    UnknownValueError: (400, "unknown-value", "No such value"),
     PreconditionRequiredError: (428, "if-match-needed", "If-Match is required"),
     DamagedRecordError: (500, "damaged-record", "The stored record is damaged"),
     EngineError: (502, "engine-away", "vLLM cannot be reached"),

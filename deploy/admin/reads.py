@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
+from deploy.admin.filters import ADAPTER_STATES, refuse_unknown
 from deploy.admin.models import (
     AdapterOut,
     AliasOut,
@@ -122,6 +123,7 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[AdapterOut]:
         statement = select(AdapterRow).where(AdapterRow.model == model)
         if state is not None:
+            refuse_unknown("state", state, ADAPTER_STATES)
             statement = statement.where(AdapterRow.state == state)
         statement = newest_first(
             statement, limit=limit, cursor=cursor, key={AdapterRow.version: int}

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
+from deploy.admin.filters import GROUP_STATUSES, refuse_unknown
 from deploy.admin.json import read_stored
 from deploy.admin.models import (
     AnswerOut,
@@ -55,6 +56,7 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
     ) -> Page[GroupOut]:
         statement = select(GroupRow)
         if status is not None:
+            refuse_unknown("status", status, GROUP_STATUSES)
             statement = statement.where(GroupRow.status == status)
         if reason is not None:
             statement = statement.where(GroupRow.reason == reason)

@@ -14,14 +14,6 @@ groups_app = typer.Typer(
 )
 
 
-def _statuses() -> tuple[str, ...]:
-    """The statuses of a group, in the order in which it goes through them."""
-    from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING, SCORED, SET_ASIDE
-    from learner.runs.source import DROPPED, TRAINED
-
-    return (SAMPLING, SAMPLED, SCORED, CLAIMED, TRAINED, SET_ASIDE, DROPPED)
-
-
 @groups_app.command("ls")
 def groups_ls(
     context: typer.Context,
@@ -32,7 +24,9 @@ def groups_ls(
 ) -> None:
     """The newest groups; for those set aside, the reason and the judge's words."""
     if status:
-        refuse_unknown("--status", status, _statuses())
+        from deploy.admin.filters import GROUP_STATUSES
+
+        refuse_unknown("--status", status, GROUP_STATUSES)
     wanted = {"status": status, "reason": reason}
     given = {name: value for name, value in wanted.items() if value}
     print_found(admin_client(context).get("/groups", limit=limit, **given), output)

@@ -161,8 +161,11 @@ class Workers:
             reason = await self._why(child)
             self._restarts.inc((reason,))
             wait_s = waits.restart_s(time.monotonic() - child.started)
-            log.warning("worker_ended", slot=child.handover.slot, reason=reason, again_in_s=wait_s)
-            if reason != "ended":
+            if reason == "ended":  # a person told it to: a worker drains or returns 0 only then
+                log.info("worker_ended", slot=child.handover.slot, reason=reason, again_in_s=0.0)
+            else:
+                slot = child.handover.slot
+                log.warning("worker_ended", slot=slot, reason=reason, again_in_s=wait_s)
                 await asyncio.sleep(wait_s)
             child = await self._surely(position)
 

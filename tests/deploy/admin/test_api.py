@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 from deploy.admin.actions import until_loaded
 from deploy.engine.reconcile import EngineView
+from deploy.records import AdapterState
 from deploy.registry import canaries, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
@@ -290,6 +291,30 @@ async def test_what_is_not_there_is_a_problem(api: Api, path: str, slug: str) ->
     body = assert_problem(await api.get(path), 404, slug)
 
     assert body["instance"] == f"/admin/v1{path}"
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted", "known"),
+    [
+        ("/adapters", {"state": "chmpion"}, get_args(AdapterState)),
+        ("/adapters", {"state": ""}, get_args(AdapterState)),
+        (
+            "/groups",
+            {"status": "skored"},
+            ("sampling", "sampled", "scored", "claimed", "trained", "set_aside", "dropped"),
+        ),
+    ],
+)
+async def test_an_unknown_value_of_a_filter_is_a_problem_that_names_the_known_ones(
+    api: Api, path: str, wanted: dict[str, str], known: tuple[str, ...]
+) -> None:
+    [(name, value)] = wanted.items()
+
+    body = assert_problem(await api.get(path, **wanted), 400, "unknown-value")
+
+    assert body["detail"] == f"{name}: no such value: {value}; known: {', '.join(known)}"
+    for one in known:
+        assert (await api.get(path, **{name: one})).json()["items"] == []
 
 
 async def test_a_wrong_method_is_a_problem(api: Api) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from sidecar.access.keys import ApiKey
 from sidecar.store.database import Database
 from support import api_keys
 from support.fake_vllm import FakeVllm
@@ -29,18 +27,10 @@ class KeyStore:
 
     def create(self, **changes: Any) -> tuple[str, str]:
         """Returns: the key's id and the key."""
-        values = {"project": "shop", **changes}
-        key, presented = api_keys.create(
-            self.database,
-            lambda fresh: ApiKey(key_id=fresh.key_id, secret_hash=fresh.secret_hash, **values),
-            randomness=os.urandom,
-            actor="test",
-            now=0.0,
-        )
-        return key.key_id, presented
+        return api_keys.create(self.database, **changes)
 
     def revoke(self, key_id: str) -> None:
-        api_keys.revoke(self.database, key_id, reason="test", actor="test", now=1.0)
+        api_keys.revoke(self.database, key_id)
 
 
 @pytest.fixture

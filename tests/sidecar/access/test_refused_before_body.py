@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from sidecar.access.keys import ApiKey
 from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
 from sidecar.store.database import Database
 from support import api_keys
@@ -35,20 +33,10 @@ class KeyStore:
 
     def create(self, **changes: Any) -> str:
         """Returns: the key."""
-        _, presented = api_keys.create(
-            self.database,
-            lambda fresh: ApiKey(
-                key_id=fresh.key_id, secret_hash=fresh.secret_hash, project="shop", **changes
-            ),
-            randomness=os.urandom,
-            actor="test",
-            now=0.0,
-        )
-        return presented
+        return api_keys.create(self.database, **changes)[1]
 
     def revoke(self, presented: str) -> None:
-        key_id = presented.split("-")[2]
-        api_keys.revoke(self.database, key_id, reason="test", actor="test", now=1.0)
+        api_keys.revoke(self.database, presented.split("-")[2])
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import pytest
 
-from sidecar.access.keys import ApiKey
 from sidecar.proxy import relay_is_compiled
 from sidecar.relay.client.connection import REQUESTS_AT_ONCE
 from sidecar.relay.client.request_parser import RequestParser
@@ -88,18 +87,7 @@ def limited_key(state_dir: Any) -> bytes:
     """`Authorization` of a key that may ask once a minute."""
     database = Database(f"sqlite:///{state_dir / 'store.db'}")
     database.upgrade()
-    _, presented = api_keys.create(
-        database,
-        lambda fresh: ApiKey(
-            key_id=fresh.key_id,
-            secret_hash=fresh.secret_hash,
-            project="shop",
-            requests_per_minute=1,
-        ),
-        randomness=bytes,
-        actor="test",
-        now=0.0,
-    )
+    _, presented = api_keys.create(database, requests_per_minute=1)
     database.close()
     return b"Authorization: Bearer " + presented.encode()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from sidecar.access.keys import ApiKey
 from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.held_bodies import FREE_BYTES
@@ -238,20 +236,10 @@ def make_key(state_dir: Path) -> Iterator[Any]:
     database.upgrade()
 
     def create(**limits: int) -> str:
-        _, presented = api_keys.create(
-            database,
-            lambda fresh: ApiKey(
-                key_id=fresh.key_id, secret_hash=fresh.secret_hash, project="shop", **limits
-            ),
-            randomness=os.urandom,
-            actor="test",
-            now=0.0,
-        )
-        return presented
+        return api_keys.create(database, **limits)[1]
 
     def revoke(presented: str) -> None:
-        key_id = presented.split("-")[2]
-        api_keys.revoke(database, key_id, reason="test", actor="test", now=1.0)
+        api_keys.revoke(database, presented.split("-")[2])
 
     yield SimpleNamespace(create=create, revoke=revoke)
     database.close()

@@ -71,6 +71,12 @@ class Service:
         found = [json.loads(line) for line in lines if line.startswith("{")]
         return [item for item in found if item.get("event") == name]
 
+    def errors(self) -> set[str]:
+        """Events that the log has as errors."""
+        lines = self.log.read_text().splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        return {item["event"] for item in found if item["level"] in {"error", "critical"}}
+
     def workers(self) -> dict[int, int]:
         """Process id -> slot, of the children that live."""
         pid = self.process.pid
@@ -345,6 +351,8 @@ async def test_a_worker_that_is_ended_fails_no_request_and_finishes_its_streams(
     totals = await service.metrics()
     assert totals["sidecar_exchanges_total/ok"] == load.answered + len(finished)
     assert totals["sidecar_worker_restarts_total/ended"] == 1
+    (event,) = service.events("worker_ended")
+    assert (event["reason"], event["level"], event["again_in_s"]) == ("ended", "info", 0.0)
 
 
 async def test_a_worker_that_hangs_is_replaced_and_the_port_goes_on_answering(
@@ -368,7 +376,7 @@ async def test_a_worker_that_hangs_is_replaced_and_the_port_goes_on_answering(
     (event,) = service.events("worker_hung")
     assert (event["pid"], event["silent_s"]) == (hung, IMPATIENT_S)
     (event,) = service.events("worker_ended")
-    assert event["reason"] == "hung"
+    assert (event["reason"], event["level"]) == ("hung", "warning")
     totals = await service.metrics()
     assert totals["sidecar_exchanges_total/ok"] == load.answered
     assert totals["sidecar_worker_restarts_total/hung"] == 1
@@ -419,6 +427,8 @@ async def test_replacing_every_worker_under_load_fails_no_request(
     assert totals["sidecar_exchanges_total/ok"] == load.answered
     assert totals["sidecar_workers_alive"] == 2
     assert "sidecar_worker_restarts_total/ended" not in totals
+    assert service.events("worker_ended") == []
+    assert service.errors() == set()
 
 
 async def test_any_worker_shows_the_numbers_of_all(

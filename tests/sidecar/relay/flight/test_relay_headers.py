@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sidecar.access.keys import ApiKey
 from sidecar.routing.table import RoutingTable
 from sidecar.store.database import Database
 from support import api_keys
@@ -119,18 +117,7 @@ async def test_only_a_key_with_the_scope_may_name_an_adapter(
     database = Database(f"sqlite:///{state_dir / 'store.db'}")
     database.upgrade()
     presented = [
-        api_keys.create(
-            database,
-            lambda fresh, scopes=scopes: ApiKey(
-                key_id=fresh.key_id,
-                secret_hash=fresh.secret_hash,
-                project="p",
-                scopes=frozenset(scopes),
-            ),
-            randomness=os.urandom,
-            actor="test",
-            now=0.0,
-        )[1]
+        api_keys.create(database, project="p", scopes=frozenset(scopes))[1]
         for scopes in (("infer",), ("infer", "operate"))
     ]
     database.close()
