@@ -67,16 +67,21 @@ class Capture:
         metrics: Metrics,
         spans: RequestSpans | None,
         yield_cpu: CooperativeYield = never_yield,
+        *,
+        queue: deque[tuple[RawCapture, int]] | None = None,
+        work: threading.Event | None = None,
     ) -> None:
         """spans: None when no exporter is configured; no spans are made then.
-        yield_cpu: the thread calls it between two captures to yield the CPU."""
+        yield_cpu: the thread calls it between two captures to yield the CPU.
+        queue, work: what holds captures with their sizes in bytes, and what wakes the thread; a
+        caller that watches the thread gives its own."""
         self._settings = settings
         self._sink = sink
         self._metrics = metrics
         self._spans = spans
         self._yield_cpu = yield_cpu
         self._turns = Turns()
-        self._queue: deque[tuple[RawCapture, int]] = deque()
+        self._queue: deque[tuple[RawCapture, int]] = deque() if queue is None else queue
         self.held = HeldBytes(
             max_reply=settings.max_reply_bytes, max_pending=settings.max_pending_bytes
         )
@@ -88,7 +93,7 @@ class Capture:
         """Captures taken from the queue and not yet counted as kept or lost."""
         self._abandoned = False
         self._stopping = threading.Event()
-        self._work = threading.Event()
+        self._work = threading.Event() if work is None else work
         self._asleep = False
         """The thread waits for a first capture; `offer` must wake it."""
         self._waiting = False

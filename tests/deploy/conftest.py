@@ -20,10 +20,8 @@ from deploy.admin.reception import Refusals
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
 from deploy.engine.fleet import Fleet
-from deploy.engine.probe import Probe
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
-from deploy.errors import EngineError, InvalidAdapterError
 from deploy.records import AdapterVersion, Canary
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
@@ -34,77 +32,12 @@ from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
+from support.adapter_endpoints import MODEL
 from support.clock import Clock
+from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge
+from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
-
-MODEL = "m"
-
-
-class FakeControl:
-    """A vLLM's adapters in memory. `reach`: nats that an adapter moves every log-probability."""
-
-    def __init__(self) -> None:
-        self.adapters: dict[str, str] = {}
-        self.away = False
-        self.refuses: dict[str, str] = {}
-        self.fails_to_load = 0
-        self.reach: dict[str, float] = {}
-        self.answers_as: dict[str, str] = {}
-        self.calls: list[tuple[str, str]] = []
-        self.fails_to_unload = 0
-        self.on_load: Callable[[str], None] = lambda name: None
-        """Told of a load while vLLM would read the folder."""
-
-    async def loaded(self) -> frozenset[str]:
-        self._check()
-        return frozenset(self.adapters)
-
-    async def load(self, name: str, path: str) -> None:
-        self._check()
-        self.calls.append(("load", name))
-        if name in self.refuses:
-            raise InvalidAdapterError(self.refuses[name])
-        if self.fails_to_load:
-            self.fails_to_load -= 1
-            raise EngineError("500 out of memory")
-        self.on_load(name)
-        self.adapters.setdefault(name, path)
-
-    async def unload(self, name: str) -> None:
-        self._check()
-        self.calls.append(("unload", name))
-        if self.fails_to_unload:
-            self.fails_to_unload -= 1
-            raise EngineError("500 cannot unload")
-        self.adapters.pop(name, None)
-
-    async def probe(self, model_name: str) -> Probe:
-        self._check()
-        if model_name not in self.adapters and model_name != MODEL:
-            raise EngineError(f"404 {model_name}")
-        reach = self.reach.get(model_name, 0.0 if model_name == MODEL else 0.25)
-        return Probe(
-            model_in_reply=self.answers_as.get(model_name, model_name),
-            next_tokens=({11: -1.0 - reach}, {12: -2.0 - reach}),
-        )
-
-    def _check(self) -> None:
-        if self.away:
-            raise EngineError("vLLM gave no reply")
-
-
-class FakeRoom:
-    """Whether users leave room in the engine; `error` is raised instead when set."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self.error: Exception | None = None
-
-    async def is_open(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.open
 
 
 def write_adapter(

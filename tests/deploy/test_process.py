@@ -8,18 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
 
 from learner.adapter_folder import folder_digest
 from sidecar.store.models import AdapterRow, CanaryRow
+from support.adapter_endpoints import vllm_in_thread
 
 
 def free_port() -> int:
@@ -87,51 +86,11 @@ def test_it_serves_while_vllm_and_judge_are_away_and_stops_on_sigterm(tmp_path: 
         assert process.wait(20) == 0
 
 
-class FakeVllm(BaseHTTPRequestHandler):
-    """Knows its base model alone, and takes every adapter."""
-
-    loaded: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        cards = [{"id": name, "parent": "m"} for name in self.loaded]
-        self._answer({"data": [{"id": "m", "parent": None}, *cards]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.loaded.append(body["lora_name"])
-        self._answer({})
-
-    def _answer(self, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def fake_vllm() -> Iterator[tuple[str, list[str]]]:
-    """A vLLM on a port of its own. Gives: its URL, and the adapters that it was given."""
-    loaded: list[str] = []
-    handler = type("Handler", (FakeVllm,), {"loaded": loaded})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", loaded
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, world: Any) -> None:
     name = world.register(1)
     world.promote(name)
     down = f"http://127.0.0.1:{free_port()}"
-    with fake_vllm() as (first, first_loaded), fake_vllm() as (second, second_loaded):
+    with vllm_in_thread() as (first, one), vllm_in_thread() as (second, other):
         config = write_config(
             tmp_path,
             serving={"upstreams": [down, first, second], "model": "m"},
@@ -150,7 +109,7 @@ def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, wor
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
 
-    assert (first_loaded, second_loaded) == ([name], [name])
+    assert (one.loads, other.loads) == ([name], [name])
     assert engine["away"] is None
     assert "gave no reply" in engine["replicas"][down]["away"]
     assert engine["replicas"][first] == {"away": None, "loaded": [name], "refused": {}}
@@ -165,7 +124,8 @@ def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
     weights.write_bytes(weights.read_bytes().replace(b'"BF16"', b"[]    "))
     with world.database.write() as session:
         session.get_one(AdapterRow, broken).digest = folder_digest(folder)
-    with fake_vllm() as (url, loaded):
+    with vllm_in_thread() as (url, vllm):
+        vllm.overrides["/v1/completions"] = (500, b"")  # no probe: the canary stays where it began
         config = write_config(
             tmp_path,
             serving={"upstreams": [url], "model": "m"},
@@ -193,7 +153,7 @@ def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
 
     assert [answer.status_code for answer in (ready, audit, back)] == [200, 200, 200]
     assert set(ready.json()["loops"].values()) == {"ok"}
-    assert broken not in loaded
+    assert broken not in vllm.loads
 
 
 def test_a_taken_port_is_one_line_and_exit_1(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from ingest.grouping.selection import Rules, group_id_of
 from ingest.intake.bus import BusReader, Envelope
 from ingest.intake.choose import choose_new
 from ingest.store.exchanges import save_exchange
-from ingest.vllm.load import EngineLoad
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database
@@ -31,6 +30,7 @@ from sidecar.store.models import (
     GroupRow,
     RoutingRow,
 )
+from support.fake_load import ScriptedLoad
 from support.fake_sampler import FakeSampler
 
 PROMPT = (1, 9, 9, 4)
@@ -94,19 +94,6 @@ class MemoryBus:
 
     def close(self) -> None:
         """Nothing to let go of."""
-
-
-class ScriptedLoad:
-    """Says the load that it was given; the last one again and again."""
-
-    def __init__(self, *users: int | Exception) -> None:
-        self.users = list(users) or [0]
-
-    async def load(self) -> EngineLoad:
-        users = self.users.pop(0) if len(self.users) > 1 else self.users[0]
-        if isinstance(users, Exception):
-            raise users
-        return EngineLoad(running=users, waiting=0, kv_cache_usage=0.0)
 
 
 class Kit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,97 +11,27 @@ import pytest
 
 from deploy.engine.vllm_control import PROBE_PROMPTS, AdapterControl, VllmControl
 from deploy.errors import EngineError, InvalidAdapterError
-
-MODEL = "m"
-
-
-class FakeVllm:
-    """The adapter endpoints of vLLM 0.32, in words and codes as seen, over real HTTP."""
-
-    def __init__(self) -> None:
-        self.adapters: dict[str, str] = {}
-        self.bad_paths: dict[str, tuple[int, str]] = {}
-        self.override: tuple[int, bytes] | None = None
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-        self.headers: list[dict[str, str]] = []
-        self.url = ""
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        method, path, _ = head[0].split(" ")
-        headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
-        self.headers.append(headers)
-        body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or "{}")
-        self.seen.append((path, body))
-        status, reply = self._answer(method, path, body)
-        writer.write(
-            b"HTTP/1.1 %d X\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-            % (status, len(reply))
-            + reply
-        )
-        await writer.drain()
-        writer.close()
-
-    def _answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        if self.override is not None:
-            return self.override
-        if path == "/v1/models":
-            cards = [{"id": MODEL, "parent": None}]
-            cards += [{"id": name, "parent": MODEL} for name in self.adapters]
-            return 200, json.dumps({"data": cards}).encode()
-        if path == "/v1/load_lora_adapter":
-            return self._load(body["lora_name"], body["lora_path"])
-        if path == "/v1/unload_lora_adapter":
-            if self.adapters.pop(body["lora_name"], None) is None:
-                return _error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
-            return 200, b"Success: LoRA adapter removed successfully."
-        if path == "/v1/completions":
-            return self._complete(body)
-        return 404, b'{"detail":"Not Found"}'
-
-    def _load(self, name: str, path: str) -> tuple[int, bytes]:
-        if name in self.adapters:
-            return _error(400, f"The lora adapter '{name}' has already been loaded.")
-        if path in self.bad_paths:
-            return _error(*self.bad_paths[path])
-        self.adapters[name] = path
-        return 200, f"Success: LoRA adapter '{name}' added successfully.".encode()
-
-    def _complete(self, body: dict[str, Any]) -> tuple[int, bytes]:
-        name = body["model"]
-        if name != MODEL and name not in self.adapters:
-            return _error(404, f"The model `{name}` does not exist.")
-        reach = 0.0 if name == MODEL else 0.25
-        tops = [{"token_id:11": -1.0 - reach}, {"token_id:12": -2.0 - reach}]
-        choices = [{"index": i, "logprobs": {"top_logprobs": [top]}} for i, top in enumerate(tops)]
-        return 200, json.dumps({"model": name, "choices": choices[::-1]}).encode()
-
-
-def _error(code: int, message: str) -> tuple[int, bytes]:
-    return code, json.dumps({"error": {"message": message, "type": "X", "code": code}}).encode()
+from support.adapter_endpoints import MODEL, AdapterEndpoints
+from support.fake_vllm import FakeVllm
 
 
 @pytest.fixture
-async def vllm() -> AsyncIterator[FakeVllm]:
-    fake = FakeVllm()
+def vllm() -> AdapterEndpoints:
+    return AdapterEndpoints()
+
+
+@pytest.fixture
+async def server(vllm: AdapterEndpoints) -> AsyncIterator[FakeVllm]:
+    fake = FakeVllm(script=vllm)
     await fake.start()
     yield fake
     await fake.stop()
 
 
 @pytest.fixture
-async def real(vllm: FakeVllm) -> AsyncIterator[VllmControl]:
-    async with httpx.AsyncClient(base_url=vllm.url, trust_env=False) as client:
+async def real(server: FakeVllm) -> AsyncIterator[VllmControl]:
+    url = f"http://127.0.0.1:{server.port}"
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
         yield VllmControl(client)
 
 
@@ -151,7 +80,7 @@ async def test_contract_probing_what_is_not_loaded_is_an_engine_error(
     ],
 )
 async def test_a_folder_that_vllm_refuses_is_invalid(
-    vllm: FakeVllm, real: VllmControl, code: int, message: str
+    vllm: AdapterEndpoints, real: VllmControl, code: int, message: str
 ) -> None:
     vllm.bad_paths["/bad"] = (code, message)
 
@@ -160,7 +89,7 @@ async def test_a_folder_that_vllm_refuses_is_invalid(
 
 
 async def test_a_server_error_while_loading_is_not_the_adapter_s_fault(
-    vllm: FakeVllm, real: VllmControl
+    vllm: AdapterEndpoints, real: VllmControl
 ) -> None:
     vllm.bad_paths["/a"] = (500, "CUDA out of memory")
 
@@ -169,9 +98,9 @@ async def test_a_server_error_while_loading_is_not_the_adapter_s_fault(
 
 
 async def test_a_vllm_without_run_time_loading_is_told_the_flags(
-    vllm: FakeVllm, real: VllmControl
+    vllm: AdapterEndpoints, real: VllmControl
 ) -> None:
-    vllm.override = (404, b'{"detail":"Not Found"}')
+    vllm.overrides[""] = (404, b'{"detail":"Not Found"}')
 
     with pytest.raises(EngineError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         await real.load("m--v1", "/a")
@@ -179,9 +108,9 @@ async def test_a_vllm_without_run_time_loading_is_told_the_flags(
 
 @pytest.mark.parametrize("reply", [(200, b"<html>"), (200, b"[]"), (200, b"{}"), (503, b"")])
 async def test_a_reply_that_cannot_be_read_is_an_engine_error(
-    vllm: FakeVllm, real: VllmControl, reply: tuple[int, bytes]
+    vllm: AdapterEndpoints, real: VllmControl, reply: tuple[int, bytes]
 ) -> None:
-    vllm.override = reply
+    vllm.overrides[""] = reply
 
     with pytest.raises(EngineError):
         await real.loaded()
@@ -189,17 +118,16 @@ async def test_a_reply_that_cannot_be_read_is_an_engine_error(
         await real.probe(MODEL)
 
 
-async def test_a_vllm_that_is_down_is_an_engine_error(vllm: FakeVllm, real: VllmControl) -> None:
-    await vllm.stop()
+async def test_a_vllm_that_is_down_is_an_engine_error(server: FakeVllm, real: VllmControl) -> None:
+    await server.stop()
 
     for call in (real.loaded(), real.load("a", "/a"), real.unload("a"), real.probe("a")):
         with pytest.raises(EngineError, match="gave no reply"):
             await call
-    await vllm.start()
 
 
 async def test_the_probe_asks_for_one_token_after_each_prompt_and_no_prompt_logprobs(
-    vllm: FakeVllm, real: VllmControl
+    vllm: AdapterEndpoints, real: VllmControl
 ) -> None:
     await real.probe(MODEL)
 
@@ -212,11 +140,11 @@ async def test_the_probe_asks_for_one_token_after_each_prompt_and_no_prompt_logp
 
 
 async def test_the_sampled_token_beside_the_likeliest_is_left_out(
-    vllm: FakeVllm, real: VllmControl
+    vllm: AdapterEndpoints, real: VllmControl
 ) -> None:
     top = {f"token_id:{number}": -float(number) for number in (1, 2, 3, 4, 5, 9)}
     body = {"model": MODEL, "choices": [{"index": 0, "logprobs": {"top_logprobs": [top]}}]}
-    vllm.override = (200, json.dumps(body).encode())
+    vllm.overrides[""] = (200, json.dumps(body).encode())
 
     probe = await real.probe(MODEL)
 

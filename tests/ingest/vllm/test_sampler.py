@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.load import EngineLoad
 from ingest.vllm.sampler import SampleRequest, VllmSampler
+from support.fake_vllm import FakeVllm, SeenRequest, Step, whole_reply
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0
@@ -43,58 +44,40 @@ def reply(**changes: Any) -> dict[str, Any]:
 TOKENS = [("Hi", -0.5), ("<end>", -0.25)]
 
 
-class FakeVllm:
-    """Answers every request with the same reply, and remembers what it was asked."""
+class Answering:
+    """The script of a fake vLLM that answers every question alike, and remembers them."""
 
     def __init__(self) -> None:
         self.status = 200
         self.body: dict[str, Any] | bytes = reply()
         self.asked: list[dict[str, Any]] = []
-        self.headers: list[str] = []
+        self.headers: list[dict[str, str]] = []
         self.silent = False
-        self.connections = 0
+        self.url = ""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
-                self.headers.append(head.lower())
-                length = next(
-                    (int(h.partition(":")[2]) for h in head.lower().splitlines() if "length" in h),
-                    0,
-                )
-                content = await reader.readexactly(length)
-                if head.startswith("GET /metrics"):
-                    data = METRICS
-                else:
-                    self.asked.append(json.loads(content))
-                    data = (
-                        self.body
-                        if isinstance(self.body, bytes)
-                        else json.dumps(self.body).encode()
-                    )
-                if self.silent:
-                    continue
-                writer.write(
-                    b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (self.status, len(data))
-                )
-                writer.write(data)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+    def __call__(self, request: SeenRequest) -> Sequence[Step]:
+        self.headers.append(request.headers)
+        if request.line.startswith("GET /metrics"):
+            return [whole_reply(METRICS)]
+        self.asked.append(json.loads(request.body))
+        if self.silent:
+            return [asyncio.Event()]
+        data = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        return [whole_reply(data, f"{self.status} X")]
 
 
 @pytest.fixture
-async def vllm() -> AsyncIterator[FakeVllm]:
-    fake = FakeVllm()
-    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
-    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-    yield fake
-    server.close()
+async def vllm() -> AsyncIterator[Answering]:
+    answering = Answering()
+    fake = FakeVllm(script=answering)
+    await fake.start()
+    answering.url = f"http://127.0.0.1:{fake.port}"
+    yield answering
+    await fake.stop()
 
 
 @pytest.fixture
-async def sampler(vllm: FakeVllm) -> AsyncIterator[VllmSampler]:
+async def sampler(vllm: Answering) -> AsyncIterator[VllmSampler]:
     sampler = VllmSampler(vllm.url, "secret-key", timeout_s=5.0)
     yield sampler
     await sampler.aclose()
@@ -171,7 +154,7 @@ async def test_the_prompt_is_kept_and_the_sampling_is_replaced(vllm, sampler) ->
             "return_token_ids": True,
         }
     ]
-    assert "authorization: bearer secret-key" in vllm.headers[0]
+    assert vllm.headers[0]["authorization"] == "Bearer secret-key"
 
 
 async def test_without_a_limit_or_seed_none_is_sent(vllm, sampler) -> None:

@@ -50,7 +50,7 @@ def raw(number: int = 0, reply: tuple[bytes, ...] | None = (b'{"model":"m"}',)) 
 
 class SpiedEvent(threading.Event):
     """Remembers how it was waited for; `before_wait` runs before the wait itself, `after_wake`
-    when the thread was woken and has done nothing yet."""
+    when the thread was woken and has done nothing yet, `before_clear` before it clears a wake-up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +58,18 @@ class SpiedEvent(threading.Event):
         self.began = threading.Semaphore(0)
         self.before_wait: Callable[[], None] | None = None
         self.after_wake: Callable[[], None] | None = None
+        self.before_clear: Callable[[], None] | None = None
+        self.was_set = threading.Event()
+
+    def set(self) -> None:
+        super().set()
+        self.was_set.set()
+
+    def clear(self) -> None:
+        hook, self.before_clear = self.before_clear, None
+        if hook is not None:
+            hook()
+        super().clear()
 
     def wait(self, timeout: float | None = None) -> bool:
         self.waits.append(timeout)
@@ -92,14 +104,18 @@ class Waiting:
     def __init__(self, sink: Any, **settings: Any) -> None:
         self.sink = sink
         self.metrics = Metrics()
-        self.capture = Capture(CaptureSettings(**settings), sink, self.metrics, None)
         self.work = SpiedEvent()
-        self.capture._work = self.work
         self.queue = TrickyQueue()
-        self.capture._queue = self.queue
+        # Not checked: some intervals here are shorter than an operator may set.
+        unchecked = CaptureSettings().model_copy(update=settings)
+        self.capture = Capture(
+            unchecked, sink, self.metrics, None, queue=self.queue, work=self.work
+        )
+        self.started = False
 
     def start(self) -> None:
         """And wait until the thread sleeps, or waits."""
+        self.started = True
         self.capture.start()
         self.await_wait()
 
@@ -124,7 +140,7 @@ def make(wire: Wire) -> Iterator[Callable[..., Waiting]]:
 
     yield start
     for item in made:
-        if item.capture._thread.is_alive():
+        if item.started:
             item.capture.stop(30.0)
 
 
@@ -192,15 +208,29 @@ def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: Any) -> None:
     assert waiting.work.waits == [None]
 
 
-def test_a_stop_before_the_start_is_obeyed_and_nothing_is_left(make: Any) -> None:
+@pytest.mark.parametrize("queued", [0, 1])
+def test_a_stop_that_comes_as_the_thread_begins_is_obeyed_and_nothing_is_left(
+    queued: int, make: Any
+) -> None:
+    """The thread clears earlier wake-ups before it checks for work; it must not lose a stop so."""
     waiting = make(flush_interval_s=LONG_S)
-    waiting.capture.offer(raw(1))
-    waiting.capture._stopping.set()
+    for number in range(queued):
+        waiting.capture.offer(raw(number))
+    stopped: list[bool] = []
+    stopping = threading.Thread(target=lambda: stopped.append(waiting.capture.stop(10.0)))
 
+    def stop() -> None:
+        stopping.start()
+        assert waiting.work.was_set.wait(10.0)
+
+    waiting.work.before_clear = stop
+    waiting.started = True
     waiting.capture.start()
-    assert waiting.capture.stop(30.0)
+    assert waiting.work.was_set.wait(30.0)
+    stopping.join(30.0)
 
-    assert waiting.names() == ["ex_1"]
+    assert stopped == [True]
+    assert waiting.names() == [f"ex_{number}" for number in range(queued)]
 
 
 def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: Any) -> None:
@@ -356,12 +386,16 @@ def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_t
 ) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
-    for number in range(EARLY - 1):
-        waiting.queue.append((raw(number), raw(number).size))
-        waiting.capture.held.offered += raw(number).size
-    # The thread still sleeps. The test wakes it, and it checks whether a batch is complete.
-    waiting.queue.after_length_check = lambda: waiting.capture.offer(raw(EARLY - 1))
-    waiting.capture._wake()
+
+    def fill() -> None:
+        """The thread is awake and will check whether a batch is complete; the last capture comes
+        right after that check."""
+        for number in range(1, EARLY - 1):
+            waiting.capture.offer(raw(number))
+        waiting.queue.after_length_check = lambda: waiting.capture.offer(raw(EARLY - 1))
+
+    waiting.work.after_wake = fill
+    waiting.capture.offer(raw(0))
 
     waiting.sink.wait_for(EARLY, 30.0)
     assert waiting.names()[-1] == f"ex_{EARLY - 1}"
@@ -370,9 +404,7 @@ def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_t
 @pytest.mark.parametrize("flush_interval_s", [1e-6, 2e-4])
 def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, make: Any) -> None:
     """Intervals shorter than the settings allow: more chances to go wrong."""
-    waiting = make()
-    shorter = waiting.capture._settings.model_copy(update={"flush_interval_s": flush_interval_s})
-    waiting.capture._settings = shorter
+    waiting = make(flush_interval_s=flush_interval_s)
     rng = random.Random(7)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -396,12 +428,14 @@ def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, ma
 
 def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Wire) -> None:
     waiting_at_yield: list[int] = []
+    queue: deque[tuple[RawCapture, int]] = deque()
     capture = Capture(
         CaptureSettings(max_pending=200),
         wire.Sink(),
         Metrics(),
         None,
-        lambda: waiting_at_yield.append(len(capture._queue)),
+        lambda: waiting_at_yield.append(len(queue)),
+        queue=queue,
     )
     for number in range(200):
         capture.offer(raw(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment
-from sidecar.relay.flight.accounts import Accounts
+from sidecar.relay.flight.accounts import REMEMBERED, Accounts
 from sidecar.routing import assignment
 from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.session_key import session_key as name_of
@@ -207,7 +208,19 @@ def test_assignments_that_come_and_go_are_counted_right_however_many_there_are()
 
     assert {adapter: answered(counted, adapter) for adapter in told} == dict(told)
     assert counted.value("exchanges", outcome="ok") == 1_000
-    assert len(counted.accounts._adapters) <= 65
+
+
+def test_assignments_of_old_tables_are_not_kept() -> None:
+    counted = Counted()
+    given = [route(f"m--v{number}") for number in range(1_000)]
+    before = [sys.getrefcount(one) for one in given]
+    for one in given:
+        counted.accounts.exchange("ok", one)
+
+    after = [sys.getrefcount(one) for one in given]
+    kept = [number for number in range(1_000) if after[number] > before[number]]
+    assert kept == list(range(1_000 - len(kept), 1_000))
+    assert 0 < len(kept) <= REMEMBERED
 
 
 @given(st.lists(st.sampled_from([200, 401, 404, 429, 500, 0]), max_size=30))

@@ -108,7 +108,25 @@ def test_an_empty_event_with_a_finish_reason_stays() -> None:
     assert json.loads(strip_event(event, ALL)[6:])["choices"][0]["finish_reason"] == "stop"
 
 
-@given(st.binary(max_size=80))
+PIECES = (
+    b"{", b"}", b"[", b"]", b",", b'"', b"\\", b"1", b"null", b"{}", b"[1]", b'{"choices":[{',
+    b'"choices":', b'"delta":', b'"token_ids":[1]', b'"logprobs":[1]', b'"prompt_token_ids":[1]',
+)  # fmt: skip
+"""Pieces of replies: bytes made of them are nearly a reply."""
+
+
+def is_no_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except ValueError:
+        return True
+    return False
+
+
+@given(
+    st.binary(max_size=80)
+    | st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join).filter(is_no_json)
+)
 def test_bytes_that_are_no_reply_come_back_as_they_are(data: bytes) -> None:
     assert strip_reply(data, ALL) == data
     assert strip_event(b"data: " + data, ALL) == b"data: " + data

@@ -1,0 +1,96 @@
+"""One contract for those who tell the users' load, and one for those who say if it leaves room."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from deploy.canary.gate import Room
+from ingest.errors import EngineDownError, SamplingError
+from ingest.vllm.sampler import VllmSampler
+from ingest.vllm.throttle import LoadProbe, Throttle
+from support.fake_load import FakeRoom, ScriptedLoad
+from support.fake_vllm import FakeVllm, whole_reply
+
+METRICS = b"""vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+"""
+ANSWERS = {"": METRICS, "unreadable": b"<html>"}
+BuildLoad = Callable[..., Awaitable[LoadProbe]]
+
+
+@pytest.fixture(params=["scripted", "vllm"])
+async def build(request: pytest.FixtureRequest) -> AsyncIterator[BuildLoad]:
+    """Make a probe of an engine with three requests; or of one in `trouble`: "down" or
+    "unreadable"."""
+    close: list[Callable[[], Awaitable[None]]] = []
+
+    async def scripted(trouble: str = "") -> LoadProbe:
+        errors = {"down": EngineDownError("away"), "unreadable": SamplingError("no metrics")}
+        return ScriptedLoad(errors.get(trouble, 3))
+
+    async def vllm(trouble: str = "") -> LoadProbe:
+        server = FakeVllm(script=lambda _: [whole_reply(ANSWERS[trouble])])
+        await server.start()
+        sampler = VllmSampler(f"http://127.0.0.1:{server.port}", timeout_s=30.0)
+        close.extend((sampler.aclose, server.stop))
+        if trouble == "down":
+            await server.stop()
+        return sampler
+
+    yield scripted if request.param == "scripted" else vllm
+    for step in close:
+        await step()
+
+
+async def test_the_load_is_told_as_often_as_it_is_asked_for(build: BuildLoad) -> None:
+    probe = await build()
+
+    for _ in range(2):
+        load = await probe.load()
+        assert (load.running, load.waiting, load.kv_cache_usage) == (3, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error"), [("down", EngineDownError), ("unreadable", SamplingError)]
+)
+async def test_each_trouble_has_its_error(
+    build: BuildLoad, trouble: str, error: type[SamplingError]
+) -> None:
+    with pytest.raises(SamplingError) as raised:
+        await (await build(trouble)).load()
+
+    assert type(raised.value) is error
+
+
+BuildRoom = Callable[[int | Exception], Room]
+"""Of the number of requests that users have in the engine, where up to 8 may run."""
+
+
+@pytest.fixture(params=["fake", "throttle"])
+def room_at(request: pytest.FixtureRequest) -> BuildRoom:
+    def fake(users: int | Exception) -> Room:
+        room = FakeRoom()
+        room.open = isinstance(users, int) and users < 8
+        room.error = users if isinstance(users, Exception) else None
+        return room
+
+    def throttle(users: int | Exception) -> Room:
+        return Throttle(ScriptedLoad(users), 8, interval_s=0.0)
+
+    return fake if request.param == "fake" else throttle
+
+
+async def test_there_is_room_while_users_have_few_requests(room_at: BuildRoom) -> None:
+    assert await room_at(0).is_open()
+
+
+async def test_there_is_no_room_while_users_have_many_requests(room_at: BuildRoom) -> None:
+    assert not await room_at(9).is_open()
+
+
+async def test_a_load_that_is_not_known_is_an_error(room_at: BuildRoom) -> None:
+    with pytest.raises(SamplingError):
+        await room_at(SamplingError("no metrics")).is_open()

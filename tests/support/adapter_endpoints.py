@@ -1,0 +1,99 @@
+"""The adapter endpoints of vLLM 0.32, in words and codes as seen: a script for the `FakeVllm`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from support.fake_vllm import FakeVllm, SeenRequest, Step, whole_reply
+
+MODEL = "m"
+
+
+class AdapterEndpoints:
+    """Keeps a set of adapters as a vLLM does. The script of one `FakeVllm`."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, str] = {}
+        self.loads: list[str] = []
+        """Names of the adapters in the order in which they were loaded."""
+        self.bad_paths: dict[str, tuple[int, str]] = {}
+        """Folder -> the status and the words with which it is refused."""
+        self.overrides: dict[str, tuple[int, bytes]] = {}
+        """Path of a request, or "" for all -> the status and the body of every reply."""
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        """Path and body of each request."""
+
+    def __call__(self, request: SeenRequest) -> Sequence[Step]:
+        method, path, _ = request.line.split(" ")
+        body = json.loads(request.body or b"{}")
+        self.seen.append((path, body))
+        status, reply = self._answer(method, path, body)
+        return [whole_reply(reply, f"{status} X")]
+
+    def _answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        if (override := self.overrides.get(path, self.overrides.get(""))) is not None:
+            return override
+        if (method, path) == ("GET", "/v1/models"):
+            cards = [{"id": MODEL, "parent": None}]
+            cards += [{"id": name, "parent": MODEL} for name in self.adapters]
+            return 200, json.dumps({"data": cards}).encode()
+        if path == "/v1/load_lora_adapter":
+            return self._load(body["lora_name"], body["lora_path"])
+        if path == "/v1/unload_lora_adapter":
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return _error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            return 200, b"Success: LoRA adapter removed successfully."
+        if path == "/v1/completions":
+            return self._complete(body)
+        return 404, b'{"detail":"Not Found"}'
+
+    def _load(self, name: str, path: str) -> tuple[int, bytes]:
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if path in self.bad_paths:
+            return _error(*self.bad_paths[path])
+        self.adapters[name] = path
+        self.loads.append(name)
+        return 200, f"Success: LoRA adapter '{name}' added successfully.".encode()
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        name = body["model"]
+        if name != MODEL and name not in self.adapters:
+            return _error(404, f"The model `{name}` does not exist.")
+        reach = 0.0 if name == MODEL else 0.25
+        tops = [{"token_id:11": -1.0 - reach}, {"token_id:12": -2.0 - reach}]
+        choices = [{"index": i, "logprobs": {"top_logprobs": [top]}} for i, top in enumerate(tops)]
+        return 200, json.dumps({"model": name, "choices": choices[::-1]}).encode()
+
+
+def _error(code: int, message: str) -> tuple[int, bytes]:
+    return code, json.dumps({"error": {"message": message, "type": "X", "code": code}}).encode()
+
+
+@contextlib.contextmanager
+def vllm_in_thread() -> Iterator[tuple[str, AdapterEndpoints]]:
+    """A fake vLLM for tests without an event loop. Gives: its URL, and its endpoints."""
+    endpoints = AdapterEndpoints()
+    fake = FakeVllm(script=endpoints)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(fake.start(), loop).result(10)
+        yield f"http://127.0.0.1:{fake.port}", endpoints
+    finally:
+        asyncio.run_coroutine_threadsafe(_end(fake), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _end(fake: FakeVllm) -> None:
+    await fake.stop()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)

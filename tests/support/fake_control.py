@@ -1,0 +1,63 @@
+"""The in-memory `AdapterControl` for all tests. `tests/deploy/engine/test_vllm_control.py` holds it
+to the contract of the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deploy.engine.probe import Probe
+from deploy.errors import EngineError, InvalidAdapterError
+from support.adapter_endpoints import MODEL
+
+
+class FakeControl:
+    """A vLLM's adapters in memory. `reach`: nats that an adapter moves every log-probability."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, str] = {}
+        self.away = False
+        self.refuses: dict[str, str] = {}
+        self.fails_to_load = 0
+        self.reach: dict[str, float] = {}
+        self.answers_as: dict[str, str] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.fails_to_unload = 0
+        self.on_load: Callable[[str], None] = lambda name: None
+        """Told of a load while vLLM would read the folder."""
+
+    async def loaded(self) -> frozenset[str]:
+        self._check()
+        return frozenset(self.adapters)
+
+    async def load(self, name: str, path: str) -> None:
+        self._check()
+        self.calls.append(("load", name))
+        if name in self.refuses:
+            raise InvalidAdapterError(self.refuses[name])
+        if self.fails_to_load:
+            self.fails_to_load -= 1
+            raise EngineError("500 out of memory")
+        self.on_load(name)
+        self.adapters.setdefault(name, path)
+
+    async def unload(self, name: str) -> None:
+        self._check()
+        self.calls.append(("unload", name))
+        if self.fails_to_unload:
+            self.fails_to_unload -= 1
+            raise EngineError("500 cannot unload")
+        self.adapters.pop(name, None)
+
+    async def probe(self, model_name: str) -> Probe:
+        self._check()
+        if model_name not in self.adapters and model_name != MODEL:
+            raise EngineError(f"404 {model_name}")
+        reach = self.reach.get(model_name, 0.0 if model_name == MODEL else 0.25)
+        return Probe(
+            model_in_reply=self.answers_as.get(model_name, model_name),
+            next_tokens=({11: -1.0 - reach}, {12: -2.0 - reach}),
+        )
+
+    def _check(self) -> None:
+        if self.away:
+            raise EngineError("vLLM gave no reply")
