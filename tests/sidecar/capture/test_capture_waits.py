@@ -50,7 +50,7 @@ def raw(number: int = 0, reply: tuple[bytes, ...] | None = (b'{"model":"m"}',)) 
 
 class SpiedEvent(threading.Event):
     """Remembers how it was waited for; `before_wait` runs before the wait itself, `after_wake`
-    when the thread was woken and has done nothing yet, `before_clear` before it clears a wake-up."""
+    when the thread was woken and has done nothing yet, `before_clear` before it is cleared."""
 
     def __init__(self) -> None:
         super().__init__()
