@@ -8,8 +8,8 @@ import pytest
 
 from deploy.canary.gate import Room
 from ingest.errors import EngineDownError, SamplingError
-from ingest.vllm.sampler import VllmSampler
-from ingest.vllm.throttle import LoadProbe, Throttle
+from ingest.vllm.sampler import LoadProbe, VllmSampler
+from ingest.vllm.throttle import Throttle
 from support.fake_load import FakeRoom, ScriptedLoad
 from support.fake_vllm import FakeVllm, whole_reply
 
