@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -267,6 +268,13 @@ class Stack:
 def answers(url: str) -> bool:
     """True when the URL answers with 200."""
     try:
-        return httpx.get(url, timeout=2.0).status_code == 200
+        return _client().get(url).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+@cache
+def _client() -> httpx.Client:
+    """One client for all polls: making one reads the root certificates, 60 ms of CPU."""
+    no_reuse = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(timeout=2.0, trust_env=False, limits=no_reuse)

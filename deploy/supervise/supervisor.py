@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -231,7 +232,14 @@ def _waiting_line(url: str, status: int | None, *, owned: bool) -> str:
 
 def _answer(url: str) -> int | None:
     try:
-        # HTTP_PROXY is for the web, not for this machine or its vLLM.
-        return httpx.get(url, timeout=2.0, trust_env=False).status_code
+        return _client().get(url).status_code
     except httpx.HTTPError:
         return None
+
+
+@cache
+def _client() -> httpx.Client:
+    """One client for all polls: making one reads the root certificates, 60 ms of CPU."""
+    # HTTP_PROXY is for the web, not for this machine or its vLLM.
+    no_reuse = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(timeout=2.0, trust_env=False, limits=no_reuse)
