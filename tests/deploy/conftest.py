@@ -9,10 +9,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from sqlalchemy.orm import Session
 
 from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
@@ -28,16 +30,26 @@ from deploy.registry.canary_rule import Move
 from deploy.supervise.loops import LoopView
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
+from sidecar.routing.table import RoutingTable
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, compress
-from sidecar.store.models import AdapterRow, AuditRow, ChoiceRow, ExchangeRow, GateComparisonRow
+from sidecar.store.models import (
+    AdapterRow,
+    AuditRow,
+    CanaryRow,
+    ChoiceRow,
+    ExchangeRow,
+    GateComparisonRow,
+)
 from support.adapter_endpoints import MODEL
 from support.clock import Clock
 from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge
 from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
+
+Row = TypeVar("Row")
 
 
 def write_adapter(
@@ -244,24 +256,28 @@ class World:
             begun = transitions.begin(
                 session, model=MODEL, candidate=name, steps=(5000,), now=self.clock.now, actor="t"
             )
-            for phase, state in (("gating", "gating"), ("ramping", "ramping")):
-                move = Move(to=phase, candidate_state=state, reason=phase)
-                transitions.apply(session, begun, move, evidence={}, now=self.clock.now)
-                begun = canaries.active(session, MODEL)
-            move = Move(to="promoted", candidate_state="champion", reason="good")
-            transitions.apply(session, begun, move, evidence={}, now=self.clock.now)
+            for move in (
+                Move(to="gating", candidate_state="gating", reason="gating"),
+                Move(to="ramping", candidate_state="ramping", reason="ramping"),
+                Move(to="promoted", candidate_state="champion", reason="good"),
+            ):
+                canary = canaries.to_canary(canaries.find_row(session, begun.canary_id))
+                transitions.apply(session, canary, move, evidence={}, now=self.clock.now)
+
+    @staticmethod
+    def canary_row(session: Session, candidate: str) -> CanaryRow:
+        """Return the row of this adapter's canary. Fails when it has none."""
+        row = canaries.canary_of(session, candidate)
+        assert row is not None
+        return row
 
     def canary(self, candidate: str) -> Canary:
         with self.database.read() as session:
-            row = canaries.canary_of(session, candidate)
-            assert row is not None
-            return canaries.to_canary(row)
+            return canaries.to_canary(self.canary_row(session, candidate))
 
     def evidence(self, candidate: str) -> dict[str, Any]:
         with self.database.read() as session:
-            row = canaries.canary_of(session, candidate)
-            assert row is not None
-            return row.evidence
+            return self.canary_row(session, candidate).evidence
 
     def adapter(self, name: str) -> AdapterVersion:
         with self.database.read() as session:
@@ -271,20 +287,22 @@ class World:
         with self.database.read() as session:
             return versions.aliases_of(session, MODEL)
 
-    def table(self) -> Any:
+    def table(self) -> RoutingTable:
         with self.database.read() as session:
-            return routing_writer.current(session, MODEL)
+            found = routing_writer.current(session, MODEL)
+            assert found is not None
+            return found
 
     def actions(self) -> list[str]:
         """The audit trail's actions in order."""
         with self.database.read() as session:
             return [row.action for row in session.query(AuditRow).order_by(AuditRow.seq)]
 
-    def comparisons(self) -> list[Any]:
+    def comparisons(self) -> list[GateComparisonRow]:
         with self.database.read() as session:
             return session.query(GateComparisonRow).all()
 
-    def rows(self, kind: Any) -> list[Any]:
+    def rows(self, kind: type[Row]) -> list[Row]:
         with self.database.read() as session:
             return session.query(kind).all()
 
@@ -332,8 +350,11 @@ def world(database: Database, rules: CanarySettings, tmp_path: Path) -> World:
     return World(database=database, folder=tmp_path, rules=rules)
 
 
+MakeFolder = Callable[..., tuple[Path, str]]
+
+
 @pytest.fixture
-def adapter_folder(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+def adapter_folder(tmp_path: Path) -> MakeFolder:
     """Write a PEFT folder: (path, digest). Arguments as `write_adapter`."""
 
     def write(name: str = "adapter", **settings: Any) -> tuple[Path, str]:
@@ -354,7 +375,7 @@ def token_digest(token: str) -> str:
 @dataclass
 class Api:
     client: httpx.AsyncClient
-    app: Any
+    app: FastAPI
     refusals: Refusals
     reconciler: Reconciler
     changes: list[int]
@@ -368,8 +389,12 @@ class Api:
         return await self.client.post(f"/admin/v1{path}", json=body, headers=names)
 
 
+MakeApi = Callable[..., Api]
+"""make_api(*tokens, host=): the admin API over the world's store, behind these tokens."""
+
+
 @pytest.fixture
-def make_api(world: World) -> Callable[..., Api]:
+def make_api(world: World) -> MakeApi:
     def make(*tokens: str, host: str = "127.0.0.1:8081") -> Api:
         reconciler = Reconciler(
             database=world.database,
@@ -409,5 +434,5 @@ def make_api(world: World) -> Callable[..., Api]:
 
 
 @pytest.fixture
-def api(make_api: Callable[..., Api]) -> Api:
+def api(make_api: MakeApi) -> Api:
     return make_api()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import String
@@ -27,8 +27,10 @@ from sidecar.store.models import (
     RunRow,
 )
 
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Api, World
+
 NO_UTF8 = "CAST(x'ff80c3' AS TEXT)"
-World = Any
 TEXTS = [column.name for column in ExchangeRow.__table__.columns if isinstance(column.type, String)]
 
 
@@ -70,7 +72,7 @@ async def test_a_damaged_request_is_set_aside_and_counted(world: World) -> None:
     assert counts == {"scored": 4, "unreadable": 1}
 
 
-async def test_the_admin_api_shows_text_that_is_no_utf8(world: World, api: Any) -> None:
+async def test_the_admin_api_shows_text_that_is_no_utf8(world: World, api: Api) -> None:
     exchange_id = world.serve("s")
     with world.database.write() as session:
         session.add(
@@ -128,7 +130,7 @@ def put_group(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("column", ["created_at", "scored_at", "judge_attempts", "learn_attempts"])
 async def test_text_in_a_number_column_of_a_group_costs_that_group_only(
-    world: World, api: Any, column: str
+    world: World, api: Api, column: str
 ) -> None:
     for name in ("a", "b", "c"):
         put_group(world, name)
@@ -152,7 +154,7 @@ async def test_text_in_a_number_column_of_a_group_costs_that_group_only(
     )
 
 
-async def test_text_in_a_number_column_of_an_exchange_is_named(world: World, api: Any) -> None:
+async def test_text_in_a_number_column_of_an_exchange_is_named(world: World, api: Api) -> None:
     exchange_id = world.serve("s")
     damage(world, ExchangeRow, "status", f"exchange_id = '{exchange_id}'", "'soon'")
 
@@ -180,7 +182,7 @@ async def test_text_in_a_number_column_of_an_exchange_is_named(world: World, api
     ],
 )
 async def test_one_damaged_row_hides_no_page_of_the_admin_api(
-    world: World, api: Any, table: Any, column: str, value: str
+    world: World, api: Api, table: Any, column: str, value: str
 ) -> None:
     world.promote(world.register(1))
     world.promote(world.register(2))

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -20,6 +20,9 @@ from learner.adapter_folder import folder_digest
 from sidecar.store.models import AdapterRow, CanaryRow
 from support.adapter_endpoints import vllm_in_thread
 
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -27,7 +30,7 @@ def free_port() -> int:
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    values = {
+    values: dict[str, dict[str, Any]] = {
         "serving": {"upstreams": [f"http://127.0.0.1:{free_port()}"], "model": "m"},
         "store": {"url": f"sqlite:///{folder / 'store.db'}"},
         "admin": {"port": 0},
@@ -86,7 +89,7 @@ def test_it_serves_while_vllm_and_judge_are_away_and_stops_on_sigterm(tmp_path: 
         assert process.wait(20) == 0
 
 
-def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, world: Any) -> None:
+def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, world: World) -> None:
     name = world.register(1)
     world.promote(name)
     down = f"http://127.0.0.1:{free_port()}"
@@ -116,7 +119,7 @@ def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, wor
 
 
 def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
-    tmp_path: Path, world: Any
+    tmp_path: Path, world: World
 ) -> None:
     broken = world.register(1)
     folder = Path(world.adapter(broken).path)

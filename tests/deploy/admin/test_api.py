@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import httpx
 import pytest
@@ -16,15 +16,16 @@ from sqlalchemy import select
 from deploy.admin.actions import until_loaded
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState
-from deploy.registry import canaries, transitions
+from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from deploy.supervise.loops import LoopView
 from sidecar.store.database import compress, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, GroupRow, RunRow
 
-Api = Any
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Api, World
+
 TOKEN = "let-me-in"
 
 
@@ -34,7 +35,8 @@ def ramping(world: World, version: int = 1, parent: str = "base") -> str:
         transitions.begin(
             session, model="m", candidate=name, steps=(2_000, 5_000), now=900.0, actor="control"
         )
-    for phase in ("gating", "ramping"):
+    phases: tuple[Literal["gating", "ramping"], ...] = ("gating", "ramping")
+    for phase in phases:
         with world.database.write() as session:
             move = Move(to=phase, candidate_state=phase, reason="on")
             transitions.apply(
@@ -67,7 +69,7 @@ async def test_status_says_what_serves_and_what_is_on_canary(world: World, api: 
     assert body["canary"]["state"] == "ramping"
     assert body["canary"]["weight_bp"] == 2_000
     assert body["canary"]["next_step_earliest_at"] == 960.0
-    seen = {"away": None, "loaded": sorted([first, second]), "refused": {}}
+    seen: dict[str, object] = {"away": None, "loaded": sorted([first, second]), "refused": {}}
     assert body["engine"] == {**seen, "replicas": {"http://vllm": seen}}
     assert body["adapters"] == {"champion": 1, "ramping": 1}
     assert body["learner"]["paused"] is False
@@ -391,19 +393,19 @@ async def test_rollback_needs_no_precondition_and_may_be_repeated(world: World, 
 
 
 async def test_a_rollback_flips_first_and_control_loads_the_target_afterwards(
-    world: World, api: Api
+    world: World, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = world.register(1)
     world.promote(first)
     world.promote(world.register(2))
-    champion_when_loaded = []
+    champion_when_loaded: list[tuple[str, str]] = []
     load = world.control.load
 
     async def loading(name: str, path: str) -> None:
         champion_when_loaded.append((name, world.table().champion))
         await load(name, path)
 
-    world.control.load = loading
+    monkeypatch.setattr(world.control, "load", loading)
     await api.reconciler.reconcile()  # both were wanted before the rollback: drop what it loaded
     world.control.adapters.clear()
     champion_when_loaded.clear()
@@ -416,7 +418,9 @@ async def test_a_rollback_flips_first_and_control_loads_the_target_afterwards(
     assert champion_when_loaded == [(first, first)]
 
 
-async def test_a_rollback_waits_for_no_vllm_that_hangs(world: World, api: Api) -> None:
+async def test_a_rollback_waits_for_no_vllm_that_hangs(
+    world: World, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = world.register(1)
     world.promote(first)
     world.promote(world.register(2))
@@ -427,7 +431,8 @@ async def test_a_rollback_waits_for_no_vllm_that_hangs(world: World, api: Api) -
         await never.wait()
         return frozenset()
 
-    world.control.loaded = world.control.load = hang
+    monkeypatch.setattr(world.control, "loaded", hang)
+    monkeypatch.setattr(world.control, "load", hang)
     reconciling = asyncio.create_task(api.reconciler.reconcile())
     await asked.wait()
     rolling_back = asyncio.create_task(api.post("/rollback", {"to": first, "reason": "x"}))
@@ -720,7 +725,7 @@ async def test_openapi_names_every_path(api: Api) -> None:
 async def test_a_paused_canary_shows_no_next_step_time(world: World, api: Api) -> None:
     name = ramping(world)
     with world.database.write() as session:
-        row = canaries.canary_of(session, name)
+        row = world.canary_row(session, name)
         transitions.pause(session, row, reason="look", now=955.0, actor="me")
 
     body = (await api.get(f"/canaries/{world.canary(name).canary_id}")).json()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pytest
@@ -14,8 +14,8 @@ from deploy.admin.json import read_stored
 from sidecar.store.database import compress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 
-Api = Any
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Api, MakeApi, World
 
 SURROGATE = '"\\ud800"'
 BEYOND_64_BITS = (str(2**63), str(-(2**63) - 1), "1" * 400, "1e999", "NaN", "-Infinity")
@@ -91,12 +91,12 @@ async def status_of(
         "server": ("127.0.0.1", 8081),
     }
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[dict[str, Any]] = []
+    sent: list[MutableMapping[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
         return waiting.pop(0) if waiting else {"type": "http.disconnect"}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
     await api.app(scope, receive, send)
@@ -149,7 +149,7 @@ async def test_a_strange_if_match_is_stale_and_no_failure(world: World, api: Api
         assert found == 412, tag[:10]
 
 
-async def test_with_tokens_a_malformed_host_is_a_400_too(make_api: Any) -> None:
+async def test_with_tokens_a_malformed_host_is_a_400_too(make_api: MakeApi) -> None:
     api = make_api("token")
 
     assert await status_of(api, "GET", "/status", headers=((b"host", b"[::1"),)) == 400

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -18,7 +18,9 @@ import uvicorn
 from deploy.admin.auth import RefusalReason, UnauthorizedError, actor_of
 from deploy.admin.reception import LOG_INTERVAL_S, MAX_BODY_BYTES, Reception, Refusals
 
-MakeApi = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.deploy.conftest import MakeApi, World
+
 TOKEN = "let-me-in"
 AUTHORIZED = (b"authorization", f"Bearer {TOKEN}".encode())
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUIRK")
@@ -129,7 +131,7 @@ async def test_an_announced_body_over_the_limit_is_refused_unread(make_api: Make
 
 
 async def test_a_chunked_body_over_the_limit_is_refused_when_it_is_over(
-    make_api: MakeApi, world: Any
+    make_api: MakeApi, world: World
 ) -> None:
     given = 0
 
@@ -181,7 +183,7 @@ async def test_a_body_that_does_not_come_times_out(make_api: MakeApi) -> None:
 
 
 async def test_a_client_that_leaves_inside_its_body_changes_nothing(
-    make_api: MakeApi, world: Any
+    make_api: MakeApi, world: World
 ) -> None:
     async def left() -> dict[str, Any]:
         return {"type": "http.disconnect"}
@@ -316,7 +318,7 @@ def test_a_head_without_end_is_bounded(make_api: MakeApi) -> None:
     assert reply == b"" or reply.startswith(b"HTTP/1.1 4")
 
 
-def test_a_source_that_a_header_claims_is_not_believed(make_api: MakeApi, world: Any) -> None:
+def test_a_source_that_a_header_claims_is_not_believed(make_api: MakeApi, world: World) -> None:
     body = b'{"to": "base", "reason": "x"}'
     head = (
         b"POST /admin/v1/rollback HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"

@@ -6,7 +6,7 @@ import errno
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,7 +18,9 @@ from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from sidecar.errors import StoreError
 from sidecar.store.models import AdapterRow, CounterRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -47,6 +49,10 @@ def offsets_are_a_text(header: bytes) -> bytes:
 
 def has_a_huge_integer(header: bytes) -> bytes:
     return header.replace(b"[4, 2]", b"[" + b"9" * 5_000 + b", 2]")
+
+
+def add_a_file_whose_name_is_no_text(folder: Path) -> None:
+    (folder / "\udcff.md").write_text("x")
 
 
 def edit_config(change: bytes) -> Callable[[Path], None]:
@@ -78,7 +84,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a config that is a list": (edit_config(b"[]"), "is not a JSON object"),
     "a config that is no text": (edit_config(b"\xff\xfe\x00"), "is not UTF-8"),
     "a file whose name is no text": (
-        lambda folder: (folder / "\udcff.md").write_text("x"),
+        add_a_file_whose_name_is_no_text,
         r"'\udcff.md': does not belong here",
     ),
 }

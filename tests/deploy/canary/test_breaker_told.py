@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from deploy.errors import TransitionError
-from deploy.registry import canaries, transitions
+from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
 from sidecar.store.models import BreakerTripRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 
 async def tick(world: World, times: int = 1) -> None:
@@ -47,7 +48,7 @@ def trip(world: World, name: str) -> None:
 
 def act(world: World, name: str, action: str) -> None:
     with world.database.write() as session:
-        row = canaries.canary_of(session, name)
+        row = world.canary_row(session, name)
         getattr(transitions, action)(
             session, row, reason="by hand", now=world.clock.now, actor="test"
         )
@@ -108,7 +109,7 @@ async def test_the_replies_that_tripped_the_breaker_are_not_judged_again_after_a
     world.clock.now += 60.0
 
     with world.database.write() as session:
-        row = canaries.canary_of(session, name)
+        row = world.canary_row(session, name)
         transitions.resume(session, row, reason="mended", now=world.clock.now, actor="test")
     await tick(world, 3)
 
@@ -183,7 +184,7 @@ async def test_a_canary_that_hangs_is_rolled_back_although_no_reply_came(
     await tick(world)
 
     assert world.canary(name).phase == "rolled_back"
-    assert "were cut by the client" in world.canary(name).reason
+    assert "were cut by the client" in (world.canary(name).reason or "")
 
 
 @pytest.mark.parametrize("canary_share", [1, 4], ids=["half", "four fifths"])

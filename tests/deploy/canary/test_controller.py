@@ -3,17 +3,20 @@ restarts."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy.orm import Session
 
-from deploy.registry import canaries, transitions
+from deploy.registry import transitions
 from deploy.registry.rollback import rollback
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.sampler import SampleRequest
 from sidecar.store.models import CounterRow, JudgeCallRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 
 def prompt_of(request: SampleRequest) -> str:
@@ -146,7 +149,7 @@ async def test_an_invalid_adapter_is_rejected_and_never_loaded(world: World) -> 
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert "infinity or NaN" in world.adapter(name).reason
+    assert "infinity or NaN" in (world.adapter(name).reason or "")
     assert world.canary(name).phase == "rolled_back"
     assert world.control.calls == []
     counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
@@ -160,7 +163,7 @@ async def test_an_adapter_that_changes_nothing_is_rejected(world: World) -> None
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert world.adapter(name).reason.startswith("not live")
+    assert (world.adapter(name).reason or "").startswith("not live")
     assert world.evidence(name)["probe"]["mean_difference"] == 0.0
 
 
@@ -171,7 +174,7 @@ async def test_an_adapter_that_vllm_refuses_is_rejected(world: World) -> None:
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert "rank 64" in world.canary(name).reason
+    assert "rank 64" in (world.canary(name).reason or "")
 
 
 async def test_an_absent_vllm_is_waited_for(world: World) -> None:
@@ -201,7 +204,7 @@ async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> Non
     await tick(world)
 
     assert world.adapter(name).state == "rejected"
-    assert "8 times" in world.canary(name).reason
+    assert "8 times" in (world.canary(name).reason or "")
 
 
 async def test_a_vllm_that_fails_to_load_for_a_minute_costs_no_candidate(world: World) -> None:
@@ -452,7 +455,9 @@ async def test_answers_cut_short_fail_the_gate_whatever_the_judge_says(world: Wo
     await tick(world, 3)
 
     assert world.adapter(name).state == "rejected"
-    assert "100% of the candidate's answers were cut short or empty" in world.canary(name).reason
+    assert "100% of the candidate's answers were cut short or empty" in (
+        world.canary(name).reason or ""
+    )
 
 
 @pytest.mark.parametrize("error", [EngineDownError("down"), AdapterGoneError("gone")])
@@ -521,7 +526,9 @@ async def test_failing_replies_roll_back(world: World) -> None:
     assert world.canary(name).phase == "rolled_back"
     assert world.adapter(name).state == "rolled_back"
     assert world.table().canary is None
-    assert world.canary(name).reason.startswith("100% of the canary's 3 replies failed, 0% of")
+    assert (world.canary(name).reason or "").startswith(
+        "100% of the canary's 3 replies failed, 0% of"
+    )
 
 
 @pytest.mark.parametrize("reply", [{"finish_reason": "length"}, {"content": ""}, {"content": None}])
@@ -533,7 +540,7 @@ async def test_replies_cut_short_or_empty_roll_back(world: World, reply: dict[st
     await tick(world)
 
     assert world.canary(name).phase == "rolled_back"
-    assert "were cut short or empty" in world.canary(name).reason
+    assert "were cut short or empty" in (world.canary(name).reason or "")
 
 
 async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: World) -> None:
@@ -593,7 +600,7 @@ async def test_a_paused_canary_does_nothing(world: World) -> None:
     with world.database.write() as session:
         transitions.pause(
             session,
-            canaries.canary_of(session, name),
+            world.canary_row(session, name),
             reason="look",
             now=world.clock.now,
             actor="me",
@@ -607,7 +614,7 @@ async def test_a_paused_canary_does_nothing(world: World) -> None:
     assert world.table().canary_weight_bp == 2_000
 
 
-async def test_a_rollback_during_a_gate_wins(world: World) -> None:
+async def test_a_rollback_during_a_gate_wins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     name = world.register(1)
     world.hold_out(4)
     await tick(world)
@@ -618,7 +625,7 @@ async def test_a_rollback_during_a_gate_wins(world: World) -> None:
         rollback(world.database, "m", reason="stop", actor="me", now=1.0)
         return await original(*arguments)
 
-    world.judge.complete = judged_too_late
+    monkeypatch.setattr(world.judge, "complete", judged_too_late)
     await controller.tick()
 
     assert world.canary(name).phase == "rolled_back"
@@ -648,7 +655,12 @@ async def test_an_unchanged_hold_takes_no_write_lock(
     await controller.tick()
     writes: list[int] = []
     original = world.database.write
-    monkeypatch.setattr(world.database, "write", lambda: writes.append(1) or original())
+
+    def counted() -> AbstractContextManager[Session]:
+        writes.append(1)
+        return original()
+
+    monkeypatch.setattr(world.database, "write", counted)
 
     await controller.tick()
 

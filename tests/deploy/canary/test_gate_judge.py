@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,10 @@ from ingest.errors import (
 )
 from ingest.ruler.judge import JudgeReply
 from sidecar.store.models import CounterRow
+from support.fake_judge import FakeJudge
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 OWN_FAULTS = [
     (JudgeRejectedError("403: content filter"), "judge_rejected"),
@@ -26,14 +30,11 @@ OWN_FAULTS = [
 ]
 
 
-World = Any
-
-
-class PickyJudge:
+class PickyJudge(FakeJudge):
     """A judge that raises an error over each prompt that holds one of some texts."""
 
-    def __init__(self, inner: Any, error: Exception, *texts: str) -> None:
-        self.inner, self.model = inner, inner.model
+    def __init__(self, error: Exception, *texts: str) -> None:
+        super().__init__()
         self.error, self.texts, self.asked = error, texts, 0
 
     async def complete(
@@ -42,8 +43,7 @@ class PickyJudge:
         self.asked += 1
         if any(text in messages[1]["content"] for text in self.texts):
             raise self.error
-        reply: JudgeReply = await self.inner.complete(messages, schema)
-        return reply
+        return await super().complete(messages, schema)
 
 
 async def play(world: World, controller: Controller, ticks: int) -> None:
@@ -58,7 +58,7 @@ async def test_a_prompt_that_the_judge_refuses_does_not_hold_the_gate(
 ) -> None:
     name = world.register(1)
     world.hold_out(6)
-    world.judge = PickyJudge(world.judge, error, "ask x6", "ask x5")  # the newest two: asked first
+    world.judge = PickyJudge(error, "ask x6", "ask x5")  # the newest two: asked first
 
     await play(world, world.controller(), 12)
 
@@ -74,7 +74,7 @@ async def test_prompts_that_the_judge_refuses_are_set_aside_and_counted(
 ) -> None:
     world.register(1)
     world.hold_out(4)
-    judge = PickyJudge(world.judge, error, "ask x4", "ask x3")
+    judge = PickyJudge(error, "ask x4", "ask x3")
     world.judge = judge
     controller = world.controller()
 
@@ -93,7 +93,7 @@ async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_
 ) -> None:
     name = world.register(1)
     world.hold_out(4)
-    judge = PickyJudge(world.judge, error, "")
+    judge = PickyJudge(error, "")
     world.judge = judge
     controller = world.controller()
 

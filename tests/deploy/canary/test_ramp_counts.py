@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,9 +17,12 @@ from sidecar.relay.payload.peek import peek_request
 from sidecar.store.database import compress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
 CANARY = "m--v1-aaaa"
 CHAMPION = "m--v0-bbbb"
+FAILED: dict[str, Any] = {"outcome": "upstream_error", "status": 502, "content": None}
 
 
 def ramping(champion: str = "base") -> Canary:
@@ -253,8 +256,7 @@ def test_both_arms_are_counted_over_the_same_span_of_time(
     monkeypatch.setattr("deploy.canary.ramp_counts.CHAMPION_WINDOW", 8)
     for second in range(4):
         world.clock.now = 1_000.0 + second
-        failed = {"outcome": "upstream_error", "status": 502, "content": None}
-        outage = failed if second == 1 else {}
+        outage = FAILED if second == 1 else {}
         for _ in range(4):
             world.serve("s", **outage)
         canary(world, **outage)
@@ -274,10 +276,9 @@ def test_a_long_request_that_ends_last_stretches_no_span(
     began before it."""
     monkeypatch.setattr("deploy.canary.ramp_counts.WINDOW", 4)
     monkeypatch.setattr("deploy.canary.ramp_counts.CHAMPION_WINDOW", 4)
-    failed = {"outcome": "upstream_error", "status": 502, "content": None}
     for _ in range(3):
-        canary(world, **failed)
-        world.serve("s", **failed)
+        canary(world, **FAILED)
+        world.serve("s", **FAILED)
     world.clock.now = 1_100.0
     for _ in range(3):
         world.serve("s")
@@ -320,7 +321,7 @@ def _as_dict(one: Canary) -> dict[str, Any]:
     return {name: getattr(one, name) for name in Canary.__dataclass_fields__}
 
 
-async def ramp(world: World, tick: Any) -> str:
+async def ramp(world: World, tick: Callable[[], Awaitable[None]]) -> str:
     name = str(world.register(1))
     world.hold_out(4)
     world.clock.now += 1.0
@@ -342,7 +343,9 @@ async def test_many_requests_for_which_vllm_lost_the_canary_roll_it_back(world: 
     await tick()
 
     assert world.canary(name).phase == "rolled_back"
-    assert world.canary(name).reason.startswith("100% of the canary's 5 replies failed, 0% of")
+    assert (world.canary(name).reason or "").startswith(
+        "100% of the canary's 5 replies failed, 0% of"
+    )
     assert world.table().canary is None
 
 

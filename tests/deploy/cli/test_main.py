@@ -269,7 +269,7 @@ def test_lineage_shows_reasons_without_escape_codes(
         canary = transitions.begin(
             session, model="m", candidate="m--v1-0a0b0c0d0e0f", steps=(1,), now=1.0, actor="t"
         )
-        row = session.get(CanaryRow, canary.canary_id)
+        row = session.get_one(CanaryRow, canary.canary_id)
         transitions.abort(session, row, reason=ESCAPES, now=2.0, actor="t")
     database.close()
 

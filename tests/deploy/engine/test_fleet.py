@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
+from support.fake_control import FakeControl
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
 A, B = "http://a", "http://b"
 
 
 @pytest.fixture
-def controls(world: World) -> dict[str, Any]:
+def controls(world: World) -> dict[str, FakeControl]:
     """Two fakes of vLLM; the world's own is the first."""
-    world.others = {B: type(world.control)()}
+    world.others = {B: FakeControl()}
     return {A: world.control, B: world.others[B]}
 
 
 @pytest.fixture
-def fleet(world: World, controls: dict[str, Any]) -> Fleet:
+def fleet(world: World, controls: dict[str, FakeControl]) -> Fleet:
     return Fleet(
         {
             url: Reconciler(
@@ -43,7 +46,7 @@ async def reconcile(fleet: Fleet) -> None:
 
 
 async def test_adapters_are_loaded_on_every_replica(
-    world: World, fleet: Fleet, controls: dict[str, Any]
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     world.promote(name)
@@ -55,7 +58,7 @@ async def test_adapters_are_loaded_on_every_replica(
 
 
 async def test_a_replica_that_is_down_holds_nobody_up_and_is_mended_when_it_is_back(
-    world: World, fleet: Fleet, controls: dict[str, Any]
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     world.promote(name)
@@ -65,7 +68,8 @@ async def test_a_replica_that_is_down_holds_nobody_up_and_is_mended_when_it_is_b
 
     assert set(controls[B].adapters) == {name}
     view = fleet.view()
-    assert (view.away, view.loaded) == (None, {name})
+    assert view.away is None
+    assert view.loaded == {name}
     assert view.replicas[A].away == "vLLM gave no reply"
 
     controls[A].away = False
@@ -75,7 +79,7 @@ async def test_a_replica_that_is_down_holds_nobody_up_and_is_mended_when_it_is_b
 
 
 async def test_a_replica_that_restarted_gets_its_adapters_again_alone(
-    world: World, fleet: Fleet, controls: dict[str, Any]
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     world.promote(name)
@@ -90,7 +94,7 @@ async def test_a_replica_that_restarted_gets_its_adapters_again_alone(
 
 
 async def test_an_adapter_is_loaded_when_all_that_answer_have_it(
-    world: World, fleet: Fleet, controls: dict[str, Any]
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     world.promote(name)
@@ -103,7 +107,7 @@ async def test_an_adapter_is_loaded_when_all_that_answer_have_it(
 
 
 async def test_the_fleet_is_away_when_no_replica_answers(
-    fleet: Fleet, controls: dict[str, Any]
+    fleet: Fleet, controls: dict[str, FakeControl]
 ) -> None:
     for control in controls.values():
         control.away = True
@@ -114,7 +118,7 @@ async def test_the_fleet_is_away_when_no_replica_answers(
 
 
 async def test_a_canary_loads_and_probes_every_replica(
-    world: World, controls: dict[str, Any]
+    world: World, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     world.others[B].reach[name] = 0.5
@@ -132,7 +136,7 @@ async def test_a_canary_loads_and_probes_every_replica(
 
 
 async def test_a_replica_that_is_down_does_not_hold_up_a_canary(
-    world: World, fleet: Fleet, controls: dict[str, Any]
+    world: World, fleet: Fleet, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     controls[B].away = True
@@ -149,7 +153,7 @@ async def test_a_replica_that_is_down_does_not_hold_up_a_canary(
 
 
 async def test_a_canary_waits_while_no_replica_answers(
-    world: World, controls: dict[str, Any]
+    world: World, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     for control in controls.values():
@@ -158,11 +162,11 @@ async def test_a_canary_waits_while_no_replica_answers(
     await world.controller().tick()
 
     assert world.canary(name).phase == "loading"
-    assert "waiting for vLLM: vLLM gave no reply" in world.canary(name).reason
+    assert "waiting for vLLM: vLLM gave no reply" in (world.canary(name).reason or "")
 
 
 async def test_an_adapter_that_does_nothing_on_one_replica_is_rejected(
-    world: World, controls: dict[str, Any]
+    world: World, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     controls[B].reach[name] = 0.0
@@ -170,12 +174,12 @@ async def test_an_adapter_that_does_nothing_on_one_replica_is_rejected(
     await world.controller().tick()
 
     assert world.adapter(name).state == "rejected"
-    assert world.canary(name).reason.startswith("http://b: not live: ")
+    assert (world.canary(name).reason or "").startswith("http://b: not live: ")
     assert world.evidence(name)["probe"]["live"] is False
 
 
 async def test_an_adapter_that_one_replica_refuses_is_rejected(
-    world: World, controls: dict[str, Any]
+    world: World, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     controls[B].refuses[name] = "rank too high"
@@ -187,7 +191,7 @@ async def test_an_adapter_that_one_replica_refuses_is_rejected(
 
 
 async def test_a_replica_that_fails_to_load_is_tried_again(
-    world: World, controls: dict[str, Any]
+    world: World, controls: dict[str, FakeControl]
 ) -> None:
     name = world.register(1)
     controls[B].fails_to_load = 2

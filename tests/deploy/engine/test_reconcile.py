@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -21,7 +21,9 @@ from deploy.registry.canary_rule import Move
 from learner.adapter_folder import CONFIG, WEIGHTS
 from sidecar.store.models import AliasRow, AuditRow, CounterRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
 PATHS = {f"v{number}": f"/{number}" for number in range(1, 7)}
 
 
@@ -76,7 +78,10 @@ def reconciler(world: World) -> Reconciler:
     )
 
 
-def begin(world: World, name: str, *phases: str) -> None:
+Advanced = Literal["gating", "ramping"]
+
+
+def begin(world: World, name: str, *phases: Advanced) -> None:
     with world.database.write() as session:
         transitions.begin(
             session, model="m", candidate=name, steps=(2_000,), now=1.0, actor="control"
@@ -237,7 +242,7 @@ async def test_a_restored_folder_is_loaded_at_the_next_poll(world: World) -> Non
     [(("gating",), "rejected"), (("gating", "ramping"), "rolled_back")],
 )
 async def test_the_canary_of_an_altered_candidate_ends_also_while_it_is_paused(
-    world: World, phases: tuple[str, ...], state: str
+    world: World, phases: tuple[Advanced, ...], state: str
 ) -> None:
     name = world.register(1)
     begin(world, name, *phases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,11 @@ json_values = st.recursive(
 )
 
 
+Good = tuple[Path, bytes, dict[str, Any], dict[str, Any], bytes]
+
+
 @pytest.fixture
-def good(adapter_folder: Any) -> tuple[Path, bytes, dict[str, Any], dict[str, Any], bytes]:
+def good(adapter_folder: Callable[..., tuple[Path, str]]) -> Good:
     """(folder, its config's bytes, its config, its header, its tensors' bytes)."""
     folder, _ = adapter_folder()
     config, weights = (folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes()
@@ -72,7 +76,7 @@ def write_header(folder: Path, header: bytes, data: bytes) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
 @given(data=st.data())
-def test_any_value_at_any_key_of_the_config(good: Any, data: st.DataObject) -> None:
+def test_any_value_at_any_key_of_the_config(good: Good, data: st.DataObject) -> None:
     folder, _, config, _, _ = good
     keys = st.one_of(
         st.sampled_from(sorted(config)),
@@ -89,7 +93,7 @@ def test_any_value_at_any_key_of_the_config(good: Any, data: st.DataObject) -> N
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
 @given(data=st.data())
-def test_any_value_at_any_place_of_the_header(good: Any, data: st.DataObject) -> None:
+def test_any_value_at_any_place_of_the_header(good: Good, data: st.DataObject) -> None:
     folder, config, _, header, tensors = good
     (folder / CONFIG).write_bytes(config)
     name = data.draw(st.sampled_from(sorted(header)))
@@ -108,7 +112,7 @@ def test_any_value_at_any_place_of_the_header(good: Any, data: st.DataObject) ->
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
 @given(data=st.data())
-def test_any_bytes_anywhere_in_both_files(good: Any, data: st.DataObject) -> None:
+def test_any_bytes_anywhere_in_both_files(good: Good, data: st.DataObject) -> None:
     folder, config, _, header, tensors = good
     (folder / CONFIG).write_bytes(config)
     write_header(folder, json.dumps(header).encode(), tensors)
@@ -123,5 +127,5 @@ def test_any_bytes_anywhere_in_both_files(good: Any, data: st.DataObject) -> Non
     verdict(folder)
 
 
-def test_the_folder_that_is_mutated_is_good(good: Any) -> None:
+def test_the_folder_that_is_mutated_is_good(good: Good) -> None:
     assert verdict(good[0]) is None

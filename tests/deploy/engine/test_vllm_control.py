@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from deploy.engine.vllm_control import PROBE_PROMPTS, AdapterControl, VllmControl
 from deploy.errors import EngineError, InvalidAdapterError
 from support.adapter_endpoints import MODEL, AdapterEndpoints
+from support.fake_control import FakeControl
 from support.fake_vllm import FakeVllm
 
 
@@ -36,7 +36,9 @@ async def real(server: FakeVllm) -> AsyncIterator[VllmControl]:
 
 
 @pytest.fixture(params=["in memory", "over http"])
-def control(request: pytest.FixtureRequest, fake_control: Any, real: VllmControl) -> AdapterControl:
+def control(
+    request: pytest.FixtureRequest, fake_control: FakeControl, real: VllmControl
+) -> AdapterControl:
     return fake_control if request.param == "in memory" else real
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.records import Canary
+from deploy.records import Canary, Phase
 from deploy.registry.canary_rule import (
     ArmCounts,
     GateEvidence,
@@ -254,7 +254,7 @@ def test_a_paused_canary_does_nothing(rules: CanarySettings) -> None:
 )
 @pytest.mark.parametrize("damage", [{"steps": ()}, {"step": 2}, {"step": -1}])
 def test_a_canary_whose_ramp_cannot_be_read_ends(
-    rules: CanarySettings, phase: str, state: str, damage: dict[str, Any]
+    rules: CanarySettings, phase: Phase, state: str, damage: dict[str, Any]
 ) -> None:
     canary = replace(LOADING, phase=phase, **damage)
 
@@ -266,7 +266,7 @@ def test_a_canary_whose_ramp_cannot_be_read_ends(
 
 
 @pytest.mark.parametrize("phase", ["promoted", "rolled_back", "inconclusive"])
-def test_an_ended_canary_never_changes(rules: CanarySettings, phase: str) -> None:
+def test_an_ended_canary_never_changes(rules: CanarySettings, phase: Phase) -> None:
     ended = replace(RAMPING, phase=phase, step=1)
     bad = RampEvidence(candidate=arm(9, errors=9), champion=arm(9))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,7 +13,8 @@ from deploy.registry.lineage import Lineage, render_lineage, trace_lineage
 from sidecar.store.database import compress
 from sidecar.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 
 def add_run(world: World, name: str, run_id: str, scores: tuple[float, ...]) -> str:
@@ -62,7 +63,7 @@ def add_run(world: World, name: str, run_id: str, scores: tuple[float, ...]) -> 
                     score=score,
                 )
             )
-        session.get(AdapterRow, name).run_id = run_id
+        session.get_one(AdapterRow, name).run_id = run_id
     return exchange_id
 
 

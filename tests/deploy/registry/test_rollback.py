@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from sqlalchemy import select
 
 from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.registry import audit, routing_writer, transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import RollbackResult, rollback
 from sidecar.store.database import Database
-from sidecar.store.models import CanaryRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 
 def roll_back(world: World, to: str = "previous", now: float = 2_000.0) -> RollbackResult:
@@ -138,8 +138,7 @@ def test_a_canary_whose_evidence_is_damaged_holds_up_no_rollback(
 ) -> None:
     candidate = ramp(world)
     with world.database.write() as session:
-        row = session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
-        row.evidence = evidence
+        world.canary_row(session, candidate).evidence = evidence
 
     result = roll_back(world)
 
@@ -264,7 +263,7 @@ def test_the_audit_says_who_why_and_from_where_to_where(
     assert row.after["champion"] == served[1]
 
 
-def test_it_needs_nothing_but_a_store(tmp_path: Any) -> None:
+def test_it_needs_nothing_but_a_store(tmp_path: Path) -> None:
     """As `sidecar rollback --offline`: no vLLM, no judge, no control process, a new connection."""
     database = Database(f"sqlite:///{tmp_path / 'store.db'}")
     database.upgrade()
@@ -277,7 +276,7 @@ def test_it_needs_nothing_but_a_store(tmp_path: Any) -> None:
     database.close()
 
 
-def test_it_works_before_any_first_start(tmp_path: Any) -> None:
+def test_it_works_before_any_first_start(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'store.db'}")
     database.upgrade()
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import Canary
-from deploy.registry import canaries, routing_writer, transitions
+from deploy.registry import routing_writer, transitions
 from deploy.registry.canary_rule import Hold, Move
-from sidecar.store.models import AuditRow, CounterRow
+from sidecar.store.models import AuditRow, CanaryRow, CounterRow
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 TO_GATE = Move(to="gating", candidate_state="gating", reason="loaded and live")
 TO_RAMP = Move(to="ramping", candidate_state="ramping", reason="gate passed")
 STEP_2 = Move(to="ramping", candidate_state="ramping", step=1, reason="step 1 passed")
 PROMOTE = Move(to="promoted", candidate_state="champion", reason="ramp passed")
 ROLL_BACK = Move(to="rolled_back", candidate_state="rolled_back", reason="too many errors")
+
+
+class Verb(Protocol):
+    """What an operator does to a canary."""
+
+    def __call__(
+        self, session: Session, row: CanaryRow, *, reason: str, now: float, actor: str
+    ) -> Canary: ...
 
 
 def begin(world: World, name: str) -> Canary:
@@ -28,7 +38,7 @@ def begin(world: World, name: str) -> Canary:
         )
 
 
-def go(world: World, name: str, *moves: Any, now: float = 200.0, **evidence: Any) -> bool:
+def go(world: World, name: str, *moves: Hold | Move, now: float = 200.0, **evidence: Any) -> bool:
     done = True
     for move in moves:
         with world.database.write() as session:
@@ -36,9 +46,9 @@ def go(world: World, name: str, *moves: Any, now: float = 200.0, **evidence: Any
     return done
 
 
-def by_operator(world: World, name: str, verb: Any, now: float = 300.0) -> Canary:
+def by_operator(world: World, name: str, verb: Verb, now: float = 300.0) -> Canary:
     with world.database.write() as session:
-        row = canaries.canary_of(session, name)
+        row = world.canary_row(session, name)
         return verb(session, row, reason="I say so", now=now, actor="me")
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from deploy.errors import UnknownAdapterError
 from deploy.registry import versions
 
-World = Any
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
 
 
 def move(world: World, alias: str, to: str) -> bool:

@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
@@ -214,6 +215,10 @@ def settings_of(folder: Path) -> dict[str, Any]:
 def log_of(folder: Path, name: str) -> str:
     path = folder / ".sidecar" / "logs" / f"{name}.log"
     return path.read_text() if path.exists() else ""
+
+
+def has_logged(folder: Path, name: str, event: str) -> bool:
+    return event in log_of(folder, name)
 
 
 def test_a_users_own_modules_are_never_run_by_a_child_or_a_grandchild(
@@ -469,7 +474,7 @@ def test_every_process_works_with_every_number_at_the_end_of_its_range(
 
     up = run("up")
     for name, event in works.items():
-        until(lambda name=name, event=event: event in log_of(tmp_path, name))
+        until(partial(has_logged, tmp_path, name, event))
     up.process.send_signal(signal.SIGTERM)
 
     assert up.ended() == 0
