@@ -96,6 +96,10 @@ class FakeVllm:
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _server: asyncio.Server | None = None
 
+    def play(self, *steps: Step) -> None:
+        """Answer every request from now on with these steps."""
+        self.script = lambda _: steps
+
     async def start(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, backlog=BACKLOG)
         self.port = self._server.sockets[0].getsockname()[1]

@@ -17,6 +17,7 @@ import struct
 import termios
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import h11
 
@@ -82,6 +83,10 @@ class StrictVllm:
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _server: asyncio.Server | None = None
+
+    def play(self, *steps: Step) -> None:
+        """Answer every request from now on with these steps."""
+        self.script = lambda _: steps
 
     async def start(self, port: int = 0) -> None:
         self.reading.set()
@@ -316,9 +321,16 @@ class Dial:
                 await self.writer.drain()
                 await taken(sock)
 
-    async def hear(self, method: bytes = b"POST", within_s: float = 60.0) -> Reply | None:
-        """The next reply; None when the relay closed without one. Raises: AssertionError, or
-        h11.RemoteProtocolError, when what came is not one whole reply of the grammar."""
+    async def hear(self, method: bytes = b"POST", within_s: float = 60.0) -> Reply:
+        """The next reply. Raises: AssertionError when the relay closed without one; AssertionError
+        or h11.RemoteProtocolError when what came is not one whole reply of the grammar."""
+        reply = await self.hear_or_end(method, within_s)
+        assert reply is not None, "the relay closed without a reply"
+        return reply
+
+    async def hear_or_end(self, method: bytes = b"POST", within_s: float = 60.0) -> Reply | None:
+        """The next reply; None when the relay closed without one. Raises as `hear` does for a
+        reply that is not whole or not of the grammar."""
         async with asyncio.timeout(within_s):
             return await self._hear(method)
 
@@ -367,6 +379,11 @@ class Dial:
         """Wait for the relay's end of the connection. False: it sent more bytes first."""
         async with asyncio.timeout(within_s):
             return not self._rest and (self._at_end or not await self._read())
+
+    def pause_reading(self) -> None:
+        """Take no more bytes from the kernel, so that the relay cannot write for ever."""
+        # A cast: uvloop's transports have these methods without the base class of asyncio.
+        cast(asyncio.Transport, self.writer.transport).pause_reading()
 
     def hang_up(self) -> None:
         self.writer.transport.abort()

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import structlog
@@ -55,7 +56,7 @@ class Door:
         self.keys.ring = KeyRing([*self.keys.ring._keys, key])
         return fresh
 
-    def ask(self, now: float = NOON, **headers: str | bytes) -> Admission | Denial:
+    def ask(self, now: float = NOON, /, **headers: str | bytes) -> Admission | Denial:
         """Header names with `_` for `-`."""
         raw = {
             name.replace("_", "-").encode(): value.encode() if isinstance(value, str) else value
@@ -66,7 +67,7 @@ class Door:
     def ask_raw(self, headers: dict[bytes, bytes], now: float) -> Admission | Denial:
         return self.access.admit(Credentials(headers), now)
 
-    def asked_with(self, fresh: FreshKey, now: float = NOON, **more: str) -> Admission | Denial:
+    def asked_with(self, fresh: FreshKey, now: float = NOON, /, **more: str) -> Admission | Denial:
         return self.ask(now, authorization=f"Bearer {fresh.presented}", **more)
 
 
@@ -418,7 +419,9 @@ def test_nothing_that_was_presented_is_ever_repeated(
     ),
     adapter=st.booleans(),
 )
-def test_no_key_of_ours_is_ever_repeated(randomness: bytes, changes: dict, adapter: bool) -> None:
+def test_no_key_of_ours_is_ever_repeated(
+    randomness: bytes, changes: dict[str, Any], adapter: bool
+) -> None:
     left = [randomness]
 
     def draw(count: int) -> bytes:
@@ -451,9 +454,16 @@ def test_no_key_of_ours_is_ever_repeated(randomness: bytes, changes: dict, adapt
 # As the settings ask
 
 
-def opened(metrics: Metrics, **sections: dict) -> Access:
-    keys = Held() if sections.get("access", {}).get("mode") == "keys" else None
-    return open_access(Settings(**sections), keys, MemoryLimiter(), metrics)
+def opened(
+    metrics: Metrics,
+    *,
+    access: dict[str, Any] | None = None,
+    best_of: dict[str, Any] | None = None,
+    proxy: dict[str, Any] | None = None,
+) -> Access:
+    settings = Settings(access=access or {}, best_of=best_of or {}, proxy=proxy or {})
+    keys = Held() if settings.access.mode == "keys" else None
+    return open_access(settings, keys, MemoryLimiter(), metrics)
 
 
 def test_the_settings_make_the_access() -> None:

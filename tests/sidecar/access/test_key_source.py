@@ -227,7 +227,11 @@ def test_the_last_keys_outlive_the_store(
     ],
 )
 def test_a_row_that_is_no_key_opens_nothing_and_hides_no_other(
-    changes: dict, store: Store, source: KeySource, watch: StoreWatch, metrics: Metrics
+    changes: dict[str, str | None],
+    store: Store,
+    source: KeySource,
+    watch: StoreWatch,
+    metrics: Metrics,
 ) -> None:
     good, bad = make_key(os.urandom), make_key(os.urandom)
     store.create()

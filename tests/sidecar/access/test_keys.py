@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,7 +64,7 @@ def test_the_right_key_is_found_among_others() -> None:
     ],
     ids=["short", "long", "wrong", "upper", "bare", "id alone", "empty", "not ASCII", "13 kB"],
 )
-def test_what_differs_by_anything_is_no_key(change) -> None:
+def test_what_differs_by_anything_is_no_key(change: Callable[[str], str]) -> None:
     fresh = make_key(os.urandom)
     ring = KeyRing([record(fresh)])
 
@@ -77,10 +79,13 @@ def test_the_right_secret_with_another_id_is_no_key() -> None:
 
 
 def test_an_unknown_id_is_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    monkeypatch.setattr(
-        "sidecar.access.keys.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
-    )
+    compared: list[tuple[str, str]] = []
+
+    def compare(a: str, b: str) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("sidecar.access.keys.hmac.compare_digest", compare)
     known, unknown = make_key(os.urandom), make_key(os.urandom)
     ring = KeyRing([record(known)])
 
@@ -136,7 +141,7 @@ def test_no_repr_shows_a_key_or_its_hash() -> None:
         ({"key_id": "Not-an-id"}, "key id: give 1 to 16"),
     ],
 )
-def test_a_record_that_breaks_a_rule_is_refused(changes: dict, message: str) -> None:
+def test_a_record_that_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidKeyError, match=re.escape(message)):
         record(make_key(fixed), **changes)
 

@@ -16,8 +16,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from sidecar.capture.assemble import assemble
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.capture.recorder import Capture
+from sidecar.capture.turns import Turns
 from sidecar.errors import OutboxError
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
@@ -171,15 +173,12 @@ def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Wire) -> No
 def test_a_defect_in_reading_one_capture_costs_that_one_only(
     make_bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from sidecar.capture import recorder as module
-
-    def assemble(raw: RawCapture, turns: Any) -> Any:
+    def broken_once(raw: RawCapture, turns: Turns | None) -> Exchange:
         if raw.exchange_id == "ex_0":
             raise ZeroDivisionError("what the user wrote")
-        return original(raw, turns)
+        return assemble(raw, turns)
 
-    original = module.assemble
-    monkeypatch.setattr(module, "assemble", assemble)
+    monkeypatch.setattr("sidecar.capture.recorder.assemble", broken_once)
     bench = make_bench()
     for number in range(3):
         bench.capture.offer(_raw(f"ex_{number}"))

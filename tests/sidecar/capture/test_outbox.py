@@ -203,8 +203,9 @@ def test_what_went_unread_with_a_deleted_file_is_counted_once(
 
     assert sum(gone) == 2
     assert [row.exchange_id for row in reader.read(0, 9)] == ["d", "e"]
-    for end in (*writers, reader):
-        end.close()
+    for writer in writers:
+        writer.close()
+    reader.close()
     assert _names(path) == ["d", "e"]
 
 

@@ -65,11 +65,15 @@ def test_a_retry_joins_the_failed_one_of_two_alike() -> None:
 
 def test_another_body_session_or_project_is_another_turn() -> None:
     turns = Turns()
+    changes: list[dict[str, Any]] = [
+        {},
+        {"body": b"[]"},
+        {"session_key": "h:t"},
+        {"project": "q"},
+    ]
     names = {
         _name(turns, f"ex_{number}", ended_well=False, **change)
-        for number, change in enumerate(
-            ({}, {"body": b"[]"}, {"session_key": "h:t"}, {"project": "q"})
-        )
+        for number, change in enumerate(changes)
     }
 
     assert len(names) == 4

@@ -77,7 +77,7 @@ async def rooms(
         with socket.create_server(("127.0.0.1", 0)) as free:
             admin_port = free.getsockname()[1]
         config = state_dir / "rooms.toml"
-        sections = {
+        sections: dict[str, dict[str, object]] = {
             "serving": {
                 "upstreams": [f"http://127.0.0.1:{fake_vllm.port}"],
                 "model": "smollm2-135m",

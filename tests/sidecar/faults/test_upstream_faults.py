@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from support.fake_vllm import FakeVllm
+from support.fake_vllm import FakeVllm, SeenRequest, Step
 from support.proxy_kit import StartProcess, StartProxy, Wire
 from support.traffic import Faults
 
 Recorded = Callable[[str], bytes]
-BAD = {
+BAD: dict[str, list[Step]] = {
     "resets before a byte": ["reset"],
     "resets in the head": [b"HTTP/1.1 200 OK\r\ncontent-", "reset"],
     "resets in the body": [b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "reset"],
@@ -46,7 +45,7 @@ async def test_only_the_requests_that_vllm_fails_fail(
     """Every third request meets the fault, on whatever connection it goes."""
     whole = wire.whole_reply(recorded("whole_reply_asked.json"))
 
-    def script(seen: Any) -> list[Any]:
+    def script(seen: SeenRequest) -> list[Step]:
         number = int(json.loads(seen.body)["messages"][0]["content"].split()[1])
         failed[number] = number % 3 == 0
         return BAD[kind] if failed[number] else [whole]
@@ -89,7 +88,7 @@ async def test_a_slow_vllm_is_waited_for_and_the_quick_are_not_held_up(
     go_on = asyncio.Event()
     slow = {number for number in range(1, 51) if number % 2}
 
-    def script(seen: Any) -> list[Any]:
+    def script(seen: SeenRequest) -> list[Step]:
         number = int(json.loads(seen.body)["messages"][0]["content"].split()[1])
         return [go_on, whole] if number in slow else [whole]
 

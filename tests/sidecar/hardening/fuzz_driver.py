@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -48,7 +49,7 @@ def by_coverage(name: str, seconds: float) -> None:
         atheris.Fuzz()
 
 
-def atheris_target(target):  # type: ignore[no-untyped-def]
+def atheris_target(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
     """Say the input with the failure: libFuzzer's own file of it goes away with its folder."""
 
     def run(data: bytes) -> None:

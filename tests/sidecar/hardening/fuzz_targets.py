@@ -183,11 +183,30 @@ def reply_parser(data: bytes) -> None:
 
 # -- JSON, made of choices: random bytes are almost never JSON
 
-KEYS = ("model", "choices", "token_ids", "logprobs", "prompt_token_ids", "delta", "message", "a")
+KEYS: tuple[str, ...] = (
+    "model",
+    "choices",
+    "token_ids",
+    "logprobs",
+    "prompt_token_ids",
+    "delta",
+    "message",
+    "a",
+)
 KEYS += ("finish_reason", "return_token_ids", "messages", "user", "stream", "usage", "", "é😀")
 KEYS += ('"\\', "stream_options", "total_tokens", "echo", "prompt")
 SPACES = ("", "", "", " ", "\n", "\t \r\n")
-SCALARS = ("null", "true", "0", "-1.5e+10", "1E400", '""', '"}]"', '"\\u0000\\ud800"', '"\\\\"')
+SCALARS: tuple[str, ...] = (
+    "null",
+    "true",
+    "0",
+    "-1.5e+10",
+    "1E400",
+    '""',
+    '"}]"',
+    '"\\u0000\\ud800"',
+    '"\\\\"',
+)
 SCALARS += ('"é😀"', "[]", "{}", "NaN", "-Infinity", '"a\\"b"', "123456789012345678901234567890")
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from support.proxy_kit import StartProxy
-from support.strict_peers import Connect, StrictVllm
+from support.strict_peers import Connect, Dial, Headers, Step, StrictVllm
 
 Recorded = Callable[[str], bytes]
 CHAT = b"/v1/chat/completions"
@@ -43,13 +42,13 @@ SHAPES = {
 }
 
 
-def what_vllm_saw(fake_vllm: StrictVllm) -> list[tuple[Any, ...]]:
+def what_vllm_saw(fake_vllm: StrictVllm) -> list[tuple[bytes, bytes, Headers, bytes]]:
     seen = [(one.method, one.target, one.headers, one.body) for one in fake_vllm.requests]
     fake_vllm.requests.clear()
     return seen
 
 
-async def hear_all(client: Any, count: int) -> list[tuple[Any, ...]]:
+async def hear_all(client: Dial, count: int) -> list[tuple[int, Headers, bytes]]:
     replies = [await client.hear() for _ in range(count)]
     own = (b"x-sidecar-exchange-id",)
     return [
@@ -111,7 +110,7 @@ async def test_a_reply_cut_anywhere_is_the_same_reply(
 
     for places in (list(range(1, len(sent))), *cuts):
         pieces = [sent[a:b] for a, b in zip([0, *places], [*places, len(sent)], strict=True)]
-        fake_vllm.script = lambda _, pieces=pieces: pieces
+        fake_vllm.play(*pieces)
         client.say(post(BODY))
         reply = await client.hear()
         assert reply.body == plain, places
@@ -141,7 +140,7 @@ async def test_a_stream_cut_inside_a_character_and_a_field_name_is_the_same_stre
     fake_vllm.piecewise = True
 
     for cut in range(1, len(sent)):
-        fake_vllm.script = lambda _, cut=cut: [sent[:cut], sent[cut:]]
+        fake_vllm.play(sent[:cut], sent[cut:])
         client.say(post(BODY))
         assert (await client.hear()).body == (plain + plain + rest).encode(), cut
 
@@ -157,7 +156,10 @@ async def test_an_event_goes_on_when_its_last_byte_comes(
     stripped = event.replace(b"[1]", b"null")
     gates = [asyncio.Event() for _ in range(5)]
     pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:30], event[30:])]
-    fake_vllm.script = lambda _: [head, *(p for gate in gates for p in (*pieces, gate)), "close"]
+    steps: list[Step] = [head]
+    for gate in gates:
+        steps += [*pieces, gate]
+    fake_vllm.play(*steps, "close")
     client = await dial(await start_proxy())
     client.say(post(BODY))
     await client.reader.readuntil(b"\r\n\r\n")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import pytest
 
@@ -20,7 +21,7 @@ from sidecar.relay.flight.accounts import Accounts
 from sidecar.store.database import Database
 from support import api_keys
 from support.proxy_kit import StartProxy, Wire
-from support.strict_peers import Connect, StrictVllm
+from support.strict_peers import Connect, Dial, StrictVllm
 
 pytestmark = pytest.mark.skipif(
     relay_is_compiled(),
@@ -83,7 +84,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def limited_key(state_dir: Any) -> bytes:
+def limited_key(state_dir: Path) -> bytes:
     """`Authorization` of a key that may ask once a minute."""
     database = Database(f"sqlite:///{state_dir / 'store.db'}")
     database.upgrade()
@@ -92,7 +93,7 @@ def limited_key(state_dir: Any) -> bytes:
     return b"Authorization: Bearer " + presented.encode()
 
 
-async def eat(client: Any) -> None:
+async def eat(client: Dial) -> None:
     """Read and forget, so that the client is one who reads its replies."""
     while await client.reader.read(2**20):
         await asyncio.sleep(0)
@@ -238,12 +239,14 @@ async def test_who_reads_no_refusals_gets_no_more_of_them_than_a_buffer_holds(
         while not running.proxy._relay._connections:
             await asyncio.sleep(0.001)
     [connection] = running.proxy._relay._connections
-    client.writer.transport.pause_reading()
+    client.pause_reading()
     client.say(GET * 200_000)
-    unsent, waiting = [], []
+    unsent: list[int] = []
+    waiting: list[int] = []
     async with asyncio.timeout(60):
         while not connection._writing_paused or len(unsent) < 50:
             await asyncio.sleep(0.001)
+            assert connection._transport is not None
             unsent.append(connection._transport.get_write_buffer_size())
             waiting.append(len(connection._parser.ready) + connection._early.size // len(GET))
 

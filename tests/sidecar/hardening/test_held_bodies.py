@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from sidecar.relay.client.body_watch import MIN_BODY_BYTES_PER_S, BodyWatch
+from sidecar.relay.client.connection import ClientConnection
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.store.database import Database
 from support import api_keys
 from support.memory import traced_bytes
 from support.proxy_kit import Running, StartProxy, Wire
-from support.strict_peers import Connect, StrictVllm
+from support.strict_peers import Connect, Dial, StrictVllm
 
 LONG_S = 60.0
 """A limit that a test must not run into."""
@@ -40,22 +39,40 @@ def question(size: int) -> bytes:
     return empty % (b"y" * (size - len(empty) + 2))
 
 
+class Brought(Dial):
+    """A client on a connection of its own; `relays` is the relay's end of it."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        relays: ClientConnection,
+    ) -> None:
+        super().__init__(reader, writer)
+        self.relays = relays
+
+
+Bring = Callable[[Running], Awaitable[Brought]]
+
+
 async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.001)
 
 
-@pytest.fixture
-def bring(start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm) -> Any:
-    """A client on a connection of its own, and the relay's end of it."""
+async def until_admitted(client: Brought) -> None:
+    await until(lambda: client.relays._watch._admitted is not None)
 
-    async def connect(running: Running) -> Any:
+
+@pytest.fixture
+def bring(start_proxy: StartProxy, dial: Connect, fake_vllm: StrictVllm) -> Bring:
+    async def connect(running: Running) -> Brought:
         known = set(running.proxy._relay._connections)
         client = await dial(running)
         await until(lambda: len(running.proxy._relay._connections) > len(known))
-        [client.relays] = running.proxy._relay._connections - known
-        return client
+        [relays] = running.proxy._relay._connections - known
+        return Brought(client.reader, client.writer, relays)
 
     return connect
 
@@ -101,7 +118,7 @@ def test_a_body_in_small_pieces_holds_a_small_multiple_of_its_bytes(
 
 
 async def test_unfinished_bodies_hold_no_more_than_the_budget_and_the_rest_come_again(
-    start_proxy: StartProxy, bring: Any
+    start_proxy: StartProxy, bring: Bring
 ) -> None:
     """They announce more than they send, as who wants to hold memory does."""
     running = await start_proxy(
@@ -142,7 +159,7 @@ async def test_unfinished_bodies_hold_no_more_than_the_budget_and_the_rest_come_
 
 @pytest.mark.parametrize("fields", [(), (b"Expect: 100-continue",)])
 async def test_where_the_memory_is_used_up_a_long_body_is_refused_at_its_head(
-    fields: tuple[bytes, ...], start_proxy: StartProxy, bring: Any
+    fields: tuple[bytes, ...], start_proxy: StartProxy, bring: Bring
 ) -> None:
     """And an ordinary request is served as ever."""
     running = await start_proxy(
@@ -173,7 +190,7 @@ async def test_where_the_memory_is_used_up_a_long_body_is_refused_at_its_head(
 
 
 async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
-    start_proxy: StartProxy, bring: Any, fake_vllm: StrictVllm, wire: Wire
+    start_proxy: StartProxy, bring: Bring, fake_vllm: StrictVllm, wire: Wire
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [go_on, wire.whole_reply(b"{}")]
@@ -197,7 +214,7 @@ async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
 
 
 async def test_a_body_that_is_alone_is_taken_whatever_the_budget(
-    start_proxy: StartProxy, bring: Any
+    start_proxy: StartProxy, bring: Bring
 ) -> None:
     running = await start_proxy(proxy={"max_held_body_bytes": 1}, capture={"sample_rate": 0.0})
     client = await bring(running)
@@ -213,7 +230,7 @@ async def test_a_body_that_is_alone_is_taken_whatever_the_budget(
 
 @pytest.mark.parametrize("first_bytes", [announced(MB), CHUNKED + b"100000\r\n"])
 async def test_a_body_that_was_refused_is_not_held_while_its_client_stays(
-    first_bytes: bytes, start_proxy: StartProxy, bring: Any
+    first_bytes: bytes, start_proxy: StartProxy, bring: Bring
 ) -> None:
     running = await start_proxy(proxy={"body_timeout_s": 0.3, "write_timeout_s": LONG_S})
     client = await bring(running)
@@ -230,29 +247,33 @@ async def test_a_body_that_was_refused_is_not_held_while_its_client_stays(
 # -- a key's requests
 
 
+class KeyMaker:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, requests_per_minute: int | None = None) -> str:
+        return api_keys.create(self._database, requests_per_minute=requests_per_minute)[1]
+
+    def revoke(self, presented: str) -> None:
+        api_keys.revoke(self._database, presented.split("-")[2])
+
+
 @pytest.fixture
-def make_key(state_dir: Path) -> Iterator[Any]:
+def make_key(state_dir: Path) -> Iterator[KeyMaker]:
     database = Database(f"sqlite:///{state_dir / 'store.db'}")
     database.upgrade()
-
-    def create(**limits: int) -> str:
-        return api_keys.create(database, **limits)[1]
-
-    def revoke(presented: str) -> None:
-        api_keys.revoke(database, presented.split("-")[2])
-
-    yield SimpleNamespace(create=create, revoke=revoke)
+    yield KeyMaker(database)
     database.close()
 
 
-async def refused(client: Any) -> tuple[int, str]:
+async def refused(client: Dial) -> tuple[int, str]:
     reply = await client.hear()
     return reply.status, json.loads(reply.body)["error"]["code"]
 
 
 @pytest.mark.parametrize("came", [0, 10, FREE_BYTES + 1])
 async def test_a_request_counts_against_its_key_when_its_head_is_here(
-    came: int, start_proxy: StartProxy, bring: Any, make_key: Any, fake_vllm: StrictVllm
+    came: int, start_proxy: StartProxy, bring: Bring, make_key: KeyMaker, fake_vllm: StrictVllm
 ) -> None:
     """Who keeps bodies unfinished uses up the key's requests as everybody else does."""
     key = make_key.create(requests_per_minute=2)
@@ -263,7 +284,7 @@ async def test_a_request_counts_against_its_key_when_its_head_is_here(
     for _ in range(2):
         slow = await bring(running)
         slow.say(announced(MB, shown) + bytes(came))
-        await until(lambda slow=slow: slow.relays._watch._admitted is not None)  # type: ignore[misc]
+        await until_admitted(slow)
 
     late = await bring(running)
     body = question(200)
@@ -275,7 +296,7 @@ async def test_a_request_counts_against_its_key_when_its_head_is_here(
 
 
 async def test_who_is_over_the_limit_is_told_before_the_long_body_and_after_a_short_one(
-    start_proxy: StartProxy, bring: Any, make_key: Any
+    start_proxy: StartProxy, bring: Bring, make_key: KeyMaker
 ) -> None:
     key = make_key.create(requests_per_minute=1)
     shown = b"Authorization: Bearer " + key.encode()
@@ -297,13 +318,13 @@ async def test_who_is_over_the_limit_is_told_before_the_long_body_and_after_a_sh
 
 
 async def test_a_key_that_is_revoked_while_its_body_is_coming_is_refused(
-    start_proxy: StartProxy, bring: Any, make_key: Any, fake_vllm: StrictVllm
+    start_proxy: StartProxy, bring: Bring, make_key: KeyMaker, fake_vllm: StrictVllm
 ) -> None:
     key = make_key.create()
     running = await start_proxy(access={"mode": "keys"}, proxy={"body_timeout_s": LONG_S})
     body, client = question(300), await bring(running)
     client.say(announced(len(body), b"Authorization: Bearer " + key.encode()) + body[:100])
-    await until(lambda: client.relays._watch._admitted is not None)
+    await until_admitted(client)
     make_key.revoke(key)
     await until(lambda: running.metric("sidecar_api_keys") == 0)
 
@@ -360,7 +381,7 @@ async def test_a_body_under_the_floor_is_late_when_what_it_may_owe_is_used_up(
 
 
 async def test_a_large_body_that_begins_to_drip_is_ended(
-    start_proxy: StartProxy, bring: Any
+    start_proxy: StartProxy, bring: Bring
 ) -> None:
     running = await start_proxy(
         proxy={"body_timeout_s": 0.5, "idle_timeout_s": LONG_S, "write_timeout_s": LONG_S}

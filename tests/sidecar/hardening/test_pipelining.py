@@ -6,10 +6,9 @@ And the ways in which a client ends a connection early.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from support.proxy_kit import StartProxy
-from support.strict_peers import Connect, StrictVllm
+from support.strict_peers import Connect, Seen, StrictVllm
 
 REQUEST = b'{"model":"smollm2-135m","messages":[]}'
 
@@ -19,7 +18,7 @@ def post(body: bytes = REQUEST, *fields: bytes, path: bytes = b"/v1/chat/complet
     return b"\r\n".join((*lines, b"", body))
 
 
-def echo(seen: Any) -> list[bytes]:
+def echo(seen: Seen) -> list[bytes]:
     return [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(seen.body) + seen.body]
 
 
@@ -46,9 +45,9 @@ async def test_a_hundred_requests_in_one_write_are_answered_in_order(
 
     client.say(b"".join(sent))
 
-    for number, (status, body) in enumerate(expected):
+    for number, (status, wanted) in enumerate(expected):
         reply = await client.hear(b"GET" if number % 5 == 4 else b"POST")
-        assert (reply.status, reply.body if body else None) == (status, body), number
+        assert (reply.status, reply.body if wanted else None) == (status, wanted), number
     assert [seen.body for seen in fake_vllm.requests] == [b for _, b in expected if b]
 
 
@@ -131,7 +130,7 @@ async def test_a_client_that_ends_in_the_middle_of_a_request_gets_nothing_relaye
         client.say(post()[:cut])
         client.writer.write_eof()
 
-        reply = await client.hear()
+        reply = await client.hear_or_end()
 
         assert reply is None or reply.status == 400
         assert await client.closed()

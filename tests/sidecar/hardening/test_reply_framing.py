@@ -53,12 +53,12 @@ async def test_a_reply_with_an_ambiguous_end_gives_502_or_a_break(
     running = await start_proxy(capture={"sample_rate": 0.0})
     whole = {}
     for number, rest in enumerate(AMBIGUOUS):
-        fake_vllm.script = lambda _, rest=rest: [OK + rest, "close"]
+        fake_vllm.play(OK + rest, "close")
         client = await dial(running)
         client.say(post(number))
         before = fake_vllm.connections
         try:
-            reply = await client.hear()
+            reply = await client.hear_or_end()
         except tools.BrokenReply:
             reply = None
         if reply is not None and reply.status != 502:
@@ -77,9 +77,10 @@ async def test_a_second_reply_behind_the_first_is_nobodys(
     running = await start_proxy(capture={"sample_rate": 0.0})
     for plan in ([reply + evil], [reply, evil], [reply, b"rubbish"], [reply + b"\r\n\r\n", evil]):
         for number in range(3):
-            fake_vllm.script = lambda _, plan=plan, number=number: (
-                plan if number == 0 else [OK + b"Content-Length: 1\r\n\r\n%d" % number]
-            )
+            if number == 0:
+                fake_vllm.play(*plan)
+            else:
+                fake_vllm.play(OK + b"Content-Length: 1\r\n\r\n%d" % number)
             client = await dial(running)
             client.say(post(number))
 
@@ -123,7 +124,7 @@ async def test_interim_replies_are_not_the_reply(
         b"HTTP/1.1 100 Continue\r\n\r\n" * 20,
     ):
         for pieces in ([interim + final], [interim, final], [interim[:9], interim[9:], final]):
-            fake_vllm.script = lambda _, pieces=pieces: pieces
+            fake_vllm.play(*pieces)
             client = await dial(running)
             client.say(post())
 
@@ -139,7 +140,7 @@ async def test_switching_protocols_that_nobody_asked_for_gives_502(
     running = await start_proxy(capture={"sample_rate": 0.0})
     head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
     for pieces in ([head], [head, b"\x00\x01\x02"], [head + OK + b"Content-Length: 0\r\n\r\n"]):
-        fake_vllm.script = lambda _, pieces=pieces: [*pieces, "close"]
+        fake_vllm.play(*pieces, "close")
         client = await dial(running)
         client.say(post())
 
@@ -158,7 +159,7 @@ async def test_replies_without_a_body_leave_the_connection_in_step(
         b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
     ):
-        fake_vllm.script = lambda _, head=head: [head]
+        fake_vllm.play(head)
         client.say(post())
         reply = await client.hear()
         assert (reply.status, reply.body) == (int(head[9:12]), b"")
@@ -176,7 +177,7 @@ async def test_head_gets_the_head_and_nothing_else(
     sent = b"HEAD /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n"
     client = await dial(running)
     for head in (b"Content-Length: 99\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n", b"\r\n"):
-        fake_vllm.script = lambda _, head=head: [OK + b"X: 1\r\n" + head]
+        fake_vllm.play(OK + b"X: 1\r\n" + head)
         client.say(sent)
         reply = await client.hear(b"HEAD")
         assert (reply.status, reply.body, reply.header(b"x")) == (200, b"", b"1")
@@ -195,7 +196,7 @@ async def test_a_reply_that_ends_with_its_connection(
     """Only a clean end of the connection ends such a reply; a reset breaks it."""
     running = await start_proxy(capture={"sample_rate": 0.0})
     for head in (OK + b"\r\n", OK + b"Connection: close\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"):
-        fake_vllm.script = lambda _, head=head: [head + b"abc", b"def", "close"]
+        fake_vllm.play(head + b"abc", b"def", "close")
         client = await dial(running)
         client.say(post())
         assert (await client.hear()).body == b"abcdef"

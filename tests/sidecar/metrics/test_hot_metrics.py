@@ -42,25 +42,24 @@ def test_the_exposition_is_what_prometheus_client_writes(monkeypatch: pytest.Mon
     histogram = Histogram("d_seconds", "How long.", buckets=BOUNDS, registry=theirs)
     Counter("e", "Never counted.", ["x"], registry=theirs)
     make, ours, _ = metric_set()
-    pair = [
-        (plain, make.counter("a", "Plain.")),
-        (labelled, make.labelled_counter("b", "With labels.", ["x", "y"])),
-        (gauge, make.gauge("c", "Number now.")),
-        (histogram, make.histogram("d_seconds", "How long.", bounds=BOUNDS)),
-    ]
+    our_plain = make.counter("a", "Plain.")
+    our_labelled = make.labelled_counter("b", "With labels.", ["x", "y"])
+    our_gauge = make.gauge("c", "Number now.")
+    our_histogram = make.histogram("d_seconds", "How long.", bounds=BOUNDS)
     make.labelled_counter("e", "Never counted.", ["x"])
     assert generate_latest(ours) == generate_latest(theirs), "before anything is counted"
 
     plain.inc(3)
-    pair[0][1].inc(3)
+    our_plain.inc(3)
     labelled.labels("200", 'quo"te').inc(3)
-    pair[1][1].inc((b"200", 'quo"te'), by=3)
-    for one in (gauge, pair[2][1]):
-        one.set(7)
-        one.dec()
+    our_labelled.inc((b"200", 'quo"te'), by=3)
+    gauge.set(7)
+    gauge.dec()
+    our_gauge.set(7)
+    our_gauge.dec()
     for value in (0.05, 0.1, 0.3, 2.0, 2.1):  # a value at a bound belongs to it
         histogram.observe(value)
-        pair[3][1].observe(value)
+        our_histogram.observe(value)
 
     assert generate_latest(ours) == generate_latest(theirs)
 
@@ -102,7 +101,8 @@ def test_counters_and_histograms_of_all_processes_are_added_up_by_hand() -> None
     assert sample("n_total", k="a") == 3 + 4
     assert sample("n_created", k="a") == 10.0, "the earliest"
     assert [sample("t_bucket", le=le) for le in ("0.1", "0.5", "2.0", "+Inf")] == [1, 2, 2, 3]
-    assert (sample("t_count"), sample("t_sum")) == (3, pytest.approx(5.3))
+    assert sample("t_count") == 3
+    assert sample("t_sum") == pytest.approx(5.3)
     assert (sample("g"), sample("m")) == (7, 3)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.json import Decoder
 
 from sidecar.replies import choices as reply_choices
 from sidecar.replies import runs as reply_runs
 from sidecar.replies.choices import read_stream, read_whole
-from sidecar.replies.parts import UnreadableReplyError, message_json
+from sidecar.replies.parts import Document, UnreadableReplyError, decode, message_json
 
 Recorded = Callable[[str], bytes]
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -287,10 +288,12 @@ def test_usual_events_are_not_decoded_one_by_one(
     chunks[5] = chunks[5].replace(b'"index":0', b'"index":' + index)
     one_by_one = _said([b"".join(chunks)])
     decoded: list[bytes] = []
-    decode = reply_choices.decode
-    monkeypatch.setattr(
-        reply_choices, "decode", lambda kind, data: (decoded.append(data), decode(kind, data))[1]
-    )
+
+    def noted(decoder: Decoder[Document], data: bytes) -> Document:
+        decoded.append(data)
+        return decode(decoder, data)
+
+    monkeypatch.setattr(reply_choices, "decode", noted)
 
     assert _said(chunks) == one_by_one
     assert len(chunks) == 703

@@ -137,13 +137,26 @@ HEADS = (
     OK + b"server: no length\r\n\r\n",
 )
 LENGTHS = (*(b"%d",) * 12, b"0%d", b"%d ", b" %d", b"+%d", b"%d1", b"0000000000000000%d", b"")
-STREAM_HEADS = (*(STREAM,) * 3, STREAM.replace(b"text/", b"x/"))
+STREAM_HEADS: tuple[bytes, ...] = (*(STREAM,) * 3, STREAM.replace(b"text/", b"x/"))
 STREAM_HEADS += (STREAM.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),)
 SIZES = (1, 1, 2, 5, 15, 16, 17, 255, 256, 2040, 2042, 4095, 4096)
-SPELLINGS = (*(b"%x",) * 12, b"%X", b"%X", b"0%x", b"0000000%x", b"0000000000%x", b"%x;a=b")
+SPELLINGS: tuple[bytes, ...] = (
+    *(b"%x",) * 12,
+    b"%X",
+    b"%X",
+    b"0%x",
+    b"0000000%x",
+    b"0000000000%x",
+    b"%x;a=b",
+)
 SPELLINGS += (b"%x;", b"0x%x", b"+%x", b" %x", b"%x ", b"\t%x", b"%x_0", b"-%x", b"", b"\n%x")
 CHUNK_ENDS = (*(b"\r\n",) * 20, b"", b"\n", b"\r", b"ab", b"a\r\n", b"\r\n\r\n")
-ENDS = (*(LAST,) * 4, b"000" + LAST, b"0;a=b\r\n\r\n", b"0\r\nx-t: 1\r\nconnection: close\r\n\r\n")
+ENDS: tuple[bytes, ...] = (
+    *(LAST,) * 4,
+    b"000" + LAST,
+    b"0;a=b\r\n\r\n",
+    b"0\r\nx-t: 1\r\nconnection: close\r\n\r\n",
+)
 ENDS += (b"", b"0\r\n", b"rubbish\r\n")
 INTERIM = (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
 BEHIND = (*(b"",) * 5, b"x", b"abc\r\n", known(b"ab"), b"\r\n" + known(b"ab"), STREAM + LAST)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database
 from sidecar.store.models import BreakerTripRow, RoutingRow
 from support.fake_vllm import FakeVllm
-from support.proxy_kit import FreePort, Running, StartProcess, StartProxy, Wire
+from support.proxy_kit import FreePort, StartProcess, StartProxy, Target, Wire
 
 MODEL = "smollm2-135m"
 CANARY = f"{MODEL}--v2-0123456789ab"
@@ -42,7 +42,9 @@ def events(wire: Wire, *texts: str, finish: str = "stop") -> list[Any]:
     """A stream of chat: the role, these texts, the end."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": text} for text in texts]
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+    ]
     choices.append({"index": 0, "delta": {}, "finish_reason": finish})
     data = [json.dumps({"choices": [choice]}).encode() for choice in choices] + [b"[DONE]"]
     return [wire.STREAM_HEAD, *(wire.chunk(b"data: %b\n\n" % one) for one in data), wire.LAST_CHUNK]
@@ -66,14 +68,14 @@ def asked(user: int, *, streams: bool) -> bytes:
     return json.dumps({**body, "stream": True} if streams else body).encode()
 
 
-async def good(running: Running, wire: Wire, user: int, *, streams: bool = False) -> bool:
+async def good(running: Target, wire: Wire, user: int, *, streams: bool = False) -> bool:
     """Whether this user gets an answer with a text."""
     sent = wire.post(asked(user, streams=streams), headers=f"x-sidecar-session: u{user}\r\n")
     line, _, body = wire.split(await running.send(sent))
     return line == "HTTP/1.1 200 OK" and b"Hello." in body
 
 
-async def hurt_users(running: Running, wire: Wire, *, streams: bool = False) -> int:
+async def hurt_users(running: Target, wire: Wire, *, streams: bool = False) -> int:
     """One request of each user, one after the other. Returns: how many got no good answer."""
     hurt = 0
     for user in range(USERS):
@@ -499,7 +501,7 @@ def test_a_reply_that_the_token_limit_ended_is_known(body: bytes) -> None:
 
 
 @pytest.fixture
-def database(state_dir: Path) -> Any:
+def database(state_dir: Path) -> Iterator[Database]:
     database = Database(f"sqlite:///{state_dir}/store.db")
     database.upgrade()
     with database.write() as session:
@@ -513,7 +515,8 @@ async def trip_of(database: Database) -> BreakerTripRow:
     async with asyncio.timeout(60):
         while True:
             with database.read() as session:
-                if (row := session.scalar(select(BreakerTripRow))) is not None:
+                row: BreakerTripRow | None = session.scalar(select(BreakerTripRow))
+                if row is not None:
                     session.expunge(row)
                     return row
             await asyncio.sleep(0.01)

@@ -34,7 +34,7 @@ class Store:
     def put_text(self, body: str, generation: int = 0) -> None:
         self._run("INSERT OR REPLACE INTO routing_table VALUES ('m', ?, ?, 0)", (generation, body))
 
-    def _run(self, statement: str, values: tuple = ()) -> None:
+    def _run(self, statement: str, values: tuple[str | int, ...] = ()) -> None:
         connection = sqlite3.connect(self.path)
         with connection:
             connection.execute("PRAGMA journal_mode=WAL")

@@ -17,8 +17,9 @@ from sidecar.relay.best_of.reply import read_answers, stream_reply, whole_reply
 from sidecar.relay.http1.heads import ReplyHeaders
 from sidecar.relay.http1.reply_parser import ReplyHead, ReplyReader
 from sidecar.relay.payload.peek import peek_request
-from sidecar.scoring.wire import Material, NoPick, Pick
-from support.proxy_kit import Wire
+from sidecar.relay.payload.request_edit import PiecedBody
+from sidecar.scoring.wire import Material, NoPick, Pick, Verdict
+from support.proxy_kit import MemoryPicker, Wire
 
 REQUEST = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SECOND = Pick(index=1, scores=(0.25, 0.75))
@@ -40,10 +41,13 @@ class MemoryConnection:
     """The upstream connection, in memory: it notes what it is told."""
 
     told: list[str] = field(default_factory=list)
-    reader: Any = None
+    reader: ReplyReader | None = None
     sent: bytes = b""
 
-    def send(self, reader: Any, head: bytes, body: bytes, *, head_only: bool) -> None:
+    def send(
+        self, reader: ReplyReader, head: bytes, body: bytes | PiecedBody, *, head_only: bool
+    ) -> None:
+        assert isinstance(body, bytes)
         self.reader = reader
         self.sent = head + body
         assert not head_only
@@ -89,7 +93,7 @@ class Rig:
     """One best-of request with everything around it in memory."""
 
     metrics: Metrics
-    picker: Any
+    picker: MemoryPicker
     best_of: BestOf
     plan: BestOfPlan
     upstream: MemoryConnection
@@ -97,11 +101,23 @@ class Rig:
     connection: BestOfConnection
     chunks: list[bytes]
 
+    @property
+    def reader(self) -> ReplyReader:
+        """What the upstream connection was told to give its reply to."""
+        assert self.upstream.reader is not None
+        return self.upstream.reader
+
+    @property
+    def head(self) -> ReplyHead:
+        """The head that the flight saw."""
+        assert self.flight.head is not None
+        return self.flight.head
+
     def reply(
         self, body: bytes, *, status: int = 200, encoding: bytes = b"", size: int = 100
     ) -> None:
         """vLLM's reply comes, in pieces, and its connection goes back to the pool."""
-        reader = self.upstream.reader
+        reader = self.reader
         reader.reply_head(ReplyHead(status, b"", reply_headers(encoding), len(body)))
         for at in range(0, len(body), size):
             reader.reply_body(body[at : at + size])
@@ -127,9 +143,14 @@ class Rig:
         }
 
 
+MakeRig = Callable[..., Rig]
+
+
 @pytest.fixture
-def rig(wire: Wire) -> Callable[..., Rig]:
-    def make(*script: Any, keep: bool = True, timeout_s: float = 30.0, **fields: Any) -> Rig:
+def rig(wire: Wire) -> MakeRig:
+    def make(
+        *script: Verdict | asyncio.Event, keep: bool = True, timeout_s: float = 30.0, **fields: Any
+    ) -> Rig:
         body = json.dumps({**REQUEST, **fields}).encode()
         metrics, picker = Metrics(), wire.Picker(*(script or (SECOND,)))
         plan = plan_best_of(peek_request(body), 2, captured=keep)
@@ -143,7 +164,8 @@ def rig(wire: Wire) -> Callable[..., Rig]:
             timeout_s=timeout_s,
         )
         assert best_of.plan is not None
-        upstream, flight, chunks = MemoryConnection(), MemoryFlight(), []
+        upstream, flight = MemoryConnection(), MemoryFlight()
+        chunks: list[bytes] = []
         connection = BestOfConnection(upstream, best_of, best_of.plan, chunks.append)
         connection.send(flight, b"HEAD ", b"BODY", head_only=False)
         return Rig(metrics, picker, best_of, best_of.plan, upstream, flight, connection, chunks)
@@ -151,7 +173,7 @@ def rig(wire: Wire) -> Callable[..., Rig]:
     return make
 
 
-async def test_the_flight_sees_the_pick_as_a_plain_reply(rig: Any, recorded: Recorded) -> None:
+async def test_the_flight_sees_the_pick_as_a_plain_reply(rig: MakeRig, recorded: Recorded) -> None:
     one = rig()
     reply = recorded("two_reply_asked.json")
 
@@ -161,7 +183,7 @@ async def test_the_flight_sees_the_pick_as_a_plain_reply(rig: Any, recorded: Rec
     assert one.upstream.sent == b"HEAD BODY"
     expected = whole_reply(read_answers(reply, 2), 1, one.plan.strip)
     assert one.flight.body == expected
-    assert one.flight.head.content_length == len(expected)
+    assert one.head.content_length == len(expected)
     assert one.best_of.own_lines == (b"x-sidecar-best-of: 2;picked=1",)
     assert one.best_of.returned_index == 1
     assert one.counted() == {
@@ -172,7 +194,7 @@ async def test_the_flight_sees_the_pick_as_a_plain_reply(rig: Any, recorded: Rec
     }
 
 
-async def test_a_client_that_asked_for_a_stream_gets_one(rig: Any, recorded: Recorded) -> None:
+async def test_a_client_that_asked_for_a_stream_gets_one(rig: MakeRig, recorded: Recorded) -> None:
     one = rig(stream=True, stream_options={"include_usage": True})
     reply = recorded("two_reply_asked.json")
 
@@ -182,14 +204,14 @@ async def test_a_client_that_asked_for_a_stream_gets_one(rig: Any, recorded: Rec
     assert one.flight.body == stream_reply(
         read_answers(reply, 2), 1, one.plan.strip, include_usage=True, continuous_usage=False
     )
-    assert one.flight.head.content_length is None
-    headers = one.flight.head.headers
+    assert one.head.content_length is None
+    headers = one.head.headers
     assert headers.lines == [b"server: uvicorn", b"content-type: text/event-stream; charset=utf-8"]
     assert headers.content_type.startswith(b"text/event-stream")
 
 
 async def test_the_judge_is_shown_all_answers_and_whose_they_are(
-    rig: Any, recorded: Recorded
+    rig: MakeRig, recorded: Recorded
 ) -> None:
     one = rig(keep=False)
     reply = recorded("two_reply_asked.json")
@@ -205,7 +227,7 @@ async def test_the_judge_is_shown_all_answers_and_whose_they_are(
     assert json.loads(asked.request) == REQUEST
 
 
-async def test_the_capture_gets_vllms_own_bytes(rig: Any, recorded: Recorded) -> None:
+async def test_the_capture_gets_vllms_own_bytes(rig: MakeRig, recorded: Recorded) -> None:
     one = rig()
 
     one.reply(recorded("two_reply_asked.json"))
@@ -216,7 +238,7 @@ async def test_the_capture_gets_vllms_own_bytes(rig: Any, recorded: Recorded) ->
 
 @pytest.mark.parametrize("reason", ["away", "timeout", "garbage", "disconnect", "judge_rubbish"])
 async def test_without_a_pick_it_is_the_first_answer_and_the_reason_is_counted(
-    reason: str, rig: Any, recorded: Recorded
+    reason: str, rig: MakeRig, recorded: Recorded
 ) -> None:
     one = rig(NoPick(reason=reason))
     reply = recorded("two_reply_asked.json")
@@ -235,13 +257,15 @@ async def test_without_a_pick_it_is_the_first_answer_and_the_reason_is_counted(
     }
 
 
-async def test_a_picker_that_breaks_costs_the_client_nothing(rig: Any, recorded: Recorded) -> None:
+async def test_a_picker_that_breaks_costs_the_client_nothing(
+    rig: MakeRig, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = rig()
 
-    async def broken(*_: Any) -> Any:
+    async def broken(material: Material, deadline_s: float) -> Verdict:
         raise RuntimeError("a defect")
 
-    one.picker.pick = broken
+    monkeypatch.setattr(one.picker, "pick", broken)
     one.reply(recorded("two_reply_asked.json"))
     await one.ended()
 
@@ -249,18 +273,18 @@ async def test_a_picker_that_breaks_costs_the_client_nothing(rig: Any, recorded:
 
 
 @pytest.mark.parametrize("status", [400, 404, 500])
-async def test_an_error_of_vllm_is_handed_on_as_it_is(status: int, rig: Any) -> None:
+async def test_an_error_of_vllm_is_handed_on_as_it_is(status: int, rig: MakeRig) -> None:
     one = rig()
 
     one.reply(b'{"error":{}}', status=status, size=3)
     await one.ended()
 
-    assert (one.flight.head.status, one.flight.body) == (status, b'{"error":{}}')
+    assert (one.head.status, one.flight.body) == (status, b'{"error":{}}')
     assert one.picker.asked == []
     assert one.counted() == {"requests_total": 1, "fallbacks_total/not_200": 1}
 
 
-async def test_when_vllm_refuses_n_the_plain_request_is_sent_once(rig: Any) -> None:
+async def test_when_vllm_refuses_n_the_plain_request_is_sent_once(rig: MakeRig) -> None:
     one = rig()
     one.reply(b'{"error":{"message":"n must be 1 when using greedy sampling"}}', status=400)
 
@@ -273,7 +297,7 @@ async def test_when_vllm_refuses_n_the_plain_request_is_sent_once(rig: Any) -> N
     assert one.counted() == {"requests_total": 1, "fallbacks_total/refused": 1}
 
 
-async def test_a_compressed_reply_is_handed_on_as_it_is(rig: Any) -> None:
+async def test_a_compressed_reply_is_handed_on_as_it_is(rig: MakeRig) -> None:
     one = rig()
 
     one.reply(b"\x1f\x8b", encoding=b"gzip")
@@ -284,7 +308,9 @@ async def test_a_compressed_reply_is_handed_on_as_it_is(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"choices":[]}', b"not json"])
-async def test_a_reply_that_is_not_n_answers_is_handed_on_as_it_is(body: bytes, rig: Any) -> None:
+async def test_a_reply_that_is_not_n_answers_is_handed_on_as_it_is(
+    body: bytes, rig: MakeRig
+) -> None:
     one = rig(stream=True)
 
     one.reply(body)
@@ -295,7 +321,7 @@ async def test_a_reply_that_is_not_n_answers_is_handed_on_as_it_is(body: bytes, 
 
 
 async def test_a_reply_of_a_shape_that_vllm_does_not_write_is_handed_on(
-    rig: Any, recorded: Recorded
+    rig: MakeRig, recorded: Recorded
 ) -> None:
     one = rig(stream=True)
     body = recorded("two_reply_asked.json").replace(b'"reasoning":null', b'"tool_calls":[{}]')
@@ -309,7 +335,7 @@ async def test_a_reply_of_a_shape_that_vllm_does_not_write_is_handed_on(
 
 
 async def test_a_reply_too_large_to_hold_goes_on_unedited(
-    rig: Any, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+    rig: MakeRig, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sidecar.relay.best_of.exchange.MAX_HELD_BYTES", 1000)
     one = rig()
@@ -321,10 +347,10 @@ async def test_a_reply_too_large_to_hold_goes_on_unedited(
     assert one.counted()["fallbacks_total/too_large"] == 1
 
 
-async def test_a_lost_upstream_is_told_to_the_flight(rig: Any) -> None:
+async def test_a_lost_upstream_is_told_to_the_flight(rig: MakeRig) -> None:
     one = rig()
 
-    one.upstream.reader.upstream_lost("gone", nothing_came=True, reused=True)
+    one.reader.upstream_lost("gone", nothing_came=True, reused=True)
 
     assert one.flight.lost == ("gone", True, True)
     one.connection.pause()
@@ -334,10 +360,10 @@ async def test_a_lost_upstream_is_told_to_the_flight(rig: Any) -> None:
 
 
 async def test_a_second_sending_makes_good_what_the_first_one_lost(
-    rig: Any, recorded: Recorded
+    rig: MakeRig, recorded: Recorded
 ) -> None:
     one = rig()
-    one.upstream.reader.upstream_lost("gone", nothing_came=True, reused=True)
+    one.reader.upstream_lost("gone", nothing_came=True, reused=True)
     again = BestOfConnection(one.upstream, one.best_of, one.plan, one.chunks.append)
     again.send(one.flight, b"", b"", head_only=False)
 
@@ -349,7 +375,7 @@ async def test_a_second_sending_makes_good_what_the_first_one_lost(
     assert "fallbacks_total/upstream_lost" not in counted
 
 
-async def test_before_the_reply_the_clients_leaving_stops_vllm(rig: Any) -> None:
+async def test_before_the_reply_the_clients_leaving_stops_vllm(rig: MakeRig) -> None:
     one = rig()
 
     one.connection.pause()
@@ -361,7 +387,7 @@ async def test_before_the_reply_the_clients_leaving_stops_vllm(rig: Any) -> None
 
 
 async def test_after_the_reply_the_clients_leaving_stops_the_waiting_and_not_the_connection(
-    rig: Any, recorded: Recorded
+    rig: MakeRig, recorded: Recorded
 ) -> None:
     defects: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: defects.append(told))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from sidecar.relay.best_of.reply import read_answers, stream_reply, whole_reply
 from sidecar.relay.payload.reply_edit import Strip
 from sidecar.scoring.wire import NoPick, Pick
-from support.fake_vllm import FakeVllm
+from support.fake_vllm import FakeVllm, Step
 from support.proxy_kit import MemoryPicker, Wire
 
 ALL = ASKED = Strip(token_ids=True, logprobs=True)
@@ -164,7 +164,9 @@ async def test_a_lost_connection_is_tried_again_and_judged_once(
     recorded: Recorded,
 ) -> None:
     reply = recorded("two_reply_asked.json")
-    steps = iter([[wire.whole_reply(b"{}")], [wire.CLOSE], [wire.whole_reply(reply)]])
+    steps: Iterator[Sequence[Step]] = iter(
+        [[wire.whole_reply(b"{}")], [wire.CLOSE], [wire.whole_reply(reply)]]
+    )
     fake_vllm.script = lambda _: next(steps)
     running = await start_proxy(best_of={"enabled": True})
     await running.send(wire.post(json.dumps(REQUEST).encode()))

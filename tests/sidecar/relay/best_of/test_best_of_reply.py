@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 
 from sidecar.relay.best_of.reply import (
     UnreadableAnswersError,
@@ -132,6 +132,14 @@ def test_a_recorded_tool_call_comes_in_vllms_two_events(recorded: Recorded) -> N
     assert [event["choices"][0]["finish_reason"] for event in found] == [None] * 3 + ["length"]
 
 
+def function_calls(message: ChatCompletionMessage) -> list[tuple[str, str, str]]:
+    calls = []
+    for call in message.tool_calls or ():
+        assert call.type == "function"
+        calls.append((call.id, call.function.name, call.function.arguments))
+    return calls
+
+
 def test_openais_client_puts_the_stream_together_to_the_whole_message(recorded: Recorded) -> None:
     call = called(recorded)
     body = reply({"message": {"role": "assistant", "content": 'Say "hi" 🌍\n'}}, call)
@@ -147,9 +155,7 @@ def test_openais_client_puts_the_stream_together_to_the_whole_message(recorded: 
         whole = ChatCompletion.model_validate_json(whole_reply(answers, picked, ALL))
         said, meant = streamed.choices[0].message, whole.choices[0].message
         assert (said.role, said.content or "") == (meant.role, meant.content or "")
-        assert [(c.id, c.function.name, c.function.arguments) for c in said.tool_calls or ()] == [
-            (c.id, c.function.name, c.function.arguments) for c in meant.tool_calls or ()
-        ]
+        assert function_calls(said) == function_calls(meant)
         assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
         assert streamed.usage == whole.usage
 

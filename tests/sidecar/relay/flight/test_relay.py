@@ -148,7 +148,7 @@ async def test_every_cut_of_the_upstreams_bytes_gives_the_same_reply(
     plain = recorded("whole_stream_plain.sse")
     running = await start_proxy()
     for cut in range(1, len(sent), 37):
-        fake_vllm.script = lambda _, cut=cut: [sent[:cut], sent[cut:]]
+        fake_vllm.play(sent[:cut], sent[cut:])
 
         _, _, body = wire.split(await running.send(wire.post(REQUEST)))
 
@@ -312,8 +312,9 @@ async def test_small_pieces_are_sent_at_once(
     seen: list[int] = []
 
     def client_connection(*arguments: Any) -> ClientConnection:
-        made.append(ClientConnection(*arguments))
-        return made[-1]
+        connection = ClientConnection(*arguments)
+        made.append(connection)
+        return connection
 
     def script(_: Any) -> list[bytes]:
         sock = made[0]._transport.get_extra_info("socket")

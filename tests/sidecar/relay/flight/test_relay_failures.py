@@ -6,13 +6,13 @@ import asyncio
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from sidecar.capture.outbox import Outbox
-from support.fake_vllm import FakeVllm
+from support.fake_vllm import FakeVllm, Step
 from support.proxy_kit import StartProxy, Wire
 
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
@@ -23,7 +23,9 @@ async def test_a_dead_kept_connection_is_replaced_unseen(
     fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
     """The server dies with the request in hand, as one does whose idle timer fires just then."""
-    plays = iter([[wire.whole_reply(b"{}")], [wire.RESET], [wire.whole_reply(b'{"a":1}')]])
+    plays: Iterator[Sequence[Step]] = iter(
+        [[wire.whole_reply(b"{}")], [wire.RESET], [wire.whole_reply(b'{"a":1}')]]
+    )
     fake_vllm.script = lambda _: next(plays)
     running = await start_proxy()
     await running.send(wire.post(REQUEST))
@@ -49,7 +51,9 @@ async def test_a_request_that_fails_on_a_new_connection_is_not_sent_again(
 async def test_nothing_is_sent_again_after_the_first_byte(
     fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
 ) -> None:
-    plays = iter([[wire.whole_reply(b"{}")], [b"HTTP/1.1 200 OK\r\n", wire.RESET]])
+    plays: Iterator[Sequence[Step]] = iter(
+        [[wire.whole_reply(b"{}")], [b"HTTP/1.1 200 OK\r\n", wire.RESET]]
+    )
     fake_vllm.script = lambda _: next(plays)
     running = await start_proxy()
     await running.send(wire.post(REQUEST))

@@ -102,7 +102,7 @@ OTHERS = (
     b"\r\n",
     b"rubbish",
 )
-LENGTHS = (
+LENGTHS: tuple[bytes, ...] = (
     *(b"%d",) * 10,
     b"0%d",
     b"000000000000000000%d",

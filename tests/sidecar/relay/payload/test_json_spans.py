@@ -20,7 +20,10 @@ JSON = st.recursive(
     max_leaves=20,
 )
 OBJECT = st.dictionaries(st.text(), JSON, max_size=6)
-STYLES = st.sampled_from([(None, (",", ":")), (None, (" , ", " : ")), (2, None)])
+Style = tuple[int | None, tuple[str, str] | None]
+"""`indent` and `separators` of `json.dumps`."""
+SPELLED: list[Style] = [(None, (",", ":")), (None, (" , ", " : ")), (2, None)]
+STYLES = st.sampled_from(SPELLED)
 
 
 def _same(one: object, other: object) -> bool:
@@ -28,7 +31,9 @@ def _same(one: object, other: object) -> bool:
 
 
 @given(OBJECT, STYLES, st.booleans())
-def test_every_member_is_found_at_its_place(value: dict, style: tuple, ascii_only: bool) -> None:
+def test_every_member_is_found_at_its_place(
+    value: dict[str, object], style: Style, ascii_only: bool
+) -> None:
     indent, separators = style
     text = json.dumps(value, indent=indent, separators=separators, ensure_ascii=ascii_only)
     data = text.encode("utf-8", "surrogatepass")
@@ -41,7 +46,7 @@ def test_every_member_is_found_at_its_place(value: dict, style: tuple, ascii_onl
 
 
 @given(OBJECT, STYLES)
-def test_the_walk_and_the_scan_agree(value: dict, style: tuple) -> None:
+def test_the_walk_and_the_scan_agree(value: dict[str, object], style: Style) -> None:
     indent, separators = style
     data = json.dumps(value, indent=indent, separators=separators).encode()
 
@@ -62,14 +67,14 @@ def test_the_walk_and_the_scan_agree(value: dict, style: tuple) -> None:
         (b" \n{ } ", []),
     ],
 )
-def test_odd_objects_give_exact_spans(data: bytes, expected: list) -> None:
+def test_odd_objects_give_exact_spans(data: bytes, expected: list[tuple[str, bytes]]) -> None:
     found = [(member.key, data[member.start : member.end]) for member in members(data)]
 
     assert found == expected
 
 
 @given(st.lists(JSON, max_size=6), STYLES)
-def test_every_element_is_found_at_its_place(value: list, style: tuple) -> None:
+def test_every_element_is_found_at_its_place(value: list[object], style: Style) -> None:
     indent, separators = style
     data = b"xx" + json.dumps(value, indent=indent, separators=separators).encode() + b"yy"
 

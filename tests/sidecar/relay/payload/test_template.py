@@ -220,12 +220,13 @@ def test_two_events_in_one_read_are_not_one(first: str) -> None:
 
 
 def test_two_choices_in_one_event_are_not_one() -> None:
-    for fields in (
+    several: tuple[dict[str, Any], ...] = (
         {"logprobs": None, "finish_reason": None, "token_ids": [5]},
         {"finish_reason": None, "token_ids": [5]},
         {"logprobs": {"content": []}, "finish_reason": None, "token_ids": [5]},
         {"logprobs": {"content": [token("a", top=True)]}, "finish_reason": None, "token_ids": [5]},
-    ):
+    )
+    for fields in several:
         both = delta_event()
         both["choices"].insert(0, {"index": 0, "delta": {"content": "b"}, **fields})
         assert learned().strip(event(both)) in (None, strip_event(event(both), STRIP_USUAL))

@@ -355,8 +355,7 @@ async def test_a_stream_may_be_cut_anywhere(
     running = await start_proxy()
     count = 0
     for cut in range(1, len(item.reply), max(1, len(item.reply) // 50)):
-        pieces = [item.reply[:cut], 0.001, item.reply[cut:]]
-        fake_vllm.script = lambda _, pieces=pieces: pieces
+        fake_vllm.play(item.reply[:cut], 0.001, item.reply[cut:])
 
         _, _, body = await ask(running, wire, plain)
 
