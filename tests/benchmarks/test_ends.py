@@ -52,7 +52,7 @@ def port(ends: Ends) -> Iterator[int]:
 def ask(port: int, **members: object) -> bytes:
     content = json.dumps({"model": MODEL, "messages": [], **members}).encode()
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, content), timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, content), timeout=60) as reply:
         found: bytes = reply.read()
         return found
 
@@ -122,7 +122,7 @@ def test_the_model_that_was_asked_for_is_named(port: int) -> None:
 
 
 def test_the_models_are_listed(port: int) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as reply:
         listed = json.loads(reply.read())["data"]
 
     assert [one["id"] for one in listed] == [MODEL, ours.CHAMPION]

@@ -230,7 +230,7 @@ def server_url() -> Iterator[str]:
         yield found[1]
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         process.stdout.close()
 
 
@@ -274,7 +274,7 @@ async def test_over_http_the_best_answer_gets_the_best_score_whatever_the_order(
 
 
 def test_it_lists_its_model(server_url: str) -> None:
-    with urllib.request.urlopen(f"{server_url}/models", timeout=10) as reply:
+    with urllib.request.urlopen(f"{server_url}/models", timeout=60) as reply:
         assert [model["id"] for model in json.load(reply)["data"]] == [MODEL]
 
 

@@ -146,7 +146,7 @@ def _by_reason(values: dict[str, float], part: str) -> dict[str, int]:
 
 def rows(path: Path | str) -> list[str]:
     """The exchange ids that an outbox holds."""
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as connection:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as connection:
         return [name for (name,) in connection.execute("SELECT exchange_id FROM outbox")]
 
 

@@ -101,7 +101,7 @@ async def test_a_stop_ends_the_loop(kit: Kit) -> None:
 
     stop.set()
 
-    await asyncio.wait_for(running, timeout=5)
+    await asyncio.wait_for(running, timeout=60)
 
 
 def write_config(folder: Path, bus: str) -> Path:

@@ -78,7 +78,7 @@ async def vllm() -> AsyncIterator[Answering]:
 
 @pytest.fixture
 async def sampler(vllm: Answering) -> AsyncIterator[VllmSampler]:
-    sampler = VllmSampler(vllm.url, "secret-key", timeout_s=5.0)
+    sampler = VllmSampler(vllm.url, "secret-key", timeout_s=60.0)
     yield sampler
     await sampler.aclose()
 

@@ -257,7 +257,7 @@ def test_the_clock_of_apscheduler_looks_again_and_again(world: Make, settings: S
 
     ticking = start_clock(settings.model_copy(update={"learner": learner}), here.schedule)
 
-    assert all(looked.acquire(timeout=10) for _ in range(2))
+    assert all(looked.acquire(timeout=60) for _ in range(2))
     ticking.shutdown(wait=True)
 
 
@@ -311,7 +311,7 @@ def test_a_run_ends_with_a_schedule_that_is_killed() -> None:
         try:
             parent.kill()
             # Only the run holds the pipe now: its end is the end of the run.
-            ended, _, _ = select.select([parent.stdout], [], [], 30)
+            ended, _, _ = select.select([parent.stdout], [], [], 60)
             assert ended, "the run lives on without its schedule"
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,25 +135,33 @@ async def test_the_list_of_models_is_guarded_and_health_is_not(
         assert (await get(path))[0] == "HTTP/1.1 200 OK"
 
 
-async def test_a_revoked_key_is_refused_within_half_a_second_by_all_proxies(
+async def test_a_revoked_key_is_refused_by_all_proxies_after_one_poll(
     keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
-    """The fastest of five: what is slower is the machine's work for others."""
     five = [keys.create() for _ in range(5)]
     two = [await guarded(), await guarded()]
-    took_s = []
     for key_id, key in five:
         for running in two:
             assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 200 OK"
         keys.revoke(key_id)
-        began = time.monotonic()
-        async with asyncio.timeout(60):
-            for running in two:
-                while (await ask(running, wire, bearer(key)))[0] != "HTTP/1.1 401 Unauthorized":
-                    await asyncio.sleep(0.01)
-        took_s.append(time.monotonic() - began)
+        for running in two:
+            running.proxy.routing.poll()
+            assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 401 Unauthorized"
 
-    assert min(took_s) < 0.5, took_s
+
+async def test_a_revoked_key_is_refused_though_only_the_proxys_own_thread_polls(
+    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+) -> None:
+    running = await guarded()
+    key_id, key = keys.create()
+    running.proxy.routing.poll()
+    assert (await ask(running, wire, bearer(key)))[0] == "HTTP/1.1 200 OK"
+
+    keys.revoke(key_id)
+
+    async with asyncio.timeout(60):
+        while (await ask(running, wire, bearer(key)))[0] != "HTTP/1.1 401 Unauthorized":
+            await asyncio.sleep(0.01)
 
 
 async def test_a_key_made_while_the_proxy_runs_gets_in(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -140,14 +139,12 @@ def test_a_stopped_holder_of_the_lock_delays_nobody_and_its_death_frees_the_lock
     holder = child(memory, HOLDER)
     assert said(holder) == "held"
 
-    started = time.monotonic()
+    # A blocking lock would never return: only `kill` ends the holder.
     meanwhile = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
-    waited_s = time.monotonic() - started
     kill(holder)
 
     assert meanwhile == [None, "requests_per_minute"]
     assert seen.unchecked == {"locked": 2}
-    assert waited_s < 5.0  # 2 ms; a blocking lock would never have returned
     assert limiter.take("k", ONE, NOON).refused == "requests_per_minute"
     assert seen.unchecked == {"locked": 2}
 

@@ -120,7 +120,7 @@ class Waiting:
         self.await_wait()
 
     def await_wait(self) -> None:
-        assert self.work.began.acquire(timeout=30), "the thread went not to sleep"
+        assert self.work.began.acquire(timeout=60), "the thread went not to sleep"
 
     def names(self) -> list[str]:
         return [item.exchange_id for item in self.sink.exchanges]
@@ -141,7 +141,7 @@ def make(wire: Wire) -> Iterator[Callable[..., Waiting]]:
     yield start
     for item in made:
         if item.started:
-            item.capture.stop(30.0)
+            item.capture.stop(60.0)
 
 
 def test_while_nothing_is_offered_the_thread_does_not_wake(make: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_single_capture_is_written_after_the_interval_and_then_the_thread_slee
     offered_at = time.monotonic()
     waiting.capture.offer(raw(1))
 
-    waiting.sink.wait_for(1, 30.0)
+    waiting.sink.wait_for(1, 60.0)
 
     assert time.monotonic() - offered_at >= 0.045
     waiting.await_wait()
@@ -180,7 +180,7 @@ def test_many_captures_do_not_wait_for_the_interval(make: Any) -> None:
     for number in range(1, EARLY):
         waiting.capture.offer(raw(number))
 
-    waiting.sink.wait_for(EARLY, 30.0)
+    waiting.sink.wait_for(EARLY, 60.0)
     assert waiting.names() == [f"ex_{number}" for number in range(EARLY)]
 
 
@@ -192,7 +192,7 @@ def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: Any) -
     time.sleep(0.1)
     assert waiting.names() == []
 
-    assert waiting.capture.stop(30.0)
+    assert waiting.capture.stop(60.0)
 
     assert waiting.names() == [f"ex_{number}" for number in range(EARLY - 1)]
     assert waiting.sink.closed
@@ -202,7 +202,7 @@ def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: Any) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
 
-    assert waiting.capture.stop(30.0)
+    assert waiting.capture.stop(60.0)
 
     assert waiting.sink.closed
     assert waiting.work.waits == [None]
@@ -241,7 +241,7 @@ def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: Any) 
 
     waiting.capture.offer(raw(1))
 
-    waiting.sink.wait_for(2, 30.0)
+    waiting.sink.wait_for(2, 60.0)
     assert waiting.names() == ["ex_0", "ex_1"]
     assert waiting.lost("queue_full") == 0
 
@@ -258,7 +258,7 @@ def test_a_queue_that_is_full_while_the_sink_writes_drops_the_newest(make: Any) 
         waiting.capture.offer(raw(number))
     waiting.sink.go_on.set()
 
-    waiting.sink.wait_for(4, 30.0)
+    waiting.sink.wait_for(4, 60.0)
     assert waiting.names() == ["ex_0", "ex_1", "ex_2", "ex_3"]
     assert waiting.lost("queue_full") == 1
 
@@ -288,7 +288,7 @@ def test_a_queue_that_fills_before_the_woken_thread_runs_does_not_wait_for_the_i
 
     waiting.capture.offer(raw(0))
 
-    waiting.sink.wait_for(2, 10.0)
+    waiting.sink.wait_for(2, 60.0)
     assert waiting.names() == ["ex_0", "ex_1"]
     assert waiting.lost(reason) == dropped
 
@@ -320,7 +320,7 @@ def test_many_losses_make_one_line_an_interval(make: Any) -> None:
             time.sleep(0)
         assert losses(logs) == []
 
-        assert waiting.capture.stop(30.0)
+        assert waiting.capture.stop(60.0)
 
         assert losses(logs) == [("reply_too_long", 1001)]
     assert waiting.lost("reply_too_long") == 1001
@@ -339,7 +339,7 @@ def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: An
             time.sleep(0)
         assert losses(logs) == []
 
-        assert waiting.capture.stop(30.0)
+        assert waiting.capture.stop(60.0)
 
         assert losses(logs) == [("memory_full", 100)]
 
@@ -349,7 +349,7 @@ def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(ma
     waiting.queue.after_length_check = lambda: waiting.capture.offer(raw(1))
     waiting.start()
 
-    waiting.sink.wait_for(1, 30.0)
+    waiting.sink.wait_for(1, 60.0)
 
 
 def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> None:
@@ -357,7 +357,7 @@ def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> 
     waiting.work.before_wait = lambda: waiting.capture.offer(raw(1))
     waiting.start()
 
-    waiting.sink.wait_for(1, 30.0)
+    waiting.sink.wait_for(1, 60.0)
 
 
 def test_a_loss_that_comes_right_after_the_check_for_work_is_logged(make: Any) -> None:
@@ -397,7 +397,7 @@ def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_t
     waiting.work.after_wake = fill
     waiting.capture.offer(raw(0))
 
-    waiting.sink.wait_for(EARLY, 30.0)
+    waiting.sink.wait_for(EARLY, 60.0)
     assert waiting.names()[-1] == f"ex_{EARLY - 1}"
 
 
@@ -414,13 +414,13 @@ def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, ma
             waiting.capture.offer(raw(number))
             if rng.random() < 0.3:
                 time.sleep(rng.random() * 3e-4)
-        waiting.sink.wait_for(4000, 30.0)  # nobody stops it, nothing comes after the last
+        waiting.sink.wait_for(4000, 60.0)  # nobody stops it, nothing comes after the last
     finally:
         sys.setswitchinterval(before)
 
     assert waiting.names() == [f"ex_{number}" for number in range(4000)]
     assert waiting.work.waits.count(None) > 10, "it never slept, so nothing was tried"
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while waiting.capture.held.now and time.monotonic() < deadline:
         time.sleep(0.001)  # given back by the thread after the sink has them
     assert waiting.capture.held.now == 0
@@ -441,7 +441,7 @@ def test_the_thread_yields_between_captures_unless_it_must_keep_up(wire: Wire) -
         capture.offer(raw(number))
 
     capture.start()
-    assert capture.stop(30.0)
+    assert capture.stop(60.0)
 
     # Batches of 64: behind the first 136 wait, more than half of what may; then 72, 8, none.
     assert waiting_at_yield == [72] * 64 + [8] * 64 + [0] * 8

@@ -105,7 +105,7 @@ async def rooms(
 def stored(path: Path) -> list[str]:
     """The exchange ids in the store; empty while it has no tables."""
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as connection:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as connection:
             return [name for (name,) in connection.execute("SELECT exchange_id FROM exchange")]
     except sqlite3.OperationalError:
         return []

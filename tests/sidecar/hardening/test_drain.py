@@ -34,7 +34,7 @@ async def test_streams_finish_while_new_connections_are_refused(
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
-    child = await start_process(proxy={"drain_timeout_s": 20.0})
+    child = await start_process(proxy={"drain_timeout_s": 60.0})
     streams = [await dial(child) for _ in range(10)]
     for stream in streams:
         stream.say(HEAD + REQUEST)
@@ -56,7 +56,7 @@ async def test_a_pipelined_request_behind_the_last_reply_is_answered_whole_or_no
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
-    child = await start_process(proxy={"drain_timeout_s": 20.0})
+    child = await start_process(proxy={"drain_timeout_s": 60.0})
     client = await dial(child)
     client.say((HEAD + REQUEST) * 2)
     await client.reader.readuntil(FIRST)
@@ -97,7 +97,7 @@ async def test_a_second_signal_does_not_break_the_end(
 ) -> None:
     go_on = asyncio.Event()
     fake_vllm.script = lambda _: [STREAM + FIRST, go_on, LAST]
-    child = await start_process(proxy={"drain_timeout_s": 20.0})
+    child = await start_process(proxy={"drain_timeout_s": 60.0})
     client = await dial(child)
     client.say(HEAD + REQUEST)
     await client.reader.readuntil(FIRST)

@@ -55,7 +55,7 @@ class Brought(Dial):
 Bring = Callable[[Running], Awaitable[Brought]]
 
 
-async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.001)
@@ -395,7 +395,7 @@ async def test_a_large_body_that_begins_to_drip_is_ended(
             await asyncio.sleep(0.05)
 
     dripping = asyncio.create_task(drip())
-    reply = await client.hear(within_s=20.0)
+    reply = await client.hear(within_s=60.0)
 
     dripping.cancel()
     assert (reply.status, reply.header(b"connection")) == (408, b"close")

@@ -56,8 +56,8 @@ async def not_refused(
         client = await dial(running)
         client.say(one + BEHIND)
         try:
-            reply = await client.hear_or_end(within_s=2.0)
-            ended = reply is not None and await client.closed(within_s=2.0)
+            reply = await client.hear_or_end()
+            ended = reply is not None and await client.closed()
         except TimeoutError:
             wrong[one[:120]] = "no reply, or no end"
             continue

@@ -103,6 +103,34 @@ def test_a_read_that_failed_is_tried_again_at_the_next_poll(tmp_path: Path) -> N
     assert "no such table" in reader.away[0]
 
 
+class StepLock:
+    """Stands for the lock that the thread waits for; it is had at the third attempt."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+        self.released = False
+
+    def acquire(self, timeout: float) -> bool:
+        self.timeouts.append(timeout)
+        return len(self.timeouts) == 3
+
+    def release(self) -> None:
+        self.released = True
+
+
+def test_the_thread_polls_each_time_the_interval_has_passed(tmp_path: Path) -> None:
+    path, reader = tmp_path / "store.db", Reader()
+    watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=0.2)
+    lock = StepLock()
+    watch._serves = lock  # type: ignore[assignment]
+
+    watch._run()
+
+    assert lock.timeouts == [0.2, 0.2, 0.2]
+    assert len(reader.away) == 2  # a poll after each wait but the last
+    assert lock.released
+
+
 @contextmanager
 def watched(path: Path, reader: Reader) -> Iterator[StoreWatch]:
     watch = StoreWatch(f"sqlite:///{path}", [reader], poll_s=1.0)
