@@ -16,6 +16,7 @@ from deploy.admin.context import AdminContext
 from deploy.admin.models import CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
 from deploy.admin.problems import ConflictError, PreconditionRequiredError, StaleError
 from deploy.admin.reads import read_learner
+from deploy.admin.records import naming
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
 from deploy.records import Canary
@@ -108,7 +109,8 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         canary = _act(context, canary_id, action, reason, actor, if_match)
         context.on_change()
         response.headers["etag"] = canaries.etag(canary)
-        return CanaryOut.of(canary, context.rules)
+        with naming(f"canary {canary_id}"):
+            return CanaryOut.of(canary, context.rules)
 
 
 def _act(

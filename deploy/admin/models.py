@@ -16,6 +16,12 @@ from sidecar.settings import Canary as CanarySettings
 T = TypeVar("T")
 
 
+class Out(BaseModel):
+    """A part of a reply. JSON has no infinity: a number without end is a damaged one."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
 class Page(BaseModel, Generic[T]):
     """One page of a listing, the newest item first."""
 
@@ -38,7 +44,7 @@ class Problem(BaseModel):
     """Actions that are allowed in the present state."""
 
 
-class AdapterOut(BaseModel):
+class AdapterOut(Out):
     name: str
     version: int
     state: AdapterState
@@ -71,13 +77,13 @@ class AdapterOut(BaseModel):
         )
 
 
-class AliasOut(BaseModel):
+class AliasOut(Out):
     alias: str
     adapter: str
     generation: int
 
 
-class CanaryOut(BaseModel):
+class CanaryOut(Out):
     """A canary. Its ETag is `"g<generation>"`."""
 
     canary_id: str
@@ -122,7 +128,7 @@ class CanaryOut(BaseModel):
         )
 
 
-class ComparisonOut(BaseModel):
+class ComparisonOut(Out):
     comparison_id: str
     exchange_id: str
     status: str
@@ -130,14 +136,14 @@ class ComparisonOut(BaseModel):
     answers: list[dict[str, Any]]
 
 
-class EvidenceOut(BaseModel):
+class EvidenceOut(Out):
     canary_id: str
     state: Phase
     evidence: dict[str, Any]
     comparisons: list[ComparisonOut]
 
 
-class GroupOut(BaseModel):
+class GroupOut(Out):
     group_id: str
     exchange_id: str
     session_key: str
@@ -154,7 +160,7 @@ class GroupOut(BaseModel):
     run_id: str | None
 
 
-class AnswerOut(BaseModel):
+class AnswerOut(Out):
     index: int
     origin: str
     message: dict[str, Any]
@@ -170,7 +176,7 @@ class GroupDetailOut(GroupOut):
     answers: list[AnswerOut]
 
 
-class RunOut(BaseModel):
+class RunOut(Out):
     run_id: str
     status: str
     reason: str | None
@@ -184,14 +190,14 @@ class RunOut(BaseModel):
     metrics: list[Any]
 
 
-class ChoiceOut(BaseModel):
+class ChoiceOut(Out):
     index: int
     message: dict[str, Any]
     finish_reason: str | None
     tokens: int
 
 
-class ExchangeOut(BaseModel):
+class ExchangeOut(Out):
     exchange_id: str
     started_at: float
     surface: str
@@ -225,7 +231,7 @@ class ExchangeOut(BaseModel):
     choices: list[ChoiceOut]
 
 
-class AuditOut(BaseModel):
+class AuditOut(Out):
     model_config = ConfigDict(from_attributes=True)
 
     seq: int
@@ -240,7 +246,7 @@ class AuditOut(BaseModel):
     reason: str
 
 
-class LearnerOut(BaseModel):
+class LearnerOut(Out):
     """The learner's switches and newest run. Its ETag changes with every switch."""
 
     paused: bool
@@ -249,7 +255,7 @@ class LearnerOut(BaseModel):
     allowed_actions: list[str]
 
 
-class ReplicaOut(BaseModel):
+class ReplicaOut(Out):
     """One vLLM replica."""
 
     away: str | None
@@ -263,7 +269,7 @@ class ReplicaOut(BaseModel):
         return cls(away=view.away, loaded=sorted(view.loaded), refused=dict(view.refused))
 
 
-class EngineOut(BaseModel):
+class EngineOut(Out):
     """All vLLM replicas together."""
 
     away: str | None
@@ -285,14 +291,14 @@ class EngineOut(BaseModel):
         )
 
 
-class RoutingOut(BaseModel):
+class RoutingOut(Out):
     champion: str
     canary: str | None
     canary_weight_bp: int
     generation: int
 
 
-class LoopOut(BaseModel):
+class LoopOut(Out):
     """One loop of the control process."""
 
     failures: int
@@ -305,7 +311,7 @@ class LoopOut(BaseModel):
         return cls(failures=view.failures, error=view.error)
 
 
-class StatusOut(BaseModel):
+class StatusOut(Out):
     """The serving adapters, the active canary and the learner."""
 
     model: str
@@ -326,7 +332,7 @@ class StatusOut(BaseModel):
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 
 
-class FunnelOut(BaseModel):
+class FunnelOut(Out):
     """Counts of records by stage, from request to gradient."""
 
     exchanges: dict[str, int]
@@ -355,7 +361,7 @@ class RollbackIn(ReasonIn):
     """"previous", "base", a version or a full name."""
 
 
-class RollbackOut(BaseModel):
+class RollbackOut(Out):
     model_config = ConfigDict(populate_by_name=True)
 
     source: str = Field(alias="from")

@@ -28,8 +28,9 @@ from deploy.admin.models import (
     StatusOut,
 )
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
-from deploy.admin.records import damaged, page_of, run_out
+from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
+from deploy.records import Canary
 from deploy.registry import canaries, learner_switches, routing_writer, versions
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
@@ -78,7 +79,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     canary_weight_bp=table.canary_weight_bp,
                     generation=table.generation,
                 ),
-                canary=None if canary is None else CanaryOut.of(canary, context.rules),
+                canary=None if canary is None else _shown_canary(canary, context),
                 learner=read_learner(session, model),
                 engine=EngineOut.of(context.engine),
                 control={name: LoopOut.of(view) for name, view in context.loops().items()},
@@ -147,19 +148,23 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
             if name == BASE:
                 raise UnknownAdapterError("the base model is no adapter version")
             aliases = versions.aliases_of(session, model)
-            return AdapterOut.of(versions.find(session, name), aliases, context.loaded())
+            with naming(f"adapter {name}"):
+                return AdapterOut.of(versions.find(session, name), aliases, context.loaded())
 
     @router.get("/aliases")
     def aliases() -> Page[AliasOut]:
         with database.read() as session:
-            rows = session.scalars(
-                select(AliasRow).where(AliasRow.model == model).order_by(AliasRow.alias)
-            )
-            items = [
-                AliasOut(alias=row.alias, adapter=row.adapter, generation=row.generation)
-                for row in rows
-            ]
-        return Page(items=items)
+            statement = select(AliasRow).where(AliasRow.model == model).order_by(AliasRow.alias)
+            rows = session.scalars(statement).all()
+        return page_of(
+            rows,
+            len(rows),
+            show=lambda row: AliasOut(
+                alias=row.alias, adapter=row.adapter, generation=row.generation
+            ),
+            name=lambda row: f"alias {row.alias}",
+            cursor=lambda row: encode_cursor(row.alias),
+        )
 
 
 def _add_canaries(router: APIRouter, context: AdminContext) -> None:
@@ -185,7 +190,8 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             canary = canaries.to_canary(canaries.find_row(session, canary_id))
         response.headers["etag"] = canaries.etag(canary)
-        return CanaryOut.of(canary, context.rules)
+        with naming(f"canary {canary_id}"):
+            return CanaryOut.of(canary, context.rules)
 
     @router.get("/canaries/{canary_id}/evidence")
     def evidence(canary_id: str) -> EvidenceOut:
@@ -196,21 +202,22 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                 .where(GateComparisonRow.canary_id == canary_id)
                 .order_by(GateComparisonRow.comparison_id)
             )
-            return EvidenceOut(
-                canary_id=canary_id,
-                state=canaries.to_canary(row).phase,
-                evidence=canaries.evidence_of(row),
-                comparisons=[
-                    ComparisonOut(
-                        comparison_id=one.comparison_id,
-                        exchange_id=one.exchange_id,
-                        status=one.status,
-                        difference=one.difference,
-                        answers=one.answers or [],
-                    )
-                    for one in made
-                ],
-            )
+            with naming(f"the evidence of canary {canary_id}"):
+                return EvidenceOut(
+                    canary_id=canary_id,
+                    state=canaries.to_canary(row).phase,
+                    evidence=canaries.evidence_of(row),
+                    comparisons=[
+                        ComparisonOut(
+                            comparison_id=one.comparison_id,
+                            exchange_id=one.exchange_id,
+                            status=one.status,
+                            difference=one.difference,
+                            answers=one.answers or [],
+                        )
+                        for one in made
+                    ],
+                )
 
 
 def read_learner(session: Session, model: str) -> LearnerOut:
@@ -224,6 +231,15 @@ def read_learner(session: Session, model: str) -> LearnerOut:
         last_run=None if row is None else _shown_run(row),
         allowed_actions=learner_switches.allowed_actions(switches),
     )
+
+
+def _shown_canary(canary: Canary, context: AdminContext) -> CanaryOut | None:
+    """Convert a canary to its reply. A damaged one must not hide the rest of the status."""
+    try:
+        return CanaryOut.of(canary, context.rules)
+    except DAMAGE as error:
+        damaged(f"canary {canary.canary_id}", error)  # logs it
+        return None
 
 
 def _shown_run(row: RunRow) -> RunOut | None:

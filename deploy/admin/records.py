@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
@@ -80,10 +81,8 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             answers = session.scalars(
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
-            try:
+            with naming(f"group {group_id}"):
                 return GroupDetailOut(**_group(row), answers=list(map(_answer, answers)))
-            except DAMAGE as error:
-                raise damaged(f"group {group_id}", error) from error
 
 
 def _add_history(router: APIRouter, context: AdminContext) -> None:
@@ -106,11 +105,8 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
 
     @router.get("/exchanges/{exchange_id}")
     def exchange(exchange_id: str) -> ExchangeOut:
-        with database.read() as session:
-            try:
-                return _exchange(session, exchange_id)
-            except DAMAGE as error:
-                raise damaged(f"exchange {exchange_id}", error) from error
+        with database.read() as session, naming(f"exchange {exchange_id}"):
+            return _exchange(session, exchange_id)
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
@@ -154,6 +150,15 @@ def page_of(
             left_out.append(str(damaged(name(row), error)))
     following = cursor(rows[limit - 1]) if len(rows) > limit else None
     return Page(items=items, damaged=left_out, next_cursor=following)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Turn the error of a damaged row into one that names the row. Raises: DamagedRecordError."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise damaged(name, error) from error
 
 
 def damaged(name: str, error: Exception) -> DamagedRecordError:

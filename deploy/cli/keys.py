@@ -88,6 +88,7 @@ def keys_ls(context: typer.Context, output: Output = "text") -> None:
     database = Database(settings.store.url)
     database.upgrade()
     now = time.time()
+    found, damaged = api_keys.all_keys(database)
     items = [
         {
             **_shown(one.key),
@@ -95,10 +96,10 @@ def keys_ls(context: typer.Context, output: Output = "text") -> None:
             "created_at": one.created_at,
             "revoked_at": one.revoked_at,
         }
-        for one in api_keys.all_keys(database)
+        for one in found
     ]
     database.close()
-    print_found({"items": items}, output)
+    print_found({"items": items, "damaged": damaged}, output)
 
 
 @keys_app.command("revoke")
@@ -118,9 +119,9 @@ def keys_revoke(
     database.upgrade()
     if key_id.startswith(PREFIX):
         key_id = key_id.removeprefix(PREFIX).partition("-")[0]
-    done = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
+    revoked_at = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
     database.close()
-    print_found({"key_id": key_id, "revoked_at": done.revoked_at}, output)
+    print_found({"key_id": key_id, "revoked_at": revoked_at}, output)
 
 
 def seconds_of(text: str) -> int:

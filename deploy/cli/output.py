@@ -40,8 +40,11 @@ def say(line: str) -> None:
 
 
 def say_json(value: Any) -> None:  # Any: JSON
-    """Print JSON in ASCII. It escapes every other control character but DEL by itself."""
-    print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"), flush=True)
+    """Print JSON in ASCII. It escapes every other control character but DEL by itself.
+
+    Bytes, which a damaged row of the store may hold, are printed as text.
+    """
+    print(json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f"), flush=True)
 
 
 def note(text: str) -> None:

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
+import msgspec
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownKeyError
 from deploy.registry import audit
+from sidecar.access.key_source import read_key
 from sidecar.access.keys import ApiKey, FreshKey, make_key
 from sidecar.errors import InvalidKeyError
+from sidecar.routing.table import GENERATIONS
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,11 @@ def create(
     return key, fresh.presented
 
 
-def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: float) -> ListedKey:
-    """Revoke a key for good. Idempotent. Raises: UnknownKeyError; StoreError."""
+def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: float) -> float:
+    """Revoke a key for good, also one whose row is damaged. Idempotent.
+
+    Returns: when it was revoked, in Unix seconds. Raises: UnknownKeyError; StoreError.
+    """
     with database.write() as session:
         row = session.get(ApiKeyRow, key_id)
         if row is None:
@@ -107,23 +110,24 @@ def revoke(database: Database, key_id: str, *, reason: str, actor: str, now: flo
                 after={"revoked_at": now},
                 reason=reason,
             )
-        return _listed(row)
+        return row.revoked_at
 
 
-def all_keys(database: Database) -> list[ListedKey]:
+def all_keys(database: Database) -> tuple[list[ListedKey], list[str]]:
     """List every key, revoked ones too, the oldest first.
 
-    A damaged one is logged and left out: every proxy refuses it.
+    Returns: the keys; and a line for each one whose row is damaged, which every proxy refuses.
     """
-    found = []
+    found: list[ListedKey] = []
+    damaged: list[str] = []
     with database.read() as session:
         rows = session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at, ApiKeyRow.key_id))
         for row in rows:
             try:
                 found.append(_listed(row))
-            except (InvalidKeyError, AttributeError, TypeError) as error:
-                log.warning("api_key_unreadable", key_id=row.key_id, why=str(error))
-    return found
+            except (InvalidKeyError, msgspec.ValidationError) as error:
+                damaged.append(f"key {row.key_id} is damaged in the store: {error}")
+    return found, damaged
 
 
 def public_fields(key: ApiKey) -> dict[str, Any]:  # Any: JSON
@@ -141,20 +145,13 @@ def public_fields(key: ApiKey) -> dict[str, Any]:  # Any: JSON
 
 def _next_generation(session: Session) -> int:
     known = session.scalars(select(ApiKeyRow.generation))
-    return max((one for one in known if isinstance(one, int)), default=0) + 1
+    sound = (one for one in known if isinstance(one, int) and 0 <= one < GENERATIONS)
+    return max(sound, default=0) + 1
 
 
 def _listed(row: ApiKeyRow) -> ListedKey:
-    key = ApiKey(
-        key_id=row.key_id,
-        project=row.project,
-        secret_hash=row.secret_hash,
-        scopes=frozenset(row.scopes.split()),
-        expires_at=row.expires_at,
-        requests_per_minute=row.requests_per_minute,
-        tokens_per_day=row.tokens_per_day,
-        best_of_max=row.best_of_max,
-        name=row.name,
-        revoked=row.revoked_at is not None,
-    )
-    return ListedKey(key=key, created_at=row.created_at, revoked_at=row.revoked_at)
+    """Convert a row of the store. Raises: InvalidKeyError, msgspec.ValidationError."""
+    columns = {column.name: getattr(row, column.name) for column in row.__table__.columns}
+    created_at = msgspec.convert(row.created_at, float)
+    revoked_at = msgspec.convert(row.revoked_at, float | None)
+    return ListedKey(key=read_key(columns), created_at=created_at, revoked_at=revoked_at)

@@ -6,7 +6,9 @@ Content (prompts, answers) is not copied: ids lead to it while it is kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import select
@@ -46,6 +48,8 @@ class LineageRun:
     counts: dict[str, Any]
     metrics: tuple[dict[str, Any], ...]
     """One object per optimiser step."""
+    damaged: tuple[str, ...]
+    """Those of the three above that the store holds damaged; they are empty here."""
     groups: tuple[LineageGroup, ...]
 
 
@@ -60,6 +64,8 @@ class LineageCanary:
     started_at: float
     ended_at: float | None
     evidence: dict[str, Any]
+    damaged: bool
+    """True when the store holds the evidence damaged; it is empty here."""
     gate_exchange_ids: tuple[str, ...]
     gate_differences: tuple[float | None, ...]
     """Score differences, one per exchange id; None: set aside."""
@@ -116,14 +122,17 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
         select(GroupRow).where(GroupRow.run_id == row.run_id).order_by(GroupRow.seq)
     ).all()
     scores = _scores(session, [group.group_id for group in groups])
+    kinds = {"settings": dict, "counts": dict, "metrics": list}
+    damaged = tuple(name for name, kind in kinds.items() if type(getattr(row, name)) is not kind)
     return LineageRun(
         run_id=row.run_id,
         status=row.status,
         started_at=row.started_at,
         ended_at=row.ended_at,
-        settings=row.settings,
-        counts=row.counts,
-        metrics=tuple(row.metrics),
+        settings=row.settings if "settings" not in damaged else {},
+        counts=row.counts if "counts" not in damaged else {},
+        metrics=tuple(row.metrics) if "metrics" not in damaged else (),
+        damaged=damaged,
         groups=tuple(
             LineageGroup(
                 group_id=group.group_id,
@@ -173,7 +182,8 @@ def _canary(session: Session, name: str) -> LineageCanary | None:
         champion=row.champion,
         started_at=row.created_at,
         ended_at=row.ended_at,
-        evidence=row.evidence,
+        evidence=canaries.evidence_of(row),
+        damaged=not isinstance(row.evidence, dict),
         gate_exchange_ids=tuple(one.exchange_id for one in compared),
         gate_differences=tuple(one.difference for one in compared),
         gate_judges=tuple(sorted(f"{model} rubric {digest}" for model, digest in judges)),
@@ -196,13 +206,15 @@ def _render_run(run: LineageRun) -> list[str]:
         f"  run {run.run_id} [{run.status}]: {len(run.metrics)} optimiser steps; groups: {counts}",
         f"    settings {settings}",
     ]
+    if run.damaged:
+        lines.append(f"    damaged in the store: {', '.join(run.damaged)}")
     for group in run.groups:
-        scores = " ".join("-" if score is None else f"{score:.2f}" for score in group.scores)
+        scores = " ".join(_number(score, ".2f", "-") for score in group.scores)
         outcome = group.status if group.reason is None else f"{group.status}: {group.reason}"
         lines.append(
             f"    group {group.group_id} [{outcome}] exchange {group.exchange_id}, answers of "
             f"{group.adapter}, scores {scores} by {group.judge_model} "
-            f"rubric {(group.rubric_hash or '')[:12]}"
+            f"rubric {str(group.rubric_hash or '')[:12]}"
         )
     return lines
 
@@ -211,28 +223,60 @@ def _render_canary(canary: LineageCanary) -> list[str]:
     lines = [
         f"  canary {canary.canary_id} [{canary.state}] against {canary.champion}: {canary.reason}"
     ]
-    probe = canary.evidence.get("probe")
-    if probe:
-        lines.append(f"    probe {probe['reason']}")
-    gate = canary.evidence.get("gate")
-    if gate:
-        low, high = gate["low"], gate["high"]
-        interval = "" if low is None else f"; 95% interval {low:+.3f} to {high:+.3f}"
-        lines.append(f"    {gate['reason']}{interval}")
+    evidence = canary.evidence
+    if canary.damaged:
+        lines.append("    evidence: damaged in the store")
+    lines += _render_evidence("probe", evidence, _render_probe)
+    lines += _render_evidence("gate", evidence, _render_gate)
+    if evidence.get("gate"):
         lines += [f"    gate judged by {judge}" for judge in canary.gate_judges]
     for exchange_id, difference in zip(
         canary.gate_exchange_ids, canary.gate_differences, strict=True
     ):
-        shown = "set aside" if difference is None else f"{difference:+.3f}"
-        lines.append(f"    gate prompt {exchange_id}: {shown}")
-    for key, step in canary.evidence.items():
+        lines.append(f"    gate prompt {exchange_id}: {_number(difference, '+.3f', 'set aside')}")
+    for key in evidence:
         if key.startswith("step_"):
-            candidate, champion = step["candidate"], step["champion"]
-            lines.append(
-                f"    {key.replace('_', ' ')} at {step['weight_bp'] / 100:g}%: canary "
-                f"{_counts(candidate)}; champion {_counts(champion)}"
-            )
+            lines += _render_evidence(key, evidence, partial(_render_step, key.replace("_", " ")))
     return lines
+
+
+def _render_evidence(
+    key: str,
+    evidence: Mapping[str, Any],  # Any: JSON
+    render: Callable[[dict[str, Any]], str],
+) -> list[str]:
+    """Render an entry of the evidence as a line; none without it. A damaged entry says so."""
+    found = evidence.get(key)
+    if not found:
+        return []
+    try:
+        return [f"    {render(found)}"]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return [f"    {key.replace('_', ' ')}: damaged in the store"]
+
+
+def _render_probe(probe: dict[str, Any]) -> str:
+    return f"probe {probe['reason']}"
+
+
+def _render_gate(gate: dict[str, Any]) -> str:
+    low, high = gate["low"], gate["high"]
+    interval = "" if low is None else f"; 95% interval {low:+.3f} to {high:+.3f}"
+    return f"{gate['reason']}{interval}"
+
+
+def _render_step(name: str, step: dict[str, Any]) -> str:
+    return (
+        f"{name} at {step['weight_bp'] / 100:g}%: canary {_counts(step['candidate'])}; "
+        f"champion {_counts(step['champion'])}"
+    )
+
+
+def _number(stored: object, form: str, none: str) -> str:
+    """Render a number that SQLite may hold as text. none: what stands for no number."""
+    if stored is None:
+        return none
+    return format(stored, form) if isinstance(stored, int | float) else "(damaged)"
 
 
 def _counts(arm: dict[str, int]) -> str:

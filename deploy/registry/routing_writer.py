@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from deploy.registry import canaries, versions
 from sidecar.records import BASE
-from sidecar.routing.table import RoutingTable, decode_table, encode_table
+from sidecar.routing.table import GENERATIONS, RoutingTable, decode_table, encode_table
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import RoutingRow
 
@@ -35,7 +35,7 @@ def write(session: Session, model: str, *, now: float) -> RoutingTable:
     if before is not None and replace(after, generation=before.generation) == before:
         return before
     generation = before.generation if before is not None else _generation_of(row, now)
-    after = replace(after, generation=generation + 1)
+    after = replace(after, generation=min(generation + 1, GENERATIONS - 1))
     if row is None:
         row = RoutingRow(model=model)
         session.add(row)
@@ -84,7 +84,7 @@ def _generation_of(row: RoutingRow | None, now: float) -> int:
     if row is None:
         return 0
     known = row.generation
-    return known if isinstance(known, int) and known > 0 else int(now)
+    return known if isinstance(known, int) and 0 < known < GENERATIONS else int(now)
 
 
 def _derive(session: Session, model: str) -> RoutingTable:

@@ -21,6 +21,7 @@ from deploy.records import AdapterState, AdapterVersion
 from deploy.registry import audit
 from learner.adapter_folder import CARD, LINEAGE
 from sidecar.records import BASE
+from sidecar.routing.table import GENERATIONS
 from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
@@ -153,7 +154,8 @@ def move_alias(
         session.add(row)
     row.adapter = to
     # A damaged number must not hold up a rollback; nobody compares an alias's generations.
-    row.generation = row.generation + 1 if isinstance(row.generation, int) else 1
+    known = row.generation
+    row.generation = known + 1 if isinstance(known, int) and 0 <= known < GENERATIONS else 1
     audit.record(
         session,
         now=now,

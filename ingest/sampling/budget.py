@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import structlog
 from sqlalchemy.orm import Session
 
 from sidecar.store.database import count
@@ -11,6 +12,10 @@ from sidecar.store.models import CounterRow
 
 STAGE = "sampling_tokens"
 """Counter rows: (stage, day) -> tokens."""
+LARGEST = 2**53
+"""A larger count is damage: no day has so many tokens."""
+
+log = structlog.get_logger()
 
 
 def day_of(now: float) -> str:
@@ -27,9 +32,21 @@ def next_midnight(now: float) -> datetime:
 def tokens_spent(session: Session, *, now: float) -> int:
     """Return the number of candidate tokens sampled today (UTC). A damaged number counts as 0."""
     row = session.get(CounterRow, (STAGE, day_of(now)))
-    return row.count if row is not None and isinstance(row.count, int) else 0
+    return row.count if row is not None and _is_count(row.count) else 0
 
 
 def spend_tokens(session: Session, tokens: int, *, now: float) -> None:
-    """Subtract sampled tokens from today's budget, in the caller's transaction."""
+    """Subtract sampled tokens from today's budget, in the caller's transaction.
+
+    A damaged number begins again at 0: otherwise it would stay damaged, and today had no budget.
+    """
+    row = session.get(CounterRow, (STAGE, day_of(now)))
+    if row is not None and not _is_count(row.count):
+        log.warning("counter_unreadable", stage=STAGE, reason=row.reason)
+        row.count = 0
+        session.flush()
     count(session, STAGE, day_of(now), tokens)
+
+
+def _is_count(stored: object) -> bool:
+    return isinstance(stored, int) and 0 <= stored < LARGEST

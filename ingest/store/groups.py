@@ -171,7 +171,7 @@ def retry_sampling(session: Session, group_id: str, *, until: float) -> None:
 def sampling_attempts(session: Session, group_id: str) -> int:
     """Read how many rounds of sampling left this group incomplete."""
     found = session.scalar(select(GroupRow.sampling_attempts).where(GroupRow.group_id == group_id))
-    return found if isinstance(found, int) else 0  # a damaged number counts as none
+    return max(0, found) if isinstance(found, int) else 0  # a damaged number counts as none
 
 
 def mark_sampled(session: Session, group_id: str) -> bool:

@@ -20,6 +20,8 @@ from learner.records import Candidate
 from sidecar.store.models import AdapterRow, AuditRow
 
 ACTOR = "learner"
+VERSIONS = 10**9
+"""A version is smaller than this: a larger one is damage."""
 
 
 def find_published(session: Session, model: str, digest: str) -> Candidate | None:
@@ -56,7 +58,9 @@ def register(
     session: Session, *, model: str, parent: str, run_id: str, digest: str, path: Path, now: float
 ) -> Candidate:
     """Add the next version of the model, in the caller's write transaction."""
-    newest = session.scalar(select(func.max(AdapterRow.version)).where(AdapterRow.model == model))
+    # Without a damaged row, whose text or huge number has no successor.
+    of_model = (AdapterRow.model == model, AdapterRow.version < VERSIONS)
+    newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_model))
     version = (newest or 0) + 1
     row = AdapterRow(
         name=f"{model}--v{version}-{digest[:12]}",

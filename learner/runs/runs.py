@@ -120,9 +120,10 @@ def open_run(
         select(RunRow).where(RunRow.model == model, RunRow.status == RUNNING).with_for_update()
     ).all()
     for row in running:
-        # A damaged time must not hold the lease for good. A live run loses it and stops.
+        # A damaged time, or one in the future, must not hold the lease for good. A live run loses
+        # it and stops.
         heartbeat_at = row.heartbeat_at if isinstance(row.heartbeat_at, int | float) else 0.0
-        if heartbeat_at > now - LEASE_S:
+        if now - LEASE_S < heartbeat_at <= now + LEASE_S:
             raise RunInProgressError(row.run_id, heartbeat_at)
         reason = "it died: its heartbeat stood still"
         culprits = blame_for_death(session, row.run_id, reason)

@@ -7,16 +7,17 @@ until a first poll succeeds `ring` is None, and no caller can be authenticated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import structlog
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, func, select
 
 from sidecar.access.keys import ApiKey, KeyRing
 from sidecar.errors import InvalidKeyError
 from sidecar.metrics.proxy import Metrics
+from sidecar.routing.table import GENERATIONS
 from sidecar.store.existing import REPLACEMENT
 from sidecar.store.tables import API_KEY
 
@@ -24,6 +25,9 @@ log = structlog.get_logger()
 FULL_READ_S = 10.0
 """Longest time between two reads of all keys. In between, only the newest generation is read. A
 store that was replaced by another one of the same generation is noticed after this long."""
+_NEWEST = select(func.max(API_KEY.c.generation)).where(API_KEY.c.generation < GENERATIONS)
+"""Without damaged rows: a text and a huge number would be the newest generation for good, and a
+revoked key would be noticed `FULL_READ_S` later. SQLite sorts text behind every number."""
 
 
 class KeySource:
@@ -39,7 +43,7 @@ class KeySource:
 
     def read(self, connection: Connection) -> None:
         """Poll once. Raises: SQLAlchemyError, also while the store has no such table yet."""
-        generation = connection.execute(select(func.max(API_KEY.c.generation))).scalar_one()
+        generation = connection.execute(_NEWEST).scalar_one()
         now = self._clock()
         known = self.ring is not None and generation == self._generation
         if known and now - self._read_at < FULL_READ_S:
@@ -48,7 +52,7 @@ class KeySource:
         keys = []
         for row in connection.execute(select(API_KEY)):
             try:
-                keys.append(_key(row))
+                keys.append(read_key(row._asdict()))
             except (InvalidKeyError, msgspec.ValidationError) as error:
                 self._metrics.api_key_failures.labels("unreadable").inc()
                 log.warning("api_key_unreadable", key_id=row.key_id, why=str(error))
@@ -76,10 +80,13 @@ class KeySource:
         self._away = False
 
 
-def _key(row: Row[Any]) -> ApiKey:  # Any: a Core table does not type its rows
-    """Read a key. Raises: InvalidKeyError, msgspec.ValidationError; neither tells the hash."""
+def read_key(row: Mapping[str, Any]) -> ApiKey:  # Any: a Core table does not type its rows
+    """Read a key from its columns.
+
+    Raises: InvalidKeyError, msgspec.ValidationError; neither tells the hash.
+    """
     # str: SQLAlchemy's own kind of str names the columns, and msgspec takes only plain ones.
-    columns = {str(name): value for name, value in row._mapping.items()}
+    columns = {str(name): value for name, value in row.items()}
     if any(isinstance(value, str) and REPLACEMENT in value for value in columns.values()):
         raise InvalidKeyError("a text of its row holds bytes that are not UTF-8")
     scopes = columns["scopes"]

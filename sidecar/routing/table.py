@@ -11,6 +11,9 @@ from sidecar.records import BASE
 
 BUCKETS = 10_000
 """Weights are in basis points: 10000 means every session."""
+GENERATIONS = 2**53
+"""A generation is smaller than this: a larger one is damage, because no count of changes comes near
+it. The store's integers end at 2**63, where the next generation could not be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,10 @@ class RoutingTable:
     """Grows by one with each change; a proxy never returns to a lower one."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for a name that cannot be written into a header."""
+        """Raises: ValueError for a name that cannot be written into a header, and for a generation
+        that is no count of changes."""
+        if not 0 <= self.generation < GENERATIONS:
+            raise ValueError(f"the generation {self.generation} is not from 0 to 2**53 - 1")
         for name in (self.model, self.champion, self.canary or BASE):
             if not name.isprintable() or not name.isascii() or not name:
                 raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +14,15 @@ from deploy.admin.metrics import StoreCollector, render
 from deploy.admin.problems import TYPE_PREFIX
 from deploy.engine.reconcile import EngineView
 from deploy.registry import api_keys
+from deploy.registry.lineage import render_lineage, trace_lineage
+from deploy.registry.rollback import rollback
+from learner.adapter_folder import CARD, LINEAGE
+from learner.runs.publish import register
+from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import count
 from sidecar.store.models import (
     AdapterRow,
+    AliasRow,
     AnswerRow,
     ApiKeyRow,
     CanaryRow,
@@ -211,6 +218,20 @@ async def test_one_damaged_row_hides_no_page_of_the_admin_api(
     assert b"sidecar_routing_generation" in collected
 
 
+async def test_an_active_canary_that_is_damaged_hides_no_status(world: World, api: Api) -> None:
+    name = world.register(1)
+    await world.controller().tick()
+    damage(world, CanaryRow, "reason", f"candidate = '{name}'", "x'ff00'")
+
+    with capture_logs() as lines:
+        found = await api.get("/status")
+
+    assert (found.status_code, found.json()["canary"]) == (200, None)
+    assert [line["row"] for line in lines if line["event"] == "admin_row_unreadable"] == [
+        f"canary {world.canary(name).canary_id}"
+    ]
+
+
 async def test_a_count_of_errors_that_is_damaged_ends_no_loop(world: World) -> None:
     name = world.register(1)
     controller = world.controller()
@@ -225,24 +246,207 @@ async def test_a_count_of_errors_that_is_damaged_ends_no_loop(world: World) -> N
     assert world.canary(name).phase == "gating"
 
 
-def test_a_damaged_key_hides_no_other_and_keeps_no_key_from_being_revoked(world: World) -> None:
+def put_key(world: World, key_id: str) -> None:
     with world.database.write() as session:
-        for key_id in ("a", "b"):
-            session.add(
-                ApiKeyRow(
-                    key_id=key_id,
-                    project="default",
-                    name="",
-                    secret_hash="0" * 64,
-                    scopes="infer",
-                    best_of_max=1,
-                    created_at=1.0,
-                    generation=1,
-                )
+        session.add(
+            ApiKeyRow(
+                key_id=key_id,
+                project="default",
+                name="",
+                secret_hash="0" * 64,
+                scopes="infer",
+                best_of_max=1,
+                created_at=1.0,
+                generation=1,
             )
-    damage(world, ApiKeyRow, "scopes", "key_id = 'a'", "'everything'")
-    damage(world, ApiKeyRow, "generation", "key_id = 'a'", "'soon'")
+        )
 
-    assert [one.key.key_id for one in api_keys.all_keys(world.database)] == ["b"]
-    revoked = api_keys.revoke(world.database, "b", reason="lost", actor="me", now=9.0)
-    assert revoked.revoked_at == 9.0
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("scopes", "'everything'"),
+        ("expires_at", "'soon'"),
+        ("created_at", "'soon'"),
+        ("best_of_max", "'soon'"),
+        ("name", NO_UTF8),
+    ],
+)
+def test_a_damaged_key_hides_no_other_and_can_be_revoked(
+    world: World, column: str, value: str
+) -> None:
+    for key_id in ("a", "b"):
+        put_key(world, key_id)
+    damage(world, ApiKeyRow, column, "key_id = 'a'", value)
+
+    found, damaged = api_keys.all_keys(world.database)
+    assert [one.key.key_id for one in found] == ["b"]
+    (named,) = damaged
+    assert named.startswith("key a is damaged in the store: ")
+    for key_id in ("a", "b"):
+        assert api_keys.revoke(world.database, key_id, reason="lost", actor="me", now=9.0) == 9.0
+    assert [row.revoked_at for row in world.rows(ApiKeyRow)] == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("value", ["'soon'", str(2**63 - 1)])
+def test_a_damaged_generation_of_a_key_keeps_no_key_from_being_revoked(
+    world: World, value: str
+) -> None:
+    for key_id in ("a", "b"):
+        put_key(world, key_id)
+    damage(world, ApiKeyRow, "generation", "key_id = 'a'", value)
+
+    api_keys.revoke(world.database, "b", reason="lost", actor="me", now=9.0)
+
+    assert [row.generation for row in world.rows(ApiKeyRow) if row.key_id == "b"] == [2]
+
+
+@pytest.mark.parametrize("action", ["", "/evidence", "/pause"])
+async def test_a_canary_of_an_unknown_state_is_named_on_its_own_page(
+    world: World, api: Api, action: str
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    canary_id = world.canary(name).canary_id
+    damage(world, CanaryRow, "state", f"canary_id = '{canary_id}'", "'soon'")
+
+    path = f"/canaries/{canary_id}{action}"
+    found = await (api.post(path) if action == "/pause" else api.get(path))
+
+    assert (found.status_code, found.json()["type"]) == (500, f"{TYPE_PREFIX}damaged-record")
+    assert f"canary {canary_id} is damaged in the store: state: " in found.json()["detail"]
+
+
+async def test_an_adapter_of_an_unknown_state_is_named_on_its_own_page(
+    world: World, api: Api
+) -> None:
+    name = world.register(1)
+    damage(world, AdapterRow, "state", f"name = '{name}'", "'soon'")
+
+    found = await api.get("/adapters/v1")
+
+    assert found.json()["type"] == f"{TYPE_PREFIX}damaged-record"
+    assert f"adapter {name} is damaged in the store: state: " in found.json()["detail"]
+
+
+async def test_a_damaged_alias_hides_no_other(world: World, api: Api) -> None:
+    damage(world, AliasRow, "generation", "alias = 'previous'", "'soon'")
+
+    found = (await api.get("/aliases")).json()
+
+    assert [one["alias"] for one in found["items"]] == ["champion"]
+    assert found["damaged"][0].startswith("alias previous is damaged in the store: generation: ")
+
+
+async def test_a_number_without_end_is_a_damaged_one(world: World, api: Api) -> None:
+    put_group(world, "a")
+    damage(world, GroupRow, "created_at", "group_id = 'a'", "9e999")
+
+    found = await api.get("/groups")
+
+    assert "Infinity" not in found.text  # which no JSON reader but Python's takes
+    assert found.json()["items"] == []
+    assert found.json()["damaged"] == [
+        "group a is damaged in the store: created_at: Input should be a finite number"
+    ]
+
+
+@pytest.mark.parametrize("generation", [2**63 - 1, 2**63 - 2, 2**53, 2**53 - 1, -1])
+def test_a_huge_generation_holds_up_no_rollback(world: World, generation: int) -> None:
+    world.promote(world.register(1))
+    world.promote(world.register(2))
+    body = encode_table(RoutingTable(model="m")).replace(
+        '"generation":0', f'"generation":{generation}'
+    )
+    damage(world, RoutingRow, "body", "model = 'm'", f"'{body}'")
+    damage(world, RoutingRow, "generation", "model = 'm'", str(generation))
+    damage(world, AliasRow, "generation", "model = 'm'", str(generation))
+
+    done = rollback(world.database, "m", reason="worse", actor="me", now=world.clock.now)
+
+    assert done.changed
+    table = world.table()
+    assert table.champion == done.after
+    assert table.generation == min(done.generation, 2**53 - 1)
+
+
+def test_a_version_that_is_no_number_holds_up_no_registration(world: World, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        world.register(number)
+    damage(world, AdapterRow, "version", "version = 2", "'soon'")
+    damage(world, AdapterRow, "version", "version = 3", str(2**63 - 1))
+    for file in (LINEAGE, CARD):
+        (tmp_path / file).write_text("made")
+
+    with world.database.write() as session:
+        made = register(
+            session, model="m", parent="base", run_id="r", digest="0" * 64, path=tmp_path, now=1.0
+        )
+
+    assert made.version == 2
+
+
+def trace(world: World) -> str:
+    with world.database.read() as session:
+        return render_lineage(trace_lineage(session, "m", "v1"))
+
+
+async def test_damaged_evidence_costs_its_lines_of_the_lineage(world: World) -> None:
+    name = world.register(1)
+    world.promote(name)
+    evidence = (
+        '{"probe": {"live": true}, "gate": {"low": "x", "high": 1, "reason": "won"}, '
+        '"step_0": 7, "step_1": {"weight_bp": 2000, "candidate": [], "champion": {}}}'
+    )
+    damage(world, CanaryRow, "evidence", f"candidate = '{name}'", f"'{evidence}'")
+
+    assert [line for line in trace(world).splitlines() if "damaged in" in line] == [
+        "    probe: damaged in the store",
+        "    gate: damaged in the store",
+        "    step 0: damaged in the store",
+        "    step 1: damaged in the store",
+    ]
+    damage(world, CanaryRow, "evidence", f"candidate = '{name}'", "'{'")
+    assert "    evidence: damaged in the store" in trace(world).splitlines()
+
+
+def test_a_damaged_run_costs_its_lines_of_the_lineage(world: World) -> None:
+    name = world.register(1)
+    put_group(world, "g")
+    with world.database.write() as session:
+        session.add(
+            RunRow(
+                run_id="r",
+                model="m",
+                status="finished",
+                started_at=1.0,
+                heartbeat_at=1.0,
+                parent="base",
+                settings={"steps": 3},
+                counts={},
+                metrics=[],
+            )
+        )
+        session.add(
+            AnswerRow(
+                group_id="g",
+                index=0,
+                origin="served",
+                message_body=b"",
+                token_ids=b"",
+                logprobs=b"",
+                temperature=1.0,
+                score=0.5,
+            )
+        )
+    damage(world, AdapterRow, "run_id", f"name = '{name}'", "'r'")
+    damage(world, GroupRow, "run_id", "group_id = 'g'", "'r'")
+    damage(world, AnswerRow, "score", "group_id = 'g'", "'soon'")
+    damage(world, RunRow, "counts", "run_id = 'r'", "'{'")
+    damage(world, RunRow, "metrics", "run_id = 'r'", "'{}'")
+
+    lines = trace(world).splitlines()
+
+    assert "    settings steps=3" in lines
+    assert "    damaged in the store: counts, metrics" in lines
+    assert any("group g [scored]" in line and "scores (damaged)" in line for line in lines)

@@ -177,7 +177,7 @@ def test_what_makes_no_sense_exits_2_with_one_line(
     assert keys("create", *arguments) == 2
     assert message in keys.err
     assert keys.err.count("\n") == 1
-    assert keys.json("ls") == {"items": []}
+    assert keys.json("ls")["items"] == []
 
 
 def test_without_a_project_it_is_bad_use(keys: Command) -> None:

@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sqlalchemy import text
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
-from ingest.sampling.budget import day_of, next_midnight
+from ingest.sampling.budget import day_of, next_midnight, spend_tokens
 from ingest.sampling.worker import SamplingWorker
-from ingest.store.groups import append_answers, claim_groups, load_group
+from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
 from ingest.vllm.sampler import SampleRequest
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
@@ -278,6 +279,36 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
     assert await restarted.step() == 1
 
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
+
+
+@pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000", "9e999"])
+async def test_a_damaged_count_of_tokens_begins_again_and_still_limits_the_day(
+    kit: Kit, make_worker, stored: str
+) -> None:
+    kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
+    settings = {"tokens_per_day": 15, "concurrency": 3}
+    with kit.database.write() as session:
+        spend_tokens(session, 15, now=NOON)
+        session.execute(text(f"UPDATE counter SET count = {stored} WHERE reason = '2026-11-21'"))
+
+    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5 tokens
+    assert await make_worker(kit.FakeSampler(), **settings).step() == 0
+
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
+
+
+@pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000"])
+async def test_a_damaged_count_of_rounds_is_none_used_up(
+    kit: Kit, make_worker, stored: str
+) -> None:
+    (damaged,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        session.execute(text(f"UPDATE answer_group SET sampling_attempts = {stored}"))
+        assert sampling_attempts(session, damaged) == 0
+
+    assert await make_worker(kit.FakeSampler()).step() == 1
+
+    assert kit.row(damaged).status == "sampled"
 
 
 def test_the_day_ends_at_midnight_utc() -> None:

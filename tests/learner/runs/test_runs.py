@@ -70,15 +70,27 @@ def test_a_champion_that_nobody_registered_is_refused(database: Database) -> Non
         find_parent(session, "m")
 
 
-def test_a_run_whose_heartbeat_is_damaged_keeps_no_other_out(database: Database) -> None:
+@pytest.mark.parametrize("value", ["'soon'", "9e999", "-9e999", "132.0", "1e15"])
+def test_a_run_whose_heartbeat_is_damaged_keeps_no_other_out(
+    database: Database, value: str
+) -> None:
     begin(database, "one", now=100.0)
     with database.write() as session:
-        session.execute(text("UPDATE training_run SET heartbeat_at = 'soon'"))
+        session.execute(text(f"UPDATE training_run SET heartbeat_at = {value}"))
 
     begin(database, "two", now=101.0)
 
     with database.read() as session:
         assert session.get_one(RunRow, "one").status == "failed"
+
+
+def test_a_heartbeat_by_a_clock_that_is_a_little_ahead_keeps_the_lease(database: Database) -> None:
+    begin(database, "one", now=100.0)
+    with database.write() as session:
+        session.execute(text("UPDATE training_run SET heartbeat_at = 131.0"))
+
+    with pytest.raises(RunInProgressError):
+        begin(database, "two", now=101.0)
 
 
 def test_a_damaged_count_of_failures_makes_its_group_a_suspect(
