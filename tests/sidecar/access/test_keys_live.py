@@ -39,11 +39,15 @@ def keys(state_dir: Path) -> Iterator[KeyStore]:
     store.database.close()
 
 
+Answer = tuple[str, dict[str, str], bytes]
+"""Status line, headers and body."""
+
+
 @pytest.fixture
-def guarded(start_proxy: StartProxy, free_port: FreePort) -> Any:
+def guarded(start_proxy: StartProxy, free_port: FreePort) -> StartProxy:
     """Start a proxy that asks for keys."""
 
-    async def start(**sections: Any) -> Any:
+    async def start(**sections: Any) -> Running:
         return await start_proxy(
             access={"mode": "keys"},
             serving={"api_key": VLLM_KEY, **sections.pop("serving", {})},
@@ -58,7 +62,7 @@ def bearer(key: str) -> str:
     return f"Authorization: Bearer {key}\r\n"
 
 
-async def ask(running: Running, wire: Wire, headers: str = "", name: str = "chat.plain") -> Any:
+async def ask(running: Running, wire: Wire, headers: str = "", name: str = "chat.plain") -> Answer:
     item = wire.recording(name)
     return wire.split(await running.send(wire.post(item.request, path=item.path, headers=headers)))
 
@@ -69,7 +73,7 @@ async def ask(running: Running, wire: Wire, headers: str = "", name: str = "chat
     ["", "Authorization: Bearer sk-sidecar-0123456789ab-x\r\n", "x-api-key: vllm-own-key\r\n"],
 )
 async def test_without_a_good_key_nobody_gets_in_on_any_surface(
-    surface: str, sent: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    surface: str, sent: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     keys.create()
     running = await guarded()
@@ -93,7 +97,7 @@ async def test_without_a_good_key_nobody_gets_in_on_any_surface(
 @pytest.mark.parametrize("surface", SURFACES)
 @pytest.mark.parametrize("header", ["Authorization: Bearer {}", "x-api-key: {}"])
 async def test_a_good_key_gets_in_by_either_header_and_vllm_sees_only_its_own(
-    surface: str, header: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    surface: str, header: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key_id, key = keys.create(project="shop")
     item = wire.recording(f"{surface}.plain")
@@ -114,7 +118,7 @@ async def test_a_good_key_gets_in_by_either_header_and_vllm_sees_only_its_own(
 
 
 async def test_the_list_of_models_is_guarded_and_health_is_not(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create()
     fake_vllm.models = ["smollm2-135m", "smollm2-135m--v1-0123456789ab"]
@@ -122,7 +126,7 @@ async def test_the_list_of_models_is_guarded_and_health_is_not(
     fake_vllm.script = lambda _: [wire.whole_reply(json.dumps({"data": [card]}).encode())]
     running = await guarded()
 
-    async def get(path: str, headers: str = "") -> Any:
+    async def get(path: str, headers: str = "") -> Answer:
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n"
         return wire.split(await running.send(head.encode()))
 
@@ -136,7 +140,7 @@ async def test_the_list_of_models_is_guarded_and_health_is_not(
 
 
 async def test_a_revoked_key_is_refused_by_all_proxies_after_one_poll(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     five = [keys.create() for _ in range(5)]
     two = [await guarded(), await guarded()]
@@ -165,7 +169,7 @@ async def test_a_revoked_key_is_refused_though_only_the_proxys_own_thread_polls(
 
 
 async def test_a_key_made_while_the_proxy_runs_gets_in(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await guarded()
     _, key = keys.create()
@@ -176,7 +180,7 @@ async def test_a_key_made_while_the_proxy_runs_gets_in(
 
 
 async def test_before_the_store_was_seen_the_answer_is_503_and_with_it_the_proxy_works(
-    state_dir: Path, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    state_dir: Path, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await guarded()
     line, headers, _ = await ask(running, wire, bearer("sk-sidecar-0123456789ab-x"))
@@ -192,7 +196,7 @@ async def test_before_the_store_was_seen_the_answer_is_503_and_with_it_the_proxy
 
 @pytest.mark.parametrize("surface", ["chat", "messages"])
 async def test_requests_over_the_limit_are_told_when_to_come_again(
-    surface: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    surface: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(requests_per_minute=3)
     now = 1_000_000.0
@@ -237,7 +241,7 @@ async def test_tokens_are_metered_by_what_the_reply_says_it_used(
     cost: int | None,
     capture: dict[str, Any],
     keys: KeyStore,
-    guarded: Any,
+    guarded: StartProxy,
     fake_vllm: FakeVllm,
     wire: Wire,
 ) -> None:
@@ -266,7 +270,7 @@ async def test_a_stream_that_would_not_tell_its_usage_is_asked_for_it_on_our_acc
     surface: str,
     capture: dict[str, Any],
     keys: KeyStore,
-    guarded: Any,
+    guarded: StartProxy,
     fake_vllm: FakeVllm,
     wire: Wire,
 ) -> None:
@@ -296,7 +300,7 @@ async def test_a_stream_that_would_not_tell_its_usage_is_asked_for_it_on_our_acc
 
 
 async def test_a_key_without_an_allowance_asks_for_no_usage(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(requests_per_minute=100)
     running = await guarded(capture={"sample_rate": 0.0})
@@ -308,7 +312,7 @@ async def test_a_key_without_an_allowance_asks_for_no_usage(
 
 @pytest.mark.parametrize("capture", [{}, {"sample_rate": 0.0}])
 async def test_prompt_ids_that_capture_asks_for_do_not_hide_the_usage(
-    capture: dict[str, Any], keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    capture: dict[str, Any], keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """vLLM writes the ids behind the usage: 1,000 of them are more than the 8 kB that were once
     looked at."""
@@ -328,7 +332,7 @@ async def test_prompt_ids_that_capture_asks_for_do_not_hide_the_usage(
 
 @pytest.mark.parametrize("name", ["responses.plain", "responses_stream.plain"])
 async def test_a_long_user_does_not_hide_the_usage_of_responses(
-    name: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    name: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording(name)
     body = item.body.replace(b'"user":null', b'"user":"%b"' % (b"u" * 20_000))
@@ -348,7 +352,7 @@ async def test_a_long_user_does_not_hide_the_usage_of_responses(
 
 @pytest.mark.parametrize("surface", [*SURFACES, "embeddings"])
 async def test_a_request_that_is_cut_before_vllms_head_costs_its_prompt(
-    surface: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    surface: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     fake_vllm.script = lambda _: [asyncio.Event()]
     item = wire.recording(f"{surface}.plain")
@@ -372,7 +376,7 @@ async def test_a_request_that_is_cut_before_vllms_head_costs_its_prompt(
 
 
 async def test_a_prompt_that_vllm_never_had_costs_nothing(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(tokens_per_day=1000)
     running = await guarded()
@@ -388,7 +392,7 @@ async def test_a_prompt_that_vllm_never_had_costs_nothing(
 
 
 async def test_a_metered_reply_is_not_compressed(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """Nobody could read its usage."""
     _, free = keys.create()
@@ -403,7 +407,7 @@ async def test_a_metered_reply_is_not_compressed(
 
 
 async def test_a_stream_that_breaks_before_it_tells_its_usage_is_estimated(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording("chat_stream.plain")
     fake_vllm.script = lambda _: [item.head, *item.chunks[:5], wire.CLOSE]
@@ -420,7 +424,7 @@ async def test_a_stream_that_breaks_before_it_tells_its_usage_is_estimated(
 
 
 async def test_a_spent_day_refuses_until_midnight(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     item = wire.recording("chat.plain")
     fake_vllm.script = lambda _: [item.reply]
@@ -464,7 +468,7 @@ async def test_in_mode_upstream_the_callers_credentials_go_on_and_vllm_judges_th
 
 
 async def test_what_is_captured_follows_the_keys_project(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, shop), (other_id, other) = keys.create(project="shop"), keys.create(project="other")
     fake_vllm.script = lambda _: [wire.recording("chat.asked").reply]
@@ -480,7 +484,7 @@ async def test_what_is_captured_follows_the_keys_project(
 
 
 async def test_a_session_of_one_project_is_never_one_of_another(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, shop), (_, other) = keys.create(project="shop"), keys.create(project="other")
     running = await guarded()
@@ -493,7 +497,7 @@ async def test_a_session_of_one_project_is_never_one_of_another(
 
 
 async def test_a_default_key_reaches_no_session_of_a_project_by_its_header(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, acme), (_, default) = keys.create(project="acme"), keys.create(project="default")
     running = await guarded()
@@ -506,7 +510,7 @@ async def test_a_default_key_reaches_no_session_of_a_project_by_its_header(
 
 
 async def test_sessions_and_users_are_recorded_bounded_and_apart(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """Wherever they stand: in a header, in the body's `user`, in Anthropic's `metadata`."""
     (_, key), long = keys.create(), "n" * 20_000
@@ -531,7 +535,7 @@ async def test_sessions_and_users_are_recorded_bounded_and_apart(
 
 
 async def test_two_different_keys_in_one_request_are_none(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     (_, one), (_, other) = keys.create(), keys.create()
     running = await guarded()
@@ -549,7 +553,7 @@ async def test_two_different_keys_in_one_request_are_none(
     [("GET", "/version"), ("GET", "/load"), ("POST", "/tokenize"), ("POST", "/detokenize")],
 )
 async def test_vllms_own_paths_need_a_key_except_its_probes(
-    method: str, path: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    method: str, path: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create()
     fake_vllm.script = lambda _: [wire.whole_reply(b"{}")]
@@ -569,7 +573,7 @@ async def test_vllms_own_paths_need_a_key_except_its_probes(
     "path", ["/v1/load_lora_adapter", "/reset_prefix_cache", "/sleep", "/pause"]
 )
 async def test_no_scope_reaches_what_changes_vllm(
-    path: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    path: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     _, key = keys.create(scopes=frozenset({"infer", "operate"}))
     running = await guarded()

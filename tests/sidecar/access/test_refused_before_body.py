@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
+from sidecar.relay.client.connection import ClientConnection
 from sidecar.store.database import Database
 from support import api_keys
 from support.fake_vllm import FakeVllm
@@ -47,11 +48,11 @@ def keys(state_dir: Path) -> Iterator[KeyStore]:
 
 
 @pytest.fixture
-def guarded(start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire) -> Any:
+def guarded(start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire) -> StartProxy:
     """Start a proxy that asks for keys, before a vLLM that answers as it was recorded; its clock
     stands at NOW unless it is given one."""
 
-    async def start(clock: Callable[[], float] = lambda: NOW, **sections: Any) -> Any:
+    async def start(clock: Callable[[], float] = lambda: NOW, **sections: Any) -> Running:
         fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
         return await start_proxy(
             clock=clock, access={"mode": "keys"}, capture={"sample_rate": 0.0}, **sections
@@ -67,7 +68,7 @@ class Client:
     running: Running
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    connection: Any
+    connection: ClientConnection
 
     @property
     def held(self) -> int:
@@ -157,7 +158,7 @@ def unauthenticated_head(kind: str, keys: KeyStore) -> bytes:
 
 @pytest.mark.parametrize("kind", UNAUTHENTICATED)
 async def test_an_unauthenticated_client_is_refused_while_its_body_is_still_coming(
-    kind: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
+    kind: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     request_head = unauthenticated_head(kind, keys)
     running = await guarded()
@@ -183,7 +184,7 @@ async def test_an_unauthenticated_client_is_refused_while_its_body_is_still_comi
 
 
 async def test_an_unauthenticated_client_that_never_stops_sending_is_disconnected(
-    keys: KeyStore, guarded: Any
+    keys: KeyStore, guarded: StartProxy
 ) -> None:
     keys.create()
     running = await guarded()
@@ -194,7 +195,7 @@ async def test_an_unauthenticated_client_that_never_stops_sending_is_disconnecte
 
 
 async def test_a_stranger_who_sends_in_chunks_is_refused_as_early(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     keys.create()
     running = await guarded()
@@ -207,7 +208,9 @@ async def test_a_stranger_who_sends_in_chunks_is_refused_as_early(
     assert fake_vllm.requests == []
 
 
-async def test_each_surface_is_refused_in_its_own_shape(keys: KeyStore, guarded: Any) -> None:
+async def test_each_surface_is_refused_in_its_own_shape(
+    keys: KeyStore, guarded: StartProxy
+) -> None:
     keys.create()
     running = await guarded()
     async with dialled(running) as client:
@@ -221,7 +224,7 @@ async def test_each_surface_is_refused_in_its_own_shape(keys: KeyStore, guarded:
 
 
 async def test_who_may_not_name_an_adapter_is_told_so_before_the_body_is_here(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -235,7 +238,7 @@ async def test_who_may_not_name_an_adapter_is_told_so_before_the_body_is_here(
 
 
 async def test_a_head_that_was_good_before_is_looked_at_again(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     """Heads that come again are recognised, and what they showed is remembered with them."""
     key = keys.create(expires_at=NOW)
@@ -260,7 +263,7 @@ async def test_a_head_that_was_good_before_is_looked_at_again(
 
 @pytest.mark.parametrize("key", ["", UNKNOWN])
 async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
-    key: str, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
+    key: str, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     keys.create()
     running = await guarded()
@@ -276,7 +279,7 @@ async def test_a_stranger_who_waits_for_100_is_never_told_to_go_on(
 
 
 async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create(requests_per_minute=3)
     running = await guarded()
@@ -302,7 +305,7 @@ async def test_a_good_key_that_waits_for_100_is_told_once_and_counted_once(
 
 @pytest.mark.parametrize("expects", [False, True])
 async def test_where_nothing_is_no_large_body_is_taken(
-    expects: bool, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm
+    expects: bool, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -322,7 +325,7 @@ async def test_where_nothing_is_no_large_body_is_taken(
 
 @pytest.mark.parametrize("size", [2, MAX_UNAUTHENTICATED_BYTES])
 async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
-    size: int, keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    size: int, keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -344,7 +347,7 @@ async def test_a_small_body_of_a_stranger_is_read_and_the_connection_stays(
 
 
 async def test_a_good_request_before_a_strangers_is_answered_first(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create()
     running = await guarded()
@@ -369,7 +372,7 @@ async def test_a_good_request_before_a_strangers_is_answered_first(
 
 
 async def test_a_large_upload_counts_once_against_the_requests_of_a_minute(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create(requests_per_minute=2)
     running = await guarded()
@@ -390,7 +393,7 @@ async def test_a_large_upload_counts_once_against_the_requests_of_a_minute(
 
 
 async def test_an_upload_that_was_broken_off_counts_as_a_request(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     key = keys.create(requests_per_minute=2)
     running = await guarded()

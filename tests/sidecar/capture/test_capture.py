@@ -7,12 +7,12 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -81,6 +81,9 @@ class Bench:
         return self.metrics.registry.get_sample_value(f"sidecar_{name}_total", labels) or 0.0
 
 
+MakeBench = Callable[..., Bench]
+
+
 @pytest.fixture
 def benches() -> Iterator[list[Bench]]:
     made: list[Bench] = []
@@ -90,7 +93,7 @@ def benches() -> Iterator[list[Bench]]:
 
 
 @pytest.fixture
-def make_bench(benches: list[Bench], wire: Wire) -> Any:
+def make_bench(benches: list[Bench], wire: Wire) -> MakeBench:
     def make(sink: Any = None, **settings: Any) -> Bench:
         benches.append(Bench(sink if sink is not None else wire.Sink(), **settings))
         return benches[-1]
@@ -98,7 +101,7 @@ def make_bench(benches: list[Bench], wire: Wire) -> Any:
     return make
 
 
-def test_what_is_offered_before_the_stop_is_written(make_bench: Any) -> None:
+def test_what_is_offered_before_the_stop_is_written(make_bench: MakeBench) -> None:
     bench = make_bench()
     for number in range(3):
         bench.capture.offer(_raw(f"ex_{number}"))
@@ -110,7 +113,7 @@ def test_what_is_offered_before_the_stop_is_written(make_bench: Any) -> None:
     assert bench.sink.closed
 
 
-def test_the_newest_is_dropped_when_too_many_wait(make_bench: Any) -> None:
+def test_the_newest_is_dropped_when_too_many_wait(make_bench: MakeBench) -> None:
     bench = make_bench(max_pending=2)
     for number in range(5):
         bench.capture.offer(_raw(f"ex_{number}"))
@@ -121,7 +124,7 @@ def test_the_newest_is_dropped_when_too_many_wait(make_bench: Any) -> None:
     assert bench.metric("captures_lost", reason="queue_full") == 3
 
 
-def test_the_newest_is_dropped_when_too_many_bytes_wait(make_bench: Any) -> None:
+def test_the_newest_is_dropped_when_too_many_bytes_wait(make_bench: MakeBench) -> None:
     bench = make_bench(max_pending_bytes=2 * _raw().size)
     for number in range(5):
         bench.capture.offer(_raw(f"ex_{number}"))
@@ -132,7 +135,7 @@ def test_the_newest_is_dropped_when_too_many_bytes_wait(make_bench: Any) -> None
     assert bench.metric("captures_lost", reason="memory_full") == 3
 
 
-def test_replies_that_still_pass_count_against_the_same_bytes(make_bench: Any) -> None:
+def test_replies_that_still_pass_count_against_the_same_bytes(make_bench: MakeBench) -> None:
     bench = make_bench(max_pending_bytes=1000)
     first, second = bench.capture.reply_buffer(), bench.capture.reply_buffer()
     first.add(b"x" * 600)
@@ -146,7 +149,7 @@ def test_replies_that_still_pass_count_against_the_same_bytes(make_bench: Any) -
     assert third.take() == (b"x" * 600,)
 
 
-def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: Any) -> None:
+def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: MakeBench) -> None:
     bench = make_bench(max_reply_bytes=10, max_pending_bytes=1000)
     reply_buffer = bench.capture.reply_buffer()
 
@@ -158,7 +161,7 @@ def test_a_reply_over_its_limit_is_given_up_and_its_memory_let_go(make_bench: An
     assert bench.capture.held.refuse(10, 1000) is None  # all of the memory is free again
 
 
-def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Wire) -> None:
+def test_a_sink_that_is_full_keeps_the_oldest(make_bench: MakeBench, wire: Wire) -> None:
     bench = make_bench(wire.Sink(room=1))
     for number in range(3):
         bench.capture.offer(_raw(f"ex_{number}"))
@@ -171,7 +174,7 @@ def test_a_sink_that_is_full_keeps_the_oldest(make_bench: Any, wire: Wire) -> No
 
 
 def test_a_defect_in_reading_one_capture_costs_that_one_only(
-    make_bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken_once(raw: RawCapture, turns: Turns | None) -> Exchange:
         if raw.exchange_id == "ex_0":
@@ -192,7 +195,9 @@ def test_a_defect_in_reading_one_capture_costs_that_one_only(
     assert "what the user wrote" not in logged.out + logged.err
 
 
-def test_an_exchange_that_must_not_be_learned_from_is_kept_and_counted(make_bench: Any) -> None:
+def test_an_exchange_that_must_not_be_learned_from_is_kept_and_counted(
+    make_bench: MakeBench,
+) -> None:
     bench = make_bench()
     bench.capture.offer(_raw(reply=(REPLY.replace(b"[7]", b"null"),)))
 
@@ -202,20 +207,27 @@ def test_an_exchange_that_must_not_be_learned_from_is_kept_and_counted(make_benc
     assert bench.metric("exchanges_untrainable", reason="ids_missing") == 1
 
 
-def test_spans_are_made_from_the_record_under_the_clients_trace(make_bench: Any) -> None:
+def started_at_ns(span: ReadableSpan) -> int:
+    assert span.start_time is not None
+    return span.start_time
+
+
+def test_spans_are_made_from_the_record_under_the_clients_trace(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.capture.offer(_raw())
 
     bench.flush()
 
-    request, capture = sorted(bench.spans.get_finished_spans(), key=lambda span: span.start_time)
+    request, capture = sorted(bench.spans.get_finished_spans(), key=started_at_ns)
     assert (request.name, capture.name) == ("chat m", "capture")
     assert (request.start_time, request.end_time) == (1_000 * 10**9, 1_002 * 10**9)
+    assert request.parent is not None
+    assert capture.parent is not None
     assert request.parent.span_id == 0xB7AD6B7169203331
     assert capture.parent.span_id == request.context.span_id
     trace = "0af7651916cd43dd8448eb211c80319c"
     assert f"{request.context.trace_id:032x}" == bench.sink.exchanges[0].trace_id == trace
-    attributes = dict(request.attributes)
+    attributes = dict(request.attributes or {})
     assert attributes["gen_ai.operation.name"] == "chat"
     assert attributes["gen_ai.provider.name"] == "vllm"
     assert attributes["gen_ai.request.temperature"] == 0.5
@@ -226,7 +238,7 @@ def test_spans_are_made_from_the_record_under_the_clients_trace(make_bench: Any)
     assert "ok" not in attributes.values(), "content never stands in a span"
 
 
-def test_a_request_that_is_not_captured_has_a_span_and_no_record(make_bench: Any) -> None:
+def test_a_request_that_is_not_captured_has_a_span_and_no_record(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.capture.offer(_raw(reply=None))
 
@@ -236,7 +248,9 @@ def test_a_request_that_is_not_captured_has_a_span_and_no_record(make_bench: Any
     assert bench.sink.exchanges == []
 
 
-def test_without_an_exporter_the_trace_is_the_clients_and_no_span_is_made(make_bench: Any) -> None:
+def test_without_an_exporter_the_trace_is_the_clients_and_no_span_is_made(
+    make_bench: MakeBench,
+) -> None:
     bench = make_bench(traced=False)
     bench.capture.offer(_raw())
     bench.capture.offer(_raw(reply=None))
@@ -262,7 +276,7 @@ class SlowSink:
     def close(self) -> None: ...
 
 
-def test_what_a_stop_does_not_wait_for_is_counted_once(make_bench: Any) -> None:
+def test_what_a_stop_does_not_wait_for_is_counted_once(make_bench: MakeBench) -> None:
     sink = SlowSink()
     bench = make_bench(sink, flush_interval_s=0.001)
     bench.capture.offer(_raw("ex_0"))
@@ -284,7 +298,7 @@ def test_what_a_stop_does_not_wait_for_is_counted_once(make_bench: Any) -> None:
 
 
 def test_one_exchange_that_cannot_be_written_costs_that_one_only(
-    make_bench: Any, wire: Wire
+    make_bench: MakeBench, wire: Wire
 ) -> None:
     class PickySink(wire.Sink):  # type: ignore[misc, name-defined]
         def write(self, exchanges: Sequence[Exchange]) -> int:
@@ -305,7 +319,7 @@ def test_one_exchange_that_cannot_be_written_costs_that_one_only(
 
 
 def test_batches_are_cut_by_their_bytes(
-    make_bench: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
 
@@ -327,7 +341,7 @@ def test_batches_are_cut_by_their_bytes(
 
 @pytest.mark.parametrize("fault", ["locked", "disk_full", "read_only", "unreachable", "corrupt"])
 def test_whatever_happens_to_the_sink_the_counters_add_up(
-    make_bench: Any, wire: Wire, fault: str
+    make_bench: MakeBench, wire: Wire, fault: str
 ) -> None:
     sink = wire.Sink()
     sink.fail_with = fault
@@ -341,7 +355,7 @@ def test_whatever_happens_to_the_sink_the_counters_add_up(
     assert bench.metric("captures_kept") == 0
 
 
-def test_the_memory_of_what_was_written_is_free_again(make_bench: Any) -> None:
+def test_the_memory_of_what_was_written_is_free_again(make_bench: MakeBench) -> None:
     bench = make_bench(max_pending_bytes=2 * _raw().size)
     reply_buffer = bench.capture.reply_buffer()
     reply_buffer.add(REPLY)
@@ -354,7 +368,7 @@ def test_the_memory_of_what_was_written_is_free_again(make_bench: Any) -> None:
 
 
 def test_a_locked_outbox_costs_what_came_meanwhile_and_nothing_later(
-    make_bench: Any, tmp_path: Path
+    make_bench: MakeBench, tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox.db"
     bench = make_bench(Outbox(path, max_rows=9, busy_timeout_s=0.01), flush_interval_s=0.001)
@@ -380,7 +394,7 @@ def test_a_locked_outbox_costs_what_came_meanwhile_and_nothing_later(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_and_lost_are_all_that_was_offered(
-    make_bench: Any, wire: Wire, seed: int, monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, wire: Wire, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults at random, in the reading and in the sink, and a queue that is too short."""
     rng = random.Random(seed)
@@ -413,7 +427,7 @@ def test_kept_and_lost_are_all_that_was_offered(
     assert bench.metric("captures_kept") + lost == offered
 
 
-def test_a_reply_of_another_model_raises_the_alarm(make_bench: Any) -> None:
+def test_a_reply_of_another_model_raises_the_alarm(make_bench: MakeBench) -> None:
     bench = make_bench()
     for number in range(3):
         bench.capture.offer(_raw(f"ex_{number}", reply=(REPLY.replace(b'"m"', b'"other"'),)))

@@ -130,8 +130,11 @@ class Waiting:
         return self.metrics.registry.get_sample_value("sidecar_captures_lost_total", labels) or 0.0
 
 
+MakeWaiting = Callable[..., Waiting]
+
+
 @pytest.fixture
-def make(wire: Wire) -> Iterator[Callable[..., Waiting]]:
+def make(wire: Wire) -> Iterator[MakeWaiting]:
     made: list[Waiting] = []
 
     def start(**settings: Any) -> Waiting:
@@ -144,7 +147,7 @@ def make(wire: Wire) -> Iterator[Callable[..., Waiting]]:
             item.capture.stop(60.0)
 
 
-def test_while_nothing_is_offered_the_thread_does_not_wake(make: Any) -> None:
+def test_while_nothing_is_offered_the_thread_does_not_wake(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=0.001)
     waiting.start()
 
@@ -154,7 +157,7 @@ def test_while_nothing_is_offered_the_thread_does_not_wake(make: Any) -> None:
 
 
 def test_a_single_capture_is_written_after_the_interval_and_then_the_thread_sleeps(
-    make: Any,
+    make: MakeWaiting,
 ) -> None:
     waiting = make(flush_interval_s=0.05)
     waiting.start()
@@ -171,7 +174,7 @@ def test_a_single_capture_is_written_after_the_interval_and_then_the_thread_slee
     assert waiting.names() == ["ex_1"]
 
 
-def test_many_captures_do_not_wait_for_the_interval(make: Any) -> None:
+def test_many_captures_do_not_wait_for_the_interval(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
     waiting.capture.offer(raw(0))
@@ -184,7 +187,7 @@ def test_many_captures_do_not_wait_for_the_interval(make: Any) -> None:
     assert waiting.names() == [f"ex_{number}" for number in range(EARLY)]
 
 
-def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: Any) -> None:
+def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
     for number in range(EARLY - 1):
@@ -198,7 +201,7 @@ def test_fewer_wait_for_the_interval_and_a_stop_writes_them_at_once(make: Any) -
     assert waiting.sink.closed
 
 
-def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: Any) -> None:
+def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
 
@@ -210,7 +213,7 @@ def test_a_stop_wakes_a_thread_that_has_nothing_to_do(make: Any) -> None:
 
 @pytest.mark.parametrize("queued", [0, 1])
 def test_a_stop_that_comes_as_the_thread_begins_is_obeyed_and_nothing_is_left(
-    queued: int, make: Any
+    queued: int, make: MakeWaiting
 ) -> None:
     """The thread clears earlier wake-ups before it checks for work; it must not lose a stop so."""
     waiting = make(flush_interval_s=LONG_S)
@@ -233,7 +236,7 @@ def test_a_stop_that_comes_as_the_thread_begins_is_obeyed_and_nothing_is_left(
     assert waiting.names() == [f"ex_{number}" for number in range(queued)]
 
 
-def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: Any) -> None:
+def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S, max_pending=2)
     waiting.start()
     waiting.capture.offer(raw(0))
@@ -246,7 +249,7 @@ def test_a_queue_that_is_full_is_written_at_once_and_nothing_is_lost(make: Any) 
     assert waiting.lost("queue_full") == 0
 
 
-def test_a_queue_that_is_full_while_the_sink_writes_drops_the_newest(make: Any) -> None:
+def test_a_queue_that_is_full_while_the_sink_writes_drops_the_newest(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S, max_pending=2)
     waiting.sink.go_on.clear()
     waiting.start()
@@ -274,7 +277,7 @@ FULL: dict[str, dict[str, int]] = {
     [("queue_full", 0), ("queue_full", 1), ("queue_full", 3), ("memory_full", 1)],
 )
 def test_a_queue_that_fills_before_the_woken_thread_runs_does_not_wait_for_the_interval(
-    make: Any, reason: str, dropped: int
+    make: MakeWaiting, reason: str, dropped: int
 ) -> None:
     """The first capture wakes the thread; before it runs, the others come."""
     waiting = make(flush_interval_s=LONG_S, **FULL[reason])
@@ -297,7 +300,7 @@ def losses(logs: list[Any]) -> list[tuple[str, int]]:
     return [(item["reason"], item["count"]) for item in logs if item["event"] == "captures_lost"]
 
 
-def test_a_loss_is_logged_though_nothing_is_queued(make: Any) -> None:
+def test_a_loss_is_logged_though_nothing_is_queued(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=0.01)
     with capture_logs() as logs:
         waiting.start()
@@ -309,7 +312,7 @@ def test_a_loss_is_logged_though_nothing_is_queued(make: Any) -> None:
         assert losses(logs) == [("reply_too_long", 1)]
 
 
-def test_many_losses_make_one_line_an_interval(make: Any) -> None:
+def test_many_losses_make_one_line_an_interval(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S)
     with capture_logs() as logs:
         waiting.start()
@@ -326,7 +329,7 @@ def test_many_losses_make_one_line_an_interval(make: Any) -> None:
     assert waiting.lost("reply_too_long") == 1001
 
 
-def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: Any) -> None:
+def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=LONG_S, max_pending_bytes=100)
     passing = waiting.capture.reply_buffer()
     passing.add(b"x" * 99)
@@ -344,7 +347,9 @@ def test_replies_that_fill_the_memory_while_they_pass_make_one_line_too(make: An
         assert losses(logs) == [("memory_full", 100)]
 
 
-def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(make: Any) -> None:
+def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(
+    make: MakeWaiting,
+) -> None:
     waiting = make(flush_interval_s=0.001)
     waiting.queue.after_length_check = lambda: waiting.capture.offer(raw(1))
     waiting.start()
@@ -352,7 +357,7 @@ def test_a_capture_that_comes_right_after_the_check_for_work_wakes_the_thread(ma
     waiting.sink.wait_for(1, 60.0)
 
 
-def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> None:
+def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=0.001)
     waiting.work.before_wait = lambda: waiting.capture.offer(raw(1))
     waiting.start()
@@ -360,7 +365,7 @@ def test_a_capture_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> 
     waiting.sink.wait_for(1, 60.0)
 
 
-def test_a_loss_that_comes_right_after_the_check_for_work_is_logged(make: Any) -> None:
+def test_a_loss_that_comes_right_after_the_check_for_work_is_logged(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=0.001)
     waiting.queue.after_length_check = lambda: waiting.capture.lose("reply_too_long", 1)
     with capture_logs() as logs:
@@ -370,7 +375,7 @@ def test_a_loss_that_comes_right_after_the_check_for_work_is_logged(make: Any) -
         assert losses(logs) == [("reply_too_long", 1)]
 
 
-def test_a_loss_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> None:
+def test_a_loss_that_comes_as_the_thread_falls_asleep_wakes_it(make: MakeWaiting) -> None:
     waiting = make(flush_interval_s=0.001)
     waiting.work.before_wait = lambda: waiting.capture.lose("reply_too_long", 1)
     with capture_logs() as logs:
@@ -382,7 +387,7 @@ def test_a_loss_that_comes_as_the_thread_falls_asleep_wakes_it(make: Any) -> Non
 
 
 def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_the_thread(
-    make: Any,
+    make: MakeWaiting,
 ) -> None:
     waiting = make(flush_interval_s=LONG_S)
     waiting.start()
@@ -402,7 +407,9 @@ def test_the_capture_that_completes_a_batch_right_after_the_length_check_wakes_t
 
 
 @pytest.mark.parametrize("flush_interval_s", [1e-6, 2e-4])
-def test_no_capture_is_left_behind_whenever_it_comes(flush_interval_s: float, make: Any) -> None:
+def test_no_capture_is_left_behind_whenever_it_comes(
+    flush_interval_s: float, make: MakeWaiting
+) -> None:
     """Intervals shorter than the settings allow: more chances to go wrong."""
     waiting = make(flush_interval_s=flush_interval_s)
     rng = random.Random(7)

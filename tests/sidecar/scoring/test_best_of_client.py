@@ -81,8 +81,12 @@ async def hang(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
     await reader.read()  # until the asker leaves
 
 
+StartScoring = Callable[..., Awaitable[ScriptedScoring]]
+Build = Callable[..., Awaitable[Picker]]
+
+
 @pytest.fixture
-async def scoring(state_dir: Path) -> AsyncIterator[Callable[..., Awaitable[ScriptedScoring]]]:
+async def scoring(state_dir: Path) -> AsyncIterator[StartScoring]:
     started: list[ScriptedScoring] = []
 
     async def start(*plays: Play) -> ScriptedScoring:
@@ -101,8 +105,8 @@ def picker_at(path: Path, **changes: Any) -> SocketPicker:
 
 @pytest.fixture(params=["memory", "socket"])
 def build(
-    request: pytest.FixtureRequest, scoring: Any, state_dir: Path, wire: Wire
-) -> Callable[..., Awaitable[Picker]]:
+    request: pytest.FixtureRequest, scoring: StartScoring, state_dir: Path, wire: Wire
+) -> Build:
     """Make a picker that meets these verdicts; None is one that never comes."""
 
     async def memory(*verdicts: Verdict | None) -> Picker:
@@ -119,27 +123,27 @@ def build(
 # -- the contract
 
 
-async def test_the_pick_comes_back(build: Any) -> None:
+async def test_the_pick_comes_back(build: Build) -> None:
     picker = await build(PICK)
 
     assert picker.ready
     assert await picker.pick(QUESTION, LONG_S) == PICK
 
 
-async def test_a_reason_comes_back(build: Any) -> None:
+async def test_a_reason_comes_back(build: Build) -> None:
     picker = await build(NoPick(reason="identical_answers"), PICK)
 
     assert await picker.pick(QUESTION, LONG_S) == NoPick(reason="identical_answers")
     assert await picker.pick(QUESTION, LONG_S) == PICK
 
 
-async def test_a_verdict_that_does_not_come_is_a_timeout(build: Any) -> None:
+async def test_a_verdict_that_does_not_come_is_a_timeout(build: Build) -> None:
     picker = await build(None)
 
     assert await picker.pick(QUESTION, 0.01) == NoPick(reason="timeout")
 
 
-async def test_many_may_ask_at_once(build: Any) -> None:
+async def test_many_may_ask_at_once(build: Build) -> None:
     picker = await build(PICK)
 
     verdicts = await asyncio.gather(*(picker.pick(QUESTION, LONG_S) for _ in range(8)))
@@ -147,7 +151,7 @@ async def test_many_may_ask_at_once(build: Any) -> None:
     assert verdicts == [PICK] * 8
 
 
-async def test_waiting_can_be_cancelled(build: Any) -> None:
+async def test_waiting_can_be_cancelled(build: Build) -> None:
     picker = await build(None)
     asking = asyncio.create_task(picker.pick(QUESTION, LONG_S))
     await asyncio.sleep(0)
@@ -227,7 +231,7 @@ async def test_without_a_socket_nobody_is_there(state_dir: Path) -> None:
 
 
 async def test_a_socket_that_nobody_listens_on_is_nobody_there(
-    scoring: Any, state_dir: Path
+    scoring: StartScoring, state_dir: Path
 ) -> None:
     (state_dir / "b.sock").touch()
 
@@ -251,14 +255,14 @@ async def test_a_socket_that_nobody_listens_on_is_nobody_there(
     ],
 )
 async def test_what_is_not_a_verdict_is_told_apart(
-    sent: bytes, reason: str, scoring: Any, state_dir: Path
+    sent: bytes, reason: str, scoring: StartScoring, state_dir: Path
 ) -> None:
     await scoring(say(sent))
 
     assert await picker_at(state_dir / "b.sock").pick(QUESTION, LONG_S) == NoPick(reason=reason)
 
 
-async def test_a_reset_connection_is_a_disconnect(scoring: Any, state_dir: Path) -> None:
+async def test_a_reset_connection_is_a_disconnect(scoring: StartScoring, state_dir: Path) -> None:
     async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
@@ -269,7 +273,9 @@ async def test_a_reset_connection_is_a_disconnect(scoring: Any, state_dir: Path)
     assert verdict == NoPick(reason="disconnect")
 
 
-async def test_a_question_that_is_too_large_is_not_asked(scoring: Any, state_dir: Path) -> None:
+async def test_a_question_that_is_too_large_is_not_asked(
+    scoring: StartScoring, state_dir: Path
+) -> None:
     server = await scoring(say(encode_frame(PICK)))
     large = Material(
         exchange_id="ex", request=b"x" * MAX_QUESTION_BYTES, answers=(b"a", b"b"), keep=True
@@ -279,7 +285,7 @@ async def test_a_question_that_is_too_large_is_not_asked(scoring: Any, state_dir
     assert server.connections == 0
 
 
-async def test_the_question_arrives_as_it_was_asked(scoring: Any, state_dir: Path) -> None:
+async def test_the_question_arrives_as_it_was_asked(scoring: StartScoring, state_dir: Path) -> None:
     server = await scoring(say(encode_frame(PICK)))
 
     await picker_at(state_dir / "b.sock").pick(QUESTION, LONG_S)
@@ -288,7 +294,7 @@ async def test_the_question_arrives_as_it_was_asked(scoring: Any, state_dir: Pat
 
 
 async def test_a_cancelled_question_lets_go_of_its_connection_and_its_slot(
-    scoring: Any, state_dir: Path
+    scoring: StartScoring, state_dir: Path
 ) -> None:
     reached, left = asyncio.Event(), asyncio.Event()
 
@@ -313,7 +319,9 @@ async def test_a_cancelled_question_lets_go_of_its_connection_and_its_slot(
     assert await picker.pick(QUESTION, LONG_S) == PICK
 
 
-async def test_no_more_are_asked_at_once_than_allowed(scoring: Any, state_dir: Path) -> None:
+async def test_no_more_are_asked_at_once_than_allowed(
+    scoring: StartScoring, state_dir: Path
+) -> None:
     open_now = most = 0
 
     async def one(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

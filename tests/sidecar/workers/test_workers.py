@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,8 +224,11 @@ async def open_stream(port: int) -> OpenStream:
     return OpenStream(reader, writer)
 
 
+StartService = Callable[..., Awaitable[Service]]
+
+
 @pytest.fixture
-async def start(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+async def start(fake_vllm: FakeVllm, state_dir: Path) -> AsyncIterator[StartService]:
     started: list[Service] = []
 
     async def begin(
@@ -294,7 +297,7 @@ async def streams_on_every_worker(service: Service) -> dict[int, list[OpenStream
 
 
 async def test_a_killed_worker_takes_with_it_only_what_it_was_answering(
-    held: asyncio.Event, start: Any
+    held: asyncio.Event, start: StartService
 ) -> None:
     service = await start(2)
     streams = await streams_on_every_worker(service)
@@ -328,7 +331,7 @@ async def test_a_killed_worker_takes_with_it_only_what_it_was_answering(
 
 
 async def test_a_worker_that_is_ended_fails_no_request_and_finishes_its_streams(
-    held: asyncio.Event, start: Any
+    held: asyncio.Event, start: StartService
 ) -> None:
     service = await start(2)
     streams = await streams_on_every_worker(service)
@@ -356,7 +359,7 @@ async def test_a_worker_that_is_ended_fails_no_request_and_finishes_its_streams(
 
 
 async def test_a_worker_that_hangs_is_replaced_and_the_port_goes_on_answering(
-    held: asyncio.Event, start: Any
+    held: asyncio.Event, start: StartService
 ) -> None:
     service = await start(2, hung_after_s=IMPATIENT_S)
     hung, other = service.workers()
@@ -384,7 +387,7 @@ async def test_a_worker_that_hangs_is_replaced_and_the_port_goes_on_answering(
 
 
 async def test_neither_a_busy_worker_nor_one_that_drains_is_taken_for_hung(
-    held: asyncio.Event, start: Any
+    held: asyncio.Event, start: StartService
 ) -> None:
     service = await start(2, hung_after_s=IMPATIENT_S)
     streams = await streams_on_every_worker(service)
@@ -409,7 +412,7 @@ async def test_neither_a_busy_worker_nor_one_that_drains_is_taken_for_hung(
 
 
 async def test_replacing_every_worker_under_load_fails_no_request(
-    held: asyncio.Event, start: Any
+    held: asyncio.Event, start: StartService
 ) -> None:
     service = await start(2)
     old = set(service.workers())
@@ -432,7 +435,7 @@ async def test_replacing_every_worker_under_load_fails_no_request(
 
 
 async def test_any_worker_shows_the_numbers_of_all(
-    held: asyncio.Event, start: Any, state_dir: Path
+    held: asyncio.Event, start: StartService, state_dir: Path
 ) -> None:
     service = await start(2)
     load = Load(service.port)
@@ -455,7 +458,7 @@ async def test_any_worker_shows_the_numbers_of_all(
 
 
 async def test_term_lets_streams_finish_and_ends_with_0(
-    held: asyncio.Event, start: Any, state_dir: Path
+    held: asyncio.Event, start: StartService, state_dir: Path
 ) -> None:
     service = await start(2)
     streams = [item for some in (await streams_on_every_worker(service)).values() for item in some]
@@ -473,7 +476,7 @@ async def test_term_lets_streams_finish_and_ends_with_0(
 
 
 async def test_workers_whose_parent_was_killed_end_soon_and_free_the_port(
-    held: asyncio.Event, start: Any
+    held: asyncio.Event, start: StartService
 ) -> None:
     service = await start(2)
     stream = await open_stream(service.port)
@@ -490,7 +493,9 @@ async def test_workers_whose_parent_was_killed_end_soon_and_free_the_port(
         pass
 
 
-async def test_a_worker_that_cannot_start_the_first_time_ends_all_in_one_line(start: Any) -> None:
+async def test_a_worker_that_cannot_start_the_first_time_ends_all_in_one_line(
+    start: StartService,
+) -> None:
     service = await start(2, wait=False, connect_timeout_s='"soon"')
 
     code = await asyncio.to_thread(service.process.wait, WAIT_S)
@@ -500,7 +505,7 @@ async def test_a_worker_that_cannot_start_the_first_time_ends_all_in_one_line(st
     assert "proxy.connect_timeout_s" in line
 
 
-async def test_a_second_parent_on_the_same_port_is_refused(start: Any) -> None:
+async def test_a_second_parent_on_the_same_port_is_refused(start: StartService) -> None:
     service = await start(2)
 
     second = await start(2, port=service.port, wait=False)
@@ -597,7 +602,7 @@ def key_with_limits(state_dir: Path, **limits: int) -> str:
 
 
 async def test_a_keys_limit_holds_over_all_workers_a_killed_one_and_a_restart(
-    fake_vllm: FakeVllm, wire: Wire, state_dir: Path, start: Any
+    fake_vllm: FakeVllm, wire: Wire, state_dir: Path, start: StartService
 ) -> None:
     fake_vllm.script = lambda _: [wire.recording("chat.plain").reply]
     key = key_with_limits(state_dir, tokens_per_day=1)
