@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import select
 
 from ingest.records import Answer, Group
-from ingest.ruler.judge import LiteLlmJudge
+from ingest.ruler.judge import Judge, LiteLlmJudge
 from ingest.ruler.judging import JudgingWorker
 from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, save_group
@@ -130,7 +130,11 @@ def clock() -> Clock:
 
 
 def put_group(
-    database: Database, name: str, *texts: str, request: bytes = REQUEST, messages: Any = None
+    database: Database,
+    name: str,
+    *texts: str,
+    request: bytes = REQUEST,
+    messages: Sequence[bytes] | None = None,
 ) -> None:
     """Store a sampled group `name` with one answer per text."""
     bodies = messages or [
@@ -194,7 +198,7 @@ def calls(database: Database) -> list[JudgeCallRow]:
         return list(session.scalars(select(JudgeCallRow).order_by(JudgeCallRow.seq)))
 
 
-def worker(database: Database, judge: Any, clock: Clock, **settings: Any) -> JudgingWorker:
+def worker(database: Database, judge: Judge, clock: Clock, **settings: Any) -> JudgingWorker:
     values = {"model": "scripted", "rubric": "Be good.", **settings}
     seeds = iter(range(100, 10_000))
     return JudgingWorker(
@@ -202,7 +206,7 @@ def worker(database: Database, judge: Any, clock: Clock, **settings: Any) -> Jud
     )
 
 
-async def until(condition: Any) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
@@ -226,14 +230,14 @@ class JudgeKit:
 
     def __init__(self) -> None:
         self.servers: list[ScriptedServer] = []
-        self.judges: list[Any] = []
+        self.judges: list[LiteLlmJudge] = []
 
     def serve(self, *script: Step) -> ScriptedServer:
         """Start a server for this test."""
         self.servers.append(ScriptedServer(*script))
         return self.servers[-1]
 
-    def litellm_judge(self, server_url: str, **settings: Any) -> Any:
+    def litellm_judge(self, server_url: str, **settings: Any) -> LiteLlmJudge:
         """A real LiteLLM judge against a local server; closed after the test."""
         values: dict[str, Any] = {
             "model": "openai/local-judge",

@@ -12,8 +12,10 @@ from ingest.errors import JudgeUnavailableError
 from ingest.ruler.judge import JudgeReply
 
 ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
-Reply = str | Exception | Callable[[Mapping[str, dict[str, Any]]], str]
-"""A text, an error to raise, or a function of {id: shown answer} in the order shown."""
+Shown = Mapping[str, dict[str, Any]]
+"""{id: shown answer} in the order shown. Any: JSON."""
+Reply = str | Exception | Callable[[Shown], str]
+"""A text, an error to raise, or a function of the shown answers."""
 
 
 class FakeJudge:
@@ -68,7 +70,7 @@ def scores_reply(scores: Mapping[str, Any]) -> str:
 
 def score_by_content(
     table: Mapping[str, float], otherwise: float | None = None
-) -> Callable[[Mapping[str, Any]], str]:
+) -> Callable[[Shown], str]:
     """A reply that scores each answer by a table of contents.
 
     otherwise: the score of a content that the table lacks; None: that is an error of the test.

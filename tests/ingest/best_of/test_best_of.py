@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from ingest.errors import (
 )
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_backlog, choose_new
+from ingest.records import ScoredGroup
+from ingest.ruler.judge import Judge, JudgeReply
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import append_answers, load_group, load_scored_group, mark_sampled
 from sidecar.capture.assemble import assemble
@@ -32,6 +34,7 @@ from sidecar.relay.best_of.reply import read_answers
 from sidecar.scoring.wire import Material, NoPick, Pick
 from sidecar.settings import Settings
 from sidecar.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
+from support.fake_judge import Reply
 from support.ingest_kit import Kit
 
 if TYPE_CHECKING:
@@ -58,9 +61,11 @@ def material(*texts: str, exchange_id: str = "e1", keep: bool = True) -> Materia
 class Rig:
     """The judge of best-of questions over a real store, and selection beside it."""
 
-    def __init__(self, kit: Kit, model: Any, **sections: Any) -> None:
+    def __init__(self, kit: Kit, model: Judge, **sections: Any) -> None:
         self.kit = kit
         self.now = 1_000.0
+        self.asked: list[list[dict[str, str]]] = []
+        """Conversations with the scripted judge."""
         self.settings = Settings(
             serving={"model": "smollm", "sampling_defaults": {}, "grammar": "as_asked"},
             judge={"model": "scripted", "rubric": "Be good.", **sections.get("judge", {})},
@@ -76,7 +81,7 @@ class Rig:
             draw_seed=lambda: next(seeds),
         )
 
-    async def ask(self, *texts: str, **fields: Any) -> Any:
+    async def ask(self, *texts: str, **fields: Any) -> Pick | NoPick:
         verdict = await self.judge.decide(material(*texts, **fields))
         await self.judge.settled()
         return verdict
@@ -91,13 +96,15 @@ class Rig:
         exchange = self.kit.exchange(exchange_id, choices=choices, **changes)
         self.kit.store(exchange, held_out=held_out)
 
-    def choose(self, **rules: Any) -> int:
-        rules = self.kit.rules(**{"size": 8, **rules})
+    def choose(self, **changes: Any) -> int:
+        rules = self.kit.rules(**{"size": 8, **changes})
         return choose_new(self.kit.database, rules, model="smollm", limit=100, now=2.0)
 
-    def scored(self, exchange_id: str = "e1") -> Any:
+    def scored(self, exchange_id: str = "e1") -> ScoredGroup:
         with self.kit.database.read() as session:
-            return load_scored_group(session, group_id_of(exchange_id))
+            scored = load_scored_group(session, group_id_of(exchange_id))
+        assert scored is not None
+        return scored
 
     def selection(self, exchange_id: str = "e1") -> str:
         with self.kit.database.read() as session:
@@ -118,9 +125,13 @@ class Rig:
             return list(session.scalars(select(JudgeCallRow)))
 
 
+MakeRig = Callable[..., Rig]
+"""rig(*script of the judge, **sections of the settings)."""
+
+
 @pytest.fixture
-def rig(kit: Kit, judge_kit: JudgeKit) -> Callable[..., Rig]:
-    def make(*script: Any, **sections: Any) -> Rig:
+def rig(kit: Kit, judge_kit: JudgeKit) -> MakeRig:
+    def make(*script: Reply, **sections: Any) -> Rig:
         judge = judge_kit.FakeJudge(*(script or (judge_kit.score_by_content(WORTH),)))
         made = Rig(kit, judge, **sections)
         made.asked = judge.conversations
@@ -132,15 +143,15 @@ def rig(kit: Kit, judge_kit: JudgeKit) -> Callable[..., Rig]:
 # -- the verdict
 
 
-async def test_the_best_answer_is_picked_and_its_scores_come_along(rig: Any) -> None:
+async def test_the_best_answer_is_picked_and_its_scores_come_along(rig: MakeRig) -> None:
     assert await rig().ask() == Pick(index=1, scores=(0.5, 0.9, 0.1))
 
 
-async def test_of_equals_the_first_is_picked(rig: Any) -> None:
+async def test_of_equals_the_first_is_picked(rig: MakeRig) -> None:
     assert await rig().ask("bad", "good", "good") == Pick(index=1, scores=(0.1, 0.9, 0.9))
 
 
-async def test_answers_that_are_all_alike_are_not_judged(rig: Any) -> None:
+async def test_answers_that_are_all_alike_are_not_judged(rig: MakeRig) -> None:
     one = rig()
 
     assert await one.ask("good", "good") == NoPick(reason="identical_answers")
@@ -159,7 +170,7 @@ async def test_answers_that_are_all_alike_are_not_judged(rig: Any) -> None:
     ],
 )
 async def test_a_judge_that_does_not_judge_is_a_reason_and_counted(
-    script: Any, reason: str, counted: dict[str, int], rig: Any
+    script: tuple[Reply, ...], reason: str, counted: dict[str, int], rig: MakeRig
 ) -> None:
     one = rig(*script)
 
@@ -170,7 +181,7 @@ async def test_a_judge_that_does_not_judge_is_a_reason_and_counted(
     assert one.waiting() == []
 
 
-async def test_bodies_that_cannot_be_read_are_not_judged(rig: Any) -> None:
+async def test_bodies_that_cannot_be_read_are_not_judged(rig: MakeRig) -> None:
     one = rig()
     broken = Material(exchange_id="e1", request=b"{", answers=(b"{}", b"{}"), keep=True)
 
@@ -178,7 +189,9 @@ async def test_bodies_that_cannot_be_read_are_not_judged(rig: Any) -> None:
     await one.judge.settled()
 
 
-async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: JudgeKit) -> None:
+async def test_while_the_judge_is_down_nobody_waits_for_it(
+    rig: MakeRig, judge_kit: JudgeKit
+) -> None:
     one = rig(JudgeUnavailableError("down"), judge_kit.score_by_content(WORTH))
     await one.ask()
 
@@ -191,7 +204,7 @@ async def test_while_the_judge_is_down_nobody_waits_for_it(rig: Any, judge_kit: 
 
 
 async def test_a_question_that_the_judge_refuses_declines_no_other(
-    rig: Any, judge_kit: JudgeKit
+    rig: MakeRig, judge_kit: JudgeKit
 ) -> None:
     one = rig(JudgeRejectedError("403"), judge_kit.score_by_content(WORTH))
 
@@ -199,7 +212,9 @@ async def test_a_question_that_the_judge_refuses_declines_no_other(
     assert isinstance(await one.ask(exchange_id="e2"), Pick)
 
 
-async def test_a_busy_judge_is_left_alone_as_long_as_it_says(rig: Any, judge_kit: JudgeKit) -> None:
+async def test_a_busy_judge_is_left_alone_as_long_as_it_says(
+    rig: MakeRig, judge_kit: JudgeKit
+) -> None:
     one = rig(JudgeBusyError("429", retry_after_s=20.0), judge_kit.score_by_content(WORTH))
     await one.ask()
 
@@ -209,7 +224,7 @@ async def test_a_busy_judge_is_left_alone_as_long_as_it_says(rig: Any, judge_kit
     assert isinstance(await one.ask(), Pick)
 
 
-async def test_one_pass_is_made_whatever_the_setting(rig: Any) -> None:
+async def test_one_pass_is_made_whatever_the_setting(rig: MakeRig) -> None:
     one = rig(judge={"passes": 4})
 
     await one.ask()
@@ -222,11 +237,13 @@ class SlowJudge:
 
     model = "scripted"
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Judge) -> None:
         self.inner = inner
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def complete(self, messages: Any, schema: Any) -> Any:
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
         self.asked.set()
         await self.go.wait()
         return await self.inner.complete(messages, schema)
@@ -276,7 +293,7 @@ async def test_what_is_being_judged_at_the_end_is_given_up(kit: Kit, judge_kit: 
 # -- scores and exchange become a group
 
 
-async def test_scores_and_then_the_exchange_make_a_scored_group(rig: Any) -> None:
+async def test_scores_and_then_the_exchange_make_a_scored_group(rig: MakeRig) -> None:
     one = rig()
     await one.ask()
     assert (one.waiting(), one.groups()) == (["e1"], [])
@@ -300,7 +317,7 @@ async def test_scores_and_then_the_exchange_make_a_scored_group(rig: Any) -> Non
     assert [row.group_id for row in one.calls()] == [group_id_of("e1")]
 
 
-async def test_the_exchange_and_then_the_scores_make_the_same_group(rig: Any) -> None:
+async def test_the_exchange_and_then_the_scores_make_the_same_group(rig: MakeRig) -> None:
     one = rig()
     one.arrive()
     one.choose()
@@ -314,7 +331,7 @@ async def test_the_exchange_and_then_the_scores_make_the_same_group(rig: Any) ->
     assert one.kit.counts("best_of") == {"scored": 1}
 
 
-async def test_scores_that_come_between_storing_and_selection_wait_for_it(rig: Any) -> None:
+async def test_scores_that_come_between_storing_and_selection_wait_for_it(rig: MakeRig) -> None:
     one = rig()
     one.arrive()
     await one.ask()
@@ -325,7 +342,7 @@ async def test_scores_that_come_between_storing_and_selection_wait_for_it(rig: A
     assert one.groups() == ["scored"]
 
 
-async def test_a_group_that_waits_for_the_judge_with_these_answers_is_scored(rig: Any) -> None:
+async def test_a_group_that_waits_for_the_judge_with_these_answers_is_scored(rig: MakeRig) -> None:
     one = rig(groups={"size": 3})
     one.arrive()
     one.choose(size=3)
@@ -337,12 +354,13 @@ async def test_a_group_that_waits_for_the_judge_with_these_answers_is_scored(rig
     assert one.groups() == ["scored"]
 
 
-async def test_a_group_with_candidates_goes_its_own_way(rig: Any) -> None:
+async def test_a_group_with_candidates_goes_its_own_way(rig: MakeRig) -> None:
     one = rig()
     one.arrive()
     one.choose()
     with one.kit.database.write() as session:
         group = load_group(session, group_id_of("e1"))
+        assert group is not None
         append_answers(session, group.group_id, group.answers[:1], size=8)
 
     await one.ask()
@@ -361,7 +379,7 @@ async def test_a_group_with_candidates_goes_its_own_way(rig: Any) -> None:
 )
 @pytest.mark.parametrize("late", [False, True])
 async def test_what_only_its_cost_kept_out_enters_for_nothing(
-    groups: dict[str, Any], rules: dict[str, Any], late: bool, rig: Any
+    groups: dict[str, Any], rules: dict[str, Any], late: bool, rig: MakeRig
 ) -> None:
     one = rig(groups=groups)
     for late_step in (late, not late):
@@ -387,7 +405,7 @@ async def test_what_only_its_cost_kept_out_enters_for_nothing(
 )
 @pytest.mark.parametrize("late", [False, True])
 async def test_what_is_not_fit_to_learn_from_makes_no_group_in_either_order(
-    changes: dict[str, Any], selection: str, late: bool, rig: Any
+    changes: dict[str, Any], selection: str, late: bool, rig: MakeRig
 ) -> None:
     one = rig()
     for late_step in (late, not late):
@@ -402,7 +420,7 @@ async def test_what_is_not_fit_to_learn_from_makes_no_group_in_either_order(
     assert one.kit.counts("selection") == {selection: 1}
 
 
-async def test_a_session_that_has_its_groups_gets_no_more(rig: Any) -> None:
+async def test_a_session_that_has_its_groups_gets_no_more(rig: MakeRig) -> None:
     one = rig(groups={"max_groups_per_session": 1})
     for name in ("e1", "e2"):
         await one.ask(exchange_id=name)
@@ -415,7 +433,7 @@ async def test_a_session_that_has_its_groups_gets_no_more(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["e1", "e2"])
-async def test_of_one_turn_only_one_exchange_becomes_a_group(first: str, rig: Any) -> None:
+async def test_of_one_turn_only_one_exchange_becomes_a_group(first: str, rig: MakeRig) -> None:
     one = rig()
     second = {"e1": "e2", "e2": "e1"}[first]
     await one.ask(exchange_id="e2")
@@ -429,7 +447,9 @@ async def test_of_one_turn_only_one_exchange_becomes_a_group(first: str, rig: An
     assert one.waiting() == []
 
 
-async def test_masked_answers_are_no_group_and_their_exchange_is_sampled_as_usual(rig: Any) -> None:
+async def test_masked_answers_are_no_group_and_their_exchange_is_sampled_as_usual(
+    rig: MakeRig,
+) -> None:
     one = rig()
     await one.ask()
     one.arrive(sampling=Sampling(temperature=1.0, top_p=0.9))
@@ -440,7 +460,9 @@ async def test_masked_answers_are_no_group_and_their_exchange_is_sampled_as_usua
     assert one.kit.counts("best_of") == {"masked_by_top_p": 1}
 
 
-async def test_inexact_answers_are_masked_and_two_exact_ones_suffice(rig: Any, kit: Kit) -> None:
+async def test_inexact_answers_are_masked_and_two_exact_ones_suffice(
+    rig: MakeRig, kit: Kit
+) -> None:
     one = rig()
     await one.ask()
     choices = tuple(kit.choice(text, index=index) for index, text in enumerate(TEXTS))
@@ -454,7 +476,7 @@ async def test_inexact_answers_are_masked_and_two_exact_ones_suffice(rig: Any, k
 
 @pytest.mark.parametrize("stored", [("fair", "good"), ("fair", "bad", "good"), ("a", "b", "c")])
 async def test_scores_of_other_answers_are_never_given_to_these(
-    stored: tuple[str, ...], rig: Any
+    stored: tuple[str, ...], rig: MakeRig
 ) -> None:
     one = rig()
     await one.ask()
@@ -466,7 +488,7 @@ async def test_scores_of_other_answers_are_never_given_to_these(
     assert one.kit.counts("best_of") == {"answers_differ": 1}
 
 
-async def test_without_capture_nothing_of_it_is_kept_and_the_call_is_counted(rig: Any) -> None:
+async def test_without_capture_nothing_of_it_is_kept_and_the_call_is_counted(rig: MakeRig) -> None:
     one = rig()
 
     assert await one.ask(keep=False) == Pick(index=1, scores=(0.5, 0.9, 0.1))
@@ -476,7 +498,7 @@ async def test_without_capture_nothing_of_it_is_kept_and_the_call_is_counted(rig
     assert one.kit.counts("best_of") == {"not_kept": 1}
 
 
-async def test_scores_whose_exchange_never_comes_are_given_up_after_a_day(rig: Any) -> None:
+async def test_scores_whose_exchange_never_comes_are_given_up_after_a_day(rig: MakeRig) -> None:
     one = rig()
     await one.ask()
 
@@ -491,7 +513,7 @@ async def test_scores_whose_exchange_never_comes_are_given_up_after_a_day(rig: A
 
 
 @pytest.mark.parametrize("scores", [None, {}, ["high"], 7])
-async def test_damaged_scores_cost_only_themselves(rig: Any, scores: Any) -> None:
+async def test_damaged_scores_cost_only_themselves(rig: MakeRig, scores: Any) -> None:
     one = rig()
     await one.ask()
     with one.kit.database.write() as session:
@@ -505,7 +527,7 @@ async def test_damaged_scores_cost_only_themselves(rig: Any, scores: Any) -> Non
     assert one.kit.counts("best_of") == {"unreadable": 1}
 
 
-async def test_left_over_scores_are_settled_by_the_sweep(rig: Any) -> None:
+async def test_left_over_scores_are_settled_by_the_sweep(rig: MakeRig) -> None:
     one = rig()
     one.arrive()
     await one.ask()
@@ -526,7 +548,9 @@ async def test_left_over_scores_are_settled_by_the_sweep(rig: Any) -> None:
     assert (one.selection(), one.groups(), one.waiting()) == ("chosen", ["scored"], [])
 
 
-async def test_a_store_that_is_away_does_not_keep_the_user_waiting(rig: Any, tmp_path: Any) -> None:
+async def test_a_store_that_is_away_does_not_keep_the_user_waiting(
+    rig: MakeRig, tmp_path: Path
+) -> None:
     one = rig()
     with one.kit.database.write() as session:
         session.connection().exec_driver_sql("DROP TABLE best_of_score")
@@ -544,7 +568,7 @@ STEPS = st.permutations(["ask", "arrive", "choose", "choose", "backlog"])
 )
 @given(STEPS, st.integers(0, 1))
 def test_no_order_of_events_makes_two_groups_or_loses_the_count(
-    rig: Any, steps: list[str], rate: int
+    rig: MakeRig, steps: list[str], rate: int
 ) -> None:
     name = f"e{next(NUMBERS)}"
     one = rig(groups={"rate": float(rate), "max_groups_per_session": 10_000})
@@ -590,7 +614,7 @@ RECORDED = Path(__file__).parents[2] / "sidecar" / "recorded"
 
 @pytest.mark.parametrize("with_tool_call", [False, True])
 async def test_what_the_relay_shows_the_judge_is_what_the_capture_stores(
-    with_tool_call: bool, rig: Any, judge_kit: JudgeKit
+    with_tool_call: bool, rig: MakeRig, judge_kit: JudgeKit
 ) -> None:
     reply = (RECORDED / "two_reply_asked.json").read_bytes()
     if with_tool_call:
@@ -642,4 +666,6 @@ async def test_what_the_relay_shows_the_judge_is_what_the_capture_stores(
     lengths = [len(answer.token_ids) for answer in scored.group.answers]
     assert lengths == [8, 1 if with_tool_call else 8]
     with one.kit.database.read() as session:
-        assert load_exchange(session, "e1").exchange.returned_index == 1
+        stored = load_exchange(session, "e1")
+    assert stored is not None
+    assert stored.exchange.returned_index == 1

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ingest.grouping.engine_facts import FLAG, UNKNOWN, EngineFacts, dump_facts
+from ingest.grouping.engine_facts import FLAG, UNKNOWN, EngineFacts, Grammar, dump_facts
 from ingest.grouping.exchangeable import candidate_temperature
 from ingest.grouping.rules import rules_of
-from ingest.grouping.selection import Standing, select
+from ingest.grouping.selection import Decision, Standing, select
+from ingest.records import Answer
 from sidecar.records import Sampling
 from sidecar.settings import Serving, Settings
 from sidecar.store.database import set_flag
@@ -23,14 +24,26 @@ STRICT = [*TOOLS, {"type": "function", "function": {**FUNCTION, "strict": True}}
 
 
 def decide(
-    kit: Kit, *, sampling: Sampling | None = None, rules: dict[str, Any] | None = None, **request
-):
+    kit: Kit,
+    *,
+    sampling: Sampling | None = None,
+    rules: dict[str, Any] | None = None,
+    **request: object,
+) -> Decision:
     changes: dict[str, Any] = {"request": {"messages": [], **request}}
     if sampling is not None:
         changes["sampling"] = sampling
     exchange = kit.exchange("e1", **changes)
     (decision,) = select([(exchange, False)], STANDING, kit.rules(**(rules or {})))
     return decision
+
+
+def served_answer(kit: Kit, sampling: Sampling, rules: dict[str, Any] | None = None) -> Answer:
+    """Return the only answer of the group that an exchange with this sampling becomes."""
+    group = decide(kit, sampling=sampling, rules=rules).group
+    assert group is not None
+    (answer,) = group.answers
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -140,13 +153,13 @@ def test_a_temperature_that_vllm_raises_is_masked_and_candidates_are_sampled_at_
 ) -> None:
     sampling = Sampling(temperature=temperature)
 
-    (answer,) = decide(kit, sampling=sampling).group.answers
+    answer = served_answer(kit, sampling)
 
     assert answer.untrainable_reason == why
     assert candidate_temperature(sampling, "processed_logprobs") == candidates_at
 
 
-def known(*defaults: str, grammar: str | None = "as_asked") -> dict[str, Any]:
+def known(*defaults: str, grammar: Grammar | None = "as_asked") -> dict[str, Any]:
     return {"facts": EngineFacts(defaults=frozenset(defaults), grammar=grammar)}
 
 
@@ -158,7 +171,7 @@ def test_an_unsaid_value_that_vllm_fills_by_itself_is_masked(kit: Kit, field: st
     unsaid = msgspec.structs.replace(said, **{field: None})
 
     reasons = [
-        decide(kit, sampling=sampling, rules=known(*fields)).group.answers[0].untrainable_reason
+        served_answer(kit, sampling, known(*fields)).untrainable_reason
         for sampling, fields in (
             (unsaid, ()),
             (unsaid, ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")),
@@ -184,7 +197,7 @@ def test_while_it_is_not_known_what_vllm_fills_only_a_request_that_says_all_is_l
     )
 
     def why(sampling: Sampling) -> str | None:
-        return decide(kit, sampling=sampling, rules=rules).group.answers[0].untrainable_reason
+        return served_answer(kit, sampling, rules).untrainable_reason
 
     assert why(every) is None
     assert why(Sampling(temperature=0.7)) == "defaults_unknown"
@@ -204,7 +217,7 @@ def test_while_it_is_not_known_what_vllm_fills_only_a_request_that_says_all_is_l
     ],
 )
 def test_a_grammar_that_vllm_applies_by_itself_or_may_apply_keeps_the_exchange_out(
-    kit: Kit, grammar: str | None, request_fields: dict[str, Any], reason: str
+    kit: Kit, grammar: Grammar | None, request_fields: dict[str, Any], reason: str
 ) -> None:
     assert decide(kit, rules=known(grammar=grammar), **request_fields).reason == reason
 
@@ -214,8 +227,8 @@ def test_what_the_operator_states_counts_as_said(kit: Kit) -> None:
     rules = rules_of(Settings(serving=stated))
     changes = {"sampling_defaults": rules.sampling_defaults, "facts": rules.facts}
 
-    def answer(sampling: Sampling) -> Any:
-        return decide(kit, sampling=sampling, rules=changes).group.answers[0]
+    def answer(sampling: Sampling) -> Answer:
+        return served_answer(kit, sampling, changes)
 
     assert answer(Sampling()).untrainable_reason == "top_k"
     known_warm = answer(Sampling(top_k=-1))

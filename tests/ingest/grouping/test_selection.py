@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ingest.grouping.selection import Standing, select
-from sidecar.records import Sampling
+from ingest.records import Answer
+from sidecar.records import Exchange, Sampling
 from support.ingest_kit import Kit
 
 STANDING = Standing(
@@ -17,10 +18,21 @@ STANDING = Standing(
 
 
 def reasons(
-    kit: Kit, *exchanges, standing: Standing = STANDING, held_out: bool = False, **rules: Any
-):
+    kit: Kit,
+    *exchanges: Exchange,
+    standing: Standing = STANDING,
+    held_out: bool = False,
+    **rules: Any,
+) -> list[str]:
     batch = [(exchange, held_out) for exchange in exchanges]
     return [decision.reason for decision in select(batch, standing, kit.rules(**rules))]
+
+
+def answers_of(kit: Kit, exchange: Exchange, **rules: Any) -> tuple[Answer, ...]:
+    """Select this exchange alone. Returns: the answers of its new group."""
+    (decision,) = select([(exchange, False)], STANDING, kit.rules(**rules))
+    assert decision.group is not None
+    return decision.group.answers
 
 
 def test_a_plain_exchange_becomes_a_group_with_its_answer(kit: Kit) -> None:
@@ -44,10 +56,10 @@ def test_a_plain_exchange_becomes_a_group_with_its_answer(kit: Kit) -> None:
 def test_several_choices_are_free_answers_up_to_the_size(kit: Kit) -> None:
     choices = tuple(kit.choice(f"c{n}", index=n) for n in range(6))
 
-    (decision,) = select([(kit.exchange(choices=choices), False)], STANDING, kit.rules(size=4))
+    answers = answers_of(kit, kit.exchange(choices=choices), size=4)
 
-    assert [answer.index for answer in decision.group.answers] == [0, 1, 2, 3]
-    assert decision.group.answers[3].message == kit.message("c3")
+    assert [answer.index for answer in answers] == [0, 1, 2, 3]
+    assert answers[3].message == kit.message("c3")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +191,8 @@ def test_a_served_answer_sampled_otherwise_than_the_candidates_is_masked(
 ) -> None:
     exchange = kit.exchange(sampling=sampling)
 
-    (decision,) = select([(exchange, False)], STANDING, kit.rules(logprobs_mode=mode))
+    (answer,) = answers_of(kit, exchange, logprobs_mode=mode)
 
-    (answer,) = decision.group.answers
     assert answer.untrainable_reason == why
     assert answer.temperature == temperature
 
@@ -196,17 +207,19 @@ def test_a_served_answer_sampled_otherwise_than_the_candidates_is_masked(
         ({"logprobs": (-0.5, -9999.0, -0.5)}, "logprob_not_finite"),
     ],
 )
-def test_an_answer_with_inexact_ids_or_logprobs_is_masked(kit: Kit, changes, why: str) -> None:
+def test_an_answer_with_inexact_ids_or_logprobs_is_masked(
+    kit: Kit, changes: dict[str, Any], why: str
+) -> None:
     exchange = kit.exchange(choices=(kit.choice("good"), kit.choice("bad", index=1, **changes)))
 
-    (decision,) = select([(exchange, False)], STANDING, kit.rules())
+    answers = answers_of(kit, exchange)
 
-    assert [answer.untrainable_reason for answer in decision.group.answers] == [None, why]
+    assert [answer.untrainable_reason for answer in answers] == [None, why]
 
 
 def test_a_field_nobody_here_knows_masks_the_served_answer(kit: Kit) -> None:
     exchange = kit.exchange(request={"messages": [], "a_field_of_next_year": 1, "metadata": {}})
 
-    (decision,) = select([(exchange, False)], STANDING, kit.rules())
+    (answer,) = answers_of(kit, exchange)
 
-    assert decision.group.answers[0].untrainable_reason == "unknown_field"
+    assert answer.untrainable_reason == "unknown_field"

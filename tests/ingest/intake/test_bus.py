@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ingest.errors import BusError
-from ingest.intake.bus import open_bus
+from ingest.intake.bus import Envelope, open_bus
 from sidecar.errors import SettingsError
 from sidecar.records import decode_exchange
 from support.ingest_kit import FillBus, Kit
 
 
-def ids(envelopes) -> list[str]:
+def ids(envelopes: Sequence[Envelope]) -> list[str]:
     return [decode_exchange(envelope.payload).exchange_id for envelope in envelopes]
 
 

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,11 @@ SETTINGS = Settings(
 
 
 def make_intake(
-    kit: Kit, payloads: list[bytes], database: Database | None = None, now=lambda: 10.0
-):
+    kit: Kit,
+    payloads: list[bytes],
+    database: Database | None = None,
+    now: Callable[[], float] = lambda: 10.0,
+) -> Intake:
     return Intake(kit.MemoryBus(payloads), database or kit.database, SETTINGS, now=now)
 
 
@@ -59,7 +63,9 @@ def test_the_backlog_is_looked_at_every_two_seconds(kit: Kit) -> None:
     payloads = [encode_exchange(kit.exchange(name)) for name in ("a", "b")]
     intake = make_intake(kit, payloads, now=lambda: next(times))
     intake.step()
-    with sqlite3.connect(kit.database.engine.url.database) as other:
+    path = kit.database.engine.url.database
+    assert path is not None
+    with sqlite3.connect(path) as other:
         other.execute("UPDATE answer_group SET status = 'trained'")
     other.close()
 

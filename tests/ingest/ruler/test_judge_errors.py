@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ingest.errors import (
+    IngestError,
     JudgeBusyError,
     JudgeGarbledError,
     JudgeRefusalError,
@@ -37,12 +38,11 @@ def shaped(completion: dict[str, Any], **choice: Any) -> dict[str, Any]:
     return {**completion, "choices": [{"index": 0, "finish_reason": "stop", **choice}]}
 
 
-async def raised_by(judge_kit: JudgeKit, model: str, *reply: Any) -> JudgeUnavailableError:
+async def raised_by(judge_kit: JudgeKit, model: str, *reply: Any) -> IngestError:
     judge = judge_kit.litellm_judge(judge_kit.serve(reply).url, model=model)
     with pytest.raises((JudgeUnavailableError, JudgeRefusalError)) as raised:
         await judge.complete(MESSAGES, {"type": "object"})
-    error: JudgeUnavailableError = raised.value
-    return error
+    return raised.value
 
 
 @pytest.mark.parametrize("model", MODELS)

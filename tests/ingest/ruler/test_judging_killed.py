@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import text
@@ -19,6 +19,7 @@ from ingest.ruler.blame import ATTEMPTS, INTERRUPTED
 from ingest.store.groups import SAMPLED
 from sidecar.store.database import Database
 from support.clock import Clock
+from support.fake_judge import Shown
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -32,7 +33,7 @@ class Killed(BaseException):
     """The end of a process, as far as its tasks can tell."""
 
 
-def _kill(shown: Any) -> str:
+def _kill(shown: Shown) -> str:
     if any(answer["content"] == "deadly" for answer in shown.values()):
         raise Killed
     entries = [{"id": name, "explanation": "", "score": 0.5} for name in shown]
@@ -120,12 +121,12 @@ async def test_a_group_that_brings_each_process_down_is_set_aside_and_costs_no_o
     assert deaths == ATTEMPTS[INTERRUPTED]
     row = judge_kit.group_row(database, "deadly")
     assert (row.status, row.reason) == ("set_aside", INTERRUPTED)
-    assert "scoring process ended" in row.detail
+    assert "scoring process ended" in (row.detail or "")
     assert judge_kit.counts(database, "judging") == {INTERRUPTED: 1, "scored": 7}
 
 
 def test_a_damaged_count_of_attempts_holds_up_no_claim(
-    database: Database, clock: Any, judge_kit: Any
+    database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
     for name in ("g1", "g2"):
         judge_kit.put_group(database, name, "good", "bad")

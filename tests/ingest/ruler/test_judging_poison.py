@@ -127,6 +127,7 @@ async def test_a_group_the_judge_cannot_take_is_set_aside_with_reason_and_text(
     row = play.kit.group_row(play.database, "bad")
     assert (row.status, row.reason) == ("set_aside", reason)
     assert row.judge_attempts == ATTEMPTS[reason]
+    assert row.detail is not None
     assert words in row.detail
     assert len(row.detail) <= 500
     assert play.kit.counts(play.database, "judging") == {reason: 1, "scored": 1}

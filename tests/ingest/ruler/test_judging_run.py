@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
 
 from ingest.errors import JudgeUnavailableError
+from ingest.ruler.judge import Judge, JudgeReply
 from ingest.ruler.judgements import Judgements
 from ingest.store.groups import claim_groups, load_scored_group
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from support.clock import Clock
+from support.fake_judge import FakeJudge, Shown
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -62,7 +65,7 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
 async def test_a_group_that_only_the_judge_chokes_on_lets_others_by(
     database: Database, clock: Clock, judge_kit: JudgeKit
 ) -> None:
-    def choke(shown: Any) -> str:
+    def choke(shown: Shown) -> str:
         if any(answer["content"] == "poison" for answer in shown.values()):
             raise DOWN
         return judge_kit.score_by_content(WORTH)(shown)
@@ -96,7 +99,7 @@ async def test_the_lease_outlasts_the_slowest_judgement(
     judge_kit.put_group(database, "g1", "good", "bad")
     leases: list[float] = []
 
-    def look(shown: Any) -> str:
+    def look(shown: Shown) -> str:
         leases.append(judge_kit.group_row(database, "g1").lease_until)
         return judge_kit.score_by_content(WORTH)(shown)
 
@@ -112,8 +115,10 @@ async def test_the_slower_of_two_judgements_changes_nothing(
     judge_kit.put_group(database, "g1", "good", "bad")
     fast = judge_kit.worker(database, judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), clock)
 
-    class Slow(judge_kit.FakeJudge):  # type: ignore[misc]
-        async def complete(self, messages: Any, schema: Any) -> Any:
+    class Slow(FakeJudge):
+        async def complete(
+            self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+        ) -> JudgeReply:
             clock.now += 10_000  # the lease runs out
             assert await fast.step() == 1
             return await super().complete(messages, schema)
@@ -135,13 +140,15 @@ class GatedJudge:
 
     model = "gated"
 
-    def __init__(self, judge: Any) -> None:
+    def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self.gate = asyncio.Event()
         self.under_way = 0
         self.most = 0
 
-    async def complete(self, messages: Any, schema: Any) -> Any:
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:

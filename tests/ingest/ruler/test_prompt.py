@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ingest.ruler.prompt import build_prompt, escape, rubric_hash
+from ingest.ruler.prompt import RulerPrompt, build_prompt, escape, rubric_hash
 from ingest.ruler.reply import parse_reply
 
 CONTEXT = [
@@ -67,7 +67,7 @@ INJECTIONS = [
 ]
 
 
-def build(answers: list[dict[str, Any]] | None = None, **changes: Any) -> Any:
+def build(answers: list[dict[str, Any]] | None = None, **changes: Any) -> RulerPrompt:
     arguments: dict[str, Any] = {
         "context": CONTEXT,
         "tools": TOOLS,
@@ -99,7 +99,7 @@ def test_there_are_at_least_thirty_injections() -> None:
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_an_injection_stays_inside_its_block(text: str) -> None:
     call = {"id": "x", "type": "function", "function": {"name": text, "arguments": text}}
-    answers = [
+    answers: list[dict[str, Any]] = [
         {"role": "assistant", "content": text},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "honest"},

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
 from ingest.errors import SamplingError
 from ingest.records import Answer
-from ingest.sampling.candidates import Conclusion, all_identical, back_off_s, conclude
+from ingest.sampling.candidates import Conclusion, Miss, all_identical, back_off_s, conclude
 from ingest.vllm.load import EngineLoad, LoadGate, parse_load
 
 METRICS = """\
@@ -33,7 +34,9 @@ def sampled(content: str) -> Answer:
     return Answer(index=1, origin="sampled", message=message)
 
 
-def after(answers, *, rounds=0, misses=(), size=3) -> tuple[str, str]:
+def after(
+    answers: Sequence[Answer], *, rounds: int = 0, misses: Sequence[Miss] = (), size: int = 3
+) -> tuple[str, str]:
     conclusion: Conclusion = conclude(answers, size=size, rounds=rounds, misses=misses)
     return conclusion.action, conclusion.reason
 
@@ -52,18 +55,18 @@ def test_what_vllm_does_not_owe_to_the_group_costs_it_no_round() -> None:
 
 
 def test_an_adapter_that_is_gone_ends_the_group() -> None:
-    misses = ["adapter_gone", "engine_down"]
+    misses: list[Miss] = ["adapter_gone", "engine_down"]
     assert after([served("a")], misses=misses) == ("set_aside", "adapter_gone")
 
 
 def test_a_prompt_that_never_matches_ends_the_group_and_one_odd_candidate_does_not() -> None:
-    both = ["prompt_mismatch", "prompt_mismatch"]
+    both: list[Miss] = ["prompt_mismatch", "prompt_mismatch"]
     assert after([served("a")], misses=both) == ("set_aside", "prompt_mismatch")
     assert after([served("a"), sampled("b")], misses=both[:1]) == ("retry", "")
 
 
 def test_failures_are_tried_again_five_times_in_all() -> None:
-    misses = ["failed", "failed"]
+    misses: list[Miss] = ["failed", "failed"]
     assert after([served("a")], rounds=3, misses=misses) == ("retry", "")
     assert after([served("a")], rounds=4, misses=misses) == ("set_aside", "sampling_failed")
 

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.orm import Session
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.grouping.exchangeable import LogprobsMode
+from ingest.records import Group
 from ingest.sampling.budget import day_of, next_midnight, spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
-from ingest.vllm.sampler import SampleRequest
+from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups
@@ -25,9 +31,20 @@ def clock() -> Clock:
     return Clock(NOON)
 
 
+MakeWorker = Callable[..., SamplingWorker]
+"""make_worker(sampler, load, mode=, probe_interval_s=, **fields of the groups section)."""
+
+
 @pytest.fixture
-def make_worker(kit: Kit, clock: Clock):
-    def make(sampler, load=None, *, mode="processed_logprobs", probe_interval_s=0.5, **settings):
+def make_worker(kit: Kit, clock: Clock) -> MakeWorker:
+    def make(
+        sampler: Sampler,
+        load: LoadProbe | None = None,
+        *,
+        mode: LogprobsMode = "processed_logprobs",
+        probe_interval_s: float = 0.5,
+        **settings: Any,
+    ) -> SamplingWorker:
         values = {"size": 4, "concurrency": 16, **settings}
         return SamplingWorker(
             kit.database,
@@ -43,12 +60,16 @@ def make_worker(kit: Kit, clock: Clock):
     return make
 
 
-def group_of(kit: Kit, group_id: str):
+def group_of(kit: Kit, group_id: str) -> Group:
     with kit.database.read() as session:
-        return load_group(session, group_id)
+        group = load_group(session, group_id)
+    assert group is not None
+    return group
 
 
-async def test_a_group_is_completed_from_the_adapter_that_answered(kit: Kit, make_worker) -> None:
+async def test_a_group_is_completed_from_the_adapter_that_answered(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
     kit.route(champion="smollm--v2")
     sampling = Sampling(temperature=0.7, max_tokens=16)
     (group_id,) = kit.choose(kit.exchange("e1", adapter="smollm--v2", sampling=sampling))
@@ -84,7 +105,7 @@ async def test_a_group_is_completed_from_the_adapter_that_answered(kit: Kit, mak
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
 
 
-async def test_the_base_is_asked_for_by_its_public_name(kit: Kit, make_worker) -> None:
+async def test_the_base_is_asked_for_by_its_public_name(kit: Kit, make_worker: MakeWorker) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
@@ -103,7 +124,11 @@ async def test_the_base_is_asked_for_by_its_public_name(kit: Kit, make_worker) -
     ],
 )
 async def test_candidates_have_the_requests_temperature_where_that_can_teach(
-    kit: Kit, make_worker, sampling, mode, temperature
+    kit: Kit,
+    make_worker: MakeWorker,
+    sampling: Sampling,
+    mode: LogprobsMode,
+    temperature: float,
 ) -> None:
     kit.choose(kit.exchange("e1", sampling=sampling), logprobs_mode=mode)
     sampler = kit.FakeSampler()
@@ -113,7 +138,7 @@ async def test_candidates_have_the_requests_temperature_where_that_can_teach(
     assert {call.temperature for call in sampler.requests} == {temperature}
 
 
-async def test_free_answers_are_not_sampled_again(kit: Kit, make_worker) -> None:
+async def test_free_answers_are_not_sampled_again(kit: Kit, make_worker: MakeWorker) -> None:
     choices = tuple(kit.choice(f"c{n}", index=n) for n in range(3))
     full = tuple(kit.choice(f"c{n}", index=n) for n in range(4))
     kit.choose(kit.exchange("e1", choices=choices), kit.exchange("e2", choices=full))
@@ -125,7 +150,7 @@ async def test_free_answers_are_not_sampled_again(kit: Kit, make_worker) -> None
 
 
 async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
-    kit: Kit, make_worker
+    kit: Kit, make_worker: MakeWorker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
@@ -138,7 +163,9 @@ async def test_another_prompt_than_the_recorded_one_is_dropped_and_counted(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15}  # dropped, and paid for
 
 
-async def test_an_adapter_that_is_gone_sets_the_group_aside(kit: Kit, make_worker) -> None:
+async def test_an_adapter_that_is_gone_sets_the_group_aside(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
     kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
 
@@ -149,7 +176,7 @@ async def test_an_adapter_that_is_gone_sets_the_group_aside(kit: Kit, make_worke
 
 
 async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
-    kit: Kit, make_worker
+    kit: Kit, make_worker: MakeWorker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
@@ -158,7 +185,9 @@ async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
     assert kit.row(group_id).status == "sampling"
 
 
-async def test_answers_that_are_all_alike_set_the_group_aside(kit: Kit, make_worker) -> None:
+async def test_answers_that_are_all_alike_set_the_group_aside(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
 
     assert await make_worker(kit.FakeSampler("served")).step() == 0
@@ -167,7 +196,7 @@ async def test_answers_that_are_all_alike_set_the_group_aside(kit: Kit, make_wor
 
 
 async def test_while_vllm_is_down_the_group_waits_at_no_cost(
-    kit: Kit, make_worker, clock: Clock
+    kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     worker = make_worker(kit.FakeSampler(EngineDownError("refused")))
@@ -181,7 +210,7 @@ async def test_while_vllm_is_down_the_group_waits_at_no_cost(
 
 
 async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
-    kit: Kit, make_worker, clock
+    kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler("a", SamplingError("lengths_differ"), "b")
@@ -198,7 +227,7 @@ async def test_failed_candidates_are_tried_again_later_and_the_good_ones_kept(
 
 
 async def test_a_group_that_fails_five_times_is_set_aside(
-    kit: Kit, make_worker, clock: Clock
+    kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     worker = make_worker(kit.FakeSampler(SamplingError("status 400")))
@@ -212,7 +241,9 @@ async def test_a_group_that_fails_five_times_is_set_aside(
     assert kit.counts("candidate") == {"failed": 15}
 
 
-async def test_no_more_candidates_are_in_flight_than_allowed(kit: Kit, make_worker) -> None:
+async def test_no_more_candidates_are_in_flight_than_allowed(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(6)))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
@@ -228,7 +259,7 @@ async def test_no_more_candidates_are_in_flight_than_allowed(kit: Kit, make_work
     assert len(sampler.requests) == 6
 
 
-async def test_users_come_first(kit: Kit, make_worker) -> None:
+async def test_users_come_first(kit: Kit, make_worker: MakeWorker) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
@@ -239,7 +270,7 @@ async def test_users_come_first(kit: Kit, make_worker) -> None:
 
 
 async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
-    kit: Kit, make_worker
+    kit: Kit, make_worker: MakeWorker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
@@ -255,7 +286,9 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
     assert len(sampler.requests) == 3
 
 
-async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit: Kit, make_worker) -> None:
+async def test_an_engine_whose_load_is_not_known_gets_no_candidates(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
@@ -265,7 +298,7 @@ async def test_an_engine_whose_load_is_not_known_gets_no_candidates(kit: Kit, ma
 
 
 async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
-    kit: Kit, make_worker, clock
+    kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
     settings = {"tokens_per_day": 15, "concurrency": 3}
@@ -283,7 +316,7 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
 
 @pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000", "9e999"])
 async def test_a_damaged_count_of_tokens_begins_again_and_still_limits_the_day(
-    kit: Kit, make_worker, stored: str
+    kit: Kit, make_worker: MakeWorker, stored: str
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
     settings = {"tokens_per_day": 15, "concurrency": 3}
@@ -299,7 +332,7 @@ async def test_a_damaged_count_of_tokens_begins_again_and_still_limits_the_day(
 
 @pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000"])
 async def test_a_damaged_count_of_rounds_is_none_used_up(
-    kit: Kit, make_worker, stored: str
+    kit: Kit, make_worker: MakeWorker, stored: str
 ) -> None:
     (damaged,) = kit.choose(kit.exchange("e1"))
     with kit.database.write() as session:
@@ -318,7 +351,7 @@ def test_the_day_ends_at_midnight_utc() -> None:
 
 
 async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
-    kit: Kit, make_worker
+    kit: Kit, make_worker: MakeWorker
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
@@ -337,7 +370,7 @@ async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
 
 
 async def test_a_worker_that_is_stopped_gives_its_groups_back(
-    kit: Kit, make_worker, clock: Clock
+    kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
@@ -357,7 +390,9 @@ async def test_a_worker_that_is_stopped_gives_its_groups_back(
     assert claimed == [group_id]
 
 
-async def test_a_running_worker_takes_one_group_after_the_other(kit: Kit, make_worker) -> None:
+async def test_a_running_worker_takes_one_group_after_the_other(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(5)))
     stop = asyncio.Event()
     running = asyncio.create_task(make_worker(kit.FakeSampler(), concurrency=3).run(stop))
@@ -372,13 +407,13 @@ async def test_a_running_worker_takes_one_group_after_the_other(kit: Kit, make_w
 
 
 async def test_what_was_sampled_is_stored_when_the_store_comes_back(
-    kit: Kit, make_worker, monkeypatch
+    kit: Kit, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
     worker = make_worker(kit.FakeSampler())
     write, refusals = Database.write, iter([False, True])  # claim, then the first try to store
 
-    def sometimes(database: Database):
+    def sometimes(database: Database) -> AbstractContextManager[Session]:
         if next(refusals, False):
             raise StoreError("locked")
         return write(database)

@@ -78,9 +78,9 @@ def test_a_failed_write_transaction_leaves_nothing(kit: Kit) -> None:
     def fail_half_way() -> None:
         with kit.database.write() as session:
             save_exchange(session, kit.exchange("a"), held_out=False, now=1.0)
-            save_exchange(session, kit.exchange("b", prompt_token_ids=(-(2**40),)), **rest)
+            save_exchange(session, broken, held_out=False, now=1.0)
 
-    rest = {"held_out": False, "now": 1.0}
+    broken = kit.exchange("b", prompt_token_ids=(-(2**40),))
     with pytest.raises(OverflowError):
         fail_half_way()
 

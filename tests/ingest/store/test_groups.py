@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ from ingest.store.groups import (
 from support.ingest_kit import Kit
 
 
-def answer(kit: Kit, content: str, **changes) -> Answer:
-    values = {
+def answer(kit: Kit, content: str, **changes: Any) -> Answer:
+    values: dict[str, Any] = {
         "index": 0,
         "origin": "sampled",
         "message": kit.message(content),
@@ -122,6 +123,7 @@ def test_answers_are_added_behind_those_there_up_to_the_size(kit: Kit) -> None:
 
     with kit.database.read() as session:
         group = load_group(session, group_id)
+    assert group is not None
     assert [a.index for a in group.answers] == [0, 1, 2, 3]
     assert [a.message for a in group.answers] == [kit.message(c) for c in ("served", "b", "c", "d")]
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from tokenizers import Tokenizer
 
 from ingest.errors import NoTokenizerError, SamplingError
 from ingest.intake.choose import choose_new
@@ -40,6 +41,7 @@ def smollm() -> Vocabulary:
 
 
 def encode(smollm: Vocabulary, text: str) -> list[int]:
+    assert isinstance(smollm.decoder, Tokenizer)
     return list(smollm.decoder.encode(text, add_special_tokens=False).ids)
 
 
@@ -307,6 +309,8 @@ def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(
     with kit.database.read() as session:
         stored = load_exchange(session, "bad")
         kept = load_exchange(session, "cut")
+    assert stored is not None
+    assert kept is not None
     assert stored.exchange.untrainable_reason == "ids_do_not_decode"
     assert stored.exchange.choices == (bad,)
     assert kept.exchange.untrainable_reason == "cut"
@@ -316,7 +320,7 @@ async def test_a_candidate_whose_ids_disagree_is_refused(kit: Kit, smollm: Vocab
     check = TokenCheck(str(MODEL))
     good = replace(CANDIDATE, token_ids=(*encode(smollm, "Hi."), END))
     bad = replace(CANDIDATE, token_ids=(*encode(smollm, "Ho."), END))
-    told = {"upstream_model": "m", "temperature": 1.0, "max_tokens": 4}
+    told: dict[str, Any] = {"upstream_model": "m", "temperature": 1.0, "max_tokens": 4}
 
     async def ask(answer: SampledAnswer, **request: Any) -> SampledAnswer:
         sampler = CheckedSampler(Gives(answer), check, now=lambda: 1.0)

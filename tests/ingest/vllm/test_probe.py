@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ingest.errors import EngineDownError, RequestRefusedError, SamplingError
-from ingest.grouping.engine_facts import EngineFacts
-from ingest.vllm.probe import CHAT_PATH, TOKENIZE_PATH, find_out, probe
+from ingest.grouping.engine_facts import EngineFacts, Grammar
+from ingest.vllm.probe import TOKENIZE_PATH, find_out, probe
+from ingest.vllm.sampler import CHAT_PATH
 
 LOGITS = [math.sin(7.0 * number) * 20.0 for number in range(200)]
 PROMPT_IDS = [3, 150, 3, 7]
@@ -131,7 +132,7 @@ def test_the_fields_that_vllm_fills_by_itself_are_found_one_by_one(
     ],
 )
 def test_a_grammar_that_nothing_asks_for_is_found(
-    vllm: ArithmeticVllm, grammar: str | None
+    vllm: ArithmeticVllm, grammar: Grammar | None
 ) -> None:
     assert find_out(vllm, "smollm") == EngineFacts(defaults=frozenset(), grammar=grammar)
 

@@ -11,7 +11,7 @@ import pytest
 
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.vllm.load import EngineLoad
-from ingest.vllm.sampler import SampleRequest, VllmSampler
+from ingest.vllm.sampler import SampledAnswer, SampleRequest, VllmSampler
 from support.fake_vllm import FakeVllm, SeenRequest, Step, whole_reply
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 2.0
@@ -83,14 +83,16 @@ async def sampler(vllm: Answering) -> AsyncIterator[VllmSampler]:
     await sampler.aclose()
 
 
-async def ask(sampler: VllmSampler, request: dict[str, Any] | None = None, **changes: Any):
-    values = {"upstream_model": "smollm--v3", "temperature": 0.7, "max_tokens": 16}
+async def ask(
+    sampler: VllmSampler, request: dict[str, Any] | None = None, **changes: Any
+) -> SampledAnswer:
+    values: dict[str, Any] = {"upstream_model": "smollm--v3", "temperature": 0.7, "max_tokens": 16}
     return await sampler.sample(
         SampleRequest(chat=request or {"messages": []}, **{**values, **changes})
     )
 
 
-async def test_an_answer_comes_with_exact_ids_and_log_probabilities(sampler) -> None:
+async def test_an_answer_comes_with_exact_ids_and_log_probabilities(sampler: VllmSampler) -> None:
     answer = await ask(sampler)
 
     assert json.loads(answer.message) == {"role": "assistant", "content": "Hi"}
@@ -101,7 +103,9 @@ async def test_an_answer_comes_with_exact_ids_and_log_probabilities(sampler) -> 
     assert answer.model == "smollm--v3"
 
 
-async def test_the_prompt_is_kept_and_the_sampling_is_replaced(vllm, sampler) -> None:
+async def test_the_prompt_is_kept_and_the_sampling_is_replaced(
+    vllm: Answering, sampler: VllmSampler
+) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     kept = {
@@ -157,13 +161,13 @@ async def test_the_prompt_is_kept_and_the_sampling_is_replaced(vllm, sampler) ->
     assert vllm.headers[0]["authorization"] == "Bearer secret-key"
 
 
-async def test_without_a_limit_or_seed_none_is_sent(vllm, sampler) -> None:
+async def test_without_a_limit_or_seed_none_is_sent(vllm: Answering, sampler: VllmSampler) -> None:
     await ask(sampler, max_tokens=None)
 
     assert not {"max_tokens", "max_completion_tokens", "seed"} & vllm.asked[0].keys()
 
 
-async def test_tool_calls_are_handed_on_as_they_are(vllm, sampler) -> None:
+async def test_tool_calls_are_handed_on_as_they_are(vllm: Answering, sampler: VllmSampler) -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
     vllm.body = reply(choice={"message": said})
@@ -194,7 +198,9 @@ async def test_tool_calls_are_handed_on_as_they_are(vllm, sampler) -> None:
         ),
     ],
 )
-async def test_a_reply_that_does_not_add_up_is_refused(vllm, sampler, changes, reason) -> None:
+async def test_a_reply_that_does_not_add_up_is_refused(
+    vllm: Answering, sampler: VllmSampler, changes: dict[str, Any], reason: str
+) -> None:
     vllm.body = reply(**changes)
 
     with pytest.raises(SamplingError, match=reason):
@@ -202,7 +208,9 @@ async def test_a_reply_that_does_not_add_up_is_refused(vllm, sampler, changes, r
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"", b"[]", b'{"model": NaN}', b'{"model": "\xff"}'])
-async def test_a_reply_that_is_not_one_is_refused(vllm, sampler, body: bytes) -> None:
+async def test_a_reply_that_is_not_one_is_refused(
+    vllm: Answering, sampler: VllmSampler, body: bytes
+) -> None:
     vllm.body = body
 
     with pytest.raises(SamplingError, match="not a reply"):
@@ -219,7 +227,9 @@ async def test_a_reply_that_is_not_one_is_refused(vllm, sampler, body: bytes) ->
         (503, EngineDownError),
     ],
 )
-async def test_each_status_says_what_to_do(vllm, sampler, status: int, error: type) -> None:
+async def test_each_status_says_what_to_do(
+    vllm: Answering, sampler: VllmSampler, status: int, error: type[SamplingError]
+) -> None:
     vllm.status = status
     vllm.body = b'{"error": {"message": "because"}}'
 
@@ -243,7 +253,7 @@ async def test_an_engine_that_is_not_there_is_down() -> None:
     await sampler.aclose()
 
 
-async def test_an_engine_that_never_answers_is_given_up(vllm) -> None:
+async def test_an_engine_that_never_answers_is_given_up(vllm: Answering) -> None:
     vllm.silent = True
     sampler = VllmSampler(vllm.url, timeout_s=0.05)
 
@@ -254,5 +264,5 @@ async def test_an_engine_that_never_answers_is_given_up(vllm) -> None:
     await sampler.aclose()
 
 
-async def test_the_load_is_read_from_the_metrics(sampler) -> None:
+async def test_the_load_is_read_from_the_metrics(sampler: VllmSampler) -> None:
     assert await sampler.load() == EngineLoad(running=2, waiting=1, kv_cache_usage=0.125)

@@ -95,7 +95,7 @@ def test_a_name_of_the_hub_is_read_from_this_machines_cache(
     (snapshot / "generation_config.json").write_text('{"top_k": 20}')
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
-    assert read_defaults("some/base") == {"top_k"}
+    assert read_defaults("some/base") == frozenset({"top_k"})
 
 
 def test_what_is_measured_wins_over_the_files_but_for_what_no_measurement_shows(base: Any) -> None:
@@ -236,7 +236,12 @@ def test_a_later_poll_holds_nothing_up(kit: Kit) -> None:
 def test_a_poll_in_a_thread_ends_also_with_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     seen: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", lambda info: (seen.append(info), ended.set()))
+
+    def record(info: threading.ExceptHookArgs) -> None:
+        seen.append(info)
+        ended.set()
+
+    monkeypatch.setattr(threading, "excepthook", record)
     watch = EngineWatch(Serving(), ask=ScriptedProbe(ZeroDivisionError("a defect")))
 
     watch.poll(0.0)

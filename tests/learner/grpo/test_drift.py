@@ -274,13 +274,14 @@ def test_a_group_whose_sampler_is_not_at_hand_is_not_trained_on(
     kind: str,
 ) -> None:
     under, version = ancestor
-    assert version.path is not None
+    folder = version.path
+    assert folder is not None
     if kind == "no folder":
-        version = replace(version, path=version.path / "gone")
+        version = replace(version, path=folder / "gone")
     if kind == "altered":
-        (version.path / WEIGHTS).write_bytes(b"x" + (version.path / WEIGHTS).read_bytes()[1:])
+        (folder / WEIGHTS).write_bytes(b"x" + (folder / WEIGHTS).read_bytes()[1:])
     if kind == "nonsense":
-        (version.path / CONFIG).write_text("[]")
+        (folder / CONFIG).write_text("[]")
     groups = [sampled(policy, "own"), *(sampled(under, str(n), adapter="v1") for n in range(3))]
 
     samplers = [] if kind == "no row" else [version]

@@ -296,6 +296,7 @@ def test_a_child_that_we_kill_counts_against_no_group(
     clock: Clock,
     new_run: Make,
     fake_trainer: FakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
     stopped: bool,
     blamed: dict[str, int],
 ) -> None:
@@ -313,7 +314,7 @@ def test_a_child_that_we_kill_counts_against_no_group(
 
     fake_trainer.on_train = die
     run = new_run(run_id, fake_trainer)
-    run._fail = lambda error: None  # type: ignore[method-assign]  # a dead process records nothing
+    monkeypatch.setattr(run, "_fail", lambda error: None)  # a dead process records nothing
     with pytest.raises(Died):
         run.start()
 

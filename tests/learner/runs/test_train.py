@@ -183,7 +183,12 @@ def test_a_parent_that_changes_while_it_is_trained_on_gives_no_version(
     new_run: Make, put_version: Make, database: Database, fake_trainer: FakeTrainer, tmp_path: Path
 ) -> None:
     champion = put_version(4, champion=True)
-    fake_trainer.on_train = lambda job: flip_a_bit(job.parent.path / WEIGHTS)
+
+    def alter_the_parent(job: TrainingJob) -> None:
+        assert job.parent.path is not None
+        flip_a_bit(job.parent.path / WEIGHTS)
+
+    fake_trainer.on_train = alter_the_parent
 
     with pytest.raises(AlteredParentError):
         new_run().start()
@@ -333,7 +338,12 @@ def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
     new_run: Make, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     run = new_run()
-    fake_trainer.on_train = lambda job: (run.stop(), job.check_stop())
+
+    def be_asked_to_stop(job: TrainingJob) -> None:
+        run.stop()
+        job.check_stop()
+
+    fake_trainer.on_train = be_asked_to_stop
 
     with pytest.raises(RunStoppedError, match="asked to stop"):
         run.start()
