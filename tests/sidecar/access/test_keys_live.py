@@ -154,7 +154,7 @@ async def test_a_revoked_key_is_refused_by_all_proxies_after_one_poll(
 
 
 async def test_a_revoked_key_is_refused_though_only_the_proxys_own_thread_polls(
-    keys: KeyStore, guarded: Any, fake_vllm: FakeVllm, wire: Wire
+    keys: KeyStore, guarded: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
     running = await guarded()
     key_id, key = keys.create()

@@ -25,7 +25,7 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture, Timings
 from sidecar.settings import Capture as CaptureSettings
 from sidecar.tracing.spans import RequestSpans
-from support.proxy_kit import Wire
+from support.proxy_kit import MemorySink, Wire
 
 REPLY = json.dumps(
     {
@@ -297,15 +297,12 @@ def test_what_a_stop_does_not_wait_for_is_counted_once(make_bench: MakeBench) ->
     assert bench.metric("captures_lost", reason="stopped") == 5
 
 
-def test_one_exchange_that_cannot_be_written_costs_that_one_only(
-    make_bench: MakeBench, wire: Wire
-) -> None:
-    class PickySink(wire.Sink):  # type: ignore[misc, name-defined]
+def test_one_exchange_that_cannot_be_written_costs_that_one_only(make_bench: MakeBench) -> None:
+    class PickySink(MemorySink):
         def write(self, exchanges: Sequence[Exchange]) -> int:
             if any(item.exchange_id == "ex_1" for item in exchanges):
                 raise OverflowError("no room for it in msgpack")
-            kept: int = super().write(exchanges)
-            return kept
+            return super().write(exchanges)
 
     bench = make_bench(PickySink())
     for number in range(3):
@@ -319,15 +316,14 @@ def test_one_exchange_that_cannot_be_written_costs_that_one_only(
 
 
 def test_batches_are_cut_by_their_bytes(
-    make_bench: MakeBench, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
 
-    class Counting(wire.Sink):  # type: ignore[misc, name-defined]
+    class Counting(MemorySink):
         def write(self, exchanges: Sequence[Exchange]) -> int:
             sizes.append(len(exchanges))
-            kept: int = super().write(exchanges)
-            return kept
+            return super().write(exchanges)
 
     monkeypatch.setattr("sidecar.capture.recorder.BATCH_BYTES", 2 * _raw().size)
     bench = make_bench(Counting())
@@ -394,19 +390,18 @@ def test_a_locked_outbox_costs_what_came_meanwhile_and_nothing_later(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_and_lost_are_all_that_was_offered(
-    make_bench: MakeBench, wire: Wire, seed: int, monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults at random, in the reading and in the sink, and a queue that is too short."""
     rng = random.Random(seed)
 
-    class Unlucky(wire.Sink):  # type: ignore[misc, name-defined]
+    class Unlucky(MemorySink):
         def write(self, exchanges: Sequence[Exchange]) -> int:
             fault = rng.choice([None, None, OutboxError("locked", ""), OverflowError(), "full"])
             if isinstance(fault, Exception):
                 raise fault
             self.room = len(self.exchanges) + rng.randrange(3) if fault else 1_000_000
-            kept: int = super().write(exchanges)
-            return kept
+            return super().write(exchanges)
 
     monkeypatch.setattr("sidecar.capture.recorder.BATCH", 4)
     bench = make_bench(Unlucky(), max_pending=20)

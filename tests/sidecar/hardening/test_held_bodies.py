@@ -6,6 +6,7 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.001)
+
+
+def has_come(fake_vllm: StrictVllm, number: int) -> bool:
+    return len(fake_vllm.requests) == number
 
 
 async def until_admitted(client: Brought) -> None:
@@ -199,7 +204,7 @@ async def test_bodies_in_flight_are_counted_until_their_reply_is_out(
     clients = [await bring(running) for _ in range(2)]
     for number, client in enumerate(clients, 1):
         client.say(announced(len(body)) + body)
-        await until(lambda number=number: len(fake_vllm.requests) == number)  # type: ignore[misc]
+        await until(partial(has_come, fake_vllm, number))
     assert running.metric("sidecar_request_body_bytes") == 800_000
 
     third = await bring(running)

@@ -188,7 +188,7 @@ async def test_rubbish_and_an_older_table_are_not_taken(
     await until_obeyed(two, wire, CHAMPION)
 
     with store.database.write() as session:
-        session.get(RoutingRow, BASE).body = "{"  # type: ignore[union-attr]
+        session.get_one(RoutingRow, BASE).body = "{"
     async with asyncio.timeout(60):
         for running in two:
             while running.metric("sidecar_routing_failures_total", reason="unreadable") < 1:
