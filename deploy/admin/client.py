@@ -21,6 +21,8 @@ from sidecar.settings.kinds import base_url
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
+PAGE_ITEMS = 200
+"""Items of one request: the most that the admin API gives."""
 
 
 class AdminApiError(DeployError, ConnectionError):
@@ -48,6 +50,19 @@ class AdminClient:
         Raises: AdminApiError.
         """
         return _read(self._request("GET", path, params=params))
+
+    def get_all(self, path: str, **params: str | int) -> dict[str, Any]:
+        """Read every page of a listing, as one page. Raises: AdminApiError."""
+        items: list[Any] = []
+        damaged: list[str] = []
+        place: dict[str, str] = {}
+        while True:
+            page = self.get(path, limit=PAGE_ITEMS, **params, **place)
+            items += page.get("items", [])
+            damaged += page.get("damaged", [])
+            if page.get("next_cursor") is None:
+                return {"items": items, "next_cursor": None, "damaged": damaged}
+            place = {"cursor": page["next_cursor"]}
 
     def post(self, *path: str, body: dict[str, Any], etag: str | None = None) -> Any:
         """Perform an action. path: as for `get`; etag: for `If-Match`. Raises: AdminApiError."""

@@ -22,7 +22,7 @@ def adapters_ls(
     """Every version, newest first."""
     refuse_unknown("--state", state, get_args(AdapterState))
     given = {"state": state} if state else {}
-    print_found(admin_client(context).get("/adapters", **given), output)
+    print_found(admin_client(context).get_all("/adapters", **given), output)
 
 
 @adapters_app.command("show")

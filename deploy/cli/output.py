@@ -63,15 +63,28 @@ def note_usage(error: Any) -> None:  # Any: a `USAGE_ERROR`
 
 
 def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API, or like it
-    """Print one record, or the `items` of a listing. output: `text` or `json`."""
+    """Print one record, or the `items` of a listing: an empty line stands between two of them.
+
+    Rows of a listing that are damaged in the store are named on stderr.
+    output: `text` or `json`.
+    """
     if output == "json":
         say_json(found)
         return
-    now = time.time()
-    items = found.get("items") if isinstance(found, dict) else None
-    for block in items if items is not None else [found]:
-        for line in _lines(block, now):
-            say(line)
+    for line in found_lines(found, time.time()):
+        say(line)
+    for damaged in found.get("damaged", []) if "items" in found else []:
+        note(damaged)
+
+
+def found_lines(found: Mapping[str, Any], now: float) -> list[str]:
+    """Return the text of one record or of a listing. now: Unix seconds. Pure."""
+    if "items" not in found:
+        return _lines(found, now)
+    lines: list[str] = []
+    for block in found["items"]:
+        lines += ["", *_lines(block, now)] if lines else _lines(block, now)
+    return lines or ["none"]
 
 
 def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
@@ -86,8 +99,21 @@ def _lines(block: Mapping[str, Any], now: float, indent: int = 0) -> list[str]:
             for item in value:
                 lines += _lines(item, now, indent + 1)
         else:
-            lines.append(f"{pad}{key}: {shown_time(value, now) if is_time(key, value) else value}")
+            lines.append(f"{pad}{key}: {_shown(key, value, now)}")
     return lines
+
+
+def _shown(key: str, value: Any, now: float) -> str:
+    """Return a value in words: no value of Python's, times with an age, basis points in percent."""
+    if is_time(key, value):
+        return shown_time(value, now)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bp") and isinstance(value, int):
+        return f"{value} ({value / 100:g}%)"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value or value == 0 else "none"
 
 
 def refuse_unknown(option: str, value: str, known: Collection[str]) -> None:

@@ -158,3 +158,25 @@ def test_an_ipv6_host_is_written_in_brackets() -> None:
     made: Any = client(8081, "::1")
 
     assert made._url == "http://[::1]:8081/admin/v1"
+
+
+def test_a_listing_is_read_to_its_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [
+        {"items": [1, 2], "next_cursor": "two", "damaged": ["a"]},
+        {"items": [3], "next_cursor": None, "damaged": []},
+    ]
+    asked: list[dict[str, str | int]] = []
+
+    def get(_client: AdminClient, _path: str, **params: str | int) -> dict[str, Any]:
+        asked.append(params)
+        return pages[len(asked) - 1]
+
+    monkeypatch.setattr(AdminClient, "get", get)
+
+    found = client(9).get_all("/adapters", state="retired")
+
+    assert found == {"items": [1, 2, 3], "next_cursor": None, "damaged": ["a"]}
+    assert asked == [
+        {"limit": 200, "state": "retired"},
+        {"limit": 200, "state": "retired", "cursor": "two"},
+    ]
