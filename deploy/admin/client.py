@@ -58,7 +58,9 @@ class AdminClient:
         place: dict[str, str] = {}
         while True:
             page = self.get(path, limit=PAGE_ITEMS, **params, **place)
-            items += page.get("items", [])
+            if "items" not in page:
+                return dict(page)  # not this version's listing: the caller shows it as it is
+            items += page["items"]
             damaged += page.get("damaged", [])
             if page.get("next_cursor") is None:
                 return {"items": items, "next_cursor": None, "damaged": damaged}

@@ -161,7 +161,7 @@ def test_an_ipv6_host_is_written_in_brackets() -> None:
 
 
 def test_a_listing_is_read_to_its_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [
+    pages: list[dict[str, Any]] = [
         {"items": [1, 2], "next_cursor": "two", "damaged": ["a"]},
         {"items": [3], "next_cursor": None, "damaged": []},
     ]

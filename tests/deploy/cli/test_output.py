@@ -12,7 +12,7 @@ NOW = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 
 
 def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
-    record = {
+    record: dict[str, Any] = {
         "paused": True,
         "changed": False,
         "reason": None,
