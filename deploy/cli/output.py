@@ -112,8 +112,8 @@ def _shown(key: str, value: Any, now: float) -> str:
     if key.endswith("_bp") and isinstance(value, int):
         return f"{value} ({value / 100:g}%)"
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return str(value) if value or value == 0 else "none"
+        return ", ".join(map(str, value)) or "-"
+    return str(value) if value or value == 0 else "-"  # a limit of "none" would read as 0
 
 
 def refuse_unknown(option: str, value: str, known: Collection[str]) -> None:

@@ -55,5 +55,5 @@ def test_a_listing_has_dates_in_text_and_numbers_in_json(
     assert text.splitlines()[0] == "seq: 1"
     assert text.splitlines()[1].startswith("at: 2026-03-01T09:30:00Z (")
     assert text.splitlines()[3].startswith("  expires_at: 2026-03-01T09:30:00Z (")
-    assert text.splitlines()[4] == "ended_at: none"
+    assert text.splitlines()[4] == "ended_at: -"
     assert str(AT) in capsys.readouterr().out
