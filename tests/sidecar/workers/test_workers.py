@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,8 @@ from sidecar.workers.child import CHECK_INTERVAL_S, HUNG_AFTER_S, RESTARTS, Sile
 from support.fake_vllm import FakeVllm
 from support.proxy_kit import Wire
 
-WAIT_S = 30.0
+pytestmark = pytest.mark.timeout(300)
+WAIT_S = 60.0
 """For what takes a second on a machine that is not busy."""
 CHAT = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 REFUSED = "HTTP/1.1 429 Too Many Requests"
@@ -478,16 +478,13 @@ async def test_term_lets_streams_finish_and_ends_with_0(
 async def test_workers_whose_parent_was_killed_end_soon_and_free_the_port(
     held: asyncio.Event, start: StartService
 ) -> None:
-    service = await start(2)
+    service = await start(2, drain_timeout_s=3600)  # a drain would never end
     stream = await open_stream(service.port)
     workers = list(service.workers())
 
     service.process.kill()
-    began = time.monotonic()
     await until(lambda: not any(map(alive, workers)), "the workers end")
 
-    # Two seconds, and what a busy machine adds; a drain would take 20.
-    assert time.monotonic() - began < 10
     assert b"[DONE]" not in await stream.rest()
     with socket.create_server(("127.0.0.1", service.port)):
         pass
