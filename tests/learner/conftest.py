@@ -31,6 +31,14 @@ from support.clock import Clock
 VOCABULARY = 48
 NOW = 1_000_000.0
 
+MakeRow = Callable[..., TrainableRow]
+MakeGroup = Callable[..., TrainingGroup]
+MakeAnswer = Callable[..., Answer]
+MakeScoredGroup = Callable[..., ScoredGroup]
+PutGroup = Callable[[ScoredGroup], None]
+PutVersion = Callable[..., str]
+"""The fixtures of these names; each fixture's docstring gives its arguments."""
+
 
 @pytest.fixture
 def clock() -> Clock:
@@ -112,13 +120,13 @@ def _row(
 
 
 @pytest.fixture
-def row() -> Callable[..., TrainableRow]:
+def row() -> MakeRow:
     """row(token_ids, advantage, logprobs=, temperature=, trainable=)."""
     return _row
 
 
 @pytest.fixture
-def group() -> Callable[..., TrainingGroup]:
+def group() -> MakeGroup:
     """group(prompt, rows, adapter=, group_id=): scores follow the advantages."""
 
     def make(
@@ -152,13 +160,13 @@ def _answer(index: int, **changes: Any) -> Answer:
 
 
 @pytest.fixture
-def answer() -> Callable[..., Answer]:
+def answer() -> MakeAnswer:
     """answer(index, **fields of Answer)."""
     return _answer
 
 
 @pytest.fixture
-def scored_group() -> Callable[..., ScoredGroup]:
+def scored_group() -> MakeScoredGroup:
     """scored_group(scores, answers=, group_id=, **fields of Group)."""
 
     def make(
@@ -190,7 +198,7 @@ def scored_group() -> Callable[..., ScoredGroup]:
 
 
 @pytest.fixture
-def put_group(database: Database) -> Callable[[ScoredGroup], None]:
+def put_group(database: Database) -> PutGroup:
     """Write a group into the store, as the scoring process leaves it."""
 
     def put(scored: ScoredGroup) -> None:
@@ -258,7 +266,7 @@ def _exchange_row(group: Group) -> ExchangeRow:
 
 
 @pytest.fixture
-def put_version(database: Database, tmp_path: Path) -> Callable[..., str]:
+def put_version(database: Database, tmp_path: Path) -> PutVersion:
     """put_version(version, parent, state=, champion=): a registered version. Returns its name."""
 
     def put(

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import select
@@ -27,11 +27,12 @@ from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AliasRow, GroupRow, RunRow
 from support.clock import Clock
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeScoredGroup, PutGroup
 
 
 @pytest.fixture
-def two_groups(put_group: Make, scored_group: Make) -> None:
+def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
     put_group(scored_group([0.0, 1.0], group_id="a"))
     put_group(scored_group([0.2, 0.6], group_id="b"))
 

@@ -24,10 +24,7 @@ from sidecar.store.models import GroupRow, RunRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer
-
-
-Make = Callable[..., Any]
+    from tests.learner.conftest import FakeTrainer, MakeScoredGroup, PutGroup
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +55,7 @@ def run(
 
 
 @pytest.fixture
-def two_groups(put_group: Make, scored_group: Make) -> None:
+def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
     put_group(scored_group([0.0, 1.0], group_id="a"))
     put_group(scored_group([0.2, 0.6], group_id="b"))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from learner.grpo.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def test_saved_and_loaded_it_gives_the_same_log_probabilities(
     tiny_base: Path,
     tmp_path: Path,
     learner_settings: Learner,
-    group: Make,
-    row: Make,
+    group: MakeGroup,
+    row: MakeRow,
 ) -> None:
     (pack,) = pack_group(group([1, 2, 3], [row([4, 5, 6]), row([7, 8])]), max_tokens=100)
     save_adapter(policy, tmp_path)
@@ -55,7 +55,7 @@ def test_saved_and_loaded_it_gives_the_same_log_probabilities(
 
 
 def test_a_fresh_lora_changes_nothing(
-    tiny_base: Path, learner_settings: Learner, group: Make, row: Make
+    tiny_base: Path, learner_settings: Learner, group: MakeGroup, row: MakeRow
 ) -> None:
     fresh = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
     (pack,) = pack_group(group([1, 2], [row([4, 5, 6])]), max_tokens=100)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,7 +21,10 @@ from learner.grpo.trainer import run_steps
 from learner.records import Drift, Parent, TrainableRow, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+
 MODEL = Path(__file__).parents[3] / ".models" / "smollm2-135m"
 PROMPT = (1, 2, 3)
 ANSWERS = tuple(tuple(range(first, first + 12)) for first in (4, 10, 16, 22, 28, 34, 8, 14))
@@ -86,8 +89,11 @@ def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
     return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
 
 
+Sampled = Callable[..., TrainingGroup]
+
+
 @pytest.fixture
-def sampled(group: Make, row: Make) -> Callable[..., TrainingGroup]:
+def sampled(group: MakeGroup, row: MakeRow) -> Sampled:
     """sampled(policy, group_id, adapter=, shifts=): recorded under this policy, and shifted."""
 
     def make(
@@ -100,7 +106,7 @@ def sampled(group: Make, row: Make) -> Callable[..., TrainingGroup]:
                 zip(ANSWERS, recorded, shifts, strict=True)
             )
         ]
-        return group(PROMPT, rows, adapter=adapter, group_id=group_id)  # type: ignore[no-any-return]
+        return group(PROMPT, rows, adapter=adapter, group_id=group_id)
 
     return make
 
@@ -124,7 +130,7 @@ def job(
 
 
 def test_the_answer_that_drifts_is_left_out_alone(
-    policy: Policy, sampled: Make, learner_settings: Learner
+    policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:
     """0.437 nats of one answer in eight are 0.055 in the mean of its group."""
     groups = [
@@ -142,7 +148,7 @@ def test_the_answer_that_drifts_is_left_out_alone(
 
 
 def test_a_group_that_drifts_is_left_out_alone(
-    policy: Policy, sampled: Make, learner_settings: Learner
+    policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:
     """0.437 nats of one group in five are 0.087 in the mean of the step, under the limit of 0.1."""
     groups = [sampled(policy, str(number)) for number in range(4)]
@@ -157,7 +163,7 @@ def test_a_group_that_drifts_is_left_out_alone(
 
 
 def test_a_group_drifts_though_none_of_its_answers_does_by_itself(
-    policy: Policy, sampled: Make, learner_settings: Learner
+    policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:
     # An answer of 12 tokens may be off by 0.1 + 0.3 / sqrt(12) = 0.187, the group of 96 by 0.131.
     groups = [sampled(policy, "good"), sampled(policy, "bad", shifts=(0.15,) * 8)]
@@ -168,7 +174,7 @@ def test_a_group_drifts_though_none_of_its_answers_does_by_itself(
 
 
 def test_all_groups_drift_though_none_does_by_itself(
-    policy: Policy, sampled: Make, learner_settings: Learner
+    policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:
     groups = [sampled(policy, str(number), shifts=(0.125,) * 8) for number in range(8)]
 
@@ -196,7 +202,10 @@ def ancestor(
 
 
 def test_a_stale_group_is_compared_with_the_adapter_that_sampled_it(
-    policy: Policy, sampled: Make, learner_settings: Learner, ancestor: tuple[Policy, Parent]
+    policy: Policy,
+    sampled: Sampled,
+    learner_settings: Learner,
+    ancestor: tuple[Policy, Parent],
 ) -> None:
     """No group of this run was sampled by its parent, and every one is checked."""
     under, version = ancestor
@@ -231,7 +240,7 @@ def test_a_stale_group_is_compared_with_the_adapter_that_sampled_it(
 def test_the_check_of_another_adapter_changes_nothing_of_the_training(
     tiny_base: Path,
     policy: Policy,
-    sampled: Make,
+    sampled: Sampled,
     learner_settings: Learner,
     ancestor: tuple[Policy, Parent],
 ) -> None:
@@ -248,7 +257,7 @@ def test_the_check_of_another_adapter_changes_nothing_of_the_training(
 def test_a_group_of_the_base_is_compared_with_the_base(
     policy: Policy,
     tiny_base: Path,
-    sampled: Make,
+    sampled: Sampled,
     learner_settings: Learner,
     ancestor: tuple[Policy, Parent],
 ) -> None:
@@ -268,7 +277,7 @@ def test_a_group_of_the_base_is_compared_with_the_base(
 @pytest.mark.parametrize("kind", ["no row", "no folder", "altered", "nonsense"])
 def test_a_group_whose_sampler_is_not_at_hand_is_not_trained_on(
     policy: Policy,
-    sampled: Make,
+    sampled: Sampled,
     learner_settings: Learner,
     ancestor: tuple[Policy, Parent],
     kind: str,
@@ -293,7 +302,7 @@ def test_a_group_whose_sampler_is_not_at_hand_is_not_trained_on(
 
 
 def test_a_run_without_any_checked_group_trains_on_nothing(
-    policy: Policy, sampled: Make, learner_settings: Learner
+    policy: Policy, sampled: Sampled, learner_settings: Learner
 ) -> None:
     groups = [sampled(policy, str(n), adapter="v1") for n in range(3)]
 
@@ -306,7 +315,7 @@ def test_a_run_without_any_checked_group_trains_on_nothing(
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not MODEL.exists(), reason="the real model is not on this machine")
-def test_the_real_model_as_a_bf16_server_passes_and_cut_sampling_does_not(row: Make) -> None:
+def test_the_real_model_as_a_bf16_server_passes_and_cut_sampling_does_not(row: MakeRow) -> None:
     """SmolLM2 in bf16 stands for the server: what it samples passes, group by group and answer by
     answer. Sampled at temperature 0.7, top_p 0.8, top_k 20 and recorded as 1, it does not."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,7 +17,10 @@ from learner.grpo.trainer import accumulate, deal, run_steps
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+
 PROMPT = (1, 2, 3)
 GOOD, BAD = (10, 11, 12), (20, 21)
 
@@ -31,8 +34,11 @@ def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
     return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
 
 
+OnPolicy = Callable[..., TrainingGroup]
+
+
 @pytest.fixture
-def on_policy(policy: Policy, group: Make, row: Make) -> Callable[..., TrainingGroup]:
+def on_policy(policy: Policy, group: MakeGroup, row: MakeRow) -> OnPolicy:
     """on_policy({ids: advantage}): a group whose recorded log-probabilities are the policy's."""
 
     def make(answers: dict[tuple[int, ...], float], **options: Any) -> TrainingGroup:
@@ -40,7 +46,7 @@ def on_policy(policy: Policy, group: Make, row: Make) -> Callable[..., TrainingG
             row(ids, advantage, logprobs=logprobs_of(policy, PROMPT, [ids])[0].tolist())
             for ids, advantage in answers.items()
         ]
-        return group(PROMPT, rows, **options)  # type: ignore[no-any-return]
+        return group(PROMPT, rows, **options)
 
     return make
 
@@ -97,7 +103,7 @@ def gradient(policy: Policy, groups: Sequence[TrainingGroup], settings: Learner)
 
 
 def test_a_step_makes_good_answers_likelier_and_bad_ones_rarer(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     before = logprobs_of(policy, PROMPT, [GOOD, BAD])
 
@@ -119,7 +125,7 @@ def test_a_step_makes_good_answers_likelier_and_bad_ones_rarer(
 
 
 def test_the_first_gradient_is_reinforce_over_the_global_token_mean(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     group = on_policy({GOOD: 0.7, BAD: -0.3})
     found = gradient(policy, [group], learner_settings)
@@ -135,7 +141,7 @@ def test_the_first_gradient_is_reinforce_over_the_global_token_mean(
 
 
 def test_the_gradient_does_not_depend_on_order_or_on_packs(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     answers = {GOOD: 0.5, BAD: -0.5, (30,): 0.25, (40, 41, 42, 43): -0.25}
     one, other = on_policy(answers), on_policy({(15, 16): 0.5, (17,): -0.5})
@@ -152,7 +158,11 @@ def test_the_gradient_does_not_depend_on_order_or_on_packs(
 
 
 def test_masked_answers_have_no_part_in_the_gradient(
-    policy: Policy, on_policy: Make, learner_settings: Learner, group: Make, row: Make
+    policy: Policy,
+    on_policy: OnPolicy,
+    learner_settings: Learner,
+    group: MakeGroup,
+    row: MakeRow,
 ) -> None:
     exact = on_policy({GOOD: 0.5, BAD: -0.5})
     masked = group(PROMPT, [*exact.rows, row([33, 34], 0.9, trainable=False)])
@@ -162,7 +172,7 @@ def test_masked_answers_have_no_part_in_the_gradient(
     )
 
 
-def test_prompt_tokens_have_no_target(policy: Policy, on_policy: Make) -> None:
+def test_prompt_tokens_have_no_target(policy: Policy, on_policy: OnPolicy) -> None:
     """The head's input at every prompt position but the last, which predicts the first answer
     token, gets exactly no gradient."""
     (pack,) = pack_group(on_policy({GOOD: 0.5, BAD: -0.5}), max_tokens=100)
@@ -183,12 +193,12 @@ def test_prompt_tokens_have_no_target(policy: Policy, on_policy: Make) -> None:
 
 
 def test_groups_without_advantage_give_no_gradient(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     assert not gradient(policy, [on_policy({GOOD: 0.0, BAD: 0.0})], learner_settings).any()
 
 
-def test_groups_are_dealt_over_the_steps_like_cards(group: Make, row: Make) -> None:
+def test_groups_are_dealt_over_the_steps_like_cards(group: MakeGroup, row: MakeRow) -> None:
     groups = [group([1], [row([2])], group_id=str(number)) for number in range(5)]
 
     dealt = deal(groups, 2)
@@ -198,7 +208,7 @@ def test_groups_are_dealt_over_the_steps_like_cards(group: Make, row: Make) -> N
 
 
 def test_every_step_changes_the_policy_the_next_one_sees(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=str(i)) for i in range(2)]
     settings = learner_settings.model_copy(update={"steps": 2})
@@ -211,7 +221,11 @@ def test_every_step_changes_the_policy_the_next_one_sees(
 
 
 def test_drift_over_the_limit_stops_before_the_first_step(
-    policy: Policy, on_policy: Make, learner_settings: Learner, row: Make, group: Make
+    policy: Policy,
+    on_policy: OnPolicy,
+    learner_settings: Learner,
+    row: MakeRow,
+    group: MakeGroup,
 ) -> None:
     exact = on_policy({GOOD: 0.5, BAD: -0.5})
     shifted = [
@@ -227,7 +241,7 @@ def test_drift_over_the_limit_stops_before_the_first_step(
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     parameter = next(p for p in policy.model.parameters() if p.requires_grad)
     parameter.register_hook(lambda gradient: gradient * float("nan"))
@@ -242,7 +256,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
 
 
 def test_a_run_that_is_asked_to_stop_ends_between_packs(
-    policy: Policy, on_policy: Make, learner_settings: Learner
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:
     asked = iter([False, True])
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +14,10 @@ from learner.grpo.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+
 CPU = torch.device("cpu")
 
 
@@ -24,7 +26,7 @@ def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
     return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
 
 
-def test_the_temperature_divides_the_logits(policy: Policy, group: Make, row: Make) -> None:
+def test_the_temperature_divides_the_logits(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         logits = policy.model(input_ids=ids, use_cache=False).logits[0, -1]
@@ -39,7 +41,7 @@ def test_the_temperature_divides_the_logits(policy: Policy, group: Make, row: Ma
     assert len({round(value, 3) for value in expected}) == 3
 
 
-def test_entropy_is_summed_over_the_targets(policy: Policy, group: Make, row: Make) -> None:
+def test_entropy_is_summed_over_the_targets(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([[1, 2]]), use_cache=False).logits[0, -1]
         expected = torch.distributions.Categorical(logits=logits).entropy().item()
@@ -50,7 +52,7 @@ def test_entropy_is_summed_over_the_targets(policy: Policy, group: Make, row: Ma
 
 
 def test_bf16_products_leave_the_log_probabilities_fp32_and_close(
-    tiny_base: Path, learner_settings: Learner, policy: Policy, group: Make, row: Make
+    tiny_base: Path, learner_settings: Learner, policy: Policy, group: MakeGroup, row: MakeRow
 ) -> None:
     half = load_policy(
         str(tiny_base),

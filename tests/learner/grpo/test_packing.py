@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from learner.grpo.packing import Pack, pack_group, packed_length
 from learner.records import Parent, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
 
 
-def test_the_answers_lie_behind_one_prompt(group: Make, row: Make) -> None:
+def test_the_answers_lie_behind_one_prompt(group: MakeGroup, row: MakeRow) -> None:
     rows = [
         row([10, 11, 12], 0.5, logprobs=[-1, -2, -3]),
         row([20, 21, 22, 23], -0.5, temperature=0.7),
@@ -41,7 +42,7 @@ def test_the_answers_lie_behind_one_prompt(group: Make, row: Make) -> None:
     )
 
 
-def test_an_answer_of_one_token_needs_no_input_of_its_own(group: Make, row: Make) -> None:
+def test_an_answer_of_one_token_needs_no_input_of_its_own(group: MakeGroup, row: MakeRow) -> None:
     (pack,) = pack_group(group([1, 2], [row([10]), row([20])]), max_tokens=100)
 
     assert pack.input_ids == (1, 2)
@@ -49,7 +50,7 @@ def test_an_answer_of_one_token_needs_no_input_of_its_own(group: Make, row: Make
     assert pack.targets == (10, 20)
 
 
-def test_masked_answers_are_not_packed(group: Make, row: Make) -> None:
+def test_masked_answers_are_not_packed(group: MakeGroup, row: MakeRow) -> None:
     rows = [row([10, 11]), row([20, 21], trainable=False), row([30, 31])]
 
     (pack,) = pack_group(group([1], rows), max_tokens=100)
@@ -58,7 +59,7 @@ def test_masked_answers_are_not_packed(group: Make, row: Make) -> None:
 
 
 def test_a_group_that_does_not_fit_is_split_and_each_part_has_the_prompt(
-    group: Make, row: Make
+    group: MakeGroup, row: MakeRow
 ) -> None:
     rows = [row([10, 11, 12]), row([20, 21, 22]), row([30, 31, 32])]
     assert packed_length(2, [3, 3]) == 6
@@ -96,7 +97,7 @@ def policy(tiny_base: Path, learner_settings: Learner) -> Iterator[Policy]:
 
 
 @pytest.fixture
-def mixed_group(group: Make, row: Make) -> TrainingGroup:
+def mixed_group(group: MakeGroup, row: MakeRow) -> TrainingGroup:
     generator = torch.Generator().manual_seed(3)
 
     def ids(length: int) -> list[int]:
@@ -109,7 +110,7 @@ def mixed_group(group: Make, row: Make) -> TrainingGroup:
             lengths, temperatures, (0.5, -0.2, 0.1, -0.4), strict=True
         )
     ]
-    return group(ids(7), rows)  # type: ignore[no-any-return]
+    return group(ids(7), rows)
 
 
 def alone(policy: Policy, prompt: tuple[int, ...], row: TrainableRow) -> torch.Tensor:
@@ -156,7 +157,7 @@ def test_packed_equals_one_row_per_answer(
         torch.testing.assert_close(found_gradients[name], gradient, atol=1e-5, rtol=1e-5)
 
 
-def test_answers_do_not_see_each_other(policy: Policy, group: Make, row: Make) -> None:
+def test_answers_do_not_see_each_other(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
     first = row([4, 5, 6])
     (one,) = pack_group(group([1, 2], [first, row([7, 8, 9])]), max_tokens=100)
     (other,) = pack_group(group([1, 2], [first, row([30, 31, 32])]), max_tokens=100)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from learner.grpo.adapter_io import load_policy
 from learner.grpo.logprobs import Policy
 from learner.grpo.packing import Pack, pack_group
 from learner.grpo.trainer import GrpoTrainer
-from learner.records import Parent
+from learner.records import Candidate, Parent
 from learner.runs.train import Run
 from sidecar.settings import Learner, Settings
 from sidecar.store.arrays import pack_ids
@@ -31,7 +31,10 @@ from sidecar.store.database import Database
 from sidecar.store.models import AnswerRow, CounterRow, ExchangeRow, GroupRow, RunRow
 from support.clock import Clock
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
+
+
 Answers = list[Answer]
 PROMPT = (1, 2, 3)
 GROUPS = 16
@@ -56,7 +59,9 @@ def base(tiny_base: Path) -> Policy:
 
 
 @pytest.fixture
-def exact(base: Policy, answer: Make, group: Make, row: Make) -> Callable[..., Answers]:
+def exact(
+    base: Policy, answer: MakeAnswer, group: MakeGroup, row: MakeRow
+) -> Callable[..., Answers]:
     """exact(number): two answers with the log-probabilities of the base."""
 
     def make(number: int) -> Answers:
@@ -73,8 +78,11 @@ def exact(base: Policy, answer: Make, group: Make, row: Make) -> Callable[..., A
     return make
 
 
+Put = Callable[..., None]
+
+
 @pytest.fixture
-def put(put_group: Make, scored_group: Make, exact: Make) -> Callable[..., None]:
+def put(put_group: PutGroup, scored_group: MakeScoredGroup, exact: Callable[..., Answers]) -> Put:
     """put(numbers, change=, prefix=, **fields): groups that the base sampled."""
 
     def put_all(
@@ -97,11 +105,14 @@ def put(put_group: Make, scored_group: Make, exact: Make) -> Callable[..., None]
     return put_all
 
 
+Train = Callable[..., Candidate]
+
+
 @pytest.fixture
-def train(settings: Settings, database: Database, clock: Clock) -> Callable[..., Any]:
+def train(settings: Settings, database: Database, clock: Clock) -> Train:
     """train(run_id, **learner settings): one real run, each step of which has a gradient."""
 
-    def start(run_id: str = "r1", **changes: Any) -> Any:
+    def start(run_id: str = "r1", **changes: Any) -> Candidate:
         clock.now += 100
         learner = settings.learner.model_copy(update=changes)
         changed = settings.model_copy(update={"learner": learner})
@@ -159,7 +170,7 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[Answers], Answers], str]] = {
 
 @pytest.mark.parametrize("kind", WRONG_ANSWERS)
 def test_one_bad_group_costs_itself_and_the_others_train_as_if_it_had_never_been(
-    kind: str, train: Make, put: Make, database: Database
+    kind: str, train: Train, put: Put, database: Database
 ) -> None:
     change, reason = WRONG_ANSWERS[kind]
     put(range(GROUPS - 1))
@@ -234,7 +245,7 @@ WRONG_ROWS: dict[str, tuple[Callable[[Database], None], str]] = {
 
 @pytest.mark.parametrize("kind", WRONG_ROWS)
 def test_a_damaged_row_costs_its_own_group(
-    kind: str, train: Make, put: Make, database: Database
+    kind: str, train: Train, put: Put, database: Database
 ) -> None:
     damage, reason = WRONG_ROWS[kind]
     put(range(GROUPS))
@@ -250,7 +261,7 @@ def test_a_damaged_row_costs_its_own_group(
 
 @pytest.mark.parametrize("column", ["session_key", "reason", "sampling_attempts", "detail"])
 def test_text_that_is_no_utf8_and_no_part_of_the_training_costs_nothing(
-    column: str, train: Make, put: Make, database: Database
+    column: str, train: Train, put: Put, database: Database
 ) -> None:
     put(range(GROUPS))
     raw(GroupRow, column, NO_UTF8)(database)
@@ -260,7 +271,7 @@ def test_text_that_is_no_utf8_and_no_part_of_the_training_costs_nothing(
     assert counted(database) == {"trained": GROUPS}
 
 
-def test_a_dropped_group_says_in_words_why(train: Make, put: Make, database: Database) -> None:
+def test_a_dropped_group_says_in_words_why(train: Train, put: Put, database: Database) -> None:
     put(range(GROUPS - 1))
     put([GROUPS - 1], second(token_ids=(20, 4800)))
 
@@ -296,8 +307,8 @@ def breaking(
     ],
 )
 def test_a_group_that_cannot_be_computed_costs_only_itself(
-    train: Make,
-    put: Make,
+    train: Train,
+    put: Put,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
@@ -316,7 +327,10 @@ def test_a_group_that_cannot_be_computed_costs_only_itself(
 
 
 def test_a_gradient_that_is_not_finite_costs_only_its_group(
-    train: Make, put: Make, database: Database, monkeypatch: pytest.MonkeyPatch
+    train: Train,
+    put: Put,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put(range(GROUPS))
     with monkeypatch.context() as patch:
@@ -339,8 +353,8 @@ OUT_OF_MEMORY = [
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_a_group_that_does_not_fit_into_memory_is_left_out_once_and_dropped_the_second_time(
-    train: Make,
-    put: Make,
+    train: Train,
+    put: Put,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
@@ -360,8 +374,8 @@ def test_a_group_that_does_not_fit_into_memory_is_left_out_once_and_dropped_the_
 
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_groups_that_fit_train_though_most_do_not_and_those_are_dropped_in_a_few_runs(
-    train: Make,
-    put: Make,
+    train: Train,
+    put: Put,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
     with_gradient: bool,
@@ -390,8 +404,8 @@ def test_groups_that_fit_train_though_most_do_not_and_those_are_dropped_in_a_few
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_memory_that_somebody_else_uses_for_a_while_costs_no_group(
-    train: Make,
-    put: Make,
+    train: Train,
+    put: Put,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
@@ -420,7 +434,7 @@ def test_memory_that_somebody_else_uses_for_a_while_costs_no_group(
 
 
 def test_most_groups_that_drift_end_the_run_and_none_is_dropped(
-    train: Make, put: Make, database: Database
+    train: Train, put: Put, database: Database
 ) -> None:
     put(range(7))
     put(range(7, GROUPS), shifted(0.437))
@@ -437,7 +451,7 @@ def test_most_groups_that_drift_end_the_run_and_none_is_dropped(
 
 
 def test_groups_that_drift_are_given_up_after_some_runs_and_learning_goes_on(
-    train: Make, put: Make, database: Database
+    train: Train, put: Put, database: Database
 ) -> None:
     put(range(2))
     put(range(2, 8), shifted(0.437))
@@ -458,7 +472,7 @@ def test_groups_that_drift_are_given_up_after_some_runs_and_learning_goes_on(
 
 
 def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
-    train: Make, put: Make, database: Database
+    train: Train, put: Put, database: Database
 ) -> None:
     put(range(GROUPS))
 
@@ -469,7 +483,7 @@ def test_a_learning_rate_that_breaks_the_weights_is_no_groups_fault(
 
 
 def test_when_no_group_is_usable_the_run_is_skipped_and_they_are_dropped(
-    train: Make, put: Make, database: Database
+    train: Train, put: Put, database: Database
 ) -> None:
     put(range(GROUPS), adapter="m--v9-gone")
 
@@ -480,7 +494,10 @@ def test_when_no_group_is_usable_the_run_is_skipped_and_they_are_dropped(
 
 
 def test_a_gpu_that_fails_names_the_group_that_it_computed(
-    train: Make, put: Make, database: Database, monkeypatch: pytest.MonkeyPatch
+    train: Train,
+    put: Put,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a CUDA error every later call fails: the run ends, and the groups after are spared."""
     put(range(GROUPS))

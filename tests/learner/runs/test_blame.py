@@ -31,10 +31,9 @@ from sidecar.store.models import CounterRow, GroupRow, RunRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer
+    from tests.learner.conftest import FakeTrainer, MakeScoredGroup, PutGroup
 
 
-Make = Callable[..., Any]
 BAD = "15"
 
 KILLED = """
@@ -66,13 +65,16 @@ Run(settings, Database(url), Trainer, run_id=run_id, clock=lambda: float(sys.arg
 
 
 @pytest.fixture
-def sixteen(put_group: Make, scored_group: Make) -> None:
+def sixteen(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
     for number in range(16):
         put_group(scored_group([0.0, 1.0], group_id=str(number)))
 
 
+NewRun = Callable[..., Run]
+
+
 @pytest.fixture
-def new_run(settings: Settings, database: Database, clock: Clock) -> Callable[..., Run]:
+def new_run(settings: Settings, database: Database, clock: Clock) -> NewRun:
     """new_run(run_id, trainer, **learner settings)."""
 
     def make(run_id: str, trainer: Any, **changes: Any) -> Run:
@@ -118,12 +120,12 @@ def statuses(database: Database) -> dict[str, str]:
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_group_that_kills_its_run_is_found_and_the_others_train(
-    killed_run: Make,
-    new_run: Make,
+    killed_run: Callable[[str, str], None],
+    new_run: NewRun,
     database: Database,
     fake_trainer: FakeTrainer,
-    put_group: Make,
-    scored_group: Make,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
 ) -> None:
     killed_run("r1", "group")
 
@@ -149,7 +151,10 @@ def test_a_group_that_kills_its_run_is_found_and_the_others_train(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_run_that_dies_while_it_loads_the_base_counts_against_no_group(
-    killed_run: Make, new_run: Make, database: Database, fake_trainer: FakeTrainer
+    killed_run: Callable[[str, str], None],
+    new_run: NewRun,
+    database: Database,
+    fake_trainer: FakeTrainer,
 ) -> None:
     killed_run("r1", "loading")
 
@@ -161,7 +166,10 @@ def test_a_run_that_dies_while_it_loads_the_base_counts_against_no_group(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_killed_run_of_a_trainer_that_names_no_group_counts_against_all_of_them(
-    killed_run: Make, new_run: Make, database: Database, fake_trainer: FakeTrainer
+    killed_run: Callable[[str, str], None],
+    new_run: NewRun,
+    database: Database,
+    fake_trainer: FakeTrainer,
 ) -> None:
     killed_run("r1", "silent")
 
@@ -174,11 +182,11 @@ def test_a_killed_run_of_a_trainer_that_names_no_group_counts_against_all_of_the
 
 @pytest.mark.usefixtures("sixteen")
 def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
-    new_run: Make,
+    new_run: NewRun,
     database: Database,
     fake_trainer: FakeTrainer,
-    put_group: Make,
-    scored_group: Make,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
 ) -> None:
     """New groups come in, as long as learning goes on; the bad one is found by halves."""
 
@@ -212,7 +220,7 @@ def test_an_error_that_names_no_group_is_narrowed_down_to_the_one(
 
 @pytest.mark.usefixtures("sixteen")
 def test_groups_of_failed_runs_do_not_keep_new_exchanges_from_being_chosen(
-    new_run: Make, database: Database, fake_trainer: FakeTrainer
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     with database.read() as session:
         assert count_pending(session, {"base"}) == 16
@@ -239,7 +247,7 @@ ENVIRONMENT = [
 @pytest.mark.usefixtures("sixteen")
 @pytest.mark.parametrize("error", ENVIRONMENT)
 def test_what_the_environment_does_counts_against_no_group(
-    new_run: Make, database: Database, fake_trainer: FakeTrainer, error: BaseException
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, error: BaseException
 ) -> None:
     fake_trainer.error = error
 
@@ -253,7 +261,7 @@ def test_what_the_environment_does_counts_against_no_group(
 
 @pytest.mark.usefixtures("sixteen")
 def test_a_named_group_is_blamed_alone_and_dropped_the_second_time(
-    new_run: Make, database: Database, fake_trainer: FakeTrainer
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     fake_trainer.error = FaultyGroupsError("it", {"3": Fault("computation_failed", "what it said")})
 
@@ -294,7 +302,7 @@ def test_a_child_that_we_kill_counts_against_no_group(
     settings: Settings,
     database: Database,
     clock: Clock,
-    new_run: Make,
+    new_run: NewRun,
     fake_trainer: FakeTrainer,
     monkeypatch: pytest.MonkeyPatch,
     stopped: bool,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import select
@@ -15,7 +14,8 @@ from learner.runs.publish import find_published, register, seal
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AuditRow
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import PutVersion
 
 
 def write_folder(folder: Path, *, weights: bytes = b"weights", lineage: str = "{}") -> Path:
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_moved_leaves_nothing_under_the_digest(
 
 
 def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
-    database: Database, tmp_path: Path, put_version: Make
+    database: Database, tmp_path: Path, put_version: PutVersion
 ) -> None:
     put_version(1)
     put_version(7, state="rejected")

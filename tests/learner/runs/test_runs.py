@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import select, text
@@ -27,7 +27,8 @@ from sidecar.store.database import Database
 from sidecar.store.models import AliasRow, CounterRow, GroupRow, RunRow
 from support.clock import Clock
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeScoredGroup, PutGroup, PutVersion
 
 
 def statuses(database: Database) -> dict[str, str]:
@@ -52,7 +53,7 @@ def test_the_first_run_starts_from_the_base(database: Database) -> None:
 
 
 def test_a_run_starts_from_the_champion(
-    database: Database, put_version: Make, tmp_path: Path
+    database: Database, put_version: PutVersion, tmp_path: Path
 ) -> None:
     name = put_version(3, champion=True)
 
@@ -94,7 +95,7 @@ def test_a_heartbeat_by_a_clock_that_is_a_little_ahead_keeps_the_lease(database:
 
 
 def test_a_damaged_count_of_failures_makes_its_group_a_suspect(
-    database: Database, put_group: Make, scored_group: Make
+    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
     for name in ("a", "b", "c"):
         put_group(scored_group((0.0, 1.0), group_id=name))
@@ -112,7 +113,7 @@ def test_a_damaged_count_of_failures_makes_its_group_a_suspect(
 
 
 def test_a_champion_whose_path_is_damaged_is_one_line(
-    database: Database, put_version: Make
+    database: Database, put_version: PutVersion
 ) -> None:
     name = put_version(3, champion=True)
     with database.write() as session:
@@ -133,7 +134,7 @@ def test_two_runs_of_one_model_never_overlap(database: Database) -> None:
 
 
 def test_a_dead_run_gives_its_groups_to_the_next(
-    database: Database, put_group: Make, scored_group: Make
+    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
     put_group(scored_group([0.0, 1.0], group_id="a"))
     begin(database, "dead", now=100.0)
@@ -193,7 +194,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def test_groups_wait_newest_first_and_old_ones_are_stale(
-    database: Database, put_group: Make, scored_group: Make, put_version: Make
+    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup, put_version: PutVersion
 ) -> None:
     first = put_version(1)
     second = put_version(2, first)
@@ -216,7 +217,9 @@ def test_groups_wait_newest_first_and_old_ones_are_stale(
     assert fresh == 3
 
 
-def test_a_group_goes_its_way_once(database: Database, put_group: Make, scored_group: Make) -> None:
+def test_a_group_goes_its_way_once(
+    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
+) -> None:
     for group_id in ("a", "b", "c", "d"):
         put_group(scored_group([0.0, 1.0], group_id=group_id))
 
@@ -235,7 +238,7 @@ def test_a_group_goes_its_way_once(database: Database, put_group: Make, scored_g
 
 
 def test_a_claimed_group_is_read_back_as_it_was_scored(
-    database: Database, put_group: Make, scored_group: Make
+    database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
     original = scored_group([0.25, 1.0])
     put_group(original)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -32,7 +32,8 @@ from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.models import CanaryRow, RunRow
 from support.clock import Clock
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeScoredGroup, PutGroup, PutVersion
 
 
 class FakeChild:
@@ -72,8 +73,11 @@ class World:
             set_flag(session, name, value, now=self.clock.now)
 
 
+MakeWorld = Callable[..., World]
+
+
 @pytest.fixture
-def world(settings: Settings, database: Database, clock: Clock) -> Callable[..., World]:
+def world(settings: Settings, database: Database, clock: Clock) -> MakeWorld:
     """world(**learner settings)."""
 
     def make(**changes: Any) -> World:
@@ -84,13 +88,13 @@ def world(settings: Settings, database: Database, clock: Clock) -> Callable[...,
 
 
 @pytest.fixture
-def two_groups(put_group: Make, scored_group: Make) -> None:
+def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
     put_group(scored_group([0.0, 1.0], group_id="a"))
     put_group(scored_group([0.2, 0.6], group_id="b"))
 
 
 def test_groups_start_a_run_as_soon_as_enough_wait(
-    world: Make, put_group: Make, scored_group: Make
+    world: MakeWorld, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
     here = world()
     put_group(scored_group([0.0, 1.0], group_id="a"))
@@ -104,7 +108,7 @@ def test_groups_start_a_run_as_soon_as_enough_wait(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_an_interval_has_one_run_a_turn(world: Make) -> None:
+def test_an_interval_has_one_run_a_turn(world: MakeWorld) -> None:
     here = world(schedule="interval")
     assert here.poll() == "not_due"
 
@@ -117,7 +121,7 @@ def test_an_interval_has_one_run_a_turn(world: Make) -> None:
     assert here.poll() == "start"
 
 
-def test_a_turn_with_too_few_groups_is_skipped(world: Make) -> None:
+def test_a_turn_with_too_few_groups_is_skipped(world: MakeWorld) -> None:
     here = world(schedule="cron")
     here.schedule.turn()
 
@@ -126,7 +130,7 @@ def test_a_turn_with_too_few_groups_is_skipped(world: Make) -> None:
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_manual_learner_only_runs_on_request(world: Make, database: Database) -> None:
+def test_a_manual_learner_only_runs_on_request(world: MakeWorld, database: Database) -> None:
     here = world(schedule="manual")
     assert here.poll() == "not_due"
 
@@ -138,7 +142,7 @@ def test_a_manual_learner_only_runs_on_request(world: Make, database: Database) 
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_paused_learner_keeps_the_request_for_later(world: Make) -> None:
+def test_a_paused_learner_keeps_the_request_for_later(world: MakeWorld) -> None:
     here = world(schedule="manual")
     here.flag(PAUSED_FLAG, "1")
     here.flag(REQUESTED_FLAG, "1")
@@ -152,7 +156,7 @@ def test_a_paused_learner_keeps_the_request_for_later(world: Make) -> None:
 @pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize("state", ["loading", "gating", "ramping"])
 def test_an_open_canary_is_waited_for(
-    world: Make, database: Database, put_version: Make, state: str
+    world: MakeWorld, database: Database, put_version: PutVersion, state: str
 ) -> None:
     name = put_version(1, state=state)
     with database.write() as session:
@@ -183,14 +187,16 @@ def test_an_open_canary_is_waited_for(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_version_that_waits_for_its_canary_is_waited_for(world: Make, put_version: Make) -> None:
+def test_a_version_that_waits_for_its_canary_is_waited_for(
+    world: MakeWorld, put_version: PutVersion
+) -> None:
     put_version(1, state="registered")
 
     assert world().poll() == "canary"
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: Clock) -> None:
+def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: MakeWorld, clock: Clock) -> None:
     here = world()
     here.poll()
     here.children[-1].code = 1
@@ -210,7 +216,7 @@ def test_a_failed_run_is_held_back_and_a_good_one_ends_that(world: Make, clock: 
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_killed_child_gives_up_its_lease_at_once(
-    world: Make, database: Database, clock: Clock
+    world: MakeWorld, database: Database, clock: Clock
 ) -> None:
     here = world()
     here.poll()
@@ -227,7 +233,7 @@ def test_a_killed_child_gives_up_its_lease_at_once(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_stopping_ends_the_child(world: Make) -> None:
+def test_stopping_ends_the_child(world: MakeWorld) -> None:
     here = world()
     here.poll()
 
@@ -236,7 +242,7 @@ def test_stopping_ends_the_child(world: Make) -> None:
     assert here.children[0].code == -15
 
 
-def test_a_store_that_is_away_is_waited_for(world: Make, database: Database) -> None:
+def test_a_store_that_is_away_is_waited_for(world: MakeWorld, database: Database) -> None:
     here = world()
     database.close()
     path = Path(database.url.removeprefix("sqlite:///"))
@@ -249,10 +255,12 @@ def test_a_store_that_is_away_is_waited_for(world: Make, database: Database) -> 
     assert [entry["kind"] for entry in logs] == ["store"]
 
 
-def test_the_clock_of_apscheduler_looks_again_and_again(world: Make, settings: Settings) -> None:
+def test_the_clock_of_apscheduler_looks_again_and_again(
+    world: MakeWorld, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked = threading.Semaphore(0)
     here = world()
-    here.schedule.poll = looked.release
+    monkeypatch.setattr(here.schedule, "poll", looked.release)
     learner = settings.learner.model_copy(update={"poll_s": 0.02})
 
     ticking = start_clock(settings.model_copy(update={"learner": learner}), here.schedule)
@@ -261,7 +269,7 @@ def test_the_clock_of_apscheduler_looks_again_and_again(world: Make, settings: S
     ticking.shutdown(wait=True)
 
 
-def test_a_cron_expression_that_is_none_is_refused(world: Make, settings: Settings) -> None:
+def test_a_cron_expression_that_is_none_is_refused(world: MakeWorld, settings: Settings) -> None:
     learner = settings.learner.model_copy(update={"schedule": "cron", "cron": "every day"})
 
     with pytest.raises(SettingsError, match=r"learner\.cron"):

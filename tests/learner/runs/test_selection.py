@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from learner.runs.selection import Selection, mask_reason, select_groups
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeAnswer, MakeScoredGroup
 
 
 def select(*groups: Any, pack_tokens: int = 100) -> Selection:
     return select_groups(groups, min_spread=0.02, pack_tokens=pack_tokens)
 
 
-def test_a_good_group_carries_its_tokens_and_centred_scores(scored_group: Make) -> None:
+def test_a_good_group_carries_its_tokens_and_centred_scores(scored_group: MakeScoredGroup) -> None:
     selection = select(scored_group([1.0, 0.0, 0.5, 0.5]))
 
     (group,) = selection.groups
@@ -31,7 +31,7 @@ def test_a_good_group_carries_its_tokens_and_centred_scores(scored_group: Make) 
 
 
 def test_a_masked_answer_counts_in_the_mean_and_not_in_the_loss(
-    scored_group: Make, answer: Make
+    scored_group: MakeScoredGroup, answer: MakeAnswer
 ) -> None:
     answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
 
@@ -57,12 +57,14 @@ def test_a_masked_answer_counts_in_the_mean_and_not_in_the_loss(
     ],
 )
 def test_an_answer_that_is_not_exact_is_masked(
-    answer: Make, changes: dict[str, Any], reason: str | None
+    answer: MakeAnswer, changes: dict[str, Any], reason: str | None
 ) -> None:
     assert mask_reason(answer(0, **changes)) == reason
 
 
-def test_each_useless_group_is_dropped_for_its_reason(scored_group: Make, answer: Make) -> None:
+def test_each_useless_group_is_dropped_for_its_reason(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
     greedy = [answer(0), answer(1, temperature=0.0)]
     groups = [
         scored_group([0.5], group_id="alone"),
@@ -86,17 +88,17 @@ def test_each_useless_group_is_dropped_for_its_reason(scored_group: Make, answer
     }
 
 
-def test_scores_just_spread_enough_are_kept(scored_group: Make) -> None:
+def test_scores_just_spread_enough_are_kept(scored_group: MakeScoredGroup) -> None:
     assert len(select(scored_group([0.70, 0.75])).groups) == 1  # deviation 0.025
 
 
-def test_a_gate_of_zero_still_drops_equal_scores(scored_group: Make) -> None:
+def test_a_gate_of_zero_still_drops_equal_scores(scored_group: MakeScoredGroup) -> None:
     selection = select_groups([scored_group([0.7, 0.7])], min_spread=0.0, pack_tokens=100)
 
     assert selection.dropped == {"g": "no_spread"}
 
 
-def test_a_group_with_one_answer_too_long_is_dropped_whole(scored_group: Make) -> None:
+def test_a_group_with_one_answer_too_long_is_dropped_whole(scored_group: MakeScoredGroup) -> None:
     # prompt 3 + answer 3, whose last token is not computed: 5 tokens
     assert len(select(scored_group([0.0, 1.0]), pack_tokens=5).groups) == 1
     assert select(scored_group([0.0, 1.0]), pack_tokens=4).dropped == {"g": "too_long"}

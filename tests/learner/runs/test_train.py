@@ -31,16 +31,22 @@ from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, Ru
 from support.clock import Clock
 
 if TYPE_CHECKING:
-    from tests.learner.conftest import FakeTrainer
+    from tests.learner.conftest import (
+        FakeTrainer,
+        MakeAnswer,
+        MakeScoredGroup,
+        PutGroup,
+        PutVersion,
+    )
 
 
-Make = Callable[..., Any]
+NewRun = Callable[..., Run]
 
 
 @pytest.fixture
 def new_run(
     settings: Settings, database: Database, clock: Clock, fake_trainer: FakeTrainer
-) -> Callable[..., Run]:
+) -> NewRun:
     """new_run(run_id, trainer=, **learner settings)."""
 
     def make(run_id: str = "r1", trainer: Trainer | None = None, **changes: Any) -> Run:
@@ -58,7 +64,7 @@ def new_run(
 
 
 @pytest.fixture
-def two_groups(put_group: Make, scored_group: Make) -> None:
+def two_groups(put_group: PutGroup, scored_group: MakeScoredGroup) -> None:
     put_group(scored_group([0.0, 1.0], group_id="a"))
     put_group(scored_group([0.2, 0.6], group_id="b"))
 
@@ -92,7 +98,11 @@ def adapter_folders(settings: Settings) -> list[str]:
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_run_registers_a_version_and_closes_its_books(
-    new_run: Make, database: Database, settings: Settings, put_group: Make, scored_group: Make
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
 ) -> None:
     put_group(scored_group([0.5, 0.5], group_id="flat"))
 
@@ -123,7 +133,7 @@ def test_a_run_registers_a_version_and_closes_its_books(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_the_lineage_tells_what_it_was_made_from(new_run: Make, tiny_base: Path) -> None:
+def test_the_lineage_tells_what_it_was_made_from(new_run: NewRun, tiny_base: Path) -> None:
     candidate = new_run().start()
 
     lineage = json.loads((candidate.path / LINEAGE).read_text())
@@ -143,7 +153,7 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: Make, tiny_base: Path)
 
 @pytest.mark.usefixtures("two_groups")
 def test_the_next_run_starts_from_the_champion(
-    new_run: Make, put_version: Make, fake_trainer: FakeTrainer, tmp_path: Path
+    new_run: NewRun, put_version: PutVersion, fake_trainer: FakeTrainer, tmp_path: Path
 ) -> None:
     champion = put_version(4, champion=True)
 
@@ -162,7 +172,11 @@ def flip_a_bit(path: Path) -> None:
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_parent_with_a_flipped_bit_is_not_trained_on(
-    new_run: Make, put_version: Make, database: Database, fake_trainer: FakeTrainer, tmp_path: Path
+    new_run: NewRun,
+    put_version: PutVersion,
+    database: Database,
+    fake_trainer: FakeTrainer,
+    tmp_path: Path,
 ) -> None:
     champion = put_version(4, champion=True)
     flip_a_bit(tmp_path / "adapter-4" / WEIGHTS)
@@ -180,7 +194,11 @@ def test_a_parent_with_a_flipped_bit_is_not_trained_on(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_parent_that_changes_while_it_is_trained_on_gives_no_version(
-    new_run: Make, put_version: Make, database: Database, fake_trainer: FakeTrainer, tmp_path: Path
+    new_run: NewRun,
+    put_version: PutVersion,
+    database: Database,
+    fake_trainer: FakeTrainer,
+    tmp_path: Path,
 ) -> None:
     champion = put_version(4, champion=True)
 
@@ -200,7 +218,11 @@ def test_a_parent_that_changes_while_it_is_trained_on_gives_no_version(
 @pytest.mark.usefixtures("two_groups")
 @pytest.mark.parametrize("what", [CONFIG, WEIGHTS, "."])
 def test_a_parent_behind_a_link_is_not_trained_on(
-    new_run: Make, put_version: Make, fake_trainer: FakeTrainer, tmp_path: Path, what: str
+    new_run: NewRun,
+    put_version: PutVersion,
+    fake_trainer: FakeTrainer,
+    tmp_path: Path,
+    what: str,
 ) -> None:
     put_version(4, champion=True)
     real = tmp_path / "adapter-4" / what
@@ -215,10 +237,10 @@ def test_a_parent_behind_a_link_is_not_trained_on(
 
 
 def test_the_newest_groups_are_taken_and_the_others_wait(
-    new_run: Make,
+    new_run: NewRun,
     database: Database,
-    put_group: Make,
-    scored_group: Make,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
     fake_trainer: FakeTrainer,
 ) -> None:
     for number in range(5):
@@ -231,7 +253,11 @@ def test_the_newest_groups_are_taken_and_the_others_wait(
 
 
 def test_stale_groups_are_dropped_and_counted(
-    new_run: Make, database: Database, put_group: Make, scored_group: Make, put_version: Make
+    new_run: NewRun,
+    database: Database,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    put_version: PutVersion,
 ) -> None:
     champion = put_version(2, put_version(1), champion=True)
     for number in range(3):
@@ -246,7 +272,11 @@ def test_stale_groups_are_dropped_and_counted(
 
 
 def test_masked_answers_are_counted_by_reason(
-    new_run: Make, database: Database, put_group: Make, scored_group: Make, answer: Make
+    new_run: NewRun,
+    database: Database,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    answer: MakeAnswer,
 ) -> None:
     answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
     put_group(scored_group([0.0, 1.0, 0.5], group_id="a", answers=answers))
@@ -258,10 +288,10 @@ def test_masked_answers_are_counted_by_reason(
 
 
 def test_too_few_groups_are_nothing_to_learn(
-    new_run: Make,
+    new_run: NewRun,
     database: Database,
-    put_group: Make,
-    scored_group: Make,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
     fake_trainer: FakeTrainer,
 ) -> None:
     put_group(scored_group([0.0, 1.0]))
@@ -275,7 +305,11 @@ def test_too_few_groups_are_nothing_to_learn(
 
 
 def test_useless_groups_are_dropped_though_nothing_is_learned(
-    new_run: Make, database: Database, settings: Settings, put_group: Make, scored_group: Make
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
 ) -> None:
     for group_id in ("a", "b"):
         put_group(scored_group([0.5, 0.5], group_id=group_id))
@@ -290,7 +324,10 @@ def test_useless_groups_are_dropped_though_nothing_is_learned(
 
 
 def test_a_group_without_all_its_scores_is_dropped(
-    new_run: Make, database: Database, put_group: Make, scored_group: Make
+    new_run: NewRun,
+    database: Database,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
 ) -> None:
     for group_id in ("a", "b", "c"):
         put_group(scored_group([0.0, 1.0], group_id=group_id))
@@ -312,7 +349,7 @@ def test_a_group_without_all_its_scores_is_dropped(
     ],
 )
 def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
-    new_run: Make,
+    new_run: NewRun,
     database: Database,
     settings: Settings,
     fake_trainer: FakeTrainer,
@@ -335,7 +372,7 @@ def test_whatever_goes_wrong_the_groups_go_back_and_nothing_is_registered(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
-    new_run: Make, database: Database, fake_trainer: FakeTrainer
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     run = new_run()
 
@@ -354,7 +391,11 @@ def test_a_run_that_is_asked_to_stop_gives_its_groups_back(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_run_that_lost_its_lease_registers_nothing(
-    new_run: Make, database: Database, settings: Settings, fake_trainer: FakeTrainer, clock: Clock
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    fake_trainer: FakeTrainer,
+    clock: Clock,
 ) -> None:
     def lose(job: TrainingJob) -> None:
         with database.write() as session:
@@ -375,7 +416,7 @@ def test_a_run_that_lost_its_lease_registers_nothing(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_second_run_does_not_start(
-    new_run: Make, database: Database, fake_trainer: FakeTrainer
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
 ) -> None:
     refused: list[Exception] = []
 
@@ -394,7 +435,11 @@ def test_a_second_run_does_not_start(
 
 
 def test_the_same_weights_are_not_registered_twice(
-    new_run: Make, database: Database, settings: Settings, put_group: Make, scored_group: Make
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
 ) -> None:
     for number in range(4):
         put_group(scored_group([0.0, 1.0], group_id=str(number)))
@@ -413,7 +458,10 @@ def test_the_same_weights_are_not_registered_twice(
 
 @pytest.mark.usefixtures("two_groups")
 def test_a_crash_between_folder_and_row_is_made_good(
-    new_run: Make, database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def crash(*_: object, **__: object) -> None:
         raise StoreError("disk full")
@@ -433,7 +481,7 @@ def test_a_crash_between_folder_and_row_is_made_good(
 
 
 @pytest.mark.usefixtures("two_groups")
-def test_leftovers_of_killed_runs_are_removed(new_run: Make, settings: Settings) -> None:
+def test_leftovers_of_killed_runs_are_removed(new_run: NewRun, settings: Settings) -> None:
     (settings.learner.adapters_dir / ".run-dead").mkdir(parents=True)
 
     candidate = new_run().start()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +18,10 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database
 from support.clock import Clock
 
-Make = Callable[..., Any]
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
+
+
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9))
 ANSWERS = ((10, 11, 12), (20, 21), (30, 31, 32, 33), (40,))
 SCORES = (1.0, 0.8, 0.2, 0.0)
@@ -44,11 +46,11 @@ def test_a_run_makes_the_better_answers_likelier_and_the_worse_ones_rarer(
     tiny_base: Path,
     database: Database,
     clock: Clock,
-    put_group: Make,
-    scored_group: Make,
-    answer: Make,
-    group: Make,
-    row: Make,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    answer: MakeAnswer,
+    group: MakeGroup,
+    row: MakeRow,
 ) -> None:
     learner = settings.learner.model_copy(update={"steps": 3, "min_groups": 3})
     settings = settings.model_copy(update={"learner": learner})
@@ -82,7 +84,7 @@ def test_a_run_makes_the_better_answers_likelier_and_the_worse_ones_rarer(
 
 
 def test_the_same_groups_and_seed_give_the_same_adapter(
-    tiny_base: Path, settings: Settings, tmp_path: Path, group: Make, row: Make
+    tiny_base: Path, settings: Settings, tmp_path: Path, group: MakeGroup, row: MakeRow
 ) -> None:
     base = load_policy(str(tiny_base), Parent(name="base"), settings.learner)
     (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
