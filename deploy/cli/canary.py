@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import admin_client
-from deploy.cli.output import Output, print_found, say
-from deploy.errors import UnknownCanaryError
+from deploy.cli.output import Output, note, print_found, say
+from deploy.errors import DeployError, UnknownCanaryError
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
@@ -20,6 +20,7 @@ canary_app = typer.Typer(
 CanaryId = Annotated[str, typer.Argument(help="its id; default: the newest")]
 Reason = Annotated[str, typer.Option(help="why; kept in the audit")]
 WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3}
+NOT_ASKED = 4
 TIMED_OUT = 124
 
 
@@ -86,14 +87,23 @@ def canary_wait(
     canary: CanaryId = "",
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds")] = 3600.0,
 ) -> None:
-    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 124 timed out."""
-    client = admin_client(context)
+    """Wait for a canary to end: exit 0 promoted, 1 rolled back, 3 inconclusive, 4 not answered
+    (no admin API, or no such canary), 124 timed out."""
+    try:
+        code = _wait(admin_client(context), canary, timeout_s)
+    except DeployError as error:  # exit 1 would say that the canary was rolled back
+        note(str(error))
+        code = NOT_ASKED
+    raise typer.Exit(code)
+
+
+def _wait(client: AdminClient, canary: str, timeout_s: float) -> int:
     name = canary or str(_newest_canary(client)["canary_id"])
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = client.get("/canaries", name)
         if found["state"] in WAIT_EXITS:
             say(f"{name}: {found['state']}: {found.get('reason') or ''}")
-            raise typer.Exit(WAIT_EXITS[found["state"]])
+            return WAIT_EXITS[found["state"]]
         time.sleep(1.0)
-    raise typer.Exit(TIMED_OUT)
+    return TIMED_OUT

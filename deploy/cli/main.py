@@ -1,8 +1,8 @@
 """The entry of the `sidecar` command: what a run of it prints and returns when it fails.
 
 Exit codes: 0 done, 1 failed, 2 bad use, 130 interrupted; `canary wait`: 0 promoted, 1 rolled back,
-3 inconclusive, 124 timed out. An error is one line on stderr: what, why, what to do. The commands
-are in `deploy.cli.app`.
+3 inconclusive, 4 not answered, 124 timed out. An error is one line on stderr: what, why, what to
+do. The commands are in `deploy.cli.app`.
 """
 
 from __future__ import annotations

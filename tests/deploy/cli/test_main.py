@@ -67,6 +67,14 @@ def test_an_absent_admin_api_is_one_line_with_what_to_do(
     assert "is `sidecar up` running?" in error
 
 
+def test_a_wait_without_an_answer_is_told_from_a_canary_that_was_rolled_back(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config), "canary", "wait"]) == 4
+
+    assert "is `sidecar up` running?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["ls", "--reason", "judge_rejected"], ["show", "g-1"]])
 def test_groups_are_asked_of_the_admin_api(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str]
