@@ -10,6 +10,8 @@ that is asked for, comes in an event of its own.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +25,8 @@ from sidecar.relay.payload.spans import Member, elements, members
 MAX_HELD_BYTES = 64 * 2**20  # not Final, which would compile it in: tests make it small
 """A reply, or one event, longer than this goes on unedited: it is valid, and carries fields more
 than the client asked for. vLLM writes about 110 bytes a token, so this is half a million tokens."""
+CHECKED_BYTES: Final = 2**20
+"""A reply that msgspec cannot read is checked to be JSON up to this length: 10 ms and 20 MB."""
 NULL: Final = b"null"
 _PROMPT_IDS: Final = b'"prompt_token_ids":'
 _IDS: Final = b'"token_ids":'
@@ -168,7 +172,13 @@ def _strip_any_event(event: bytes, strip: Strip) -> bytes:
 
 
 def _cuts(data: bytes, start: int, end: int, strip: Strip) -> tuple[Spans, bool]:
-    """The spans to replace by null, in order, and whether the event exists only for the sidecar."""
+    """The spans to replace by null, in order, and whether the event exists only for the sidecar.
+
+    Raises: ValueError or IndexError for what is no reply.
+    """
+    if end - start <= CHECKED_BYTES:
+        with contextlib.suppress(RecursionError):  # too deep for this reader, not for vLLM's writer
+            json.loads(data[start:end], parse_int=str)  # `int` takes no more than 4,300 digits
     cuts: Spans = []
     only_ours = has_usage = no_choices = False
     for member in members(data, start, end):

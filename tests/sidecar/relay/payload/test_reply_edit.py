@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sidecar.relay.flight.reply_body import EventBody, HeldBody, PassedBody, reply_body
@@ -127,6 +127,10 @@ def is_no_json(data: bytes) -> bool:
     st.binary(max_size=80)
     | st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join).filter(is_no_json)
 )
+@example(b'{\x00prompt_token_ids"\x00\x00}')
+@example(b'{"prompt_token_ids":[1],}')
+@example(b'{"prompt_token_ids":}')
+@example(b'{"choices":[{"logprobs":[1]}')
 def test_bytes_that_are_no_reply_come_back_as_they_are(data: bytes) -> None:
     assert strip_reply(data, ALL) == data
     assert strip_event(b"data: " + data, ALL) == b"data: " + data
