@@ -162,7 +162,7 @@ def _strip_any_event(event: bytes, strip: Strip) -> bytes:
     end = event.find(b"\n")
     line_end = len(event) if end < 0 else end
     start = event.find(b"{", 5, line_end)
-    if start < 0 or b"\ndata:" in event:
+    if start < 0 or event[5:start].strip() or b"\ndata:" in event:
         return event
     try:
         cuts, only_ours = _cuts(event, start, line_end, strip)

@@ -124,10 +124,12 @@ def is_no_json(data: bytes) -> bool:
 
 
 @given(
-    st.binary(max_size=80)
-    | st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join).filter(is_no_json)
+    (st.binary(max_size=80) | st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join)).filter(
+        is_no_json
+    )
 )
 @example(b'{\x00prompt_token_ids"\x00\x00}')
+@example(b'\x00{"prompt_token_ids":[1]}')
 @example(b'{"prompt_token_ids":[1],}')
 @example(b'{"prompt_token_ids":}')
 @example(b'{"choices":[{"logprobs":[1]}')
