@@ -34,6 +34,8 @@ STOP_TIMEOUT_S = 35.0
 to write its captures."""
 BEYOND_DRAIN_S = 20.0
 """Added to `proxy.drain_timeout_s` when that makes the limit longer."""
+LEFTOVER_ENGINE_S = 10.0
+"""How long the vLLM of a killed `sidecar up` may take to end."""
 REMIND_S = 30.0
 """How often a line says what the start still waits for."""
 LOCKED = ("ingest", "learn", "control")
@@ -63,8 +65,8 @@ class Supervisor:
         """Supervise until SIGINT or SIGTERM. Returns: the exit code, 0.
 
         Raises: StateLockError when another `sidecar up` works with `state_dir`; StartError when a
-        port is in use, or when a child that was never ready dies again and again. Every child is
-        stopped first.
+        port is in use, when another vLLM answers where ours shall listen, or when a child that was
+        never ready dies again and again. Every child is stopped first.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self.stopping.set())
@@ -72,6 +74,8 @@ class Supervisor:
             self._wait_for_leftovers()
             if not self.stopping.is_set():
                 self._refuse_taken_ports()
+                self._refuse_foreign_engine()
+            if not self.stopping.is_set():
                 self._supervise()
         return 0
 
@@ -135,6 +139,27 @@ class Supervisor:
                     f"cannot listen on {name}.host {listener.host}, {name}.port {listener.port} "
                     f"({error.strerror}); stop what listens there, or set another {name}.port"
                 ) from error
+
+    def _refuse_foreign_engine(self) -> None:
+        """Refuse a vLLM that is not ours where ours shall listen: `ready` would be said of it.
+
+        The vLLM of an earlier `sidecar up` that was killed ends by itself, so it is waited for.
+        With several upstreams it is unknown which one is ours, and none is refused.
+        Raises: StartError.
+        """
+        upstreams = self._settings.serving.upstreams
+        if not self._settings.engine.command or len(upstreams) > 1:
+            return
+        deadline = time.monotonic() + LEFTOVER_ENGINE_S
+        while _answer(f"{upstreams[0]}/health") is not None:
+            if time.monotonic() >= deadline:
+                raise StartError(
+                    f"something answers at {upstreams[0]} already, where engine.command shall "
+                    "listen; stop it, choose another port in engine.command and "
+                    "serving.upstreams, or leave engine.command empty to use what runs there"
+                )
+            if self.stopping.wait(TICK_S):
+                return
 
     # -- progress lines
 

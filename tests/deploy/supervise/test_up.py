@@ -323,6 +323,20 @@ def test_it_gives_up_a_child_that_dies_at_once_and_shows_its_last_line(
     assert "sidecar ready" not in up.text
 
 
+def test_a_vllm_that_is_not_ours_is_refused_where_ours_shall_listen(
+    tmp_path: Path, run: Callable[..., Up], vllm: str
+) -> None:
+    write_settings(tmp_path, vllm, engine={"command": [sys.executable, "-c", "import time"]})
+
+    up = run("up")
+    code = up.ended()
+
+    assert code == 1
+    assert up.lines[-1].startswith(f"sidecar: something answers at {vllm} already")
+    assert "process_started" not in up.text
+    assert "sidecar ready" not in up.text
+
+
 def test_a_second_up_on_the_same_folder_is_refused_and_starts_nothing(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
