@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import errno
 import gc
 import signal
 import sys
@@ -64,9 +65,19 @@ def _main(argv: list[str] | None) -> int:
         if settings.proxy.workers > 1 and arguments.worker is None:
             return _run_workers(settings, arguments.config)
         return _run_proxy(settings, arguments.worker)
-    except (SettingsError, OSError) as error:
+    except SettingsError as error:
         print(f"sidecar proxy: {error}", file=sys.stderr)  # noqa: T201 - to the person who typed it
-        return 2 if isinstance(error, SettingsError) else 1
+        return 2
+    except OSError as error:
+        why = str(error)
+        if error.errno == errno.EADDRINUSE:
+            why = (
+                f"cannot listen on proxy.host {settings.proxy.host}, proxy.port "
+                f"{settings.proxy.port} (Address already in use); stop what listens there, or set "
+                "another proxy.port"
+            )
+        print(f"sidecar proxy: {why}", file=sys.stderr)  # noqa: T201 - to the person who typed it
+        return 1
 
 
 def _log_if_interpreted() -> None:

@@ -28,6 +28,8 @@ CHAIN_LENGTH = 16
 LIMITED = frozenset({429, 529})
 TRY_AGAIN = frozenset({408, 409, 425})
 _KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
+_NO_KEY = re.compile(r"(?i)missing credentials|missing .*\bapi[ _]key|api_key .*must be set")
+"""What a provider's client says before it sends anything."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A provider's error is shown on terminals and must not control them."""
 
@@ -49,6 +51,10 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
     status = getattr(error, "status_code", None)
     if isinstance(status, int) and status > 300 and status != 500:
         return _by_status(status, text, None)
+    if any(_NO_KEY.search(str(e)) for e in chain):
+        return JudgeRejectedError(
+            f"{text} (nothing was sent: set the API key of the judge's provider in the environment)"
+        )
     return JudgeGarbledError(f"{text} (the reply is no chat completion that LiteLLM can read)")
 
 

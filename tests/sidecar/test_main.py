@@ -80,4 +80,5 @@ def test_a_port_that_is_taken_is_said_in_one_line(state_dir: Path) -> None:
         error = process.communicate(timeout=60)[1]
 
     assert process.returncode == 1
-    assert "sidecar proxy:" in error.splitlines()[-1]
+    assert "sidecar proxy: cannot listen on proxy.host 127.0.0.1" in error.splitlines()[-1]
+    assert "set another proxy.port" in error.splitlines()[-1]

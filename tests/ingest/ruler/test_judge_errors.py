@@ -14,8 +14,10 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judge_errors import explain, retry_after_s
 from sidecar.hiding import HIDDEN, hidden_values
+from sidecar.settings import Judge as JudgeSettings
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -165,3 +167,13 @@ def test_what_a_text_must_not_quote_is_no_word_of_every_day() -> None:
 
 def test_a_long_text_is_cut() -> None:
     assert len(explain(ValueError("x" * 10_000), model="m", secrets=[])) < 320
+
+
+async def test_a_missing_key_is_told_as_such_and_not_as_a_reply_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    judge = LiteLlmJudge(JudgeSettings(model="openai/gpt-4.1-mini"))
+
+    with pytest.raises(JudgeRejectedError, match="set the API key of the judge's provider"):
+        await judge.complete([{"role": "user", "content": "what?"}], {"type": "object"})
