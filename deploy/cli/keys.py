@@ -21,6 +21,8 @@ keys_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="API keys of the data plane."
 )
 ACTOR = "sidecar keys"
+MOST = 2**53
+"""Largest limit of a key: the store holds whole numbers up to 63 bits, JSON readers up to 53."""
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -36,9 +38,9 @@ def keys_create(
     expires: Annotated[
         str, typer.Option(help="after this time, such as 12h, 30d, 8w; default: never")
     ] = "",
-    rpm: Annotated[int | None, typer.Option(help="requests per minute")] = None,
+    rpm: Annotated[int | None, typer.Option(help="requests per minute", max=MOST)] = None,
     tokens_per_day: Annotated[
-        int | None, typer.Option(help="prompt and completion tokens per UTC day")
+        int | None, typer.Option(help="prompt and completion tokens per UTC day", max=MOST)
     ] = None,
     best_of: Annotated[int, typer.Option(help="largest x-sidecar-best-of; 1 is off")] = 1,
     output: Output = "text",

@@ -6,6 +6,7 @@ are only added, never changed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,8 +53,14 @@ def record(
             source=_source.get(),
             action=action,
             subject=subject,
-            before=before,
-            after=after,
+            before=_as_json(before),
+            after=_as_json(after),
             reason=reason,
         )
     )
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """A damaged value of the store, such as bytes in a text column, must not stop the change."""
+    found: dict[str, Any] = json.loads(json.dumps(values, default=repr))
+    return found

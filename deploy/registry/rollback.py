@@ -14,11 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sqlalchemy import update
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.exc import StaleDataError
 
-from deploy.errors import TransitionError
+from deploy.errors import TransitionError, UnknownAdapterError, UnknownCanaryError
+from deploy.records import ACTIVE_PHASES
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from sidecar.store.database import Database, count
+from sidecar.store.models import CanaryRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,17 @@ def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: f
     row = canaries.active_row(session, model)
     if row is None:
         return None
-    transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
-    return row.canary_id
+    canary_id = str(row.canary_id)
+    try:
+        with session.begin_nested():
+            transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
+    except (StaleDataError, UnknownAdapterError, UnknownCanaryError):
+        # The row's own key is damaged, so no statement finds it by that.
+        session.expunge(row)
+        active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
+        ended = {"state": "rolled_back", "reason": f"rollback: {reason}", "ended_at": now}
+        session.execute(update(CanaryRow).where(*active).values(**ended))
+    return canary_id
 
 
 def _move_aliases(

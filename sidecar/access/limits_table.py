@@ -6,9 +6,10 @@ held for about 10 us. It is a POSIX record lock on the memory's descriptor, beca
 releases such a lock when its holder dies. (An open-file-description lock would not exclude anybody:
 the workers inherit one description.)
 
-A limit never fails a request. Where the table cannot decide (full of other keys, or locked by a
-process that the kernel stopped at that very moment), the worker's own memory decides, so that the
-key gets at most its limit from each worker. The caller counts these cases by reason.
+A limit never fails a request. Where the lock cannot be had (its holder lost its core), the worker
+decides by the usage that it saw last, and adds what it admitted and charged to the table as soon as
+it has the lock again. Where the table is full of other keys, the worker's own memory decides, so
+that the key gets at most its limit from each worker. The caller counts these cases by reason.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ LOCK_PAUSE_S = 0.1
 every request the full wait."""
 FULL_RETRY_S = 10.0
 """How often a slot is searched for a key that found none."""
+MAX_SEEN = 4096
+"""Keys whose last seen usage a worker remembers; beyond it, all of them are forgotten."""
+_NO_SLOT, _NO_LOCK = -1, -2
 _RECORD = struct.Struct("<16sddqq")
 """Key id, `Usage.at`, `.requests`, `.day`, `.tokens`; a CRC-32 of them follows, because a worker
 may be killed while it writes."""
@@ -59,6 +63,14 @@ Count = Callable[[str], None]
 class _Slot(NamedTuple):
     owner: bytes
     usage: Usage
+
+
+class _Debt(NamedTuple):
+    """What a worker admitted and charged without the lock."""
+
+    allowance: Allowance
+    requests: int = 0
+    tokens: int = 0
 
 
 class TableLimiter:
@@ -86,31 +98,80 @@ class TableLimiter:
         """Key id -> offset of the slot that it had when last seen; checked at each use."""
         self._without_slot: dict[str, float] = {}
         """Key id -> when no slot was free for it."""
+        self._seen: dict[str, Usage] = {}
+        """Key id -> its usage when last seen, with what this worker has done since."""
+        self._debts: dict[str, _Debt] = {}
 
     def take(self, key_id: str, allowance: Allowance, now: float) -> Standing:
         place = self._enter(key_id, now)
-        if place < 0:
+        if place == _NO_SLOT:
             return self._memory.take(key_id, allowance, now)
+        if place == _NO_LOCK:
+            usage = self._seen.get(key_id) or fresh(allowance, now)
+            usage, standing = take(usage, allowance, now)
+            self._remember(key_id, usage)
+            if standing.refused is None:
+                self._owe(key_id, allowance, requests=1)
+            return standing
         try:
+            self._pay(now)
             owner = _owner(key_id)
             usage = self._usage(place, owner) or fresh(allowance, now)
             usage, standing = take(usage, allowance, now)
             self._write(place, owner, usage)
+            self._remember(key_id, usage)
             return standing
         finally:
             self._unlock()
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
         place = self._enter(key_id, now)
-        if place < 0:
+        if place == _NO_SLOT:
             self._memory.charge(key_id, allowance, tokens, now)
             return
+        if place == _NO_LOCK:
+            usage = self._seen.get(key_id) or fresh(allowance, now)
+            self._remember(key_id, charge(usage, allowance, tokens, now))
+            self._owe(key_id, allowance, tokens=tokens)
+            return
         try:
+            self._pay(now)
             owner = _owner(key_id)
             usage = self._usage(place, owner) or fresh(allowance, now)
-            self._write(place, owner, charge(usage, allowance, tokens, now))
+            usage = charge(usage, allowance, tokens, now)
+            self._write(place, owner, usage)
+            self._remember(key_id, usage)
         finally:
             self._unlock()
+
+    # What was decided without the lock
+
+    def _remember(self, key_id: str, usage: Usage) -> None:
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
+        self._seen[key_id] = usage
+
+    def _owe(
+        self, key_id: str, allowance: Allowance, *, requests: int = 0, tokens: int = 0
+    ) -> None:
+        debt = self._debts.get(key_id) or _Debt(allowance)
+        self._debts[key_id] = _Debt(allowance, debt.requests + requests, debt.tokens + tokens)
+
+    def _pay(self, now: float) -> None:
+        """Add to the table what was decided without it. With the lock held."""
+        if not self._debts:
+            return
+        debts, self._debts = self._debts, {}
+        for key_id, debt in debts.items():
+            owner = _owner(key_id)
+            place = self._find(key_id, owner, now)
+            if place < 0:  # the worker's own memory limits this key from now on
+                self._memory.charge(key_id, debt.allowance, debt.tokens, now)
+                continue
+            usage = self._usage(place, owner) or fresh(debt.allowance, now)
+            usage = charge(usage, debt.allowance, debt.tokens, now)
+            left = max(0.0, usage.requests - debt.requests)
+            self._write(place, owner, usage._replace(requests=left))
 
     def records(self) -> list[tuple[str, Usage]]:
         """Each key id with its usage. Empty when the lock cannot be had, which is counted."""
@@ -164,21 +225,22 @@ class TableLimiter:
 
     def _enter(self, key_id: str, now: float) -> int:
         """Lock the table and find the key's slot. Returns: its offset, and the caller unlocks; or
-        -1, counted and unlocked: the worker's own memory decides."""
+        `_NO_SLOT` or `_NO_LOCK`, counted and unlocked."""
         reason = self._lock()
-        if not reason:
-            owner = _owner(key_id)
-            place = self._places.get(key_id, -1)
-            if place >= 0 and self._table[place : place + len(owner)] == owner:
-                return place
-            place = self._find(key_id, owner, now)
-            if place >= 0:
-                self._places[key_id] = place
-                return place
-            self._unlock()
-            reason = "full"
-        self._unchecked(reason)
-        return -1
+        if reason:
+            self._unchecked(reason)
+            return _NO_LOCK
+        owner = _owner(key_id)
+        place = self._places.get(key_id, -1)
+        if place >= 0 and self._table[place : place + len(owner)] == owner:
+            return place
+        place = self._find(key_id, owner, now)
+        if place >= 0:
+            self._places[key_id] = place
+            return place
+        self._unlock()
+        self._unchecked("full")
+        return _NO_SLOT
 
     def _find(self, key_id: str, owner: bytes, now: float) -> int:
         """The key's slot, else a free one, else -1. With the lock held."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+from sqlalchemy import text
 
 from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.registry import audit, routing_writer, transitions
@@ -233,6 +234,35 @@ async def test_control_writes_a_damaged_routing_table_anew(
     await world.controller().tick()
 
     assert world.table().champion == served[2]
+
+
+@pytest.mark.parametrize("key", ["ff80c3", "00ff"])
+@pytest.mark.parametrize("kind", ["TEXT", "BLOB"])
+def test_a_canary_whose_own_key_is_damaged_holds_up_no_rollback(
+    world: World, served: tuple[str, ...], key: str, kind: str
+) -> None:
+    ramp(world)
+    with world.database.write() as session:
+        damaged = f"CAST(x'{key}' AS {kind})"
+        session.execute(text(f"UPDATE canary SET canary_id = {damaged} WHERE state = 'ramping'"))
+
+    result = roll_back(world)
+
+    assert (result.after, result.changed) == (served[1], True)
+    assert (world.table().canary, world.table().champion) == (None, served[1])
+
+
+def test_a_blob_as_the_champions_name_holds_up_no_rollback(
+    world: World, served: tuple[str, ...]
+) -> None:
+    ramp(world)
+    with world.database.write() as session:
+        session.execute(text("UPDATE alias SET adapter = x'00ff' WHERE alias = 'champion'"))
+
+    result = roll_back(world, served[0])
+
+    assert result.after == served[0]
+    assert (world.table().canary, world.table().champion) == (None, served[0])
 
 
 def test_a_version_that_never_passed_a_canary_is_refused(

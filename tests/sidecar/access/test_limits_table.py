@@ -143,10 +143,33 @@ def test_a_stopped_holder_of_the_lock_delays_nobody_and_its_death_frees_the_lock
     meanwhile = [limiter.take("k", ONE, NOON).refused for _ in range(2)]
     kill(holder)
 
-    assert meanwhile == [None, "requests_per_minute"]
+    assert meanwhile == ["requests_per_minute"] * 2, "what the worker saw spent stays spent"
     assert seen.unchecked == {"locked": 2}
     assert limiter.take("k", ONE, NOON).refused == "requests_per_minute"
     assert seen.unchecked == {"locked": 2}
+
+
+def test_what_a_worker_decided_without_the_lock_is_in_the_table_once_it_has_it(
+    memory: int, opened: Open, seen: Seen
+) -> None:
+    allowance = Allowance(requests_per_minute=10, tokens_per_day=1_000)
+    limiter, other = opened(), opened()
+    limiter.take("k", allowance, NOON)
+    holder = child(memory, HOLDER)
+    assert said(holder) == "held"
+
+    meanwhile = [limiter.take("k", allowance, NOON).refused for _ in range(4)]
+    limiter.charge("k", allowance, 600, NOON)
+    limiter.charge("new", allowance, 70, NOON)
+    kill(holder)
+    limiter.take("another", allowance, NOON)  # any request brings the debts of all keys
+
+    assert meanwhile == [None] * 4
+    standing = other.take("k", allowance, NOON)
+    assert (standing.requests_left, standing.tokens_left) == (4, 400)
+    assert other.take("new", allowance, NOON).tokens_left == 930
+    limiter.charge("k", allowance, 400, NOON)
+    assert other.take("k", allowance, NOON).refused == "tokens_per_day"
 
 
 def test_while_the_lock_is_stuck_only_one_request_in_a_while_waits_for_it(
