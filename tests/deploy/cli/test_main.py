@@ -386,6 +386,11 @@ def adapter_row(name: str, version: int) -> AdapterRow:
         ("frobnicate", "sidecar: No such command 'frobnicate'; see `sidecar --help`\n"),
         ("rollback", "sidecar: Missing option '--reason'; see `sidecar rollback --help`\n"),
         ("status --nope", "sidecar: No such option: --nope; see `sidecar status --help`\n"),
+        (
+            "keys create --project a --rpm 99999999999999999999",
+            "sidecar: Invalid value for '--rpm': Input should be less than or equal to "
+            "9007199254740992; see `sidecar keys create --help`\n",
+        ),
     ],
 )
 def test_a_usage_error_is_one_line_that_names_the_help(
