@@ -134,8 +134,10 @@ def rate_headers(allowance: Allowance, standing: Standing) -> tuple[Header, ...]
 
 
 def duration(seconds: float) -> bytes:
-    """As OpenAI writes it: `20ms`, `1s`, `6m0s`, `13h4m2s`. Rounded up, so that a client that waits
-    this long has waited long enough."""
+    """Format seconds as OpenAI does: `20ms`, `1s`, `6m0s`, `13h4m2s`.
+
+    Rounded up, so that a client that waits this long has waited long enough.
+    """
     if seconds < 1.0:
         return b"%dms" % math.ceil(seconds * 1000)
     whole = math.ceil(seconds)

@@ -1,7 +1,7 @@
 """How much a key may use: requests per minute and tokens per day. The rule is pure.
 
 Requests: a token bucket that holds one minute's requests and refills evenly. A bucket and not a
-sliding window, because its state is two numbers, which fit a slot that processes share, and because
+sliding window, because its state is two numbers, which fit one slot of the shared table, and as
 `x-ratelimit-reset-requests` ("time until the limit is back in its initial state") describes a
 bucket. Its price: a client that was idle may send twice its limit within its first minute.
 

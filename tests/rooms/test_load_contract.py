@@ -66,7 +66,7 @@ async def test_each_trouble_has_its_error(
 
 
 BuildRoom = Callable[[int | Exception], Room]
-"""Of the number of requests that users have in the engine, where up to 8 may run."""
+"""Makes a room for the number of requests that users have in the engine, of 8 that may run."""
 
 
 @pytest.fixture(params=["fake", "throttle"])

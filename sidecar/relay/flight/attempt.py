@@ -133,7 +133,7 @@ class UpstreamAttempt:
         return False
 
     def ask_again(self, since: float) -> None:
-        """The same replica answers once more."""
+        """Send the request to the same replica once more."""
         self._working_since = since
         self._send(self._asked(), reuse=True)
 

@@ -149,7 +149,7 @@ class Flight(Asker):
 
     @property
     def _last_body(self) -> bytes:
-        """What came last of the reply's body."""
+        """Return the last piece of the reply's body, without its chunk's end."""
         return self._last[:-2] if self._framed else self._last
 
     def batch_end(self, *, complete: bool, received_at: float) -> None:
@@ -271,7 +271,7 @@ class Flight(Asker):
         self._await_reply(keep_alive=self._reply.keep_alive)
 
     def _forget_stream(self) -> None:
-        """The stream that vLLM sent is neither passed on nor recorded as one."""
+        """Count the stream of vLLM as ended: it is neither passed on nor recorded as a stream."""
         if self._record.streamed:
             self._record.streamed = False
             self._context.accounts.streams_open.dec()

@@ -81,8 +81,8 @@ class EventShape:
 
 
 def _list_end(data: bytes, opens: int) -> int:
-    """Where the end begins of the list of log-probabilities that `_OPENS` opens; -1: it ends in
-    another way, or ends before."""
+    """Return where the closing bytes of a list of log-probabilities begin; -1 when the list is
+    closed in another way. opens: where `_OPENS` begins the list."""
     closes = data.find(_LIST_END, opens)
     if closes < 0:
         return -1

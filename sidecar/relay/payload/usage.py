@@ -62,8 +62,11 @@ class UsageMeter:
         return (self.prompt or 0) + (self.completion or 0)
 
     def at_least(self, request_bytes: int, pieces: int) -> int:
-        """What a reply cost that did not come to its end, or never told: the prompt as it was told
-        or by its length, and a token for each event, or each piece of the body."""
+        """Return the least cost, in tokens, of a reply that was cut or that reported no usage.
+
+        The prompt counts as vLLM reported it, else by its length; the answer counts one token for
+        each event, or for each piece of the body.
+        """
         prompt = self.prompt if self.prompt is not None else request_bytes // BYTES_PER_TOKEN
         return max(self.told or 0, prompt + max(pieces, self.events))
 

@@ -131,7 +131,7 @@ def bad_framing(why: str) -> Refusal:
 
 
 def head_too_large(limit: int) -> Refusal:
-    message = f"The request line and headers are longer than {limit} bytes."
+    message = f"The request line and headers are longer than {limit} bytes, or too many."
     return vllm_error(431, message, kind="Bad Request", close=True)
 
 
