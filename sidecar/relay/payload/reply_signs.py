@@ -28,6 +28,13 @@ no text of a model matches."""
 _LIMIT: Final = re.compile(
     rb'"(?:finish_reason|stop_reason|status)"\s*:\s*"(?:length|max_tokens|incomplete)"'
 )
+_FAIL_WORDS: Final = (b'data: {"error"', b"event: error", b"event: response.failed")
+_LIMIT_WORDS: Final = (b'"length"', b'"max_tokens"', b'"incomplete"')
+"""What every match of `_FAILS` and `_LIMIT` contains. Searching a 1 kB reply for a word takes
+0.1 us, and for an expression 10 us."""
+_CONTENT: Final = b'"content":"'
+_NO_TEXT: Final = b' \t\n\r\f\v"\\'
+"""What a text field may begin with although it says nothing yet."""
 _OVERLAP: Final = 64
 """Bytes of a piece that are searched again with the next one: a field may be split between them."""
 
@@ -51,11 +58,25 @@ class ReplySigns:
         seen = self._rest + data
         self._rest = seen[-_OVERLAP:]
         if not self.says_something:
-            self.says_something = _SAYS.search(seen) is not None
-            begun = _BEGINS.search(seen)
+            self.says_something = _has_content(seen) or _SAYS.search(seen) is not None
+            begun = None if self.says_something else _BEGINS.search(seen)
             if begun is not None:  # the white space may be longer than the overlap
                 self._rest = begun[1] + begun[2]
-        if not self.cut_short:
+        if not self.cut_short and _has_one(seen, _LIMIT_WORDS):
             self.cut_short = _LIMIT.search(seen) is not None
-        if not self.failed:
+        if not self.failed and _has_one(seen, _FAIL_WORDS):
             self.failed = _FAILS.search(seen) is not None
+
+
+def _has_content(data: bytes) -> bool:
+    """True if the first `content` begins with text, as in nearly every chat reply: the expression
+    takes 7 us to find that out."""
+    at = data.find(_CONTENT) + len(_CONTENT)
+    return len(_CONTENT) <= at < len(data) and data[at] not in _NO_TEXT
+
+
+def _has_one(data: bytes, words: tuple[bytes, ...]) -> bool:
+    for word in words:
+        if data.find(word) >= 0:
+            return True
+    return False

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import select
 
 from sidecar.metrics.proxy import Metrics
@@ -454,6 +456,16 @@ def test_a_reply_that_says_something_is_known_however_it_is_cut(body: bytes, siz
         signs.feed(body[at : at + size])
 
     assert (signs.says_something, signs.cut_short, signs.failed) == (True, False, False)
+
+
+@given(st.lists(st.sampled_from(['"', "\\", " ", "\n", "\t", "\b", "a", "é", '"content":"'])))
+def test_a_text_of_more_than_white_space_says_something(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    for written in (chat(text), json.dumps(json.loads(chat(text)), separators=(",", ":")).encode()):
+        signs = ReplySigns()
+        signs.feed(written)
+
+        assert signs.says_something == bool(text.strip(" \n\t\b"))
 
 
 @pytest.mark.parametrize(
