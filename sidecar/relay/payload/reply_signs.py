@@ -76,7 +76,4 @@ def _has_content(data: bytes) -> bool:
 
 
 def _has_one(data: bytes, words: tuple[bytes, ...]) -> bool:
-    for word in words:
-        if data.find(word) >= 0:
-            return True
-    return False
+    return any(data.find(word) >= 0 for word in words)
