@@ -39,6 +39,8 @@ decide what code comes out, and where one is not known mypyc's guess may be wron
 COMPILED = (
     "sidecar/access/admission.py",
     "sidecar/routing/assignment.py",
+    "sidecar/routing/breaker.py",
+    "sidecar/routing/breaker_rule.py",
     "sidecar/capture/exchange_id.py",
     "sidecar/metrics/hot.py",
     "sidecar/capture/sampling_rule.py",

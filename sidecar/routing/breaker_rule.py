@@ -87,12 +87,13 @@ class ExcessTest:
         """
         for kind in range(len(KINDS)):
             now = (canary[1 + kind], canary[REPLIES], champion[1 + kind], champion[REPLIES])
-            bad, replies, champion_bad, champion_replies = (
-                total - before for total, before in zip(now, self._since[kind], strict=True)
-            )
+            before = self._since[kind]
+            bad = now[0] - before[0]
             if not bad:
                 self._since[kind] = now
                 continue
+            replies = now[1] - before[1]
+            champion_bad, champion_replies = now[2] - before[2], now[3] - before[3]
             rate = max(
                 LEAST_RATE,
                 _upper_rate(now[2], now[3]),

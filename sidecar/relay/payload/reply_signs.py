@@ -64,7 +64,7 @@ class ReplySigns:
                 self._rest = begun[1] + begun[2]
         if not self.cut_short and _has_one(seen, _LIMIT_WORDS):
             self.cut_short = _LIMIT.search(seen) is not None
-        if not self.failed and _has_one(seen, _FAIL_WORDS):
+        if not self.failed and _may_fail(seen):
             self.failed = _FAILS.search(seen) is not None
 
 
@@ -73,6 +73,11 @@ def _has_content(data: bytes) -> bool:
     takes 7 us to find that out."""
     at = data.find(_CONTENT) + len(_CONTENT)
     return len(_CONTENT) <= at < len(data) and data[at] not in _NO_TEXT
+
+
+def _may_fail(data: bytes) -> bool:
+    """True if a failure may be in it. They begin a line, and a whole reply is one line."""
+    return (data.find(b"\n") >= 0 or data[:1] in b"de") and _has_one(data, _FAIL_WORDS)
 
 
 def _has_one(data: bytes, words: tuple[bytes, ...]) -> bool:
