@@ -15,12 +15,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
-
+from deploy.supervise.http_status import status_of
 from sidecar.processes.children import own_python
 from sidecar.processes.parent_death import guarded_command
 
@@ -244,7 +242,7 @@ class Stack:
                 raise StackError(f"`sidecar up` ended with {self.up.returncode}: see {self.folder}")
             if time.monotonic() > deadline:
                 raise StackError(f"{waiting[0]} was not ready in time: see {self.folder}/logs")
-            if answers(waiting[0]):
+            if status_of(waiting[0]) == 200:
                 waiting.pop(0)
             else:
                 time.sleep(0.3)
@@ -263,18 +261,3 @@ class Stack:
         for log_file in self._logs:
             log_file.close()
         self._logs.clear()
-
-
-def answers(url: str) -> bool:
-    """True when the URL answers with 200."""
-    try:
-        return _client().get(url).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-@cache
-def _client() -> httpx.Client:
-    """One client for all polls: making one reads the root certificates, 60 ms of CPU."""
-    no_reuse = httpx.Limits(max_keepalive_connections=0)
-    return httpx.Client(timeout=2.0, trust_env=False, limits=no_reuse)

@@ -15,13 +15,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
-
-import httpx
 
 from deploy.errors import StartError
 from deploy.supervise.child import Child
+from deploy.supervise.http_status import status_of
 from deploy.supervise.processes import ENGINE, GIVE_UP_DEATHS, ProcessSpec, plan
 from sidecar.errors import StateLockError
 from sidecar.processes.state_lock import holder, only_one
@@ -151,7 +149,7 @@ class Supervisor:
         if not self._settings.engine.command or len(upstreams) > 1:
             return
         deadline = time.monotonic() + LEFTOVER_ENGINE_S
-        while _answer(f"{upstreams[0]}/health") is not None:
+        while status_of(f"{upstreams[0]}/health") is not None:
             if time.monotonic() >= deadline:
                 raise StartError(
                     f"something answers at {upstreams[0]} already, where engine.command shall "
@@ -174,7 +172,7 @@ class Supervisor:
                 child.worked = True
         proxy, admin = told["proxy"], told["control"]
         for url in (f"{proxy}/readyz", f"{admin}/readyz"):
-            while _answer(url) != 200:
+            while status_of(url) != 200:
                 if self.stopping.wait(TICK_S):
                     return
         self._announce(
@@ -206,7 +204,7 @@ class Supervisor:
         """Wait until one vLLM answers, and say what to check. Returns False when stopping."""
         said_at: float | None = None
         owned = bool(self._settings.engine.command)
-        while not {200, 401} & (statuses := {_answer(f"{url}/v1/models") for url in urls}):
+        while not {200, 401} & (statuses := {status_of(f"{url}/v1/models") for url in urls}):
             status = next((one for one in statuses if one is not None), None)
             now = time.monotonic()
             # While a child fails, its error must stand out: say nothing about vLLM.
@@ -253,18 +251,3 @@ def _waiting_line(url: str, status: int | None, *, owned: bool) -> str:
         f"waiting for vLLM at {url}: {seen}; check that it is running, that serving.upstreams "
         "names its address without /v1, and that no firewall is between; trying again every second"
     )
-
-
-def _answer(url: str) -> int | None:
-    try:
-        return _client().get(url).status_code
-    except httpx.HTTPError:
-        return None
-
-
-@cache
-def _client() -> httpx.Client:
-    """One client for all polls: making one reads the root certificates, 60 ms of CPU."""
-    # HTTP_PROXY is for the web, not for this machine or its vLLM.
-    no_reuse = httpx.Limits(max_keepalive_connections=0)
-    return httpx.Client(timeout=2.0, trust_env=False, limits=no_reuse)

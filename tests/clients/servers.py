@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.stack import MODEL, ROOT, answers, engine_section, free_port, to_toml
+from demo.stack import MODEL, ROOT, engine_section, free_port, to_toml
+from deploy.supervise.http_status import status_of
 from sidecar.processes.parent_death import guarded_command
 from tests.clients.between import Between, between
 
@@ -114,7 +115,7 @@ def wait_until_ready(started: list[subprocess.Popen[bytes]], urls: list[str], fo
         ended = [one.returncode for one in started if one.poll() is not None]
         assert not ended, f"a server ended with {ended[0]}: see {folder}"
         assert time.monotonic() < deadline, f"{urls[0]} was not ready in time: see {folder}"
-        if answers(urls[0]):
+        if status_of(urls[0]) == 200:
             urls = urls[1:]
         else:
             time.sleep(0.2)

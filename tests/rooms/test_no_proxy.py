@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from deploy.process import _vllm_client
-from deploy.supervise.supervisor import _answer
+from deploy.supervise.http_status import status_of
 from ingest.errors import IngestError
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.vllm.probe import probe
@@ -81,7 +81,7 @@ async def test_our_clients_of_vllm_ask_it_directly(
     with pytest.raises(IngestError):
         probe(server.url, "m", None, budget_s=5.0)
 
-    assert _answer(f"{server.url}/from-up") == 404
+    assert status_of(f"{server.url}/from-up") == 404
     assert "GET /from-up HTTP/1.1" in server.lines
     assert "GET /from-control HTTP/1.1" in server.lines
     assert len(server.lines) > 3

@@ -310,7 +310,7 @@ def test_one_vllm_of_several_is_enough(tmp_path: Path, monkeypatch: pytest.Monke
         "http://a/v1/models": [None, None],
         "http://b/v1/models": [None, 200],
     }
-    monkeypatch.setattr("deploy.supervise.supervisor._answer", lambda url: answers[url].pop(0))
+    monkeypatch.setattr("deploy.supervise.supervisor.status_of", lambda url: answers[url].pop(0))
     said: list[str] = []
     supervisor = Supervisor(
         Settings(state_dir=tmp_path, serving=serving), None, announce=said.append, specs=[]
