@@ -114,7 +114,6 @@ class TableLimiter:
                 self._owe(key_id, allowance, requests=1)
             return standing
         try:
-            self._pay(now)
             owner = _owner(key_id)
             usage = self._usage(place, owner) or fresh(allowance, now)
             usage, standing = take(usage, allowance, now)
@@ -135,7 +134,6 @@ class TableLimiter:
             self._owe(key_id, allowance, tokens=tokens)
             return
         try:
-            self._pay(now)
             owner = _owner(key_id)
             usage = self._usage(place, owner) or fresh(allowance, now)
             usage = charge(usage, allowance, tokens, now)
@@ -230,6 +228,7 @@ class TableLimiter:
         if reason:
             self._unchecked(reason)
             return _NO_LOCK
+        self._pay(now)  # before the search: it may fill the slot that is free now
         owner = _owner(key_id)
         place = self._places.get(key_id, -1)
         if place >= 0 and self._table[place : place + len(owner)] == owner:

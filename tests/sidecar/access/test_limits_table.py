@@ -285,6 +285,23 @@ def test_a_slot_whose_usage_is_spent_goes_to_another_key(opened: Open, seen: See
     assert (seen.lost, seen.unchecked) == ({}, {})
 
 
+@pytest.mark.usefixtures("one_window")
+def test_a_debt_and_the_request_that_brings_it_get_a_slot_each(memory: int, opened: Open) -> None:
+    allowance = Allowance(requests_per_minute=10, tokens_per_day=1_000)
+    limiter, other = opened(), opened()
+    holder = child(memory, HOLDER)
+    assert said(holder) == "held"
+    limiter.take("owing", allowance, NOON)
+    limiter.charge("owing", allowance, 300, NOON)
+    kill(holder)
+
+    limiter.take("another", allowance, NOON)  # the first free slot is the same for both keys
+
+    owing, another = (other.take(key, allowance, NOON) for key in ("owing", "another"))
+    assert (owing.requests_left, owing.tokens_left) == (8, 700)
+    assert (another.requests_left, another.tokens_left) == (8, 1_000)
+
+
 def test_the_slots_fill_the_memory_and_no_more(memory: int) -> None:
     assert len(map_regions(memory)[0]) == SLOTS * SLOT_BYTES
 
