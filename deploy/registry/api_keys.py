@@ -20,7 +20,7 @@ from deploy.registry import audit
 from sidecar.access.key_source import read_key
 from sidecar.access.keys import ApiKey, FreshKey, make_key
 from sidecar.errors import InvalidKeyError
-from sidecar.routing.table import GENERATIONS
+from sidecar.routing.table import is_generation
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow
 
@@ -145,8 +145,7 @@ def public_fields(key: ApiKey) -> dict[str, Any]:  # Any: JSON
 
 def _next_generation(session: Session) -> int:
     known = session.scalars(select(ApiKeyRow.generation))
-    sound = (one for one in known if isinstance(one, int) and 0 <= one < GENERATIONS)
-    return max(sound, default=0) + 1
+    return max(filter(is_generation, known), default=0) + 1
 
 
 def _listed(row: ApiKeyRow) -> ListedKey:

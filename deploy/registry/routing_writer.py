@@ -13,7 +13,14 @@ from sqlalchemy.orm import Session
 
 from deploy.registry import canaries, versions
 from sidecar.records import BASE
-from sidecar.routing.table import GENERATIONS, RoutingTable, decode_table, encode_table
+from sidecar.routing.table import (
+    GENERATIONS,
+    RoutingTable,
+    decode_table,
+    encode_table,
+    is_adapter_name,
+    is_generation,
+)
 from sidecar.store.database import DAMAGE
 from sidecar.store.models import RoutingRow
 
@@ -84,17 +91,17 @@ def _generation_of(row: RoutingRow | None, now: float) -> int:
     if row is None:
         return 0
     known = row.generation
-    return known if isinstance(known, int) and 0 < known < GENERATIONS else int(now)
+    return known if is_generation(known) and known > 0 else int(now)
 
 
 def _derive(session: Session, model: str) -> RoutingTable:
     session.flush()
     champion = versions.champion(session, model)
-    if not _servable(champion):
+    if not is_adapter_name(champion):
         _log_error("champion_damaged", model=model, champion=champion, serves=BASE)
         champion = BASE
     canary = canaries.active(session, model)
-    if canary is None or canary.weight_bp == 0 or not _servable(canary.candidate):
+    if canary is None or canary.weight_bp == 0 or not is_adapter_name(canary.candidate):
         return RoutingTable(model=model, champion=champion)
     return RoutingTable(
         model=model,
@@ -102,13 +109,6 @@ def _derive(session: Session, model: str) -> RoutingTable:
         canary=canary.candidate,
         canary_weight_bp=canary.weight_bp,
         salt=canary.salt,
-    )
-
-
-def _servable(adapter: str) -> bool:
-    """Return False for a damaged name, which no table may hold (`RoutingTable`)."""
-    return (
-        isinstance(adapter, str) and adapter.isascii() and adapter.isprintable() and adapter != ""
     )
 
 

@@ -21,7 +21,7 @@ from deploy.records import AdapterState, AdapterVersion
 from deploy.registry import audit
 from learner.adapter_folder import CARD, LINEAGE
 from sidecar.records import BASE
-from sidecar.routing.table import GENERATIONS
+from sidecar.routing.table import is_generation
 from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
@@ -155,7 +155,7 @@ def move_alias(
     row.adapter = to
     # A damaged number must not hold up a rollback; nobody compares an alias's generations.
     known = row.generation
-    row.generation = known + 1 if isinstance(known, int) and 0 <= known < GENERATIONS else 1
+    row.generation = known + 1 if is_generation(known) else 1
     audit.record(
         session,
         now=now,

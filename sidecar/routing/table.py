@@ -35,11 +35,24 @@ class RoutingTable:
     def __post_init__(self) -> None:
         """Raises: ValueError for a name that cannot be written into a header, and for a generation
         that is no count of changes."""
-        if not 0 <= self.generation < GENERATIONS:
+        if not is_generation(self.generation):
             raise ValueError(f"the generation {self.generation} is not from 0 to 2**53 - 1")
         for name in (self.model, self.champion, self.canary or BASE):
-            if not name.isprintable() or not name.isascii() or not name:
+            if not is_adapter_name(name):
                 raise ValueError(f"the adapter or model name {name!r} is not printable ASCII")
+
+
+def is_generation(value: object) -> bool:
+    """Return True for an integer from 0 to 2**53 - 1; any other value is damage."""
+    return isinstance(value, int) and 0 <= value < GENERATIONS
+
+
+def is_adapter_name(value: object) -> bool:
+    """Return True for a name that can be written into a header: printable ASCII, not empty.
+
+    The public model name keeps the same rule.
+    """
+    return isinstance(value, str) and value.isascii() and value.isprintable() and value != ""
 
 
 def upstream_model(model: str, adapter: str) -> str:
