@@ -71,11 +71,9 @@ def _main(argv: list[str] | None) -> int:
     except OSError as error:
         why = str(error)
         if error.errno == errno.EADDRINUSE:
-            why = (
-                f"cannot listen on proxy.host {settings.proxy.host}, proxy.port "
-                f"{settings.proxy.port} (Address already in use); stop what listens there, or set "
-                "another proxy.port"
-            )
+            from sidecar.workers.handover import cannot_listen
+
+            why = cannot_listen("proxy", settings.proxy.host, settings.proxy.port, error)
         print(f"sidecar proxy: {why}", file=sys.stderr)  # noqa: T201 - to the person who typed it
         return 1
 

@@ -24,7 +24,7 @@ from deploy.supervise.processes import ENGINE, GIVE_UP_DEATHS, ProcessSpec, plan
 from sidecar.errors import StateLockError
 from sidecar.processes.state_lock import holder, only_one
 from sidecar.settings import Settings
-from sidecar.workers.handover import bind_listeners
+from sidecar.workers.handover import bind_listeners, cannot_listen
 
 TICK_S = 0.2
 STOP_TIMEOUT_S = 35.0
@@ -133,10 +133,8 @@ class Supervisor:
             try:
                 bind_listeners(listener.host, listener.port, 0)
             except OSError as error:
-                raise StartError(
-                    f"cannot listen on {name}.host {listener.host}, {name}.port {listener.port} "
-                    f"({error.strerror}); stop what listens there, or set another {name}.port"
-                ) from error
+                said = cannot_listen(name, listener.host, listener.port, error)
+                raise StartError(said) from error
 
     def _refuse_foreign_engine(self) -> None:
         """Refuse a vLLM that is not ours where ours shall listen: `ready` would be said of it.

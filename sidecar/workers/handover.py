@@ -5,6 +5,7 @@ It is passed as one hidden command-line argument; the worker inherits the descri
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,6 +85,16 @@ def bind_listeners(host: str, port: int, count: int) -> list[tuple[socket.socket
         close_all(listeners)
         raise
     return listeners
+
+
+def cannot_listen(name: str, host: str, port: int, error: OSError) -> str:
+    """Say that an address cannot be bound, and what to do. name: its table in the settings."""
+    # asyncio adds the address to `strerror`; an unresolved host's number is not the system's errno.
+    why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    return (
+        f"cannot listen on {name}.host {host}, {name}.port {port} ({why}); stop what listens "
+        f"there, or set another {name}.port"
+    )
 
 
 def close_all(listeners: Iterable[Iterable[socket.socket]]) -> None:
