@@ -110,11 +110,14 @@ class Controller:
             return tick_errors.record(session, canary, error, now=self._clock())
 
     def _active_canary(self) -> Canary | None:
-        self._mend_routing()
         with self._database.read() as session:
+            has_table = routing_writer.current(session, self._model) is not None
             canary = canaries.active(session, self._model)
-            if canary is not None or not candidates.has_waiting(session, self._model):
-                return canary
+            waits = canary is None and candidates.has_waiting(session, self._model)
+        if not has_table:
+            self._mend_routing()
+        if not waits:
+            return canary
         with self._database.write() as session:
             canary = candidates.begin_next(
                 session, self._model, steps=self._rules.steps, now=self._clock()
@@ -124,10 +127,7 @@ class Controller:
         return canary
 
     def _mend_routing(self) -> None:
-        """Write the routing table anew when it is damaged: a proxy that starts needs it."""
-        with self._database.read() as session:
-            if routing_writer.current(session, self._model) is not None:
-                return
+        """Write a damaged or absent routing table anew: a proxy that starts needs it."""
         with self._database.write() as session:
             table = routing_writer.write(session, self._model, now=self._clock())
         log.warning("routing_table_mended", generation=table.generation, champion=table.champion)
