@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import structlog
 from fastapi import APIRouter, Depends, Response
@@ -24,13 +25,11 @@ from deploy.admin.models import (
     LoopOut,
     Page,
     RoutingOut,
-    RunOut,
     StatusOut,
 )
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
-from deploy.records import Canary
 from deploy.registry import canaries, learner_switches, routing_writer, versions
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
@@ -47,6 +46,7 @@ from sidecar.store.models import (
 )
 
 log = structlog.get_logger()
+Out = TypeVar("Out")
 
 
 def read_router(context: AdminContext) -> APIRouter:
@@ -79,7 +79,11 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     canary_weight_bp=table.canary_weight_bp,
                     generation=table.generation,
                 ),
-                canary=None if canary is None else _shown_canary(canary, context),
+                canary=None
+                if canary is None
+                else _shown(
+                    f"canary {canary.canary_id}", lambda: CanaryOut.of(canary, context.rules)
+                ),
                 learner=read_learner(session, model),
                 engine=EngineOut.of(context.engine),
                 control={name: LoopOut.of(view) for name, view in context.loops().items()},
@@ -228,26 +232,18 @@ def read_learner(session: Session, model: str) -> LearnerOut:
     return LearnerOut(
         paused=switches.paused,
         run_requested=switches.run_requested,
-        last_run=None if row is None else _shown_run(row),
+        last_run=None if row is None else _shown(f"run {row.run_id}", lambda: run_out(row)),
         allowed_actions=learner_switches.allowed_actions(switches),
     )
 
 
-def _shown_canary(canary: Canary, context: AdminContext) -> CanaryOut | None:
-    """Convert a canary to its reply. A damaged one must not hide the rest of the status."""
+def _shown(name: str, make: Callable[[], Out]) -> Out | None:
+    """Make the part of a reply that shows one row. Returns: None when that row is damaged, because
+    it must not hide the rest of the status."""
     try:
-        return CanaryOut.of(canary, context.rules)
+        return make()
     except DAMAGE as error:
-        damaged(f"canary {canary.canary_id}", error)  # logs it
-        return None
-
-
-def _shown_run(row: RunRow) -> RunOut | None:
-    """Convert a run to its reply. A damaged one must not hide the rest of the status."""
-    try:
-        return run_out(row)
-    except DAMAGE as error:
-        damaged(f"run {row.run_id}", error)  # logs it
+        damaged(name, error)  # logs it
         return None
 
 
