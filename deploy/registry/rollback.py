@@ -18,7 +18,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
-from deploy.errors import TransitionError, UnknownAdapterError, UnknownCanaryError
+from deploy.errors import TransitionError
 from deploy.records import ACTIVE_PHASES
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from sidecar.store.database import Database, count
@@ -89,7 +89,7 @@ def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: f
     try:
         with session.begin_nested():
             transitions.abort(session, row, reason=f"rollback: {reason}", now=now, actor=actor)
-    except (StaleDataError, UnknownAdapterError, UnknownCanaryError):
+    except StaleDataError:
         # The row's own key is damaged, so no statement finds it by that.
         session.expunge(row)
         active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
