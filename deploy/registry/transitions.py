@@ -72,7 +72,7 @@ def apply(
         return False
     if canaries.breaker_trip(session, canary) is not None and canary.phase == "ramping":
         return False  # the breaker tripped during the decision; the next tick rolls back
-    row.evidence = {**canaries.evidence_of(row), **evidence}
+    canaries.add_evidence(row, **evidence)
     if isinstance(decision, Hold):
         _hold(row, decision, now)
     else:
@@ -108,7 +108,7 @@ def take_out(
         move = Move(to="rolled_back", candidate_state="rolled_back", reason=reason)
         _move(session, row, move, now=now, actor=actor)
         return canaries.to_canary(row)
-    row.evidence = {**canaries.evidence_of(row), "breaker": why}
+    canaries.add_evidence(row, breaker=why)
     row.reason = f"paused; {reason}"
     row.generation = before.generation + 1
     count(session, "canary", "taken_out")
@@ -134,7 +134,7 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
             key: value for key, value in canaries.evidence_of(row).items() if key != "breaker"
         }
         row.step_started_at = now  # the replies that tripped the breaker are not judged again
-        row.evidence = {**canaries.evidence_of(row), "clock": {}}
+        canaries.add_evidence(row, clock={})
     _start_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 
@@ -200,7 +200,7 @@ def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: st
     row.generation = before.generation + 1
     row.step_started_at = now
     row.ended_at = now if move.to in ended else None
-    row.evidence = {**canaries.evidence_of(row), "clock": {}}
+    canaries.add_evidence(row, clock={})
     if move.to == "promoted":
         _promote(session, row, now=now, actor=actor, reason=move.reason)
     else:
@@ -266,7 +266,7 @@ def _summary(canary: Canary) -> dict[str, Any]:
 def _stop_clock(row: CanaryRow, now: float) -> None:
     if canaries.to_canary(row).stopped_at is None:
         clock = {**canaries.entry(row, "clock"), "stopped_at": now}
-        row.evidence = {**canaries.evidence_of(row), "clock": clock}
+        canaries.add_evidence(row, clock=clock)
 
 
 def _start_clock(row: CanaryRow, now: float) -> None:
@@ -274,4 +274,4 @@ def _start_clock(row: CanaryRow, now: float) -> None:
     if canary.stopped_at is not None:
         stopped_s = canary.stopped_s + max(0.0, now - canary.stopped_at)
         clock = {"stopped_s": stopped_s, "stopped_at": None}
-        row.evidence = {**canaries.evidence_of(row), "clock": clock}
+        canaries.add_evidence(row, clock=clock)
