@@ -33,6 +33,7 @@ from sidecar.store.models import (
     RoutingRow,
     RunRow,
 )
+from support.finished_run import finished_run
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Api, World
@@ -195,19 +196,7 @@ async def test_one_damaged_row_hides_no_page_of_the_admin_api(
     world.promote(world.register(2))
     with world.database.write() as session:
         count(session, "learn", "trained")
-        session.add(
-            RunRow(
-                run_id="r",
-                model="m",
-                status="finished",
-                started_at=1.0,
-                heartbeat_at=1.0,
-                parent="base",
-                settings={},
-                counts={},
-                metrics=[],
-            )
-        )
+        session.add(finished_run("r"))
     damage(world, table, column, "rowid = 1", value)
 
     pages = ("/status", "/funnel", "/learner", "/adapters", "/canaries", "/runs")
@@ -414,19 +403,7 @@ def test_a_damaged_run_costs_its_lines_of_the_lineage(world: World) -> None:
     name = world.register(1)
     put_group(world, "g")
     with world.database.write() as session:
-        session.add(
-            RunRow(
-                run_id="r",
-                model="m",
-                status="finished",
-                started_at=1.0,
-                heartbeat_at=1.0,
-                parent="base",
-                settings={"steps": 3},
-                counts={},
-                metrics=[],
-            )
-        )
+        session.add(finished_run("r"))
         session.add(
             AnswerRow(
                 group_id="g",

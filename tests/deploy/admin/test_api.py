@@ -21,7 +21,8 @@ from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from deploy.supervise.loops import LoopView
 from sidecar.store.database import compress, set_flag
-from sidecar.store.models import AnswerRow, AuditRow, GroupRow, RunRow
+from sidecar.store.models import AnswerRow, AuditRow, GroupRow
+from support.finished_run import finished_run
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Api, World
@@ -207,19 +208,7 @@ async def test_every_listing_pages_to_its_end(world: World, api: Api) -> None:
     for version in range(1, 4):
         world.promote(world.register(version))
         with world.database.write() as session:
-            session.add(
-                RunRow(
-                    run_id=f"r{version}",
-                    model="m",
-                    status="finished",
-                    started_at=5.0,
-                    heartbeat_at=6.0,
-                    parent="base",
-                    settings={},
-                    counts={"used": 1},
-                    metrics=[],
-                )
-            )
+            session.add(finished_run(f"r{version}"))
     for path, key, total in (
         ("/adapters", "version", 3),
         ("/canaries", "canary_id", 3),

@@ -11,7 +11,8 @@ import pytest
 from deploy.errors import UnknownAdapterError
 from deploy.registry.lineage import Lineage, render_lineage, trace_lineage
 from sidecar.store.database import compress
-from sidecar.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
+from sidecar.store.models import AdapterRow, AnswerRow, GroupRow
+from support.finished_run import finished_run
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -22,14 +23,9 @@ def add_run(world: World, name: str, run_id: str, scores: tuple[float, ...]) -> 
     exchange_id = world.serve(f"s-{run_id}")
     with world.database.write() as session:
         session.add(
-            RunRow(
-                run_id=run_id,
-                model="m",
-                status="finished",
-                started_at=1.0,
-                heartbeat_at=2.0,
+            finished_run(
+                run_id,
                 ended_at=3.0,
-                parent="base",
                 settings={"learning_rate": 2e-4, "steps": 3},
                 counts={"used": 1, "no_spread": 2},
                 metrics=[{"loss": 0.1}, {"loss": 0.05}],
