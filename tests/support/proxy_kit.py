@@ -8,7 +8,6 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from sidecar.errors import OutboxError
 from sidecar.proxy import Proxy
@@ -30,12 +29,18 @@ FreePort = Callable[[], int]
 MoreVllms = Callable[..., Awaitable[FakeVllm]]
 
 
-class Target(Protocol):
+class Target:
     """A proxy that can be sent bytes: `Running` or `Child`."""
 
     port: int
 
-    async def send(self, data: bytes) -> bytes: ...
+    async def send(self, data: bytes) -> bytes:
+        """Send bytes on a new connection, and read until the proxy closes it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        received = await reader.read()
+        writer.close()
+        return received
 
 
 class MemorySink:
@@ -99,20 +104,12 @@ class MemoryPicker:
 
 
 @dataclass
-class Running:
+class Running(Target):
     """A proxy that runs, and how to talk to it."""
 
     proxy: Proxy
     port: int
     sink: MemorySink
-
-    async def send(self, data: bytes) -> bytes:
-        """Send bytes on a new connection, and read until the proxy closes it."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        received = await reader.read()
-        writer.close()
-        return received
 
     async def captured(self, count: int) -> list[Exchange]:
         return await asyncio.to_thread(self.sink.wait_for, count)
@@ -173,21 +170,13 @@ class Wire:
 
 
 @dataclass
-class Child:
+class Child(Target):
     """A proxy in a process of its own."""
 
     process: asyncio.subprocess.Process
     port: int
     lines: list[str]
     """What it has logged."""
-
-    async def send(self, data: bytes) -> bytes:
-        """Send bytes on a new connection, and read until the proxy closes it."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        received = await reader.read()
-        writer.close()
-        return received
 
     async def metrics(self) -> dict[str, float]:
         """`name{labels}` -> value, as Prometheus would scrape them."""
