@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 RECORDED = Path(__file__).resolve().parents[1] / "sidecar" / "recorded"
 CLOSE = "close"
 RESET = "reset"
+Request = TypeVar("Request")
 Step = bytes | asyncio.Event | str | float
 """What the fake does next: write these bytes, wait for this, close, reset, or wait so many
 seconds."""
@@ -81,16 +83,13 @@ class SeenRequest:
 
 
 @dataclass
-class FakeVllm:
-    """Answers each request by the script; keeps its connections open until told otherwise."""
+class ScriptedServer(Generic[Request]):
+    """Listens on loopback and answers each request by the script."""
 
-    script: Callable[[SeenRequest], Sequence[Step]]
-    requests: list[SeenRequest] = field(default_factory=list)
+    script: Callable[[Request], Sequence[Step]]
+    requests: list[Request] = field(default_factory=list)
     connections: int = 0
     port: int = 0
-    models: list[str] | None = None
-    """What the watch is told; None: that it needs a key."""
-    healthy: bool = True
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     written_bytes: int = 0
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
@@ -109,6 +108,30 @@ class FakeVllm:
             self._server.close()
         for writer in self.writers:
             writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+    async def _wait(self, event: asyncio.Event, reader: asyncio.StreamReader) -> None:
+        waiting = asyncio.create_task(event.wait())
+        leaving = asyncio.create_task(reader.read(1))
+        try:
+            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() and not leaving.result():
+                raise ConnectionResetError
+        finally:
+            waiting.cancel()
+            leaving.cancel()
+            await asyncio.gather(waiting, leaving, return_exceptions=True)
+
+
+@dataclass
+class FakeVllm(ScriptedServer[SeenRequest]):
+    """Keeps its connections open until told otherwise."""
+
+    models: list[str] | None = None
+    """What the watch is told; None: that it needs a key."""
+    healthy: bool = True
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = 0
@@ -153,16 +176,6 @@ class FakeVllm:
                 if step == RESET:
                     writer.transport.abort()
                 raise ConnectionAbortedError(step)
-
-    async def _wait(self, event: asyncio.Event, reader: asyncio.StreamReader) -> None:
-        waiting = asyncio.create_task(event.wait())
-        leaving = asyncio.create_task(reader.read(1))
-        await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done() and not leaving.result():
-            waiting.cancel()
-            raise ConnectionResetError
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
 
 
 async def _read_request(reader: asyncio.StreamReader) -> SeenRequest | None:

@@ -21,6 +21,8 @@ from typing import cast
 
 import h11
 
+from support.fake_vllm import ScriptedServer, Step
+
 REQUEST_LINE = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.1")
 FIELD_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+: ?[\t -~\x80-\xff]*")
 """RFC 9110 section 5: a token, and a value without a control byte but the tab."""
@@ -31,7 +33,6 @@ OWN_QUESTIONS = (b"/health", b"/v1/models")
 """The watch over the replicas and the application ask them, beside the relay."""
 UNAUTHORIZED = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\n{}"
 Headers = tuple[tuple[bytes, bytes], ...]
-Step = bytes | asyncio.Event | str
 
 
 def first(headers: Headers, name: bytes) -> bytes | None:
@@ -62,67 +63,49 @@ class Seen:
 
 
 @dataclass
-class StrictVllm:
+class StrictVllm(ScriptedServer[Seen]):
     """Plays a script, and reads what comes by the letter of RFC 9112."""
 
-    script: Callable[[Seen], Sequence[Step]]
-    requests: list[Seen] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    port: int = 0
-    connections: int = 0
     open_connections: int = 0
-    written_bytes: int = 0
     read_bytes: int = 0
     reading: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared: reads nothing."""
-    client_left: asyncio.Event = field(default_factory=asyncio.Event)
     piecewise: bool = False
     """Every step is its own read for the relay; all are bytes."""
     early_reply: bytes = b""
     """Sent as soon as a head is there, before the body is read."""
-    _writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _server: asyncio.Server | None = None
-
-    def play(self, *steps: Step) -> None:
-        """Answer every request from now on with these steps."""
-        self.script = lambda _: steps
 
     async def start(self, port: int = 0) -> None:
         self.reading.set()
-        self._server = await asyncio.start_server(
-            self._accept, "127.0.0.1", port, limit=65_536, backlog=4096
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        await super().start(port)
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        await super().stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self._writers.append(writer)
+        self.writers.append(writer)
         self.open_connections += 1
         try:
             # The server stops, and with it the wait of a script.
             with contextlib.suppress(asyncio.CancelledError):
-                await self._serve(reader, writer)
+                await self._converse(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.client_left.set()
         finally:
             self.open_connections -= 1
-            self._writers.remove(writer)
+            self.writers.remove(writer)
             self._tasks.discard(task)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = 0
         while (seen := await self._read(reader, writer, number)) is not None:
             if seen.target == b"/health":
@@ -208,6 +191,8 @@ class StrictVllm:
                 self.written_bytes += len(step)
             elif isinstance(step, asyncio.Event):
                 await self._wait(step, reader)
+            elif isinstance(step, float):
+                await asyncio.sleep(step)
             elif step == "half-close":
                 writer.write_eof()
             else:
@@ -216,18 +201,6 @@ class StrictVllm:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     writer.transport.abort()
                 raise ConnectionAbortedError(step)
-
-    async def _wait(self, event: asyncio.Event, reader: asyncio.StreamReader) -> None:
-        waiting = asyncio.create_task(event.wait())
-        leaving = asyncio.create_task(reader.read(1))
-        try:
-            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done() and not leaving.result():
-                raise ConnectionResetError
-        finally:
-            waiting.cancel()
-            leaving.cancel()
-            await asyncio.gather(waiting, leaving, return_exceptions=True)
 
 
 def own_sockets() -> list[socket.socket]:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
+from support.fake_vllm import Step
 from support.proxy_kit import StartProxy
-from support.strict_peers import Connect, Dial, Headers, Step, StrictVllm
+from support.strict_peers import Connect, Dial, Headers, StrictVllm
 
 Recorded = Callable[[str], bytes]
 CHAT = b"/v1/chat/completions"

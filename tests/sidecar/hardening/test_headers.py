@@ -10,8 +10,9 @@ import json
 
 import pytest
 
+from support.fake_vllm import Step
 from support.proxy_kit import StartProxy
-from support.strict_peers import Connect, Step, StrictVllm
+from support.strict_peers import Connect, StrictVllm
 
 REQUEST = b'{"model":"smollm2-135m","messages":[{"role":"user","content":"Hi"}]}'
 OWN_NAMES: tuple[bytes, ...] = (
