@@ -1,0 +1,98 @@
+"""How right a session finder is on a stream whose truth is known.
+
+A request is in the right session when the true session of most requests in the found one is its
+own, and no other found session holds more requests of that true session. A conversation leaks when
+some of its requests are held out and others are not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.sessions.records import Finder, Found, SentRequest
+from benchmarks.sessions.twins import settled, twins_of
+from ingest.grouping.held_out import is_held_out
+
+HELD_OUT = 0.1
+"""Share of sessions held out when leaks are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Shares are 0..1."""
+
+    session: float
+    """Requests in the right session, equal requests exchanged as `twins` says."""
+    parent: float
+    """Requests with the right parent, likewise."""
+    session_by_name: float
+    """Requests in the right session, with the truth as it is."""
+    parent_by_name: float
+    leak: float
+    """Conversations with requests on both sides of the held-out rule."""
+    cpu_us: float
+    """CPU microseconds a request, reading of the body included."""
+
+
+def score(finder: Finder, stream: Sequence[SentRequest]) -> Score:
+    """Run a finder over a stream and compare with the truth."""
+    blind = [replace(one, true_session="", true_parent=None) for one in stream]
+    started = time.process_time()
+    said = list(finder(blind))
+    cpu_us = (time.process_time() - started) * 1e6 / len(stream)
+    last = {one.exchange_id: one for one in said}
+    truth = settled(stream, last, twins_of(stream))
+    return Score(
+        session=right_sessions(truth, last),
+        parent=right_parents(truth, last),
+        session_by_name=right_sessions(stream, last),
+        parent_by_name=right_parents(stream, last),
+        leak=leak(truth, said),
+        cpu_us=cpu_us,
+    )
+
+
+def right_sessions(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> float:
+    """Share of requests in the right session."""
+    pairs = [
+        (found[one.exchange_id].session, one.true_session)
+        for one in truth
+        if one.exchange_id in found
+    ]
+    of_found = _most_common(pairs)
+    of_true = _most_common((true, session) for session, true in pairs)
+    right = sum(of_found[session] == true and of_true[true] == session for session, true in pairs)
+    return right / len(truth)
+
+
+def right_parents(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> float:
+    """Share of requests with the right parent."""
+    right = sum(
+        one.exchange_id in found and found[one.exchange_id].parent == one.true_parent
+        for one in truth
+    )
+    return right / len(truth)
+
+
+def leak(truth: Sequence[SentRequest], said: Iterable[Found], rate: float = HELD_OUT) -> float:
+    """Share of conversations that are partly held out and partly not."""
+    sessions = {one.exchange_id: one.true_session for one in truth}
+    sides: dict[str, set[bool]] = defaultdict(set)
+    for one in said:
+        if one.exchange_id in sessions:
+            sides[sessions[one.exchange_id]].add(is_held_out(one.session, rate))
+    return sum(len(both) == 2 for both in sides.values()) / len(set(sessions.values()))
+
+
+def _most_common(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """First of a pair -> the second that it has most often; of equals the first in order."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for first, second in pairs:
+        counts[first][second] += 1
+    return {
+        first: min(seconds.items(), key=lambda item: (-item[1], item[0]))[0]
+        for first, seconds in counts.items()
+    }

@@ -1,0 +1,167 @@
+"""The score of a session finder: worked by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from benchmarks.sessions.records import Found, SentRequest
+from benchmarks.sessions.scoring import leak, right_parents, right_sessions, score
+from benchmarks.sessions.twins import settled, twins_of
+from ingest.grouping.held_out import is_held_out
+
+
+def sent(
+    name: str,
+    session: str,
+    parent: str | None,
+    *,
+    at: float = 0.0,
+    says: str = "hi",
+    reply: str = "hello",
+    call: str = "",
+    body: str = "",
+) -> SentRequest:
+    message: dict[str, object] = {"role": "assistant", "content": reply}
+    if call:
+        message["tool_calls"] = [{"id": call, "function": {"name": "f", "arguments": "{}"}}]
+    request = {"messages": [{"role": "user", "content": says}], "metadata": body}
+    return SentRequest(
+        exchange_id=name,
+        at=at,
+        project="default",
+        key_id="key",
+        user="",
+        session_header="",
+        trace_id="",
+        surface="chat",
+        request=json.dumps(request).encode(),
+        replies=(json.dumps(message).encode(),),
+        true_session=session,
+        true_parent=parent,
+    )
+
+
+def found(**named: tuple[str, str | None]) -> dict[str, Found]:
+    return {
+        name: Found(exchange_id=name, session=session, parent=parent)
+        for name, (session, parent) in named.items()
+    }
+
+
+STREAM = [
+    sent("a1", "A", None, at=1),
+    sent("a2", "A", "a1", at=3, says="more"),
+    sent("a3", "A", "a2", at=5, says="and more"),
+    sent("b1", "B", None, at=2, says="other"),
+    sent("b2", "B", "b1", at=4, says="other yet"),
+]
+
+
+def test_a_request_in_another_session_than_most_of_its_own_is_wrong() -> None:
+    said = found(a1=("x", None), a2=("x", "a1"), a3=("y", None), b1=("y", None), b2=("y", "a3"))
+
+    assert right_sessions(STREAM, said) == 4 / 5  # a3 is among the requests of B
+    assert right_parents(STREAM, said) == 3 / 5  # of a3 and b2 it is wrong
+
+
+def test_a_session_that_is_split_counts_by_its_larger_part() -> None:
+    said = found(a1=("x", None), a2=("y", None), a3=("y", "a2"), b1=("z", None), b2=("z", "b1"))
+
+    assert right_sessions(STREAM, said) == 4 / 5
+
+
+def test_of_two_merged_sessions_the_larger_is_right() -> None:
+    said = found(**{one.exchange_id: ("x", one.true_parent) for one in STREAM})
+
+    assert right_sessions(STREAM, said) == 3 / 5
+    assert right_parents(STREAM, said) == 1
+
+
+def test_a_request_of_which_nothing_is_said_is_wrong() -> None:
+    said = found(a1=("x", None), a2=("x", "a1"), a3=("x", "a2"), b1=("y", None))
+
+    assert right_sessions(STREAM, said) == 4 / 5
+    assert right_parents(STREAM, said) == 4 / 5
+
+
+def test_a_conversation_on_both_sides_of_the_held_out_rule_leaks() -> None:
+    names = [f"s{number}" for number in range(100)]
+    inside = next(name for name in names if is_held_out(name, 0.1))
+    outside = next(name for name in names if not is_held_out(name, 0.1))
+    said = found(
+        a1=(inside, None),
+        a2=(outside, "a1"),
+        a3=(outside, "a2"),
+        b1=(inside, None),
+        b2=(inside, ""),
+    )
+
+    assert leak(STREAM, said.values()) == 1 / 2
+
+
+def test_a_session_that_was_named_once_and_corrected_leaks_all_the_same() -> None:
+    names = [f"s{number}" for number in range(100)]
+    inside = next(name for name in names if is_held_out(name, 0.1))
+    outside = next(name for name in names if not is_held_out(name, 0.1))
+    first = Found(exchange_id="b2", session=inside, parent=None)
+    then = Found(exchange_id="b2", session=outside, parent="b1")
+
+    assert leak(STREAM, [first, then]) == 1 / 2
+
+
+TWINS = [
+    sent("a1", "A", None, at=1),
+    sent("b1", "B", None, at=2),
+    sent("a2", "A", "a1", at=3, says="the first"),
+    sent("b2", "B", "b1", at=4, says="the second"),
+]
+
+
+def test_equal_requests_may_be_exchanged() -> None:
+    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
+
+    truth = settled(TWINS, said, twins_of(TWINS))
+
+    assert [(one.true_session, one.true_parent) for one in truth] == [
+        ("A", None), ("B", None), ("B", "b1"), ("A", "a1"),
+    ]  # fmt: skip
+    assert right_sessions(truth, said) == right_parents(truth, said) == 1
+    assert right_parents(TWINS, said) == 2 / 4
+
+
+def test_two_requests_may_not_follow_the_same_one_of_two_equal_ones() -> None:
+    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("y", "b1"))
+
+    truth = settled(TWINS, said, twins_of(TWINS))
+
+    assert right_sessions(truth, said) == right_parents(truth, said) == 3 / 4
+
+
+def test_equal_requests_whose_calls_have_ids_that_come_back_are_not_exchanged() -> None:
+    stream = [
+        sent("a1", "A", None, at=1, call="id-a"),
+        sent("b1", "B", None, at=2, call="id-b"),
+        sent("a2", "A", "a1", at=3, says="the first", body="id-a"),
+        sent("b2", "B", "b1", at=4, says="the second", body="id-b"),
+    ]
+    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
+
+    truth = settled(stream, said, twins_of(stream))
+
+    assert truth == stream
+
+
+def test_the_finder_does_not_see_the_truth() -> None:
+    seen: list[SentRequest] = []
+
+    def nothing(stream: Iterable[SentRequest]) -> Iterator[Found]:
+        seen.extend(stream)
+        return iter(())
+
+    got = score(nothing, STREAM)
+
+    assert [(one.exchange_id, one.true_session, one.true_parent) for one in seen] == [
+        (one.exchange_id, "", None) for one in STREAM
+    ]
+    assert (got.session, got.parent, got.leak) == (0, 0, 0)
