@@ -25,6 +25,7 @@ from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
 from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content, scores_reply, shown_answers
 from support.ingest_kit import empty_store, filled_bus, kit
+from support.migrated_store import open_migrated
 
 __all__ = ["empty_store", "filled_bus", "kit"]  # fixtures of the tests below this folder
 
@@ -118,8 +119,7 @@ REQUEST = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encod
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database(f"sqlite:///{tmp_path}/store.db")
-    opened.upgrade()
+    opened = open_migrated(tmp_path / "store.db")
     yield opened
     opened.close()
 

@@ -19,6 +19,7 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.routing.store_watch import StoreWatch
 from sidecar.store.database import Database
 from sidecar.store.models import ApiKeyRow, AuditRow
+from support.migrated_store import open_migrated
 
 
 @pytest.fixture
@@ -30,8 +31,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
+    database = open_migrated(tmp_path / "store.db")
     yield database
     database.close()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sidecar.store.database import Database
 from support import api_keys
 from support.fake_vllm import FakeVllm
+from support.migrated_store import open_migrated
 from support.proxy_kit import FreePort, Running, StartProxy, Wire
 
 VLLM_KEY = "vllm-own-key"
@@ -21,8 +21,7 @@ SURFACES = ["chat", "completions", "responses", "messages"]
 
 class KeyStore:
     def __init__(self, folder: Path) -> None:
-        self.database = Database(f"sqlite:///{folder / 'store.db'}")
-        self.database.upgrade()
+        self.database = open_migrated(folder / "store.db")
 
     def create(self, **changes: Any) -> tuple[str, str]:
         """Returns: the key's id and the key."""

@@ -14,9 +14,9 @@ import pytest
 
 from sidecar.relay.client.body_watch import MAX_UNAUTHENTICATED_BYTES
 from sidecar.relay.client.connection import ClientConnection
-from sidecar.store.database import Database
 from support import api_keys
 from support.fake_vllm import FakeVllm
+from support.migrated_store import open_migrated
 from support.proxy_kit import Running, StartProxy, Wire
 
 PIECE = bytes(16 * 1024)
@@ -29,8 +29,7 @@ UNKNOWN = "sk-sidecar-0123456789ab-x"
 
 class KeyStore:
     def __init__(self, folder: Path) -> None:
-        self.database = Database(f"sqlite:///{folder / 'store.db'}")
-        self.database.upgrade()
+        self.database = open_migrated(folder / "store.db")
 
     def create(self, **changes: Any) -> str:
         """Returns: the key."""

@@ -18,8 +18,8 @@ from sidecar.proxy import relay_is_compiled
 from sidecar.relay.client.connection import REQUESTS_AT_ONCE
 from sidecar.relay.client.request_parser import RequestParser
 from sidecar.relay.flight.accounts import Accounts
-from sidecar.store.database import Database
 from support import api_keys
+from support.migrated_store import open_migrated
 from support.proxy_kit import StartProxy, Wire
 from support.strict_peers import Connect, Dial, StrictVllm
 
@@ -86,8 +86,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def limited_key(state_dir: Path) -> bytes:
     """`Authorization` of a key that may ask once a minute."""
-    database = Database(f"sqlite:///{state_dir / 'store.db'}")
-    database.upgrade()
+    database = open_migrated(state_dir / "store.db")
     _, presented = api_keys.create(database, requests_per_minute=1)
     database.close()
     return b"Authorization: Bearer " + presented.encode()

@@ -18,6 +18,7 @@ from sidecar.relay.flight.held_bodies import FREE_BYTES
 from sidecar.store.database import Database
 from support import api_keys
 from support.memory import traced_bytes
+from support.migrated_store import open_migrated
 from support.proxy_kit import Running, StartProxy, Wire
 from support.strict_peers import Connect, Dial, StrictVllm
 
@@ -265,8 +266,7 @@ class KeyMaker:
 
 @pytest.fixture
 def make_key(state_dir: Path) -> Iterator[KeyMaker]:
-    database = Database(f"sqlite:///{state_dir / 'store.db'}")
-    database.upgrade()
+    database = open_migrated(state_dir / "store.db")
     yield KeyMaker(database)
     database.close()
 

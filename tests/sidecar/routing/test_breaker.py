@@ -26,6 +26,7 @@ from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import Database
 from sidecar.store.models import BreakerTripRow, RoutingRow
 from support.fake_vllm import FakeVllm
+from support.migrated_store import open_migrated
 from support.proxy_kit import FreePort, StartProcess, StartProxy, Target, Wire
 
 MODEL = "smollm2-135m"
@@ -514,8 +515,7 @@ def test_a_reply_that_the_token_limit_ended_is_known(body: bytes) -> None:
 
 @pytest.fixture
 def database(state_dir: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{state_dir}/store.db")
-    database.upgrade()
+    database = open_migrated(state_dir / "store.db")
     with database.write() as session:
         body = encode_table(TABLE)
         session.add(RoutingRow(model=MODEL, generation=1, body=body, updated_at=0.0))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sidecar.routing.assignment import CompiledRouting, bucket
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.settings import Proxy
-from sidecar.store.database import Database
 from sidecar.store.models import RoutingRow
 from support.fake_vllm import FakeVllm
+from support.migrated_store import open_migrated
 from support.proxy_kit import FreePort, Running, StartProxy, Wire
 
 BASE = "smollm2-135m"
@@ -30,8 +30,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "store.db"
-        self.database = Database(f"sqlite:///{self.path}")
-        self.database.upgrade()
+        self.database = open_migrated(self.path)
         self._generation = 0
 
     def write(self, **changes: Any) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sidecar.routing.table import RoutingTable
-from sidecar.store.database import Database
 from support import api_keys
 from support.fake_vllm import FakeVllm
+from support.migrated_store import open_migrated
 from support.proxy_kit import FreePort, Running, StartProxy, Wire
 
 BASE = "smollm2-135m"
@@ -114,8 +114,7 @@ async def test_a_named_adapter_that_vllm_lost_is_not_answered_for_by_another(
 async def test_only_a_key_with_the_scope_may_name_an_adapter(
     state_dir: Path, start_proxy: StartProxy, fake_vllm: FakeVllm, wire: Wire
 ) -> None:
-    database = Database(f"sqlite:///{state_dir / 'store.db'}")
-    database.upgrade()
+    database = open_migrated(state_dir / "store.db")
     presented = [
         api_keys.create(database, project="p", scopes=frozenset(scopes))[1]
         for scopes in (("infer",), ("infer", "operate"))
