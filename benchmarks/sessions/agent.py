@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
@@ -80,6 +80,8 @@ class Agent:
     """The history as the client sends it, in the form of chat, without the system prompt."""
     parent: str | None = None
     """The request whose reply the history ends with."""
+    view: Callable[[Sequence[JsonObject]], Sequence[JsonObject]] = list
+    """What of the history the client sends."""
 
     @classmethod
     def of(cls, conversation: Conversation, task: Task, now: float) -> Agent:
@@ -109,7 +111,7 @@ class Agent:
             self.conversation.client,
             system=self.system,
             tools=self.tools,
-            messages=self.messages if messages is None else messages,
+            messages=self.view(self.messages) if messages is None else messages,
             now=self.now,
             rng=self.rng,
         )

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from benchmarks.sessions import shapes
+from benchmarks.sessions import compaction, shapes
 from benchmarks.sessions.clients import Client
+from benchmarks.sessions.delegation import sub_agents
 from benchmarks.sessions.records import SentRequest
-from benchmarks.sessions.streams import Choose, Data, Part, parts, play, some_surface
+from benchmarks.sessions.streams import SPACING_S, Choose, Data, Part, parts, play, some_surface
 from benchmarks.sessions.tasks import Task
 
 GENERAL_SYSTEM = "You are a helpful assistant."
@@ -100,7 +101,42 @@ def _traces(data: Data, seed: str) -> list[SentRequest]:
             Part(task=task, client=client, session=f"{seed}-run-{run}", delay_s=20.0 * step)
             for step, task in enumerate(three)
         ]
-    return play(made, seed=seed)
+    return play(made, seed=seed, spacing_s=SPACING_S / 3)
+
+
+_SHAPES: tuple[shapes.Shape, ...] = (
+    shapes.plain,
+    shapes.retries,
+    shapes.regenerations,
+    shapes.edits,
+    shapes.parallel,
+    compaction.summary,
+    compaction.last_messages,
+    compaction.truncated,
+    sub_agents,
+)
+
+
+def _everything(data: Data, seed: str) -> list[SentRequest]:
+    """Each conversation has a shape and habits of its own; all share a key."""
+    rng = Random(seed)
+    tasks = [*_alike(data)[:200], *data.general(), *data.tau2["telecom"][:100]]
+    rng.shuffle(tasks)
+    made = [
+        Part(
+            task=task,
+            client=Client(
+                surface=rng.choices(("chat", "responses", "messages"), (8, 1, 1))[0],
+                clock=rng.random() < 0.3,
+                loose_json=rng.random() < 0.3,
+                new_call_ids=rng.random() < 0.3,
+                loose_content=rng.random() < 0.3,
+            ),
+            shape=rng.choice(_SHAPES),
+        )
+        for task in tasks
+    ]
+    return play(made, seed=seed, late=0.05)
 
 
 def _surface(name: str) -> Client:
@@ -191,6 +227,21 @@ MIXES: tuple[Mix, ...] = (
         what="several requests at once from one history",
         make=_each(_of, Client(), shapes.parallel),
     ),
+    *(
+        Mix(name=f"compaction-{name}", what=what, make=_each(_of, Client(), shape))
+        for name, what, shape in (
+            ("summary", "a summary replaces the history", compaction.summary),
+            ("system", "a summary in the system prompt", compaction.summary_in_system),
+            ("transcript", "another prompt summarises a transcript", compaction.transcript),
+            ("last", "only the last messages are sent", compaction.last_messages),
+            ("truncated", "old messages are cut", compaction.truncated),
+        )
+    ),
+    Mix(
+        name="sub-agents",
+        what="calls that sub-agents answer, some at once",
+        make=_each(_of, some_surface, sub_agents),
+    ),
     Mix(
         name="several-agents",
         what="three agents asked the same behind one key",
@@ -199,6 +250,7 @@ MIXES: tuple[Mix, ...] = (
     Mix(name="late", what="a fifth of the records late", make=_each(_of, late=0.2)),
     Mix(name="responses", what="the responses surface", make=_each(_of, _surface("responses"))),
     Mix(name="messages", what="Anthropic's surface", make=_each(_of, _surface("messages"))),
+    Mix(name="everything", what="all shapes and habits at once", make=_everything),
     Mix(name="headers", what="a session header, all begin alike", make=_headers),
     Mix(name="traces", what="a trace id joins three agents", make=_traces),
 )

@@ -76,14 +76,16 @@ def parts(
     ]
 
 
-def play(parts: Sequence[Part], *, seed: str, late: float = 0.0) -> list[SentRequest]:
-    """Play the parts, each a little after the one before. late: share of records that are handed
+def play(
+    parts: Sequence[Part], *, seed: str, late: float = 0.0, spacing_s: float = SPACING_S
+) -> list[SentRequest]:
+    """Play the parts, each `spacing_s` after the one before. late: share of records that are handed
     over up to a minute late."""
     sent: list[Sent] = []
     for number, part in enumerate(parts):
         name = f"{seed}-{number}"
         conversation = Conversation(name=name, client=part.client, rng=Random(name))
-        part.shape(conversation, part.task, EPOCH + number * SPACING_S + part.delay_s)
+        part.shape(conversation, part.task, EPOCH + number * spacing_s + part.delay_s)
         if part.session:
             for one in conversation.sent:
                 own = replace(one.request, true_session=part.session)
