@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -71,7 +72,7 @@ class Recorder(BaseHTTPRequestHandler):
         return None
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def vllm() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -149,12 +150,12 @@ class Up:
         return int(found[-1])
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Up]]:
-    """Run `sidecar ...` in the folder of the test."""
+@contextlib.contextmanager
+def commands(folder: Path) -> Iterator[Callable[..., Up]]:
+    """Run `sidecar ...` in this folder; end at the exit what still runs."""
     started: list[Up] = []
 
-    def start(*words: str, cwd: Path = tmp_path, **variables: str) -> Up:
+    def start(*words: str, cwd: Path = folder, **variables: str) -> Up:
         env = {**os.environ, "PYTHONPATH": OWN_PATH, "NO_COLOR": "1", **variables}
         process = subprocess.Popen(
             [str(SIDECAR), *words],
@@ -178,6 +179,35 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Up]]:
         assert up.process.stdout is not None
         up._reader.join()
         up.process.stdout.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """Run `sidecar ...` in the folder of the test."""
+    with commands(tmp_path) as start:
+        yield start
+
+
+@dataclass(frozen=True)
+class Service:
+    """A `sidecar up` that is ready, and a way to run further commands in its folder."""
+
+    folder: Path
+    up: Up
+    run: Callable[..., Up]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, vllm: str) -> Iterator[Service]:
+    """One for all tests that change nothing of it: a start is six processes."""
+    folder = tmp_path_factory.mktemp("service")
+    write_settings(
+        folder, vllm, proxy={"port": 0, "host": "::1"}, admin={"port": free_port(), "host": "::1"}
+    )
+    with commands(folder) as run:
+        up = run("up")
+        up.said(r"^sidecar ready: ")
+        yield Service(folder, up, run)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -337,45 +367,6 @@ def test_a_vllm_that_is_not_ours_is_refused_where_ours_shall_listen(
     assert "sidecar ready" not in up.text
 
 
-def test_a_second_up_on_the_same_folder_is_refused_and_starts_nothing(
-    tmp_path: Path, run: Callable[..., Up], vllm: str
-) -> None:
-    write_settings(tmp_path, vllm)
-    first = run("up")
-    first.said(r"^sidecar ready: ")
-
-    # Other ports, so that nothing but the folder stands in its way.
-    ports = {"SIDECAR_PROXY__PORT": str(free_port()), "SIDECAR_ADMIN__PORT": str(free_port())}
-    second = run("up", **ports)
-    code = second.ended()
-
-    assert code == 1
-    assert second.lines == [
-        f"sidecar: `sidecar up` runs already (pid {first.process.pid}) with state_dir "
-        f"{tmp_path}/.sidecar; stop it first, or give this one a state_dir, a bus.url and a "
-        "store.url of its own"
-    ]
-    assert first.process.poll() is None
-
-
-def test_a_process_that_must_be_alone_is_refused_beside_up(
-    tmp_path: Path, run: Callable[..., Up], vllm: str
-) -> None:
-    write_settings(tmp_path, vllm)
-    first = run("up")
-    first.said(r"^sidecar ready: ")
-    names = ("ingest", "learn", "control")
-
-    seconds = {one: run(one, SIDECAR_ADMIN__PORT=str(free_port())) for one in names}
-    codes = {one: second.ended() for one, second in seconds.items()}
-
-    assert codes == dict.fromkeys(names, 1)
-    for one in names:
-        said = f"`sidecar {one}` runs already (pid {first.child_pid(one)})"
-        assert said in seconds[one].lines[-1]
-        assert "Traceback" not in seconds[one].text
-
-
 def test_after_a_kill_it_waits_for_what_is_left_and_starts(
     tmp_path: Path, run: Callable[..., Up], vllm: str
 ) -> None:
@@ -421,24 +412,6 @@ def test_a_port_that_somebody_else_serves_is_named_and_never_called_ready(
         f"sidecar: cannot listen on {name}.host 127.0.0.1, {name}.port {taken} (Address already "
         f"in use); stop what listens there, or set another {name}.port"
     ]
-
-
-def test_ready_names_the_ports_that_were_found_free_and_ipv6_addresses(
-    tmp_path: Path, run: Callable[..., Up], vllm: str
-) -> None:
-    write_settings(
-        tmp_path, vllm, proxy={"port": 0, "host": "::1"}, admin={"port": free_port(), "host": "::1"}
-    )
-    port = settings_of(tmp_path)["admin"]["port"]
-
-    up = run("up")
-    ready = up.said(r"^sidecar ready: .* base_url to (\S+)/v1 \(model m\); admin at (\S+)")
-    status = run("status", "-o", "json")
-
-    assert re.fullmatch(r"http://\[::1\]:\d{2,5}", ready[1])
-    assert httpx.get(f"{ready[1]}/readyz").status_code == 200
-    assert ready[2] == f"http://[::1]:{port}"
-    assert status.ended() == 0
 
 
 def betweens(kind: Any) -> list[Between]:
@@ -494,3 +467,43 @@ def test_every_process_works_with_every_number_at_the_end_of_its_range(
     assert up.ended() == 0
     assert "process_died" not in up.text
     assert [name for name in works if "Traceback" in log_of(tmp_path, name)] == []
+
+
+def test_ready_names_the_ports_that_were_found_free_and_ipv6_addresses(service: Service) -> None:
+    port = settings_of(service.folder)["admin"]["port"]
+
+    ready = service.up.said(r"^sidecar ready: .* base_url to (\S+)/v1 \(model m\); admin at (\S+)")
+    status = service.run("status", "-o", "json")
+
+    assert re.fullmatch(r"http://\[::1\]:\d{2,5}", ready[1])
+    assert httpx.get(f"{ready[1]}/readyz").status_code == 200
+    assert ready[2] == f"http://[::1]:{port}"
+    assert status.ended() == 0
+
+
+def test_a_second_up_on_the_same_folder_is_refused_and_starts_nothing(service: Service) -> None:
+    # Other ports, so that nothing but the folder stands in its way.
+    ports = {"SIDECAR_PROXY__PORT": str(free_port()), "SIDECAR_ADMIN__PORT": str(free_port())}
+    second = service.run("up", **ports)
+    code = second.ended()
+
+    assert code == 1
+    assert second.lines == [
+        f"sidecar: `sidecar up` runs already (pid {service.up.process.pid}) with state_dir "
+        f"{service.folder}/.sidecar; stop it first, or give this one a state_dir, a bus.url and a "
+        "store.url of its own"
+    ]
+    assert service.up.process.poll() is None
+
+
+def test_a_process_that_must_be_alone_is_refused_beside_up(service: Service) -> None:
+    names = ("ingest", "learn", "control")
+
+    seconds = {one: service.run(one, SIDECAR_ADMIN__PORT=str(free_port())) for one in names}
+    codes = {one: second.ended() for one, second in seconds.items()}
+
+    assert codes == dict.fromkeys(names, 1)
+    for one in names:
+        said = f"`sidecar {one}` runs already (pid {service.up.child_pid(one)})"
+        assert said in seconds[one].lines[-1]
+        assert "Traceback" not in seconds[one].text
