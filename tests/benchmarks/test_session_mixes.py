@@ -133,6 +133,115 @@ def test_a_tool_that_is_missing_at_first_comes_with_its_turn(data: Data) -> None
     assert (names, later) == (["read", "write"], ["sort"])
 
 
+def calls_of(one: SentRequest) -> list[dict[str, dict[str, str]]]:
+    return [call for raw in one.replies for call in json.loads(raw).get("tool_calls", ())]
+
+
+def parents(stream: list[SentRequest]) -> list[tuple[SentRequest, SentRequest]]:
+    """Each request that has a parent, with it."""
+    by_name = {one.exchange_id: one for one in stream}
+    return [(one, by_name[one.true_parent]) for one in stream if one.true_parent]
+
+
+def test_the_prompt_of_a_sub_agent_is_an_argument_of_the_call_that_its_parent_made(
+    data: Data,
+) -> None:
+    stream = [
+        one for one in BY_NAME["sub-agents"].make(data, "seed") if one.surface == "chat"
+    ]  # its messages are the easiest to read
+
+    begun = 0
+    for one, parent in parents(stream):
+        system, first, *more = json.loads(one.request)["messages"]
+        if more or "sub-agent" not in system["content"]:
+            continue
+        prompts = [json.loads(call["function"]["arguments"]) for call in calls_of(parent)]
+        assert first["content"] in [prompt["prompt"] for prompt in prompts]
+        begun += 1
+    assert begun > TASKS
+
+
+def test_a_retry_is_the_same_bytes_and_shares_the_parent(data: Data) -> None:
+    stream = BY_NAME["retries"].make(data, "seed")
+
+    lost = [one for one in stream if not one.replies]
+    assert lost
+    for one in lost:
+        again = [other for other in stream if other.request == one.request and other is not one]
+        assert one.true_parent in [other.true_parent for other in again]
+        assert one.true_session in [other.true_session for other in again]
+
+
+@pytest.mark.parametrize("name", ["retries", "regenerations", "edits", "parallel"])
+def test_a_branch_shares_its_parent_with_another_request(name: str, data: Data) -> None:
+    stream = BY_NAME[name].make(data, "seed")
+
+    named = [one.true_parent for one in stream if one.true_parent]
+    assert len(named) > len(set(named))
+
+
+def test_a_request_follows_the_second_of_two_choices(data: Data) -> None:
+    stream = BY_NAME["two-choices"].make(data, "seed")
+
+    for one, parent in parents(stream):
+        _, second = (json.loads(raw) for raw in parent.replies)
+        replayed = [m for m in json.loads(one.request)["messages"] if m["role"] == "assistant"]
+        assert replayed[-1] == second
+
+
+def test_the_id_of_a_call_never_comes_back_when_clients_write_their_own(data: Data) -> None:
+    def come_back(name: str) -> list[bool]:
+        return [
+            str(call["id"]).encode() in one.request
+            for one, parent in parents(BY_NAME[name].make(data, "seed"))
+            for call in calls_of(parent)
+        ]
+
+    assert not any(come_back("call-ids"))
+    assert all(come_back("clock"))
+
+
+@pytest.mark.parametrize("name", ["summary", "system", "transcript"])
+def test_after_a_summary_the_text_of_it_is_sent_and_the_history_is_not(
+    name: str, data: Data
+) -> None:
+    stream = BY_NAME[f"compaction-{name}"].make(data, "seed")
+
+    summaries = [
+        one for one in stream if b"Summarise" in one.request.rpartition(b'"role": "user"')[2]
+    ]
+    assert len(summaries) > TASKS
+    for one in summaries:
+        text = json.dumps(json.loads(one.replies[0])["content"], ensure_ascii=False)[1:-1].encode()
+        later = [
+            other
+            for other in stream
+            if other.true_session == one.true_session and other.at > one.at
+        ]
+        assert text in later[0].request
+        if name != "transcript":
+            assert later[0].true_parent == one.exchange_id
+
+
+def test_a_window_holds_the_newest_messages_alone(data: Data) -> None:
+    stream = BY_NAME["compaction-last"].make(data, "seed")
+
+    sizes = [len(json.loads(one.request)["messages"]) - 1 for one in stream]
+    assert max(sizes) == 6
+
+
+def test_a_record_that_is_late_may_come_after_that_of_its_child(data: Data) -> None:
+    def swapped(name: str) -> int:
+        stream = BY_NAME[name].make(data, "seed")
+        place = {one.exchange_id: number for number, one in enumerate(stream)}
+        return sum(
+            place[one.exchange_id] < place[parent.exchange_id] for one, parent in parents(stream)
+        )
+
+    assert swapped("clock") == 0
+    assert swapped("late") > 0
+
+
 def bodies(stream: list[SentRequest], session: str) -> list[dict[str, object]]:
     return [json.loads(one.request) for one in stream if one.true_session == session]
 
