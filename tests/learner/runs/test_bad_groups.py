@@ -434,7 +434,7 @@ def test_groups_that_fit_train_though_most_do_not_and_those_are_dropped_in_a_few
         put(range(FEW), prefix=f"new-{runs}-")
         train(f"r{runs}", min_groups=1)
     assert counted(database) == {"trained": FEW * runs, "out_of_memory": GROUPS - FEW}
-    assert runs <= 8
+    assert runs <= 5, "several are tried in one run: one in each would take more"
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
