@@ -20,6 +20,7 @@ from benchmarks.sessions.mixes import BY_NAME, MIXES, Mix
 from benchmarks.sessions.records import Finder
 from benchmarks.sessions.scoring import Score, score
 from benchmarks.sessions.streams import Data, at_once
+from benchmarks.sessions.twins import twins_of
 
 DATA = Path(__file__).resolve().parents[2] / ".bench" / "data"
 COLUMNS = (
@@ -85,6 +86,7 @@ def _scores(
 ) -> list[tuple[str, results.Row, Score]]:
     """Each finder's score on a mix."""
     stream = mix.make(data, f"{mix.name}-{seed}")
+    twins = twins_of(stream)
     size = {
         "conversations": len({one.true_session for one in stream}),
         "at_once": at_once(stream),
@@ -92,7 +94,7 @@ def _scores(
     }
     found: list[tuple[str, results.Row, Score]] = []
     for name, finder in finders.items():
-        got = score(finder, stream)
+        got = score(finder, stream, twins)
         row: results.Row = {
             "mix": mix.name,
             "finder": name,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.sessions.records import Finder, Found, SentRequest
-from benchmarks.sessions.twins import settled, twins_of
+from benchmarks.sessions.twins import Twins, settled, twins_of
 from ingest.grouping.held_out import is_held_out
 
 HELD_OUT = 0.1
@@ -37,14 +37,17 @@ class Score:
     """CPU microseconds a request, reading of the body included."""
 
 
-def score(finder: Finder, stream: Sequence[SentRequest]) -> Score:
-    """Run a finder over a stream and compare with the truth."""
+def score(finder: Finder, stream: Sequence[SentRequest], twins: Twins | None = None) -> Score:
+    """Run a finder over a stream and compare with the truth.
+
+    twins: `twins_of` the stream, for whoever scores several finders on it.
+    """
     blind = [replace(one, true_session="", true_parent=None) for one in stream]
     started = time.process_time()
     said = list(finder(blind))
     cpu_us = (time.process_time() - started) * 1e6 / len(stream)
     last = {one.exchange_id: one for one in said}
-    truth = settled(stream, last, twins_of(stream))
+    truth = settled(stream, last, twins_of(stream) if twins is None else twins)
     return Score(
         session=right_sessions(truth, last),
         parent=right_parents(truth, last),
