@@ -21,7 +21,6 @@ TELECOM_TASKS = 355
 """Of 2,285, evenly spaced."""
 TELECOM_OPENING = "Hi, I have a problem with my phone."
 BANKING_OPENING = "Hi, I need help with my account."
-"""Of the customers whose instructions give no first words."""
 GREETING = "Hi! How can I help you today?"
 SYSTEM = (
     "You are a customer service agent that helps the user according to the <policy>. In each turn "
@@ -96,8 +95,8 @@ def _customer(domain: str, task: JsonObject) -> tuple[str, list[str]]:
     told = task["user_scenario"]["instructions"]
     if isinstance(told, str):  # banking: one text
         sentences = [one for one in _SENTENCES.split(_first_person(told)) if one]
-        first = next((one for one in sentences if "Start by" in one), BANKING_OPENING)
-        return first, [one for one in sentences if one is not first][1:4]
+        opening = " ".join((BANKING_OPENING, *sentences[1:4]))  # before them: who plays whom
+        return opening, sentences[4:7]
     reason = _first_person(told["reason_for_call"])
     known = _first_person(told.get("known_info") or "I have no more details.")
     if domain == "telecom":
