@@ -87,19 +87,18 @@ def _summarise(agent: Agent, old: Sequence[JsonObject], covered: str | None, tex
 
 
 def last_messages(conversation: Conversation, task: Task, now: float) -> None:
-    """Only the newest messages are sent; a window begins with no result without its call, or with
-    a user's message."""
+    """Only the newest messages are sent. A window begins with no result without its call; half of
+    the clients go back to the user's message before it."""
     agent = Agent.of(conversation, task, now)
-    on_user = agent.rng.random() < 0.5
+    from_user = agent.rng.random() < 0.5
 
     def window(messages: Sequence[JsonObject]) -> Sequence[JsonObject]:
-        newest = list(messages[-WINDOW:])
-        if on_user and any(one["role"] == "user" for one in newest):
-            while newest[0]["role"] != "user":
-                newest.pop(0)
-        while newest[0]["role"] == "tool":
-            newest.pop(0)
-        return newest
+        begin = max(0, len(messages) - WINDOW)
+        while from_user and begin > 0 and messages[begin]["role"] != "user":
+            begin -= 1
+        while messages[begin]["role"] == "tool":
+            begin += 1
+        return messages[begin:]
 
     agent.view = window
     for turn in task.turns:

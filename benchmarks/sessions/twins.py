@@ -1,23 +1,25 @@
 """Takes from the truth what nobody can know: which of two equal requests a later one continues.
 
-Pure.
-Two requests are twins when sender, setting, messages and replies are the same. What continues one
-could as well continue the other, unless it repeats the id of a call that only one of them made. So
-where a finder takes a twin for a parent, the truth is changed to agree with it, if that is only an
-exchange: each twin passes on all that follows it, and each gets at most one inheritance. What
-follows then belongs to the twin's session, and the score has no chance in it.
+Pure. Two requests are twins when sender, setting, messages and replies are the same. What continues
+one could as well continue the other, unless it repeats the id of a call that only one of them
+knows. So where a finder takes a twin for a parent, the truth is changed to agree with it, if that
+is only an exchange: each twin passes on all that follows it, and each gets at most one inheritance.
+What follows then belongs to the twin's session, and the score has no chance in it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from benchmarks.sessions.canonical import conversation, reply, sender, setting
 from benchmarks.sessions.records import Found, SentRequest
 
+_CALL_ID = re.compile(rb'"(?:id|call_id|tool_call_id|tool_use_id)"\s*:\s*"([^"]+)"')
 Twins = Mapping[str, Sequence[str]]
 """Exchange id -> exchange ids of its class, itself included; classes of one are left out."""
 
@@ -84,9 +86,11 @@ def _wanted(
 
 
 def _repeats(child: SentRequest, parent: SentRequest) -> bool:
-    """The child's body has the id of a call that the parent's reply made."""
-    calls = [call for raw in parent.replies for call in json.loads(raw).get("tool_calls", ())]
-    return any(call["id"].encode() in child.request for call in calls)
+    """The child's body has the id of a call that the parent's history or replies have."""
+    known = chain.from_iterable(
+        _CALL_ID.findall(text) for text in (parent.request, *parent.replies)
+    )
+    return any(name in child.request for name in known)
 
 
 def _with_parents(stream: Sequence[SentRequest], heirs: Mapping[str, str]) -> list[SentRequest]:

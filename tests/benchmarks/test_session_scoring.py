@@ -21,11 +21,12 @@ def sent(
     reply: str = "hello",
     call: str = "",
     body: str = "",
+    known: str = "",
 ) -> SentRequest:
     message: dict[str, object] = {"role": "assistant", "content": reply}
     if call:
         message["tool_calls"] = [{"id": call, "function": {"name": "f", "arguments": "{}"}}]
-    request = {"messages": [{"role": "user", "content": says}], "metadata": body}
+    request = {"messages": [{"role": "user", "content": says}], "metadata": body, "id": known}
     return SentRequest(
         exchange_id=name,
         at=at,
@@ -142,6 +143,20 @@ def test_equal_requests_whose_calls_have_ids_that_come_back_are_not_exchanged() 
     stream = [
         sent("a1", "A", None, at=1, call="id-a"),
         sent("b1", "B", None, at=2, call="id-b"),
+        sent("a2", "A", "a1", at=3, says="the first", body="id-a"),
+        sent("b2", "B", "b1", at=4, says="the second", body="id-b"),
+    ]
+    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
+
+    truth = settled(stream, said, twins_of(stream))
+
+    assert truth == stream
+
+
+def test_equal_requests_whose_histories_have_ids_that_come_back_are_not_exchanged() -> None:
+    stream = [
+        sent("a1", "A", None, at=1, known="id-a"),
+        sent("b1", "B", None, at=2, known="id-b"),
         sent("a2", "A", "a1", at=3, says="the first", body="id-a"),
         sent("b2", "B", "b1", at=4, says="the second", body="id-b"),
     ]
