@@ -1,0 +1,1 @@
+"""Sessions: which conversation, branch and turn each request belongs to, found from its content."""

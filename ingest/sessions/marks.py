@@ -1,0 +1,91 @@
+"""Digests by which a request finds the conversation that it continues. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+from ingest.sessions.messages import Message
+
+LONG: Final = 24
+"""Characters from which a message tells conversations apart; "Thank you!" does not."""
+SENTENCE: Final = 32
+"""Characters from which a sentence does, when a client puts another text around it."""
+SENTENCES: Final = 16
+"""Sentences of a reply that are remembered."""
+ARGUMENT: Final = 16
+"""Characters from which an argument of a call may be the task of another agent."""
+ARGUMENTS: Final = 16
+"""Arguments of a reply that are remembered."""
+_ENDS: Final = re.compile(r"(?<=[.!?:;>])\s")
+
+
+def chain(scope: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """Return a digest of each beginning of a conversation: [0] of none of its messages, [k] of all.
+
+    Equal digests mean equal scope and equal messages, in order.
+    """
+    found = [scope]
+    for message in messages:
+        found.append(link(found[-1], message))
+    return found
+
+
+def link(before: bytes, message: Message) -> bytes:
+    """Return the digest of a beginning and one more message."""
+    return blake2b(before + message.digest(), digest_size=8).digest()
+
+
+def said(scope: bytes, message: Message) -> bytes | None:
+    """Return the mark of a message wherever it stands; None when too many conversations hold it."""
+    length = len(message.text) + sum(len(arguments) for _, arguments in message.calls)
+    return link(scope, message) if length >= LONG else None
+
+
+def sentences(scope: bytes, text: str) -> Iterator[bytes]:
+    """Yield the mark of each long sentence."""
+    for sentence in _ENDS.split(text):
+        if len(sentence) >= SENTENCE:
+            yield _mark(scope, sentence)
+
+
+def whole(scope: bytes, text: str) -> bytes | None:
+    """Return the mark of a text that may be an argument of a call; None when it is too short."""
+    return _mark(scope, text) if len(text) >= ARGUMENT else None
+
+
+def arguments(scope: bytes, reply: Message) -> Iterator[bytes]:
+    """Yield the mark of each text among the arguments of a reply's calls."""
+    found = 0
+    for _, written in reply.calls:
+        try:
+            value = msgspec.json.decode(written)
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            continue
+        for text in _texts(value):
+            mark = whole(scope, " ".join(text.split()))
+            if mark is not None:
+                yield mark
+                found += 1
+                if found == ARGUMENTS:
+                    return
+
+
+def _texts(value: Any) -> Iterator[str]:  # Any: decoded JSON
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+
+
+def _mark(scope: bytes, text: str) -> bytes:
+    return blake2b(scope + text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -1,0 +1,210 @@
+"""Bring the messages of a request, on any surface, into one canonical form. Pure.
+
+Two requests of one conversation repeat each other's messages, but not byte for byte: clients change
+white space, the order of keys, `cache_control` marks, the ids of tool calls, and leave reasoning
+out. What is compared is therefore a digest of the canonical form: the role, the text with each run
+of white space made one space, and name and arguments of each call. System prompts are kept apart:
+many contain the time of day.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+JsonObject = dict[str, Any]  # Any: what a client or vLLM wrote
+SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
+_REASONING: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
+_UNSENT: Final = frozenset({"cache_control", "id", "call_id", "tool_use_id", "annotations"})
+"""Keys of a content part that say nothing about its content."""
+_THINK: Final = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_encode: Final = msgspec.json.Encoder(order="deterministic").encode
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One canonical message."""
+
+    role: str
+    text: str
+    """White space is one space; "" when there is none."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments of each tool call; arguments are JSON with sorted keys, if they are JSON.
+    """
+
+    def digest(self) -> bytes:
+        """8 bytes that name the content."""
+        parts = [self.role, self.text, *(part for call in self.calls for part in call)]
+        return digest_of("\x00".join(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a request repeats of its conversation."""
+
+    messages: tuple[Message, ...]
+    """Without system prompts; successive messages of the assistant are one."""
+    system: str
+    """All system prompts, canonical text, one a line."""
+    tools: tuple[str, ...]
+    """Sorted names of the tools on offer."""
+
+
+def digest_of(text: str) -> bytes:
+    """Return 8 bytes of BLAKE2b."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def read_conversation(request: JsonObject) -> Conversation:
+    """Read a request of any surface. Parts of an unknown form are compared as JSON; nothing
+    raises."""
+    system: list[str] = []
+    messages: list[Message] = []
+    for role, item in _items(request):
+        for message in _messages(role, item):
+            if message.role in SYSTEM_ROLES:
+                system.append(message.text)
+            else:
+                _append(messages, message)
+    return Conversation(tuple(messages), "\n".join(system), _tools(request))
+
+
+def read_reply(message: JsonObject) -> Message:
+    """Read an answer as the capture keeps it: an assistant message in the form of chat."""
+    found: list[Message] = []
+    for one in _messages("assistant", message):
+        _append(found, one)
+    return found[0] if found else Message("assistant", "")
+
+
+def _items(request: JsonObject) -> Iterator[tuple[str, Any]]:  # Any: what the client wrote
+    """Yield each message or item of a request with its role."""
+    for key in ("system", "instructions"):
+        if request.get(key):
+            yield "system", {"content": request[key]}
+    for key in ("messages", "input", "prompt"):
+        value = request.get(key)
+        if isinstance(value, str):
+            yield "user", {"content": value}
+        elif isinstance(value, list):
+            if key == "prompt":  # texts or token ids
+                yield "user", {"content": _json(value)}
+                continue
+            for item in value:
+                yield (str(item.get("role") or "") if isinstance(item, dict) else "user"), item
+
+
+def _messages(role: str, item: Any) -> Iterator[Message]:  # Any: what the client wrote
+    """Yield the canonical messages of one message or item."""
+    if not isinstance(item, dict):
+        yield Message(role, _json(item))
+        return
+    kind = item.get("type")
+    if kind == "function_call":
+        yield Message("assistant", "", (_call(item),))
+    elif kind == "function_call_output":
+        yield Message("tool", _text(item.get("output")))
+    elif kind == "reasoning":
+        return
+    else:
+        yield from _message(role, item)
+
+
+def _message(role: str, item: JsonObject) -> Iterator[Message]:
+    content = item.get("content")
+    calls = [_call(call.get("function") or call) for call in _objects(item.get("tool_calls"))]
+    if isinstance(item.get("function_call"), dict):  # the form before tools
+        calls.append(_call(item["function_call"]))
+    texts: list[str] = []
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "tool_use":
+                calls.append(_call(part))
+            elif kind == "tool_result":
+                yield Message("tool", _text(part.get("content")))
+            elif kind not in _REASONING:
+                texts.append(_part(part))
+    else:
+        texts.append(_text(content))
+    if isinstance(item.get("refusal"), str):
+        texts.append(item["refusal"])
+    text = " ".join(filter(None, texts))
+    if role == "assistant":
+        text = _spaced(_THINK.sub("", text))
+    elif role == "function":
+        role = "tool"
+    if text or calls or not isinstance(content, list):
+        yield Message(role, text, tuple(calls))
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Append a message; what the assistant says in several items is one message."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or message.role != "assistant":
+        messages.append(message)
+        return
+    text = " ".join(filter(None, (last.text, message.text)))
+    messages[-1] = Message("assistant", text, last.calls + message.calls)
+
+
+def _call(call: Any) -> tuple[str, str]:  # Any: what the client wrote
+    if not isinstance(call, dict):
+        return "", _json(call)
+    arguments = call.get("arguments", call.get("input"))
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            return str(call.get("name")), _spaced(arguments)
+    return str(call.get("name")), _json(arguments if arguments is not None else {})
+
+
+def _part(part: Any) -> str:  # Any: what the client wrote
+    if isinstance(part, dict):
+        kind = part.get("type")
+        if kind in _TEXT_PARTS or (kind is None and "text" in part):
+            return _text(part.get("text") if "text" in part else part.get(str(kind)))
+        part = {key: value for key, value in part.items() if key not in _UNSENT}
+    return _text(part)
+
+
+def _text(content: Any) -> str:  # Any: what the client wrote
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return _spaced(content)
+    if isinstance(content, list):
+        return " ".join(filter(None, map(_part, content)))
+    return _json(content)
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _json(value: Any) -> str:  # Any: what the client wrote
+    try:
+        return _encode(value).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):  # lone surrogates, huge integers
+        return json.dumps(value, sort_keys=True, default=str)
+
+
+def _objects(value: Any) -> Iterable[JsonObject]:  # Any: what the client wrote
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else ()
+
+
+def _tools(request: JsonObject) -> tuple[str, ...]:
+    names = set()
+    for tool in (*_objects(request.get("tools")), *_objects(request.get("functions"))):
+        function = tool.get("function")
+        named = function if isinstance(function, dict) else tool
+        names.add(str(named.get("name") or tool.get("type")))
+    return tuple(sorted(names))

@@ -1,0 +1,139 @@
+"""The nodes of the session tree, and the sessions that they form."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ingest.sessions.messages import Conversation, digest_of
+from ingest.sessions.records import How, Place
+
+_DIGITS: Final = re.compile(r"[0-9]+")
+_LINES: Final = 32
+"""Lines of a system prompt that are compared."""
+SAME, ALIKE, OTHER = 2, 1, 0
+"""How alike two agents are: the same system prompt and tools; the same but for numbers, or half of
+the lines; neither."""
+
+
+class Agent:
+    """What tells one agent from another: its system prompt and its tools."""
+
+    __slots__ = ("_exact", "_lines", "_numberless", "_tools")
+
+    def __init__(self, conversation: Conversation) -> None:
+        system = conversation.system
+        self._exact = digest_of(system)
+        self._numberless = digest_of(_DIGITS.sub("0", system))
+        self._tools = conversation.tools
+        sentences = re.split(r"[.!?;:\n]\s", system, maxsplit=_LINES)[:_LINES]
+        self._lines = frozenset(digest_of(line) for line in sentences if line)
+
+    def likeness(self, other: Agent) -> int:
+        """Return SAME, ALIKE or OTHER."""
+        same_tools = self._tools == other._tools
+        if self._exact == other._exact:
+            return SAME if same_tools else ALIKE
+        if self._numberless == other._numberless and same_tools:
+            return ALIKE
+        both = len(self._lines & other._lines)
+        return ALIKE if 2 * both >= max(len(self._lines), len(other._lines), 1) else OTHER
+
+
+class Session:
+    """All nodes of one session."""
+
+    __slots__ = ("name", "names", "nodes")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nodes: dict[Node, None] = {}
+        self.names: list[bytes] = []
+        """What the client calls it: digests of headers and traces."""
+
+
+class Node:
+    """One exchange in the tree."""
+
+    __slots__ = (
+        "agent",
+        "asked",
+        "at",
+        "branch",
+        "children",
+        "exact",
+        "exchange_id",
+        "how",
+        "keys",
+        "parent",
+        "placed_at",
+        "segment",
+        "session",
+        "trace_id",
+        "turn",
+        "turn_id",
+    )
+
+    def __init__(self, exchange_id: str, at: float, agent: Agent, session: Session) -> None:
+        self.exchange_id = exchange_id
+        self.at = at
+        self.agent = agent
+        self.session = session
+        self.trace_id = self.turn_id = ""
+        self.asked = b""
+        """Digest of the request's messages, in order."""
+        self.parent: Node | None = None
+        self.children: list[Node] = []
+        self.turn = self.branch = self.segment = 0
+        self.exact = False
+        """The parent is the exchange whose reply the request repeats last."""
+        self.how: How = "root"
+        self.keys: list[tuple[int, bytes]] = []
+        """Where the indexes hold this node: number of the index, key."""
+        self.placed_at = at
+        session.nodes[self] = None
+
+    def join(self, parent: Node, how: How) -> None:
+        """Put this node, and with it its branch of the tree, under another parent."""
+        if self.parent is not None:
+            self.parent.children.remove(self)
+        self.parent, self.how = parent, how
+        self.branch = 1 + max((child.branch for child in parent.children), default=-1)
+        parent.children.append(self)
+
+    def settle(self, session: Session, segment: int) -> list[Node]:
+        """Give this node and all below it their session and turn number. Returns: them."""
+        by = segment - self.segment
+        moved: list[Node] = []
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            if node.session is not session:
+                del node.session.nodes[node]
+                session.nodes[node] = None
+                node.session = session
+            node.turn = 0 if node.parent is None else node.parent.turn + 1
+            node.segment += by
+            moved.append(node)
+            waiting += node.children
+        return moved
+
+    def stands_under(self, other: Node) -> bool:
+        """True if `other` is this node or one of its ancestors."""
+        node: Node | None = self
+        while node is not None:
+            if node is other:
+                return True
+            node = node.parent
+        return False
+
+    def place(self) -> Place:
+        return Place(
+            exchange_id=self.exchange_id,
+            session=self.session.name,
+            parent=None if self.parent is None else self.parent.exchange_id,
+            turn=self.turn,
+            branch=self.branch,
+            segment=self.segment,
+            how=self.how,
+        )

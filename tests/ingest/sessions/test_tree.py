@@ -1,0 +1,246 @@
+"""Requests find their place in the tree of conversations by their content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ingest.sessions.messages import JsonObject, read_conversation, read_reply
+from ingest.sessions.records import Arrival, Place
+from ingest.sessions.tree import SessionTree
+
+SYSTEM = "You are the agent of an airline. Follow the policy. Answer in one line."
+TASK = "Please book the flight from Boston to Denver on Monday morning for me."
+Messages = list[JsonObject]
+
+
+class Sidecar:
+    """Sends requests to a tree, one a second."""
+
+    def __init__(self, **options: Any) -> None:
+        self.tree = SessionTree(**options)
+        self.now = 1_000.0
+        self.places: dict[str, Place] = {}
+
+    def send(self, messages: Messages, reply: Any = "", **named: Any) -> str:
+        """Returns: the exchange id."""
+        self.now += 1.0
+        exchange_id = f"ex_{len(self.places)}"
+        tools: Sequence[str] = named.pop("tools", ())
+        system = named.pop("system", SYSTEM)
+        request = {
+            "messages": [{"role": "system", "content": system}, *messages],
+            "tools": [{"type": "function", "function": {"name": tool}} for tool in tools],
+        }
+        replies = reply if isinstance(reply, list) else [reply]
+        defaults = {"project": "p", "key_id": "k", "user": "", "session_header": ""}
+        arrival = Arrival(
+            exchange_id=exchange_id,
+            at=named.pop("at", self.now),
+            **{**defaults, "trace_id": "", "turn_id": "", **named},
+            conversation=read_conversation(request),
+            replies=tuple(
+                read_reply(one if isinstance(one, dict) else said(one)) for one in replies
+            ),
+        )
+        for place in self.tree.place(arrival, now=self.now):
+            self.places[place.exchange_id] = place
+        return exchange_id
+
+    def session(self, exchange_id: str) -> str:
+        return self.places[exchange_id].session
+
+    def parent(self, exchange_id: str) -> str | None:
+        return self.places[exchange_id].parent
+
+
+def asks(text: str) -> JsonObject:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> JsonObject:
+    return {"role": "assistant", "content": text}
+
+
+def calls(name: str, arguments: str) -> JsonObject:
+    call = {"id": f"call_{name}", "type": "function"}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**call, "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+def result(text: str, **more: Any) -> JsonObject:
+    return {"role": "tool", "tool_call_id": "call_x", "content": text, **more}
+
+
+@pytest.fixture
+def sidecar() -> Sidecar:
+    return Sidecar()
+
+
+def test_a_conversation_is_a_chain(sidecar: Sidecar) -> None:
+    first = sidecar.send([asks(TASK)], "Which seat?")
+    second = sidecar.send([asks(TASK), said("Which seat?"), asks("A window.")], "Booked.")
+    third = sidecar.send(
+        [asks(TASK), said("Which seat?"), asks("A window."), said("Booked."), asks("Thanks")]
+    )
+
+    assert [sidecar.parent(one) for one in (first, second, third)] == [None, first, second]
+    assert {sidecar.session(one) for one in (first, second, third)} == {first}
+    assert [sidecar.places[one].turn for one in (first, second, third)] == [0, 1, 2]
+
+
+def test_a_clock_in_the_system_prompt_changes_nothing(sidecar: Sidecar) -> None:
+    first = sidecar.send([asks(TASK)], "Which seat?", system=f"{SYSTEM} It is 10:15.")
+    second = sidecar.send(
+        [asks(TASK), said("Which seat?"), asks("A window.")], system=f"{SYSTEM} It is 10:16."
+    )
+
+    assert sidecar.parent(second) == first
+
+
+def test_conversations_that_begin_alike_are_two(sidecar: Sidecar) -> None:
+    one = sidecar.send([asks("hi")], "Hello! What can I do?")
+    two = sidecar.send([asks("hi")], "Hello! What can I do?")
+    opening = [asks("hi"), said("Hello! What can I do?")]
+    one_next = sidecar.send([*opening, asks("My bag is lost.")], "Which flight?")
+    two_next = sidecar.send([*opening, asks("Cancel my trip.")], "Which one?")
+
+    assert sidecar.session(one) != sidecar.session(two)
+    assert (sidecar.parent(one_next), sidecar.parent(two_next)) == (one, two)
+
+
+def test_two_users_never_share_a_session(sidecar: Sidecar) -> None:
+    sidecar.send([asks(TASK)], "Which seat?", user="ann")
+    other = sidecar.send([asks(TASK), said("Which seat?"), asks("A window.")], user="bob")
+
+    assert sidecar.parent(other) is None
+    assert sidecar.session(other) == other
+
+
+def test_agents_with_the_same_words_are_told_apart(sidecar: Sidecar) -> None:
+    buyer = sidecar.send([asks(TASK)], "Done.", system="You buy tickets.", tools=["buy"])
+    critic = sidecar.send([asks(TASK)], "Done.", system="You find faults.", tools=["note"])
+    more = [asks(TASK), said("Done."), asks("Go on with the second one.")]
+
+    of_critic = sidecar.send(more, system="You find faults.", tools=["note"])
+    of_buyer = sidecar.send(more, system="You buy tickets.", tools=["buy"])
+
+    assert (sidecar.parent(of_buyer), sidecar.parent(of_critic)) == (buyer, critic)
+
+
+def test_a_reply_that_the_client_rewrote_is_known_by_what_stands_before_it(
+    sidecar: Sidecar,
+) -> None:
+    first = sidecar.send([asks(TASK)], "**Which** seat?")
+    second = sidecar.send([asks(TASK), said("Which seat?"), asks("A window.")])
+
+    assert sidecar.parent(second) == first
+    assert sidecar.places[second].how == "asked"
+
+
+def test_any_of_several_choices_is_continued(sidecar: Sidecar) -> None:
+    first = sidecar.send([asks(TASK)], ["Which seat?", "Which airline?"])
+    second = sidecar.send([asks(TASK), said("Which airline?"), asks("The cheapest.")])
+
+    assert sidecar.parent(second) == first
+
+
+def test_a_second_continuation_is_a_branch(sidecar: Sidecar) -> None:
+    first = sidecar.send([asks(TASK)], "Which seat?")
+    opening = [asks(TASK), said("Which seat?")]
+    window = sidecar.send([*opening, asks("A window.")])
+    aisle = sidecar.send([*opening, asks("No, the aisle.")])
+
+    assert sidecar.parent(window) == sidecar.parent(aisle) == first
+    assert [sidecar.places[one].branch for one in (window, aisle)] == [0, 1]
+
+
+def test_a_retry_stands_beside_its_original(sidecar: Sidecar) -> None:
+    first = sidecar.send([asks(TASK)], "Which seat?", turn_id="t1")
+    again = sidecar.send([asks(TASK)], "Which seat?", turn_id="t1")
+
+    assert sidecar.parent(again) is None
+    assert sidecar.session(again) == first
+
+
+def test_an_exchange_that_comes_before_its_parent_is_moved_when_it_comes(
+    sidecar: Sidecar,
+) -> None:
+    turns = [asks(TASK), said("Which seat?"), asks("A window."), said("Which class?")]
+    third = sidecar.send([*turns, asks("Economy.")], at=3_000.0)
+    second = sidecar.send(turns[:3], "Which class?", at=2_000.0)
+    first = sidecar.send(turns[:1], "Which seat?", at=1_000.0)
+
+    assert [sidecar.parent(one) for one in (first, second, third)] == [None, first, second]
+    assert {sidecar.session(one) for one in (first, second, third)} == {first}
+    assert [sidecar.places[one].turn for one in (first, second, third)] == [0, 1, 2]
+
+
+def test_a_task_that_a_call_hands_on_is_a_branch_of_the_session(sidecar: Sidecar) -> None:
+    task = "Find all hotels in Denver that take dogs."
+    main = sidecar.send([asks(TASK)], calls("ask_agent", f'{{"task": "{task}"}}'))
+    helper = sidecar.send([asks(task)], "Two hotels.", system="You search.", tools=["search"])
+
+    assert sidecar.parent(helper) == main
+    assert sidecar.session(helper) == sidecar.session(main)
+
+
+def test_the_last_messages_of_a_shortened_conversation_name_it(sidecar: Sidecar) -> None:
+    turns: Messages = []
+    for number in range(8):
+        turns.append(asks(f"Step {number} of the work on my trip to Denver, please."))
+        last = sidecar.send(turns, f"Step {number} of your trip to Denver is done.")
+        turns.append(said(f"Step {number} of your trip to Denver is done."))
+    short = sidecar.send([*turns[-4:], asks("And now the last one.")])
+
+    assert sidecar.parent(short) == last
+    assert sidecar.places[short].segment == 1
+
+
+def test_a_summary_that_an_own_request_made_is_linked(sidecar: Sidecar) -> None:
+    summary = (
+        "The user wants a flight from Boston to Denver. A window seat was chosen. "
+        "The payment by card is still to be done, and a hotel for the dog."
+    )
+    first = sidecar.send([asks(TASK)], "Which seat?")
+    made = sidecar.send([asks(TASK), said("Which seat?"), asks("Sum it up.")], summary)
+    after = sidecar.send([asks(f"What happened before: {summary}"), asks("Pay by card.")])
+
+    assert sidecar.parent(after) == made
+    assert sidecar.session(after) == first
+    assert sidecar.places[after].segment == 1
+
+
+def test_the_name_that_a_client_sends_wins(sidecar: Sidecar) -> None:
+    one = sidecar.send([asks(TASK)], "Which seat?", session_header="s1")
+    two = sidecar.send([asks("Something else.")], session_header="s1")
+    other = sidecar.send([asks(TASK), said("Which seat?"), asks("A.")], session_header="s2")
+
+    assert sidecar.session(one) == sidecar.session(two) == "s1"
+    assert sidecar.session(other) == "s2"
+    assert sidecar.parent(other) is None
+
+
+def test_requests_of_one_trace_are_one_session(sidecar: Sidecar) -> None:
+    one = sidecar.send([asks(TASK)], "Which seat?", trace_id="a" * 32)
+    two = sidecar.send([asks("Which rules hold for dogs?")], trace_id="a" * 32)
+    next_turn = sidecar.send([asks(TASK), said("Which seat?"), asks("A.")], trace_id="b" * 32)
+
+    assert sidecar.session(two) == sidecar.session(one) == sidecar.session(next_turn)
+
+
+@pytest.mark.parametrize("options", [{"max_nodes": 50}, {"ttl_s": 50.0}])
+def test_what_is_remembered_is_bounded(options: dict[str, Any]) -> None:
+    sidecar = Sidecar(**options)
+    for number in range(500):
+        turns = [asks(f"Task {number} of five hundred tasks."), said("It is done, number x.")]
+        sidecar.send(turns[:1], "It is done, number x.")
+        sidecar.send([*turns, asks("Thank you very much, that was all.")], "You are welcome.")
+
+    assert len(sidecar.tree) <= 51
+    assert sidecar.tree.keys <= 51 * 12
