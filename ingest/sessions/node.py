@@ -118,14 +118,24 @@ class Node:
             waiting += node.children
         return moved
 
-    def stands_under(self, other: Node) -> bool:
-        """True if `other` is this node or one of its ancestors."""
+    def come_above(self, other: Node) -> Node | None:
+        """See to it that this node does not stand under `other`, of which it is the parent: a link
+        between them was a guess, and the parent of `other` takes its place. Returns: the node whose
+        parent changed."""
+        guessed: Node | None = None
         node: Node | None = self
-        while node is not None:
-            if node is other:
-                return True
+        while node is not None and node is not other:
+            if not node.exact:
+                guessed = node
             node = node.parent
-        return False
+        if node is None or guessed is None:
+            return None
+        assert guessed.parent is not None, "it stands under `other`"
+        guessed.parent.children.remove(guessed)
+        guessed.parent = None
+        if other.parent is not None:
+            guessed.join(other.parent, other.how)
+        return guessed
 
     def place(self) -> Place:
         return Place(

@@ -111,12 +111,15 @@ class SessionTree:
         moved: list[Node] = []
         for key in answered:
             for child in list(self.nodes_under(WANTED, key)):
-                if child.exact or node.stands_under(child):
+                if child.exact or child is node:
                     continue
+                freed = node.come_above(child)
                 child.join(node, "answered")
                 child.exact = True
                 before = child.session
                 moved += child.settle(node.session, node.segment)
+                if freed is not None:
+                    moved += freed.settle(node.session, freed.segment)
                 if not before.nodes:
                     self._rename(before, node.session)
         return [one.place() for one in moved]
