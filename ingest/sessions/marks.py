@@ -42,8 +42,7 @@ def link(before: bytes, message: Message) -> bytes:
 
 def said(scope: bytes, message: Message) -> bytes | None:
     """Return the mark of a message wherever it stands; None when too many conversations hold it."""
-    length = len(message.text) + sum(len(arguments) for _, arguments in message.calls)
-    return link(scope, message) if length >= LONG else None
+    return link(scope, message) if message.length >= LONG else None
 
 
 def sentences(scope: bytes, text: str) -> Iterator[bytes]:

@@ -39,6 +39,11 @@ class Message:
     """Name and arguments of each tool call; arguments are JSON with sorted keys, if they are JSON.
     """
 
+    @property
+    def length(self) -> int:
+        """Characters of text and arguments."""
+        return len(self.text) + sum(len(arguments) for _, arguments in self.calls)
+
     def digest(self) -> bytes:
         """8 bytes that name the content."""
         parts = [self.role, self.text, *(part for call in self.calls for part in call)]

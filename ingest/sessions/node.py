@@ -101,20 +101,21 @@ class Node:
         self.branch = 1 + max((child.branch for child in parent.children), default=-1)
         parent.children.append(self)
 
-    def settle(self, session: Session, segment: int) -> list[Node]:
-        """Give this node and all below it their session and turn number. Returns: them."""
+    def settle(self, session: Session, segment: int) -> list[Place]:
+        """Give this node and all below it their session and turn number. Returns: their places."""
         by = segment - self.segment
-        moved: list[Node] = []
+        moved: list[Place] = []
         waiting = [self]
         while waiting:
             node = waiting.pop()
+            before = node.session.name
             if node.session is not session:
                 del node.session.nodes[node]
                 session.nodes[node] = None
                 node.session = session
             node.turn = 0 if node.parent is None else node.parent.turn + 1
             node.segment += by
-            moved.append(node)
+            moved.append(node.place(before))
             waiting += node.children
         return moved
 
@@ -137,7 +138,7 @@ class Node:
             guessed.join(other.parent, other.how)
         return guessed
 
-    def place(self) -> Place:
+    def place(self, moved_from: str | None = None) -> Place:
         return Place(
             exchange_id=self.exchange_id,
             session=self.session.name,
@@ -146,4 +147,5 @@ class Node:
             branch=self.branch,
             segment=self.segment,
             how=self.how,
+            moved_from=moved_from,
         )

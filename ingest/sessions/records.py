@@ -51,3 +51,5 @@ class Place:
     segment: int
     """0 in a session's beginning; one more whenever the client has shortened the conversation."""
     how: How
+    moved_from: str | None = None
+    """The session that it stood in before; None for an exchange that is new."""

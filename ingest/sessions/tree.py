@@ -32,8 +32,14 @@ SEARCHED: Final = 64
 SAME_KEY: Final = 32
 """Nodes remembered under one key, the newest."""
 KNOWN: Final = 0.9
-"""A message counts 1 divided by the sessions that hold it. A session with this sum is the one."""
-ANSWERED, ASKED, SAID, SENTENCE, CALLED, WANTED = range(6)
+"""A long message counts 1 divided by the sessions that hold it. The session with this sum
+is the one."""
+CERTAIN: Final = 64
+"""Characters of a long message; a shorter one counts in proportion."""
+EXACT: Final = frozenset({"answered", "asked"})
+"""The parent is the exchange whose reply the request repeats last. A retry is taken for one that
+may still have to be moved."""
+ANSWERED, ASKED, REPLIED, HEARD, SENTENCE, CALLED, WANTED = range(7)
 """Numbers of the indexes."""
 
 
@@ -44,7 +50,8 @@ class SessionTree:
         self._max_nodes = max_nodes
         self._ttl_s = ttl_s
         self._nodes: OrderedDict[str, Node] = OrderedDict()
-        self._indexes: tuple[dict[bytes, list[Node]], ...] = tuple({} for _ in range(6))
+        self._indexes: tuple[dict[bytes, list[Node]], ...] = tuple({} for _ in range(7))
+        self._sessions: dict[str, Session] = {}
         self._named: dict[bytes, Session] = {}
         """Sessions that the client named, by header or trace."""
 
@@ -80,6 +87,30 @@ class SessionTree:
         answered = search.register(node)
         return [node.place(), *self._adopt(node, answered)]
 
+    def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
+        """Remember an exchange whose place is known, after a restart. In the order in which they
+        were placed.
+
+        now: when it was placed.
+        """
+        self._forget(now)
+        search = _Search(self, arrival)
+        parent = self._nodes.get(place.parent) if place.parent is not None else None
+        session = self._sessions.get(place.session)
+        if session is None:
+            session = self._sessions[place.session] = Session(place.session)
+        self._name(session, search.names)
+        node = Node(arrival.exchange_id, arrival.at, search.agent, session)
+        node.placed_at = now
+        node.trace_id, node.turn_id = arrival.trace_id, arrival.turn_id
+        node.exact = place.how in EXACT
+        if parent is not None:
+            node.join(parent, place.how)
+        node.how, node.branch = place.how, place.branch
+        node.turn, node.segment = place.turn, place.segment
+        self._nodes[arrival.exchange_id] = node
+        search.register(node)
+
     def nodes_under(self, index: int, key: bytes) -> list[Node]:
         return self._indexes[index].get(key, [])
 
@@ -99,16 +130,22 @@ class SessionTree:
         for name in search.names:
             session = session or self._named.get(name)
         if session is None:
-            session = Session(arrival.session_header or arrival.exchange_id)
-        for name in search.names:
+            name_of = arrival.session_header or arrival.exchange_id
+            session = self._sessions.get(name_of)
+            if session is None:
+                session = self._sessions[name_of] = Session(name_of)
+        self._name(session, search.names)
+        return session
+
+    def _name(self, session: Session, names: Iterable[bytes]) -> None:
+        for name in names:
             if name not in self._named:
                 self._named[name] = session
                 session.names.append(name)
-        return session
 
     def _adopt(self, node: Node, answered: Iterable[bytes]) -> list[Place]:
         """Move those under `node` that arrived before it."""
-        moved: list[Node] = []
+        moved: list[Place] = []
         for key in answered:
             for child in list(self.nodes_under(WANTED, key)):
                 if child.exact or child is node:
@@ -122,7 +159,7 @@ class SessionTree:
                     moved += freed.settle(node.session, freed.segment)
                 if not before.nodes:
                     self._rename(before, node.session)
-        return [one.place() for one in moved]
+        return moved
 
     def _rename(self, before: Session, session: Session) -> None:
         """Give the names of a session that became part of another one to that one."""
@@ -130,6 +167,7 @@ class SessionTree:
             self._named[name] = session
         session.names += before.names
         before.names.clear()
+        del self._sessions[before.name]
 
     def _forget(self, now: float) -> None:
         while self._nodes:
@@ -155,7 +193,7 @@ class SessionTree:
         if not session.nodes:
             for name in session.names:
                 del self._named[name]
-            session.names.clear()
+            del self._sessions[session.name]
 
 
 class _Search:
@@ -227,11 +265,14 @@ class _Search:
             tree.add(WANTED, self._chain[self._replied[-1]], node)
         new = self._messages[self._replied[-1] if node.exact and self._replied else 0 :]
         found: dict[int, set[bytes]] = defaultdict(set)
-        for message in (*new[-SEARCHED:], *self._arrival.replies):
+        for message in new[-SEARCHED:]:
             mark = marks.said(self._scope, message)
-            if mark is not None:
-                found[SAID].add(mark)
+            if mark is not None and message.role != "assistant":
+                found[HEARD].add(mark)
         for reply in self._arrival.replies:
+            mark = marks.said(self._scope, reply)
+            if mark is not None:
+                found[REPLIED].add(mark)
             found[CALLED].update(marks.arguments(self._scope, reply))
             for _, mark in zip(
                 range(marks.SENTENCES), marks.sentences(self._scope, reply.text), strict=False
@@ -282,21 +323,24 @@ class _Search:
         return None, 0
 
     def _kept(self) -> tuple[Node | None, float]:
-        """Return who holds the same messages, wherever they stand, and the weight of these."""
+        """Return who gave the same replies, wherever they stand, and the weight of what is the same
+        in its session. Only replies that vLLM gave count: many clients begin with a greeting of
+        their own."""
         weights: dict[Session, float] = defaultdict(float)
         newest: dict[Session, Node] = {}
-        replied: set[Session] = set()
         for message in reversed(self._messages[-SEARCHED:]):
             mark = marks.said(self._scope, message)
-            nodes = self._tree.nodes_under(SAID, mark) if mark is not None else []
+            if mark is None:
+                continue
+            by_assistant = message.role == "assistant"
+            nodes = self._tree.nodes_under(REPLIED if by_assistant else HEARD, mark)
             sessions = {node.session for node in nodes}
-            for node in reversed(nodes):
-                newest.setdefault(node.session, node)
             for session in sessions:
-                weights[session] += 1 / len(sessions)
-                if message.role != "user":
-                    replied.add(session)
-        best = max(replied, key=weights.__getitem__, default=None)
+                weights[session] += min(1.0, message.length / CERTAIN) / len(sessions)
+            if by_assistant:
+                for node in reversed(nodes):
+                    newest.setdefault(node.session, node)
+        best = max(newest, key=weights.__getitem__, default=None)
         if best is None or weights[best] < KNOWN:
             return None, 0.0
         return newest[best], weights[best]
