@@ -35,6 +35,8 @@ class Group:
     group_id: str
     exchange_id: str
     session_key: str
+    session_id: str = ""
+    """The session that its exchange stands in; groups are counted by it."""
     adapter: str
     """vLLM name of the LoRA that sampled every answer; "base" when none did."""
     request: bytes

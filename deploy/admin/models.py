@@ -147,6 +147,7 @@ class GroupOut(Out):
     group_id: str
     exchange_id: str
     session_key: str
+    session_id: str
     adapter: str
     status: str
     reason: str | None
@@ -206,6 +207,12 @@ class ExchangeOut(Out):
     propensity: float
     replica: str
     session_key: str
+    session_id: str
+    parent_id: str | None
+    turn: int
+    branch: int
+    segment: int
+    placed_by: str
     held_out: bool
     selection: str
     status: int

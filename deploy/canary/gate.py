@@ -189,9 +189,9 @@ class Gate:
             newest = gate_store.held_out_prompts(session, canary.model, limit=limit)
             made = gate_store.comparisons(session, canary.canary_id)
         scored = [one for one in made if one.difference is not None]
-        missing = [prompt for prompt in newest if prompt.session_key not in done]
+        missing = [prompt for prompt in newest if prompt.session_id not in done]
         room = min(limit - len(done), self._rules.gate_prompts - len(scored))
-        return done | {p.session_key for p in newest}, missing[: max(0, room)]
+        return done | {p.session_id for p in newest}, missing[: max(0, room)]
 
     def _evidence(self, canary: Canary, away: str | None) -> GateEvidence:
         prompts, missing = self._prompts(canary)

@@ -23,7 +23,7 @@ class HeldOutPrompt:
     """One recorded request of a session that is never trained on."""
 
     exchange_id: str
-    session_key: str
+    session_id: str
     request: dict[str, Any]
     """Request body as JSON; empty when the stored one is damaged."""
 
@@ -46,16 +46,16 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
             ExchangeRow.surface.in_(CHOSEN_SURFACES),
             ExchangeRow.public_model == model,
         )
-        .group_by(ExchangeRow.session_key)
+        .group_by(ExchangeRow.session_id)
     )
     statement = (
-        select(ExchangeRow.exchange_id, ExchangeRow.session_key, ExchangeRow.request_body)
+        select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.request_body)
         .where(ExchangeRow.seq.in_(newest))
         .order_by(ExchangeRow.seq.desc())
         .limit(limit)
     )
     return [
-        HeldOutPrompt(exchange_id=exchange_id, session_key=key, request=_request(body))
+        HeldOutPrompt(exchange_id=exchange_id, session_id=key, request=_request(body))
         for exchange_id, key, body in session.execute(statement)
         if "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
     ]
@@ -71,9 +71,9 @@ def _request(body: bytes) -> dict[str, Any]:
 
 
 def compared_sessions(session: Session, canary: Canary) -> set[str]:
-    """Return the keys of sessions with a comparison in this canary, scored or set aside."""
+    """Return the sessions with a comparison in this canary, scored or set aside."""
     statement = (
-        select(ExchangeRow.session_key)
+        select(ExchangeRow.session_id)
         .join(GateComparisonRow, GateComparisonRow.exchange_id == ExchangeRow.exchange_id)
         .where(GateComparisonRow.canary_id == canary.canary_id)
     )

@@ -112,12 +112,17 @@ def _settle(
     if _digest(exchange) != scores.answers_digest:
         return ANSWERS_DIFFER
     chosen = stored.selection == CHOSEN
-    by_session = {} if chosen else count_by_session(session, [exchange.session_key])
+    by_session = (
+        {}
+        if chosen
+        else count_by_session(session, [stored.session_id], since=now - rules.session_window_s)
+    )
     group = judged_group(
         exchange,
         stored.held_out,
         live_adapters=live,
-        in_session=by_session.get(exchange.session_key, 0),
+        session_id=stored.session_id,
+        in_session=by_session.get(stored.session_id, 0),
         rules=rules,
     )
     if isinstance(group, str):

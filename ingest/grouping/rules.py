@@ -24,6 +24,7 @@ def rules_of(settings: Settings) -> Rules:
         size=settings.groups.size,
         rate=settings.groups.rate,
         max_groups_per_session=settings.groups.max_groups_per_session,
+        session_window_s=settings.groups.session_window_s,
         max_pending_groups=settings.groups.max_pending_groups,
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,

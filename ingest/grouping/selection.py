@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -55,6 +55,8 @@ class Rules:
     size: int
     rate: float
     max_groups_per_session: int
+    session_window_s: float = 86_400.0
+    """Groups of a session older than this do not count against the cap."""
     max_pending_groups: int
     logprobs_mode: LogprobsMode
     sampling_defaults: Mapping[SamplingField, float] | None = None
@@ -72,7 +74,9 @@ class Standing:
     pending_groups: int
     """Number of groups that wait for candidates or for the judge."""
     groups_by_session: Mapping[str, int]
-    """Session key -> number of groups that the session has ever had."""
+    """Session id -> number of groups that the session had lately."""
+    sessions: Mapping[str, str] = field(default_factory=dict)
+    """Exchange id -> session id, where it is not the session's key."""
     decided_turns: frozenset[Turn] = frozenset()
     """Turns that an earlier batch decided (`TURN_DECIDED`)."""
 
@@ -106,15 +110,16 @@ def select(
     counting = _last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
     decisions = []
     for exchange, request, reason in read:
-        in_session = by_session.get(exchange.session_key, 0)
+        session_id = standing.sessions.get(exchange.exchange_id, exchange.session_key)
+        in_session = by_session.get(session_id, 0)
         if reason is None and _counts_elsewhere(exchange, counting, standing.decided_turns):
             reason = RETRIED_TURN
         reason = reason or _why_unwanted(exchange, in_session, pending, rules)
         group = None
         if reason is None:
-            group = _make_group(exchange, request or {}, rules)
+            group = _make_group(exchange, request or {}, rules, session_id=session_id)
             pending += 1
-            by_session[exchange.session_key] = in_session + 1
+            by_session[session_id] = in_session + 1
         decisions.append(
             Decision(
                 exchange_id=exchange.exchange_id,
@@ -206,6 +211,7 @@ def judged_group(
     held_out: bool,
     *,
     live_adapters: frozenset[str],
+    session_id: str,
     in_session: int,
     rules: Rules,
 ) -> Group | str:
@@ -221,7 +227,8 @@ def judged_group(
         reason = "session_cap"
     if reason is not None:
         return reason[:REASON_LENGTH]
-    group = _make_group(exchange, request or {}, replace(rules, size=len(exchange.choices)))
+    rules = replace(rules, size=len(exchange.choices))
+    group = _make_group(exchange, request or {}, rules, session_id=session_id)
     masks = [answer.untrainable_reason for answer in group.answers]
     if masks.count(None) < 2:
         masked_by = next((mask for mask in masks if mask is not None), "alone")
@@ -229,11 +236,14 @@ def judged_group(
     return group
 
 
-def _make_group(exchange: Exchange, request: Mapping[str, Any], rules: Rules) -> Group:
+def _make_group(
+    exchange: Exchange, request: Mapping[str, Any], rules: Rules, *, session_id: str
+) -> Group:
     return Group(
         group_id=group_id_of(exchange.exchange_id),
         exchange_id=exchange.exchange_id,
         session_key=exchange.session_key,
+        session_id=session_id,
         adapter=exchange.adapter,
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,

@@ -104,8 +104,11 @@ def _decide(
         live_adapters=live,
         pending_groups=count_pending(session, live),
         groups_by_session=count_by_session(
-            session, [stored.exchange.session_key for stored in batch]
+            session,
+            [stored.session_id for stored in batch],
+            since=now - rules.session_window_s,
         ),
+        sessions={stored.exchange.exchange_id: stored.session_id for stored in batch},
         decided_turns=frozenset(turns_with(session, turns, selections=TURN_DECIDED)),
     )
     before = {stored.exchange.exchange_id: stored.selection for stored in batch}

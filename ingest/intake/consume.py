@@ -17,8 +17,10 @@ import structlog
 from sqlalchemy.exc import StatementError
 from sqlalchemy.orm import Session
 
-from ingest.grouping.held_out import is_held_out
 from ingest.intake.bus import BusReader, Envelope
+from ingest.intake.placing import Sessions
+from ingest.sessions.arrival import arrival_of
+from ingest.sessions.records import Arrival
 from ingest.store.exchanges import dead_letter, save_exchange
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.records import Exchange, decode_exchange
@@ -54,6 +56,7 @@ class _Read:
 
     envelope: Envelope
     exchange: Exchange | None = None
+    arrival: Arrival | None = None
     tokens: str = NOT_CHECKED
     error: Exception | None = None
 
@@ -70,13 +73,13 @@ def consume(
     database: Database,
     *,
     limit: int,
-    held_out_rate: float,
+    sessions: Sessions,
     now: float,
     check_tokens: Callable[[Exchange], str] = lambda _: NOT_CHECKED,
 ) -> Consumed:
     """Move one batch from the bus to the store.
 
-    held_out_rate: share of sessions that are held out from training, 0..1.
+    sessions: finds the session of each exchange, and whether it is held out.
     check_tokens: returns an outcome of `ingest.tokens.check`, which is counted.
     Raises: BusError or StoreError; nothing is lost then, and the batch comes again.
     """
@@ -85,12 +88,12 @@ def consume(
         return Consumed(stored=0, repeated=0, poison=0)
     records = [_read(envelope, check_tokens) for envelope in envelopes]
     try:
-        consumed = _store(database, records, held_out_rate=held_out_rate, now=now)
+        consumed = _store(database, records, sessions, now=now)
     except StatementError:
         # The database refused a row, and with it the whole batch. Stored one by one, only the
         # refused rows are dead-lettered.
         log.warning("batch_refused", records=len(envelopes))
-        consumed = _store_one_by_one(database, records, held_out_rate=held_out_rate, now=now)
+        consumed = _store_one_by_one(database, records, sessions, now=now)
     bus.commit(envelopes[-1].position)
     return consumed
 
@@ -100,33 +103,35 @@ def _read(envelope: Envelope, check_tokens: Callable[[Exchange], str]) -> _Read:
         exchange = decode_exchange(envelope.payload)
     except UNREADABLE as error:
         return _Read(envelope, error=error)
-    return _Read(envelope, exchange, check_tokens(exchange))
+    return _Read(envelope, exchange, arrival_of(exchange), check_tokens(exchange))
 
 
 def _store(
-    database: Database, records: Sequence[_Read], *, held_out_rate: float, now: float
+    database: Database, records: Sequence[_Read], sessions: Sessions, *, now: float
 ) -> Consumed:
     tally = _Tally()
     with database.write() as session:
         for record in records:
-            outcome = _save(session, record, held_out_rate=held_out_rate, now=now)
+            outcome = _save(session, record, sessions, now=now)
             tally.outcomes[outcome] += 1
             if outcome == STORED:
                 tally.tokens[record.tokens] += 1
+        sessions.save_moves(session)
         for reason, number in tally.outcomes.items():
             count(session, STAGE, reason, number)
         for reason, number in tally.tokens.items():
             count(session, TOKEN_STAGE, reason, number)
+    sessions.saved()
     return Consumed(**tally.outcomes)
 
 
 def _store_one_by_one(
-    database: Database, records: Sequence[_Read], *, held_out_rate: float, now: float
+    database: Database, records: Sequence[_Read], sessions: Sessions, *, now: float
 ) -> Consumed:
     outcomes = {STORED: 0, REPEATED: 0, POISON: 0}
     for record in records:
         try:
-            one = _store(database, [record], held_out_rate=held_out_rate, now=now)
+            one = _store(database, [record], sessions, now=now)
         except StatementError as error:
             with database.write() as session:
                 _put_aside(session, record.envelope, error, now=now)
@@ -136,16 +141,18 @@ def _store_one_by_one(
     return Consumed(**outcomes)
 
 
-def _save(session: Session, record: _Read, *, held_out_rate: float, now: float) -> str:
-    if record.exchange is None:
+def _save(session: Session, record: _Read, sessions: Sessions, *, now: float) -> str:
+    if record.exchange is None or record.arrival is None:
         assert record.error is not None
         _put_aside(session, record.envelope, record.error, now=now)
         return POISON
     exchange = record.exchange
     doubt = DISAGREES if record.tokens == DISAGREES else None
-    held_out = is_held_out(exchange.session_key, held_out_rate)
+    place, held_out = sessions.place(record.arrival, now=now)
     try:
-        saved = save_exchange(session, exchange, held_out=held_out, now=now, doubt=doubt)
+        saved = save_exchange(
+            session, exchange, held_out=held_out, now=now, doubt=doubt, place=place
+        )
     except UNREADABLE as error:
         _put_aside(session, record.envelope, error, now=now)
         return POISON

@@ -19,6 +19,7 @@ from ingest.grouping.rules import rules_of
 from ingest.intake.bus import BusReader
 from ingest.intake.choose import choose_backlog, choose_new
 from ingest.intake.consume import consume
+from ingest.intake.placing import Sessions
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
@@ -49,14 +50,14 @@ class Intake:
         self._bus = bus
         self._database = database
         self._bus_settings = settings.bus
-        self._held_out_rate = settings.groups.held_out_rate
+        self._sessions = Sessions(held_out_rate=settings.groups.held_out_rate)
         self._model = settings.serving.model
         self._tokens = TokenCheck(settings.serving.base_model_path)
         self._engine = engine or EngineWatch(settings.serving)
         self._rules = rules_of(settings)
         self._now = now
         self._backlog_due = 0.0
-        self._upgraded = False
+        self._upgraded = self._restored = False
         self._published = False
         """True once the store holds the state of the token check and the facts about vLLM."""
         self._failures = 0
@@ -100,6 +101,9 @@ class Intake:
             self._upgraded = True
         limit = self._bus_settings.batch
         now = self._now()
+        if not self._restored:
+            self._sessions.restore(self._database, now=now)
+            self._restored = True
         changes = (self._tokens.poll(now), self._engine.poll(now))
         if any(changes) or not self._published:
             self._published = False
@@ -112,7 +116,7 @@ class Intake:
             self._bus,
             self._database,
             limit=limit,
-            held_out_rate=self._held_out_rate,
+            sessions=self._sessions,
             now=now,
             check_tokens=self._tokens,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -18,24 +19,49 @@ NOTHING = Conversation((), "", ())
 
 
 def arrival_of(exchange: Exchange) -> Arrival:
-    """Never raises: a request or an answer that is no JSON object repeats nothing."""
-    request = _object(exchange.request)
-    key = exchange.session_key
-    return Arrival(
+    """Read an exchange. Never raises: a request or an answer that is no JSON object repeats
+    nothing."""
+    return read_arrival(
         exchange_id=exchange.exchange_id,
         at=exchange.timings.started_at,
         project=exchange.project,
         key_id=exchange.key_id,
         user=exchange.user,
-        session_header=key if key.startswith(NAMED) else "",
+        session_key=exchange.session_key,
         trace_id=exchange.trace_id,
         turn_id=exchange.turn_id,
-        conversation=NOTHING if request is None else read_conversation(request),
-        replies=tuple(
-            read_reply(message)
-            for choice in exchange.choices
-            if (message := _object(choice.message)) is not None
-        ),
+        request=exchange.request,
+        messages=[choice.message for choice in exchange.choices],
+    )
+
+
+def read_arrival(
+    *,
+    exchange_id: str,
+    at: float,
+    project: str,
+    key_id: str,
+    user: str,
+    session_key: str,
+    trace_id: str,
+    turn_id: str,
+    request: bytes,
+    messages: Iterable[bytes],
+) -> Arrival:
+    """Read an exchange whose fields are at hand. messages: the answers, JSON."""
+    body = _object(request)
+    answers = map(_object, messages)
+    return Arrival(
+        exchange_id=exchange_id,
+        at=at,
+        project=project,
+        key_id=key_id,
+        user=user,
+        session_header=session_key if session_key.startswith(NAMED) else "",
+        trace_id=trace_id,
+        turn_id=turn_id,
+        conversation=NOTHING if body is None else read_conversation(body),
+        replies=tuple(read_reply(answer) for answer in answers if answer is not None),
     )
 
 

@@ -93,6 +93,8 @@ class SessionTree:
 
         now: when it was placed.
         """
+        if arrival.exchange_id in self._nodes:
+            return
         self._forget(now)
         search = _Search(self, arrival)
         parent = self._nodes.get(place.parent) if place.parent is not None else None

@@ -9,6 +9,8 @@ from sqlalchemy import ColumnElement, Select, and_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
+from ingest.sessions.records import Place
+from ingest.store.sessions import place_columns
 from sidecar.records import Choice, Exchange
 from sidecar.store.database import DAMAGE, check_id, insert_into
 from sidecar.store.mapping import RowMapping
@@ -27,13 +29,21 @@ class StoredExchange:
     exchange: Exchange
     held_out: bool
     selection: str
+    session_id: str
 
 
 def save_exchange(
-    session: Session, exchange: Exchange, *, held_out: bool, now: float, doubt: str | None = None
+    session: Session,
+    exchange: Exchange,
+    *,
+    held_out: bool,
+    now: float,
+    doubt: str | None = None,
+    place: Place | None = None,
 ) -> bool:
     """Store an exchange and its choices, in the caller's transaction.
 
+    place: where it stands in its session; None: its session is the one that its key names.
     doubt: why it must not be learned from; used when the proxy gave no reason.
     Returns: False when this exchange id is stored already; then nothing changes.
     Raises: ValueError or OverflowError when a row cannot hold a value (a token id of 2**31 or more,
@@ -46,6 +56,7 @@ def save_exchange(
         "stored_at": now,
         "started_at": exchange.timings.started_at,  # a column of its own, to be searched by
         "held_out": held_out,
+        **place_columns(place, exchange),
         "selection": NEW,
     }
     choices = [
@@ -193,6 +204,7 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
             ),
             held_out=row.held_out,
             selection=row.selection,
+            session_id=row.session_id,
         )
         for row in rows
     ]

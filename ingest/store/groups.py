@@ -46,6 +46,7 @@ def save_group(session: Session, group: Group, *, now: float) -> bool:
             group_id=group.group_id,
             exchange_id=group.exchange_id,
             session_key=group.session_key,
+            session_id=group.session_id or group.session_key,
             adapter=group.adapter,
             status=SAMPLING,
             sampling_attempts=0,
@@ -76,6 +77,7 @@ def load_group(session: Session, group_id: str) -> Group | None:
         group_id=row.group_id,
         exchange_id=row.exchange_id,
         session_key=row.session_key,
+        session_id=row.session_id,
         adapter=row.adapter,
         request=decompress(request_body),
         prompt_token_ids=unpack_ids(prompt_token_ids),
@@ -244,12 +246,18 @@ def count_pending(session: Session, live_adapters: Collection[str]) -> int:
     return session.scalar(statement) or 0
 
 
-def count_by_session(session: Session, session_keys: Sequence[str]) -> dict[str, int]:
-    """Count the groups that each of these sessions ever had; a session without one is left out."""
+def count_by_session(
+    session: Session, session_ids: Sequence[str], *, since: float
+) -> dict[str, int]:
+    """Count the groups that each of these sessions had; a session without one is left out.
+
+    since: Unix seconds; older groups do not count, so that a session which never ends, or one that
+        many conversations were put under, is learned from again.
+    """
     rows = session.execute(
-        select(GroupRow.session_key, func.count())
-        .where(GroupRow.session_key.in_(session_keys))
-        .group_by(GroupRow.session_key)
+        select(GroupRow.session_id, func.count())
+        .where(GroupRow.session_id.in_(session_ids), GroupRow.created_at >= since)
+        .group_by(GroupRow.session_id)
     )
     return {row[0]: row[1] for row in rows}
 

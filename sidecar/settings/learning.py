@@ -44,8 +44,11 @@ class Groups(Section):
     held_out_rate: Annotated[
         float, Between(0, 1, "with all of them held out nothing is learned", below_high=True)
     ] = 0.2
-    """Share of sessions, by hash of their key, never trained on; they feed the deployment gate."""
+    """Share of sessions, by hash of their id, never trained on; they feed the deployment gate."""
     max_groups_per_session: Count = 4
+    """Groups of one session within `session_window_s`; its further exchanges are not chosen."""
+    session_window_s: Annotated[float, Between(60, 31_536_000, "up to a year", "s")] = 86_400.0
+    """Older groups of a session do not count against `max_groups_per_session`, in seconds."""
     max_pending_groups: Count = 64
     """Most groups that wait for candidates, scores or the learner, of adapters that serve now.
     Beyond it, exchanges stay unchosen, because more groups would grow stale."""

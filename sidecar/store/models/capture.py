@@ -25,6 +25,15 @@ class ExchangeRow(Base):
     propensity: Mapped[float]
     replica: Mapped[str] = mapped_column(String(255))
     session_key: Mapped[str] = mapped_column(String(255), index=True)
+    session_id: Mapped[str] = mapped_column(String(255), default="", server_default="", index=True)
+    """The session that its content belongs to; in older rows, `session_key`."""
+    parent_id: Mapped[str | None] = mapped_column(String(64))
+    """The exchange that this one continues."""
+    turn: Mapped[int] = mapped_column(default=0, server_default="0")
+    branch: Mapped[int] = mapped_column(default=0, server_default="0")
+    segment: Mapped[int] = mapped_column(default=0, server_default="0")
+    placed_by: Mapped[str] = mapped_column(String(16), default="", server_default="")
+    """How its place was found (`ingest.sessions.records.How`); empty: it has none."""
     held_out: Mapped[bool]
     request_body: Mapped[bytes]
     prompt_token_ids: Mapped[bytes]

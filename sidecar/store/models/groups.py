@@ -24,6 +24,7 @@ class GroupRow(Base):
         String(64), ForeignKey("exchange.exchange_id"), unique=True
     )
     session_key: Mapped[str] = mapped_column(String(255), index=True)
+    session_id: Mapped[str] = mapped_column(String(255), default="", server_default="", index=True)
     adapter: Mapped[str] = mapped_column(String(255))
     status: Mapped[str] = mapped_column(String(16), index=True)
     reason: Mapped[str | None] = mapped_column(Text)

@@ -7,6 +7,7 @@ from sqlalchemy import func, select
 
 from ingest.intake.bus import BusReader
 from ingest.intake.consume import Consumed, consume
+from ingest.intake.placing import Sessions
 from ingest.store.exchanges import load_exchange
 from sidecar.errors import StoreError
 from sidecar.records import encode_exchange
@@ -15,7 +16,9 @@ from support.ingest_kit import FillBus, Kit
 
 
 def take(kit: Kit, bus: BusReader, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
-    return consume(bus, kit.database, limit=limit, held_out_rate=held_out_rate, now=5.0)
+    return consume(
+        bus, kit.database, limit=limit, sessions=Sessions(held_out_rate=held_out_rate), now=5.0
+    )
 
 
 def stored_ids(kit: Kit) -> list[str]:
@@ -121,11 +124,12 @@ def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
 
 
 def test_the_held_out_flag_is_stored_with_the_exchange(kit: Kit) -> None:
-    # By test_held_out.py, session m:a has 0.082 and m:c has 0.207.
-    exchanges = [kit.exchange("a"), kit.exchange("c")]
+    # By test_held_out.py, session m:a has 0.082 and m:c has 0.207; a session is named after its
+    # first exchange.
+    exchanges = [kit.exchange("m:a"), kit.exchange("m:c")]
     take(kit, kit.MemoryBus([encode_exchange(item) for item in exchanges]), held_out_rate=0.2)
 
     with kit.database.read() as session:
-        stored = [load_exchange(session, name) for name in ("a", "c")]
+        stored = [load_exchange(session, name) for name in ("m:a", "m:c")]
 
     assert [one and one.held_out for one in stored] == [True, False]

@@ -50,6 +50,7 @@ def test_a_group_comes_back_as_it_went_in(kit: Kit) -> None:
         group_id="g-1",
         exchange_id="e1",
         session_key="m:e1",
+        session_id="e0",
         adapter="a",
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,
@@ -216,7 +217,9 @@ def test_pending_groups_and_groups_by_session_are_counted(kit: Kit) -> None:
         set_aside(session, ids[1], "why")
 
         assert count_pending(session, {"base"}) == 2
-        assert count_by_session(session, ["m:s", "m:t", "m:u"]) == {"m:s": 2, "m:t": 1}
+        ids_of_sessions = ["m:s", "m:t", "m:u"]
+        assert count_by_session(session, ids_of_sessions, since=0.0) == {"m:s": 2, "m:t": 1}
+        assert count_by_session(session, ids_of_sessions, since=1e12) == {}
 
 
 def test_scored_groups_are_pending_while_their_adapter_serves(kit: Kit) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from ingest.errors import NoTokenizerError, SamplingError
 from ingest.intake.choose import choose_new
 from ingest.intake.consume import consume
+from ingest.intake.placing import Sessions
 from ingest.store.exchanges import load_exchange
 from ingest.tokens.base_tokenizer import TokenCheck, find_tokenizer, load_vocabulary
 from ingest.tokens.check import Vocabulary, check_exchange
@@ -297,7 +298,14 @@ def test_an_exchange_whose_ids_disagree_is_stored_and_never_chosen(
     payloads = [encode_exchange(one) for one in exchanges]
     bus = kit.MemoryBus([*payloads, payloads[1]])
 
-    consume(bus, kit.database, limit=9, held_out_rate=0.0, now=2.0, check_tokens=check)
+    consume(
+        bus,
+        kit.database,
+        limit=9,
+        sessions=Sessions(held_out_rate=0.0),
+        now=2.0,
+        check_tokens=check,
+    )
     choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=3.0)
 
     assert kit.counts("token_check") == {"agrees": 1, "ids_do_not_decode": 1, "not_checked": 1}

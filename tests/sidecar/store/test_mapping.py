@@ -11,7 +11,8 @@ from sidecar.store.database import compress
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, ExchangeRow
 
-FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "selection"}
+PLACE = {"session_id", "parent_id", "turn", "branch", "segment", "placed_by"}
+FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "selection", *PLACE}
 """Columns of `exchange` that hold what ingest knows or decides, or a copy to search by."""
 ELSEWHERE = {"choices"}
 """Fields of `Exchange` without a column: each choice is a row of the table `choice`."""

@@ -1,0 +1,81 @@
+"""The sessions of the ingest process: the tree, what the store has of it, and what is held out.
+
+An exchange that comes late may join two sessions. If one of them is held out and the other is not,
+the joined one is not: an exchange that may have been trained on is never asked in an exam.
+"""
+
+from __future__ import annotations
+
+import structlog
+from sqlalchemy.orm import Session
+
+from ingest.grouping.held_out import is_held_out
+from ingest.sessions.records import Arrival, Place
+from ingest.sessions.tree import MAX_NODES, TTL_S, SessionTree
+from ingest.store import sessions as store
+from sidecar.store.database import Database
+
+RESTORED_BYTES = 128 * 2**20
+"""Stored bodies that are read after a restart, at most; they are compressed. The newest count."""
+
+log = structlog.get_logger()
+
+
+class Sessions:
+    """Places exchanges, and stores what a late one changes. For one thread."""
+
+    def __init__(
+        self, *, held_out_rate: float, max_nodes: int = MAX_NODES, ttl_s: float = TTL_S
+    ) -> None:
+        """held_out_rate: share of sessions that are held out from training, 0..1."""
+        self._rate = held_out_rate
+        self._max_nodes, self._ttl_s = max_nodes, ttl_s
+        self._tree = SessionTree(max_nodes=max_nodes, ttl_s=ttl_s)
+        self._moves: dict[str, Place] = {}
+        """Exchanges that moved, until the store has it."""
+        self._mixed: dict[str, None] = {}
+        """Sessions that would be held out, and took in exchanges that are not; the newest."""
+
+    def restore(self, database: Database, *, now: float) -> int:
+        """Remember the newest exchanges of the store. Returns: how many."""
+        found = 0
+        with database.read() as session:
+            since, limit = now - self._ttl_s, self._max_nodes
+            for one in store.newest_placed(
+                session, since=since, limit=limit, limit_bytes=RESTORED_BYTES
+            ):
+                self._tree.restore(one.arrival, one.place, now=one.stored_at)
+                if not one.held_out:
+                    self._mix(one.place.session)
+                found += 1
+        if found:
+            log.info("sessions_restored", exchanges=found)
+        return found
+
+    def place(self, arrival: Arrival, *, now: float) -> tuple[Place, bool]:
+        """Return the place of an exchange, and whether its session is held out."""
+        own, *moved = self._tree.place(arrival, now=now)
+        for place in moved:
+            self._moves[place.exchange_id] = place
+            if place.moved_from is not None and not self._is_held_out(place.moved_from):
+                self._mix(place.session)
+        return own, self._is_held_out(own.session)
+
+    def save_moves(self, session: Session) -> None:
+        """Store the moves that `place` caused, in the caller's transaction."""
+        names = {place.session for place in self._moves.values()}
+        held_out = {name: self._is_held_out(name) for name in names}
+        store.save_moves(session, self._moves.values(), held_out)
+
+    def saved(self) -> None:
+        """The transaction of `save_moves` is stored."""
+        self._moves.clear()
+
+    def _is_held_out(self, name: str) -> bool:
+        return name not in self._mixed and is_held_out(name, self._rate)
+
+    def _mix(self, name: str) -> None:
+        if self._is_held_out(name):
+            self._mixed[name] = None
+            if len(self._mixed) > self._max_nodes:
+                del self._mixed[next(iter(self._mixed))]
