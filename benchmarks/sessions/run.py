@@ -17,6 +17,7 @@ from benchmarks import results
 from benchmarks.results import Target, at_least, at_most
 from benchmarks.sessions.finders import REFERENCES
 from benchmarks.sessions.mixes import BY_NAME, MIXES, Mix
+from benchmarks.sessions.product import by_ingest
 from benchmarks.sessions.records import Finder
 from benchmarks.sessions.scoring import Score, score
 from benchmarks.sessions.streams import Data, at_once
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         "--finder",
         action="append",
         default=[],
-        help="MODULE:NAME of a finder, which the targets judge; may be repeated",
+        help="MODULE:NAME of a finder, which the targets judge in place of the product's own",
     )
     parser.add_argument("--seed", default="1")
     parser.add_argument("--data", type=Path, default=DATA, help="where the packages' data lie")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     names = chosen.mix.split(",") if chosen.mix else list(BY_NAME)
     if unknown := [name for name in names if name not in BY_NAME]:
         parser.error(f"unknown mix {unknown[0]!r}; there are: {', '.join(BY_NAME)}")
-    judged = {name: _finder(name) for name in chosen.finder}
+    judged = {name: _finder(name) for name in chosen.finder} or {"ingest": by_ingest}
     try:
         data = Data.read(chosen.data)
     except OSError as error:
