@@ -184,6 +184,7 @@ static void run_load(int connections, double warmup_s, double seconds, double sp
         }
         if (!began && now >= begin) {
             began = now;
+            stop = began + (uint64_t)(seconds * 1e9);  /* a window that opens late is as long as any */
             memset(&latency, 0, sizeof latency);
             memset(&first_byte, 0, sizeof first_byte);
             done = events_seen = bytes_in = refused = broken = reconnects = most = 0;

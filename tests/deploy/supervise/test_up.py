@@ -39,7 +39,7 @@ SIDECAR = Path(sys.executable).with_name("sidecar")
 USERS_OWN = ("ingest", "sidecar", "learner", "deploy", "json", "structlog", "httpx", "typing")
 """Modules of ours, of the standard library and of our dependencies that a user's files hide."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Vllm(BaseHTTPRequestHandler):
@@ -123,7 +123,7 @@ class Up:
                 self.lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
 
-    def said(self, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
+    def said(self, pattern: str, timeout_s: float = 400.0) -> re.Match[str]:
         """Wait for a line in which the pattern is found."""
 
         def find() -> re.Match[str] | None:
@@ -135,7 +135,7 @@ class Up:
         assert found is not None
         return found
 
-    def ended(self, timeout_s: float = 120.0) -> int:
+    def ended(self, timeout_s: float = 400.0) -> int:
         code = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code
@@ -210,7 +210,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, vllm: str) -> Iterator[Ser
         yield Service(folder, up, run)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition never came true"
