@@ -212,6 +212,7 @@ class World:
             propensity=1.0,
             replica="http://vllm",
             session_key=session_key,
+            session_id=session_key,
             held_out=held_out,
             request_body=compress(json.dumps(request).encode()),
             prompt_token_ids=b"",
