@@ -279,7 +279,7 @@ def test_a_run_prints_the_table_and_writes_the_rows(
 
     assert code == 0
     written = json.loads((tmp_path / "sessions-part.json").read_text())
-    assert [row["finder"] for row in written["rows"]] == ["key", "tree"]
+    assert [row["finder"] for row in written["rows"]] == ["key", "tree", "ingest"]
     assert "bfcl-base" in capsys.readouterr().out
 
 
