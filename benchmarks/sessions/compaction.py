@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.sessions import wording
 from benchmarks.sessions.agent import Agent, Conversation
 from benchmarks.sessions.tasks import JsonObject, Task, Turn
 
@@ -32,7 +33,7 @@ def summary(conversation: Conversation, task: Task, now: float) -> None:
     agent = Agent.of(conversation, task, now)
     for turn in task.turns:
         if len(agent.messages) > LONGEST:
-            text = _summary_of(agent.messages)
+            text = wording.summary(agent.messages, agent.rng)
             agent.hear(_ASK)
             agent.ask(_ASK, text=text)
             agent.messages = [_user(_CONTINUED.format(summary=text))]
@@ -45,7 +46,7 @@ def summary_in_system(conversation: Conversation, task: Task, now: float) -> Non
     agent = Agent.of(conversation, task, now)
     for turn in task.turns:
         if len(agent.messages) > LONGEST:
-            text = _summary_of(agent.messages)
+            text = wording.summary(agent.messages, agent.rng)
             agent.hear(_ASK)
             agent.ask(_ASK, text=text)
             agent.system = f"{task.system}\n\n{_SO_FAR.format(summary=text)}"
@@ -62,7 +63,7 @@ def transcript(conversation: Conversation, task: Task, now: float) -> None:
     for turn in task.turns:
         if kept_from > 2:
             old, kept = agent.messages[:kept_from], agent.messages[kept_from:]
-            text = _summary_of(old)
+            text = wording.summary(old, agent.rng)
             _summarise(agent, old, covered, text)
             agent.messages = [_user(_SO_FAR.format(summary=text)), *kept]
         kept_from, covered = len(agent.messages), agent.parent
@@ -135,18 +136,6 @@ def _cut(message: JsonObject, only_results: bool) -> JsonObject:
 
 def _user(text: str) -> JsonObject:
     return {"role": "user", "content": text}
-
-
-def _summary_of(messages: Sequence[JsonObject]) -> str:
-    """What a model would write: what was asked and done, in a few lines."""
-    asked = [one["content"].split("\n")[-1] for one in messages if one["role"] == "user"]
-    done = [
-        f"{call['function']['name']} with {call['function']['arguments']}"
-        for one in messages
-        for call in one.get("tool_calls", ())
-    ]
-    wishes = "\n".join(f"- {text[:160]}" for text in asked)
-    return f"The user asked:\n{wishes}\n\nDone so far: {'; '.join(done) or 'nothing yet'}."
 
 
 def _transcript(messages: Sequence[JsonObject]) -> str:

@@ -85,12 +85,11 @@ def _wanted(
     return None
 
 
-def _repeats(child: SentRequest, parent: SentRequest) -> bool:
-    """The child's body has the id of a call that the parent's history or replies have."""
-    known = chain.from_iterable(
-        _CALL_ID.findall(text) for text in (parent.request, *parent.replies)
-    )
-    return any(name in child.request for name in known)
+def _repeats(child: SentRequest, parent: SentRequest) -> int:
+    """How many ids of calls in the parent's history and replies the child's body repeats."""
+    texts = (parent.request, *parent.replies)
+    known = set(chain.from_iterable(_CALL_ID.findall(text) for text in texts))
+    return sum(name in child.request for name in known)
 
 
 def _with_parents(stream: Sequence[SentRequest], heirs: Mapping[str, str]) -> list[SentRequest]:

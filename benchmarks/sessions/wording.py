@@ -62,6 +62,20 @@ def tool_result(task: Task, call: Call) -> str:
     return json.dumps(result, default=str)
 
 
+def summary(messages: Sequence[JsonObject], rng: Random) -> str:
+    """A summary of a conversation: what was asked and done. No two are worded alike."""
+    asked = [one["content"].split("\n")[-1][:160] for one in messages if one["role"] == "user"]
+    done = [
+        f"{call['function']['name']} with {call['function']['arguments']}"
+        for one in messages
+        for call in one.get("tool_calls", ())
+    ]
+    rng.shuffle(done)
+    wishes = "\n".join(f"- {text}" for text in asked)
+    notes = " ".join(rng.choices(_FILLER, k=6))
+    return f"The user asked:\n{wishes}\n\nDone so far: {'; '.join(done) or 'nothing'}. See {notes}."
+
+
 def assistant(text: str | None, calls: Sequence[Call], rng: Random) -> JsonObject:
     """An assistant message in the form of chat completions; each call has an id of its own."""
     message: JsonObject = {"role": "assistant", "content": text}

@@ -167,6 +167,20 @@ def test_equal_requests_whose_histories_have_ids_that_come_back_are_not_exchange
     assert truth == stream
 
 
+def test_equal_requests_that_share_some_ids_are_told_apart_by_the_others() -> None:
+    stream = [
+        sent("a1", "A", None, at=1, known="id-0", call="id-a"),
+        sent("b1", "B", None, at=2, known="id-0", call="id-b"),
+        sent("a2", "A", "a1", at=3, says="the first", body="id-0 id-a"),
+        sent("b2", "B", "b1", at=4, says="the second", body="id-0 id-b"),
+    ]
+    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
+
+    truth = settled(stream, said, twins_of(stream))
+
+    assert truth == stream
+
+
 def test_the_finder_does_not_see_the_truth() -> None:
     seen: list[SentRequest] = []
 
