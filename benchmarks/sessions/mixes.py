@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from benchmarks.sessions import compaction, shapes
-from benchmarks.sessions.clients import Client
-from benchmarks.sessions.delegation import sub_agents
+from benchmarks.sessions.play import compaction, shapes
+from benchmarks.sessions.play.clients import Client
+from benchmarks.sessions.play.delegation import sub_agents
 from benchmarks.sessions.records import SentRequest
 from benchmarks.sessions.streams import SPACING_S, Choose, Data, Part, parts, play, some_surface
 from benchmarks.sessions.tasks import Task

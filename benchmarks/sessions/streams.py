@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.sessions import bfcl, tau2
-from benchmarks.sessions.agent import Conversation, Sent
-from benchmarks.sessions.clients import Client
+from benchmarks.sessions.play.agent import Conversation, Sent
+from benchmarks.sessions.play.clients import Client
+from benchmarks.sessions.play.shapes import Shape, plain
 from benchmarks.sessions.records import SentRequest
-from benchmarks.sessions.shapes import Shape, plain
 from benchmarks.sessions.tasks import Task
 
 EPOCH = 1_760_000_000.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
 
-from benchmarks.sessions import wording
-from benchmarks.sessions.bodies import body
-from benchmarks.sessions.clients import Client
+from benchmarks.sessions.play import wording
+from benchmarks.sessions.play.bodies import body
+from benchmarks.sessions.play.clients import Client
 from benchmarks.sessions.records import SentRequest
 from benchmarks.sessions.tasks import Call, JsonObject, Task, Turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from benchmarks.sessions.agent import Agent, Conversation
+from benchmarks.sessions.play.agent import Agent, Conversation
 from benchmarks.sessions.tasks import Task, Turn
 
 Shape = Callable[[Conversation, Task, float], None]

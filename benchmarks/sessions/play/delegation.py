@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.sessions.agent import Agent, Conversation
+from benchmarks.sessions.play.agent import Agent, Conversation
 from benchmarks.sessions.tasks import Call, Task, Turn, tool
 
 DELEGATED = 0.6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.sessions import wording
-from benchmarks.sessions.agent import Agent, Conversation
+from benchmarks.sessions.play import wording
+from benchmarks.sessions.play.agent import Agent, Conversation
 from benchmarks.sessions.tasks import JsonObject, Task, Turn
 
 LONGEST = 6

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from random import Random
 from typing import Any
 
-from benchmarks.sessions.clients import Client
+from benchmarks.sessions.play.clients import Client
 from benchmarks.sessions.tasks import JsonObject
 
 _CACHED = {"type": "ephemeral"}
