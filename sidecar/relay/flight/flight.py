@@ -127,9 +127,15 @@ class Flight(Asker):
         self._last = data
         self._framed = False
         record.pieces += 1
-        if record.signs is not None:
-            record.signs.feed(data)
-        self._out.append(data if self._body is PASSED else self._body.feed(data))
+        self._goes_out(data if self._body is PASSED else self._body.feed(data))
+
+    def _goes_out(self, data: bytes) -> None:
+        """Add to what the client gets. The signs of a reply are looked for in that: without token
+        ids and log-probabilities there is a sixth to search."""
+        self._out.append(data)
+        signs = self._record.signs
+        if signs is not None and data:
+            signs.feed(data)
 
     def pass_chunks(self, framed: bytes, received_at: float) -> bool:
         record = self._record
@@ -174,7 +180,7 @@ class Flight(Asker):
         if complete:
             self._attempt.reply_ended()
             if self._body is not PASSED:
-                out_pieces.append(self._body.end())
+                self._goes_out(self._body.end())
         out = out_pieces[0] if len(out_pieces) == 1 else b"".join(out_pieces)
         out_pieces.clear()
         if complete and head.status == 404 and self._answers_for_unknown_model(out):
