@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from ingest.sessions.messages import Message
 
 LONG: Final = 24
 """Characters from which a message tells conversations apart; "Thank you!" does not."""
-SENTENCE: Final = 32
-"""Characters from which a sentence does, when a client puts another text around it."""
-SENTENCES: Final = 16
-"""Sentences of a reply that are remembered."""
+WORDS: Final = 6
+"""Words of a shingle."""
+SHINGLES: Final = 24
+"""Shingles of a reply, or of a tool's result, that are remembered."""
 ARGUMENT: Final = 16
 """Characters from which an argument of a call may be the task of another agent."""
 ARGUMENTS: Final = 16
 """Arguments of a reply that are remembered."""
-_ENDS: Final = re.compile(r"(?<=[.!?:;>])\s")
 
 
 def chain(scope: bytes, messages: Sequence[Message]) -> list[bytes]:
@@ -40,16 +39,28 @@ def link(before: bytes, message: Message) -> bytes:
     return blake2b(before + message.digest(), digest_size=8).digest()
 
 
-def said(scope: bytes, message: Message) -> bytes | None:
-    """Return the mark of a message wherever it stands; None when too many conversations hold it."""
-    return link(scope, message) if message.length >= LONG else None
+def said(scope: bytes, message: Message) -> bytes:
+    """Return the mark of a message wherever it stands."""
+    return link(scope, message)
 
 
-def sentences(scope: bytes, text: str) -> Iterator[bytes]:
-    """Yield the mark of each long sentence."""
-    for sentence in _ENDS.split(text):
-        if len(sentence) >= SENTENCE:
-            yield _mark(scope, sentence)
+def calls(scope: bytes, message: Message) -> bytes | None:
+    """Return the mark of a reply with the ids of its calls; None when it has none."""
+    if not message.ids:
+        return None
+    return _mark(link(scope, message), "\x00".join(message.ids))
+
+
+def shingles(scope: bytes, text: str) -> Iterator[int]:
+    """Yield marks of runs of `WORDS` words, about every second one, chosen by their own hash: so a
+    text is found again inside another one, whatever stands around it (Schleimer et al., Winnowing,
+    SIGMOD 2003)."""
+    words = text.split(" ")
+    seed = int.from_bytes(scope, "big")
+    for at in range(len(words) - WORDS + 1):
+        mark = xxh3_64_intdigest(" ".join(words[at : at + WORDS]).encode("utf-8", "replace"), seed)
+        if mark & 1:
+            yield mark
 
 
 def whole(scope: bytes, text: str) -> bytes | None:

@@ -38,6 +38,8 @@ class Message:
     calls: tuple[tuple[str, str], ...] = ()
     """Name and arguments of each tool call; arguments are JSON with sorted keys, if they are JSON.
     """
+    ids: tuple[str, ...] = ()
+    """Ids of the calls. No part of the content: some clients write their own."""
 
     @property
     def length(self) -> int:
@@ -113,7 +115,7 @@ def _messages(role: str, item: Any) -> Iterator[Message]:  # Any: what the clien
         return
     kind = item.get("type")
     if kind == "function_call":
-        yield Message("assistant", "", (_call(item),))
+        yield Message("assistant", "", (_call(item),), _id(item, "call_id"))
     elif kind == "function_call_output":
         yield Message("tool", _text(item.get("output")))
     elif kind == "reasoning":
@@ -124,7 +126,9 @@ def _messages(role: str, item: Any) -> Iterator[Message]:  # Any: what the clien
 
 def _message(role: str, item: JsonObject) -> Iterator[Message]:
     content = item.get("content")
-    calls = [_call(call.get("function") or call) for call in _objects(item.get("tool_calls"))]
+    called = _objects(item.get("tool_calls"))
+    calls = [_call(call.get("function") or call) for call in called]
+    ids = [one for call in called for one in _id(call, "id")]
     if isinstance(item.get("function_call"), dict):  # the form before tools
         calls.append(_call(item["function_call"]))
     texts: list[str] = []
@@ -133,6 +137,7 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "tool_use":
                 calls.append(_call(part))
+                ids += _id(part, "id")
             elif kind == "tool_result":
                 yield Message("tool", _text(part.get("content")))
             elif kind not in _REASONING:
@@ -147,7 +152,7 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
     elif role == "function":
         role = "tool"
     if text or calls or not isinstance(content, list):
-        yield Message(role, text, tuple(calls))
+        yield Message(role, text, tuple(calls), tuple(ids))
 
 
 def _append(messages: list[Message], message: Message) -> None:
@@ -157,7 +162,12 @@ def _append(messages: list[Message], message: Message) -> None:
         messages.append(message)
         return
     text = " ".join(filter(None, (last.text, message.text)))
-    messages[-1] = Message("assistant", text, last.calls + message.calls)
+    messages[-1] = Message("assistant", text, last.calls + message.calls, last.ids + message.ids)
+
+
+def _id(item: JsonObject, key: str) -> tuple[str, ...]:
+    value = item.get(key)
+    return (value,) if isinstance(value, str) and value else ()
 
 
 def _call(call: Any) -> tuple[str, str]:  # Any: what the client wrote

@@ -63,10 +63,12 @@ class Node:
         "children",
         "exact",
         "exchange_id",
+        "has_reply",
         "how",
         "keys",
         "parent",
         "placed_at",
+        "quotes",
         "segment",
         "session",
         "trace_id",
@@ -91,6 +93,9 @@ class Node:
         self.keys: list[tuple[int, bytes]] = []
         """Where the indexes hold this node: number of the index, key."""
         self.placed_at = at
+        self.has_reply = True
+        self.quotes = 0
+        """Parts of the reply that are remembered."""
         session.nodes[self] = None
 
     def join(self, parent: Node, how: How) -> None:

@@ -15,7 +15,8 @@ An exchange that arrives before its parent is moved when the parent arrives.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final
 
 from ingest.sessions import marks
@@ -29,6 +30,13 @@ TTL_S: Final = 24 * 3600.0
 """A conversation that pauses for longer begins a new session."""
 SEARCHED: Final = 64
 """Messages and sentences of a request that are searched for, the newest first."""
+TEXT_SEARCHED: Final = 65_536
+"""Characters of a request that are searched for parts of replies, where nothing else is found."""
+PARTS: Final = 2
+WHOLE: Final = 0.8
+"""A reply is repeated when so many parts of it are found, and this share of them."""
+SKEW_S: Final = 1.0
+"""How far the clocks of two proxies may be apart: a parent begins before its child."""
 SAME_KEY: Final = 32
 """Nodes remembered under one key, the newest."""
 KNOWN: Final = 0.9
@@ -39,7 +47,7 @@ CERTAIN: Final = 64
 EXACT: Final = frozenset({"answered", "asked"})
 """The parent is the exchange whose reply the request repeats last. A retry is taken for one that
 may still have to be moved."""
-ANSWERED, ASKED, REPLIED, HEARD, SENTENCE, CALLED, WANTED = range(7)
+ANSWERED, ASKED, REPLIED, HEARD, QUOTED, CALLED, CALL_IDS, WANTED = range(8)
 """Numbers of the indexes."""
 
 
@@ -50,7 +58,7 @@ class SessionTree:
         self._max_nodes = max_nodes
         self._ttl_s = ttl_s
         self._nodes: OrderedDict[str, Node] = OrderedDict()
-        self._indexes: tuple[dict[bytes, list[Node]], ...] = tuple({} for _ in range(7))
+        self._indexes: tuple[dict[bytes, list[Node]], ...] = tuple({} for _ in range(8))
         self._sessions: dict[str, Session] = {}
         self._named: dict[bytes, Session] = {}
         """Sessions that the client named, by header or trace."""
@@ -78,6 +86,7 @@ class SessionTree:
         node = Node(arrival.exchange_id, arrival.at, search.agent, session)
         node.placed_at = now
         node.trace_id, node.turn_id, node.exact = arrival.trace_id, arrival.turn_id, exact
+        node.has_reply = bool(arrival.replies)
         node.how = how
         if parent is not None:
             node.join(parent, how)
@@ -106,6 +115,7 @@ class SessionTree:
         node.placed_at = now
         node.trace_id, node.turn_id = arrival.trace_id, arrival.turn_id
         node.exact = place.how in EXACT
+        node.has_reply = bool(arrival.replies)
         if parent is not None:
             node.join(parent, place.how)
         node.how, node.branch = place.how, place.branch
@@ -231,9 +241,12 @@ class _Search:
             return retried.parent, "retry", retried.exact
         if self._replied:
             last = self._replied[-1]
-            node = self._pick(ANSWERED, self._chain[last])
+            caller = self._caller()
+            node = self._pick(ANSWERED, self._chain[last], caller=caller)
             if node is not None:
                 return node, "answered", True
+            if caller is not None:
+                return caller, "kept", True
             node = self._pick(ASKED, self._chain[last - 1], least=ALIKE)
             if node is not None:
                 return node, "asked", True
@@ -268,31 +281,43 @@ class _Search:
         new = self._messages[self._replied[-1] if node.exact and self._replied else 0 :]
         found: dict[int, set[bytes]] = defaultdict(set)
         for message in new[-SEARCHED:]:
-            mark = marks.said(self._scope, message)
-            if mark is not None and message.role != "assistant":
-                found[HEARD].add(mark)
+            if message.role != "assistant" and message.length >= marks.LONG:
+                found[HEARD].add(marks.said(self._scope, message))
         for reply in self._arrival.replies:
-            mark = marks.said(self._scope, reply)
-            if mark is not None:
-                found[REPLIED].add(mark)
+            found[REPLIED].add(marks.said(self._scope, reply))
+            by_ids = marks.calls(self._scope, reply)
+            if by_ids is not None:
+                found[CALL_IDS].add(by_ids)
             found[CALLED].update(marks.arguments(self._scope, reply))
-            for _, mark in zip(
-                range(marks.SENTENCES), marks.sentences(self._scope, reply.text), strict=False
-            ):
-                found[SENTENCE].add(mark)
+            quotes = islice(marks.shingles(self._scope, reply.text), marks.SHINGLES)
+            found[QUOTED].update(mark.to_bytes(8, "big") for mark in quotes)
+        node.quotes = len(found[QUOTED])
         for index, keys in found.items():
             for key in keys:
                 tree.add(index, key, node)
         return answered
 
     def _retried(self) -> Node | None:
+        """Return the newest exchange that this one repeats because it got no reply, or because the
+        client says so."""
         turn_id = self._arrival.turn_id
-        for node in self._tree.nodes_under(ASKED, self._chain[-1]) if turn_id else ():
-            if node.turn_id == turn_id:
+        for node in reversed(self._tree.nodes_under(ASKED, self._chain[-1])):
+            if (not node.has_reply or (turn_id and node.turn_id == turn_id)) and self._before(node):
                 return node
         return None
 
-    def _pick(self, index: int, key: bytes, *, least: int = 0) -> Node | None:
+    def _before(self, node: Node) -> bool:
+        return node.at <= self._arrival.at + SKEW_S
+
+    def _caller(self) -> Node | None:
+        """Return whose reply made the calls that the request repeats last, if their ids tell."""
+        by_ids = marks.calls(self._scope, self._messages[self._replied[-1] - 1])
+        nodes = self._tree.nodes_under(CALL_IDS, by_ids) if by_ids is not None else []
+        return nodes[0] if len(nodes) == 1 else None  # some models number the calls of a reply
+
+    def _pick(
+        self, index: int, key: bytes, *, least: int = 0, caller: Node | None = None
+    ) -> Node | None:
         """Choose among conversations that are the same up to here: the same trace, the agent that
         is most alike, one that nobody has continued yet, and of these the one that waits longest:
         conversations that are the same are likely to go on in the order in which they began."""
@@ -305,6 +330,8 @@ class _Search:
                 continue
             is_open = not node.children
             rank = (
+                self._before(node),
+                node is caller,
                 bool(trace) and node.trace_id == trace,
                 likeness,
                 is_open,
@@ -331,11 +358,10 @@ class _Search:
         weights: dict[Session, float] = defaultdict(float)
         newest: dict[Session, Node] = {}
         for message in reversed(self._messages[-SEARCHED:]):
-            mark = marks.said(self._scope, message)
-            if mark is None:
-                continue
             by_assistant = message.role == "assistant"
-            nodes = self._tree.nodes_under(REPLIED if by_assistant else HEARD, mark)
+            index = REPLIED if by_assistant else HEARD
+            under = self._tree.nodes_under(index, marks.said(self._scope, message))
+            nodes = [node for node in under if self._before(node)]
             sessions = {node.session for node in nodes}
             for session in sessions:
                 weights[session] += min(1.0, message.length / CERTAIN) / len(sessions)
@@ -359,15 +385,32 @@ class _Search:
         return None
 
     def _summary(self) -> Node | None:
-        """Return whose reply is repeated, in parts, within other texts."""
-        votes: dict[Node, int] = defaultdict(int)
-        left = SEARCHED
-        for message in self._messages:
-            for mark in marks.sentences(self._scope, message.text):
-                left -= 1
-                for node in self._tree.nodes_under(SENTENCE, mark):
-                    votes[node] += 1
+        """Return whose reply is repeated within another text: a summary, or a record of the
+        conversation. Of the session with the most such replies the newest one counts."""
+        found: dict[Node, int] = defaultdict(int)
+        for mark in self._quoted():
+            for node in self._tree.nodes_under(QUOTED, mark):
+                found[node] += 1
+        whole = [
+            node
+            for node, parts in found.items()
+            if parts >= PARTS and parts >= WHOLE * node.quotes and self._before(node)
+        ]
+        size: dict[Session, int] = defaultdict(int)
+        for node in whole:
+            size[node.session] += 1
+        return max(whole, key=lambda node: (size[node.session], node.at), default=None)
+
+    def _quoted(self) -> Iterator[bytes]:
+        """Yield marks of parts of the messages and of the system prompt, each mark once."""
+        conversation = self._arrival.conversation
+        texts = [message.text for message in self._messages[:SEARCHED]]
+        found: dict[int, None] = {}
+        left = TEXT_SEARCHED
+        for text in (*texts, conversation.system):
+            found.update(dict.fromkeys(marks.shingles(self._scope, text[-left:])))
+            left -= len(text)
             if left <= 0:
                 break
-        best = max(votes, key=lambda node: (votes[node], node.at), default=None)
-        return best if best is not None and votes[best] > 1 else None
+        for mark in found:
+            yield mark.to_bytes(8, "big")
