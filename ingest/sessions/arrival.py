@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from sidecar.records import Exchange
 
 NAMED = ("h:", "hx:")
 """Beginnings of the session keys that a client's header names (`sidecar.routing.session_key`)."""
+Content = TypeVar("Content")
 NOTHING = Conversation((), "", ())
 
 
@@ -60,9 +61,18 @@ def read_arrival(
         session_header=session_key if session_key.startswith(NAMED) else "",
         trace_id=trace_id,
         turn_id=turn_id,
-        conversation=NOTHING if body is None else read_conversation(body),
-        replies=tuple(read_reply(answer) for answer in answers if answer is not None),
+        conversation=_read(read_conversation, body) or NOTHING,
+        replies=tuple(
+            reply for answer in answers if (reply := _read(read_reply, answer)) is not None
+        ),
     )
+
+
+def _read(read: Callable[[JsonObject], Content], value: JsonObject | None) -> Content | None:
+    try:
+        return None if value is None else read(value)
+    except RecursionError:  # nested more deeply than any content
+        return None
 
 
 def _object(data: bytes) -> JsonObject | None:

@@ -134,7 +134,7 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
     texts: list[str] = []
     if isinstance(content, list):
         for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
+            kind = str(part.get("type")) if isinstance(part, dict) else None
             if kind == "tool_use":
                 calls.append(_call(part))
                 ids += _id(part, "id")
@@ -184,9 +184,9 @@ def _call(call: Any) -> tuple[str, str]:  # Any: what the client wrote
 
 def _part(part: Any) -> str:  # Any: what the client wrote
     if isinstance(part, dict):
-        kind = part.get("type")
-        if kind in _TEXT_PARTS or (kind is None and "text" in part):
-            return _text(part.get("text") if "text" in part else part.get(str(kind)))
+        kind = str(part.get("type"))
+        if kind in _TEXT_PARTS or ("type" not in part and "text" in part):
+            return _text(part.get("text") if "text" in part else part.get(kind))
         part = {key: value for key, value in part.items() if key not in _UNSENT}
     return _text(part)
 
