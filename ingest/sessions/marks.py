@@ -51,7 +51,7 @@ def calls(scope: bytes, message: Message) -> bytes | None:
     return _mark(link(scope, message), "\x00".join(message.ids))
 
 
-def shingles(scope: bytes, text: str) -> Iterator[int]:
+def shingles(scope: bytes, text: str) -> Iterator[bytes]:
     """Yield marks of runs of `WORDS` words, about every second one, chosen by their own hash: so a
     text is found again inside another one, whatever stands around it (Schleimer et al., Winnowing,
     SIGMOD 2003)."""
@@ -60,7 +60,7 @@ def shingles(scope: bytes, text: str) -> Iterator[int]:
     for at in range(len(words) - WORDS + 1):
         mark = xxh3_64_intdigest(" ".join(words[at : at + WORDS]).encode("utf-8", "replace"), seed)
         if mark & 1:
-            yield mark
+            yield mark.to_bytes(8, "big")
 
 
 def whole(scope: bytes, text: str) -> bytes | None:

@@ -134,51 +134,13 @@ def test_what_is_no_json_object_repeats_nothing(body: bytes) -> None:
     assert arrival(body, body).replies == ()
 
 
-KEYS = st.sampled_from(
-    [
-        "messages",
-        "input",
-        "prompt",
-        "system",
-        "instructions",
-        "tools",
-        "functions",
-        "role",
-        "content",
-        "type",
-        "text",
-        "name",
-        "arguments",
-        "tool_calls",
-        "function",
-        "function_call",
-        "id",
-        "call_id",
-        "tool_use_id",
-        "refusal",
-        "output",
-    ]
-)
-WORDS = st.sampled_from(
-    [
-        "user",
-        "assistant",
-        "system",
-        "developer",
-        "tool",
-        "function",
-        "text",
-        "input_text",
-        "tool_use",
-        "tool_result",
-        "function_call",
-        "function_call_output",
-        "reasoning",
-        "thinking",
-        "{}",
-        "�",
-    ]
-)
+CONTAINERS = ["messages", "input", "prompt", "system", "instructions", "tools", "functions"]
+FIELDS = ["role", "content", "type", "text", "name", "arguments", "refusal", "output", "function"]
+CALLS = ["tool_calls", "function_call", "id", "call_id", "tool_use_id"]
+KEYS = st.sampled_from([*CONTAINERS, *FIELDS, *CALLS])
+ROLES = ["user", "assistant", "system", "developer", "tool", "function"]
+TYPES = ["text", "input_text", "tool_use", "tool_result", "function_call_output", "thinking"]
+WORDS = st.sampled_from([*ROLES, *TYPES, "function_call", "reasoning", "{}", "\ud800"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | WORDS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5),

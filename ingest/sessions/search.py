@@ -1,0 +1,179 @@
+"""Find the exchange that a request continues. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import islice
+from typing import Final
+
+from ingest.sessions import marks, traces
+from ingest.sessions.indexes import (
+    ANSWERED,
+    ASKED,
+    CALL_IDS,
+    CALLED,
+    HEARD,
+    QUOTED,
+    REPLIED,
+    WANTED,
+    Indexes,
+)
+from ingest.sessions.messages import digest_of
+from ingest.sessions.node import ALIKE, Agent, Node, Session
+from ingest.sessions.records import Arrival, How
+
+SKEW_S: Final = 1.0
+"""How far the clocks of two proxies may be apart: a parent begins before its child."""
+
+
+class Search:
+    """The search for the place of one exchange."""
+
+    def __init__(self, indexes: Indexes, arrival: Arrival) -> None:
+        self._indexes = indexes
+        self._arrival = arrival
+        self.session: Session | None = None
+        """Found without a parent."""
+        self._messages = arrival.conversation.messages
+        self.agent = Agent(arrival.conversation)
+        owner = (arrival.project, arrival.key_id, arrival.user)
+        self._scope = digest_of("\x00".join((*owner, arrival.session_header)))
+        self._chain = marks.chain(self._scope, self._messages)
+        self._replied = [
+            at for at, message in enumerate(self._messages, 1) if message.role == "assistant"
+        ]
+        """Lengths of the beginnings that end with a reply."""
+        self.names: list[bytes] = []
+        if arrival.session_header:
+            self.names.append(
+                digest_of("\x00".join(("header", arrival.project, arrival.session_header)))
+            )
+        if arrival.trace_id:
+            self.names.append(digest_of("\x00".join(("trace", *owner, arrival.trace_id))))
+
+    def find(self) -> tuple[Node | None, How, bool]:
+        """Return the parent, how it was found, and whether it is exact."""
+        retried = self._retried()
+        if retried is not None:
+            self.session = retried.session
+            return retried.parent, "retry", retried.exact
+        if self._replied:
+            last = self._replied[-1]
+            caller = self._caller()
+            node = self._pick(ANSWERED, self._chain[last], caller=caller)
+            if node is not None:
+                return node, "answered", True
+            if caller is not None:
+                return caller, "kept", True
+            node = self._pick(ASKED, self._chain[last - 1], least=ALIKE)
+            if node is not None:
+                return node, "asked", True
+        prefix, length = self._longest()
+        kept, weight = traces.kept(self._indexes, self._scope, self._messages, self._before)
+        if kept is not None and (
+            prefix is None or kept.session is prefix.session or weight > length
+        ):
+            return kept, "kept" if prefix is None else "prefix", False
+        if prefix is not None:
+            return prefix, "prefix", False
+        called = self._called()
+        if called is not None:
+            return called, "called", False
+        texts = [message.text for message in self._messages[: traces.SEARCHED]]
+        texts.append(self._arrival.conversation.system)
+        summary = traces.quoted(self._indexes, self._scope, texts, self._before)
+        if summary is not None:
+            return summary, "kept", False
+        return None, "root", False
+
+    def register(self, node: Node) -> list[bytes]:
+        """Remember the exchange. Returns: its `answered` digests."""
+        indexes, whole = self._indexes, self._chain[-1]
+        node.asked = whole
+        indexes.add(ASKED, whole, node)
+        answered = list(dict.fromkeys(marks.link(whole, reply) for reply in self._arrival.replies))
+        for key in answered:
+            indexes.add(ANSWERED, key, node)
+        if self._replied and not node.exact:
+            indexes.add(WANTED, self._chain[self._replied[-1]], node)
+        new = self._messages[self._replied[-1] if node.exact and self._replied else 0 :]
+        found: dict[int, set[bytes]] = defaultdict(set)
+        for message in new[-traces.SEARCHED :]:
+            if message.role != "assistant" and message.length >= marks.LONG:
+                found[HEARD].add(marks.said(self._scope, message))
+        for reply in self._arrival.replies:
+            found[REPLIED].add(marks.said(self._scope, reply))
+            by_ids = marks.calls(self._scope, reply)
+            if by_ids is not None:
+                found[CALL_IDS].add(by_ids)
+            found[CALLED].update(marks.arguments(self._scope, reply))
+            quotes = islice(marks.shingles(self._scope, reply.text), marks.SHINGLES)
+            found[QUOTED].update(quotes)
+        node.quotes = len(found[QUOTED])
+        for index, keys in found.items():
+            for key in keys:
+                indexes.add(index, key, node)
+        return answered
+
+    def _retried(self) -> Node | None:
+        """Return the newest exchange that this one repeats because it got no reply, or because the
+        client says so."""
+        turn_id = self._arrival.turn_id
+        for node in reversed(self._indexes.under(ASKED, self._chain[-1])):
+            if (not node.has_reply or (turn_id and node.turn_id == turn_id)) and self._before(node):
+                return node
+        return None
+
+    def _before(self, node: Node) -> bool:
+        return node.at <= self._arrival.at + SKEW_S
+
+    def _caller(self) -> Node | None:
+        """Return whose reply made the calls that the request repeats last, if their ids tell."""
+        by_ids = marks.calls(self._scope, self._messages[self._replied[-1] - 1])
+        nodes = self._indexes.under(CALL_IDS, by_ids)
+        return nodes[0] if len(nodes) == 1 else None  # some models number the calls of a reply
+
+    def _pick(
+        self, index: int, key: bytes | None, *, least: int = 0, caller: Node | None = None
+    ) -> Node | None:
+        """Choose among conversations that are the same up to here: the same trace, the agent that
+        is most alike, one that nobody has continued yet, and of these the one that waits longest:
+        conversations that are the same are likely to go on in the order in which they began."""
+        best: Node | None = None
+        best_rank: tuple[float, ...] = ()
+        trace = self._arrival.trace_id
+        for node in self._indexes.under(index, key):
+            likeness = self.agent.likeness(node.agent)
+            if likeness < least:
+                continue
+            is_open = not node.children
+            rank = (
+                self._before(node),
+                node is caller,
+                bool(trace) and node.trace_id == trace,
+                likeness,
+                is_open,
+                -node.at if is_open else node.at,
+            )
+            if best is None or rank > best_rank:
+                best, best_rank = node, rank
+        return best
+
+    def _longest(self) -> tuple[Node | None, int]:
+        """Return who shares the longest beginning that ends with a reply, and its length."""
+        for length in reversed(self._replied[:-1]):
+            node = self._pick(ANSWERED, self._chain[length])
+            if node is None:
+                node = self._pick(ASKED, self._chain[length - 1], least=ALIKE)
+            if node is not None:
+                return node, length
+        return None, 0
+
+    def _called(self) -> Node | None:
+        """Return whose reply called for this: the text is an argument of one of its calls."""
+        for message in self._messages[:4]:
+            if message.role == "user":
+                node = self._pick(CALLED, marks.whole(self._scope, message.text))
+                if node is not None:
+                    return node
+        return None
