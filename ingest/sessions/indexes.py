@@ -10,8 +10,8 @@ SAME_KEY: Final = 32
 """Nodes remembered under one key, the newest."""
 ANSWERED, ASKED, REPLIED, HEARD, QUOTED, CALLED, CALL_IDS, WANTED = range(8)
 """Kinds of keys: the conversation with its reply; without it; the reply wherever it stands; a
-tool's result or a user's message wherever it stands; parts of a reply; an argument of its calls; the ids
-of its calls; the `ANSWERED` that the parent of the exchange would have."""
+tool's result or a user's message wherever it stands; parts of a reply; an argument of its calls;
+the ids of its calls; the `ANSWERED` that the parent of the exchange would have."""
 
 
 class Indexes:
