@@ -15,6 +15,8 @@ from ingest.sessions.tree import MAX_NODES, TTL_S, SessionTree
 from ingest.store import sessions as store
 from sidecar.store.database import Database
 
+RESTORED = 20_000
+"""Exchanges that are read after a restart, at most: ten seconds. The newest count."""
 RESTORED_BYTES = 128 * 2**20
 """Stored bodies that are read after a restart, at most; they are compressed. The newest count."""
 
@@ -40,7 +42,7 @@ class Sessions:
         """Remember the newest exchanges of the store. Returns: how many."""
         found = 0
         with database.read() as session:
-            since, limit = now - self._ttl_s, self._max_nodes
+            since, limit = now - self._ttl_s, min(RESTORED, self._max_nodes)
             for one in store.newest_placed(
                 session, since=since, limit=limit, limit_bytes=RESTORED_BYTES
             ):

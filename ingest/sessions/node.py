@@ -9,7 +9,7 @@ from ingest.sessions.messages import Conversation, digest_of
 from ingest.sessions.records import How, Place
 
 _DIGITS: Final = re.compile(r"[0-9]+")
-_LINES: Final = 32
+_LINES: Final = 12
 """Lines of a system prompt that are compared."""
 SAME, ALIKE, OTHER = 2, 1, 0
 """How alike two agents are: the same system prompt and tools; the same but for numbers, or half of

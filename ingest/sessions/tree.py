@@ -14,17 +14,19 @@ An exchange that arrives before its parent is moved when the parent arrives.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Final
 
-from ingest.sessions.indexes import WANTED, Indexes
+from ingest.sessions.indexes import GUESSED, WANTED, Indexes
 from ingest.sessions.node import Node, Session
 from ingest.sessions.records import Arrival, Place
 from ingest.sessions.search import Search
 
-MAX_NODES: Final = 100_000
-"""Exchanges remembered; the oldest are forgotten first."""
+MAX_NODES: Final = 50_000
+"""Exchanges remembered, in 3 kB each; the oldest are forgotten first."""
+MAX_GUESSED: Final = 10_000
+"""Of these, the newest are remembered by parts of their texts too, in 10 kB each."""
 TTL_S: Final = 24 * 3600.0
 """A conversation that pauses for longer begins a new session."""
 EXACT: Final = frozenset({"answered", "asked"})
@@ -40,6 +42,8 @@ class SessionTree:
         self._ttl_s = ttl_s
         self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._indexes = Indexes()
+        self._guessed: deque[Node] = deque()
+        """Nodes that parts of their texts name, the oldest first."""
         self._sessions: dict[str, Session] = {}
         self._named: dict[bytes, Session] = {}
         """Sessions that the client named, by header or trace."""
@@ -76,7 +80,7 @@ class SessionTree:
             node.turn = parent.turn + 1
             node.segment = parent.segment + (how == "kept")
         self._nodes[arrival.exchange_id] = node
-        answered = search.register(node)
+        answered = self._register(search, node)
         return [node.place(), *self._adopt(node, answered)]
 
     def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
@@ -104,7 +108,13 @@ class SessionTree:
         node.how, node.branch = place.how, place.branch
         node.turn, node.segment = place.turn, place.segment
         self._nodes[arrival.exchange_id] = node
-        search.register(node)
+        self._register(search, node)
+
+    def _register(self, search: Search, node: Node) -> list[bytes]:
+        self._guessed.append(node)
+        if len(self._guessed) > MAX_GUESSED:
+            self._indexes.forget(self._guessed.popleft(), GUESSED)
+        return search.register(node)
 
     def _session(self, arrival: Arrival, search: Search, parent: Node | None) -> Session:
         session = search.session if parent is None else parent.session

@@ -244,3 +244,19 @@ def test_what_is_remembered_is_bounded(options: dict[str, Any]) -> None:
 
     assert len(sidecar.tree) <= 51
     assert sidecar.tree.keys <= 51 * 12
+
+
+def test_parts_of_texts_are_remembered_of_the_newest_exchanges_only(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingest.sessions.tree.MAX_GUESSED", 1)
+    summary = "The user wants a flight from Boston to Denver, by the window, paid by card."
+    first = sidecar.send([asks(TASK)], summary)
+    sidecar.send(
+        [asks("Something else that is asked between.")], "It is answered in so many words."
+    )
+    quoted = sidecar.send([asks(f"Before: {summary} Go on.")])
+    continued = sidecar.send([asks(TASK), said(summary), asks("Go on.")])
+
+    assert sidecar.parent(quoted) is None
+    assert sidecar.parent(continued) == first
