@@ -101,6 +101,16 @@ async def test_a_judge_that_hangs_is_given_up_after_the_time_limit(
         await judge.complete(MESSAGES, SCHEMA)
 
 
+@pytest.mark.parametrize("timeout_s", [0.001, 0.003, 0.01])
+async def test_a_call_given_up_before_it_is_sent_is_unavailable(
+    judge_kit: JudgeKit, timeout_s: float
+) -> None:
+    server = judge_kit.serve((0, None))
+    judge = judge_kit.litellm_judge(server.url, timeout_s=timeout_s)
+    with pytest.raises(JudgeUnavailableError, match="openai/local-judge"):
+        await judge.complete(MESSAGES, SCHEMA)
+
+
 async def test_nobody_listening_is_unavailable(judge_kit: JudgeKit) -> None:
     server = judge_kit.serve((200, {}))
     url = server.url
