@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 
 
-def is_held_out(session_key: str, rate: float) -> bool:
-    """Return True for a held-out session, decided by a hash of its key.
+def is_held_out(session_id: str, rate: float) -> bool:
+    """Return True for a held-out session, decided by a hash of its id.
 
     All turns of a session, in every process and at any time, get the same result.
     rate: share of sessions held out, 0..1. A higher rate only adds sessions.
     """
-    return share_of(f"held_out\x00{session_key}") < rate
+    return share_of(f"held_out\x00{session_id}") < rate
 
 
 def share_of(text: str) -> float:

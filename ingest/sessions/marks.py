@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from ingest.sessions.messages import Message
+from ingest.sessions.messages import Message, spaced
 
 LONG: Final = 24
 """Characters from which a message tells conversations apart; "Thank you!" does not."""
@@ -35,13 +35,9 @@ def chain(scope: bytes, messages: Sequence[Message]) -> list[bytes]:
 
 
 def link(before: bytes, message: Message) -> bytes:
-    """Return the digest of a beginning and one more message."""
+    """Return the digest of a beginning and one more message. With a scope for the beginning, it is
+    the mark of the message wherever it stands."""
     return blake2b(before + message.digest(), digest_size=8).digest()
-
-
-def said(scope: bytes, message: Message) -> bytes:
-    """Return the mark of a message wherever it stands."""
-    return link(scope, message)
 
 
 def calls(scope: bytes, message: Message) -> bytes | None:
@@ -77,7 +73,7 @@ def arguments(scope: bytes, reply: Message) -> Iterator[bytes]:
         except (msgspec.DecodeError, ValueError, RecursionError):
             continue
         for text in _texts(value):
-            mark = whole(scope, " ".join(text.split()))
+            mark = whole(scope, spaced(text))
             if mark is not None:
                 yield mark
                 found += 1

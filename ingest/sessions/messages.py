@@ -148,7 +148,7 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
         texts.append(item["refusal"])
     text = " ".join(filter(None, texts))
     if role == "assistant":
-        text = _spaced(_THINK.sub("", text))
+        text = spaced(_THINK.sub("", text))
     elif role == "function":
         role = "tool"
     if text or calls or not isinstance(content, list):
@@ -178,7 +178,7 @@ def _call(call: Any) -> tuple[str, str]:  # Any: what the client wrote
         try:
             arguments = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, ValueError, RecursionError):
-            return str(call.get("name")), _spaced(arguments)
+            return str(call.get("name")), spaced(arguments)
     return str(call.get("name")), _json(arguments if arguments is not None else {})
 
 
@@ -195,13 +195,14 @@ def _text(content: Any) -> str:  # Any: what the client wrote
     if content is None:
         return ""
     if isinstance(content, str):
-        return _spaced(content)
+        return spaced(content)
     if isinstance(content, list):
         return " ".join(filter(None, map(_part, content)))
     return _json(content)
 
 
-def _spaced(text: str) -> str:
+def spaced(text: str) -> str:
+    """Make each run of white space one space, and remove it at both ends."""
     return " ".join(text.split())
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from ingest.sessions.messages import Conversation, digest_of
-from ingest.sessions.records import How, Place
+from ingest.sessions.records import Arrival, How, Place
 
 _DIGITS: Final = re.compile(r"[0-9]+")
 _LINES: Final = 12
@@ -57,7 +57,6 @@ class Node:
 
     __slots__ = (
         "agent",
-        "asked",
         "at",
         "branch",
         "children",
@@ -76,14 +75,14 @@ class Node:
         "turn_id",
     )
 
-    def __init__(self, exchange_id: str, at: float, agent: Agent, session: Session) -> None:
-        self.exchange_id = exchange_id
-        self.at = at
+    def __init__(self, arrival: Arrival, agent: Agent, session: Session, placed_at: float) -> None:
+        """placed_at: Unix seconds, by the clock of whoever places it."""
+        self.exchange_id, self.at = arrival.exchange_id, arrival.at
+        self.trace_id, self.turn_id = arrival.trace_id, arrival.turn_id
+        self.has_reply = bool(arrival.replies)
         self.agent = agent
         self.session = session
-        self.trace_id = self.turn_id = ""
-        self.asked = b""
-        """Digest of the request's messages, in order."""
+        self.placed_at = placed_at
         self.parent: Node | None = None
         self.children: list[Node] = []
         self.turn = self.branch = self.segment = 0
@@ -92,8 +91,6 @@ class Node:
         self.how: How = "root"
         self.keys: list[tuple[int, bytes]] = []
         """Where the indexes hold this node: number of the index, key."""
-        self.placed_at = at
-        self.has_reply = True
         self.quotes = 0
         """Parts of the reply that are remembered."""
         session.nodes[self] = None

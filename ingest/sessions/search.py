@@ -89,7 +89,6 @@ class Search:
     def register(self, node: Node) -> list[bytes]:
         """Remember the exchange. Returns: its `answered` digests."""
         indexes, whole = self._indexes, self._chain[-1]
-        node.asked = whole
         indexes.add(ASKED, whole, node)
         answered = list(dict.fromkeys(marks.link(whole, reply) for reply in self._arrival.replies))
         for key in answered:
@@ -100,9 +99,9 @@ class Search:
         found: dict[int, set[bytes]] = defaultdict(set)
         for message in new[-traces.SEARCHED :]:
             if message.role != "assistant" and message.length >= marks.LONG:
-                found[HEARD].add(marks.said(self._scope, message))
+                found[HEARD].add(marks.link(self._scope, message))
         for reply in self._arrival.replies:
-            found[REPLIED].add(marks.said(self._scope, reply))
+            found[REPLIED].add(marks.link(self._scope, reply))
             by_ids = marks.calls(self._scope, reply)
             if by_ids is not None:
                 found[CALL_IDS].add(by_ids)

@@ -42,7 +42,7 @@ def kept(
     newest: dict[Session, Node] = {}
     for message in reversed(messages[-SEARCHED:]):
         by_assistant = message.role == "assistant"
-        under = indexes.under(REPLIED if by_assistant else HEARD, marks.said(scope, message))
+        under = indexes.under(REPLIED if by_assistant else HEARD, marks.link(scope, message))
         nodes = [node for node in under if before(node)]
         sessions = {node.session for node in nodes}
         for session in sessions:

@@ -20,13 +20,13 @@ from typing import Final
 
 from ingest.sessions.indexes import GUESSED, WANTED, Indexes
 from ingest.sessions.node import Node, Session
-from ingest.sessions.records import Arrival, Place
+from ingest.sessions.records import Arrival, How, Place
 from ingest.sessions.search import Search
 
 MAX_NODES: Final = 50_000
 """Exchanges remembered, in 3 kB each; the oldest are forgotten first."""
 MAX_GUESSED: Final = 10_000
-"""Of these, the newest are remembered by parts of their texts too, in 10 kB each."""
+"""Exchanges whose parts of texts are remembered too, the newest, in 10 kB each."""
 TTL_S: Final = 24 * 3600.0
 """A conversation that pauses for longer begins a new session."""
 EXACT: Final = frozenset({"answered", "asked"})
@@ -69,18 +69,11 @@ class SessionTree:
         parent, how, exact = search.find()
         if how == "root" and any(name in self._named for name in search.names):
             how = "header" if arrival.session_header else "trace"
-        session = self._session(arrival, search, parent)
-        node = Node(arrival.exchange_id, arrival.at, search.agent, session)
-        node.placed_at = now
-        node.trace_id, node.turn_id, node.exact = arrival.trace_id, arrival.turn_id, exact
-        node.has_reply = bool(arrival.replies)
-        node.how = how
+        node = Node(arrival, search.agent, self._session(arrival, search, parent), now)
         if parent is not None:
-            node.join(parent, how)
             node.turn = parent.turn + 1
             node.segment = parent.segment + (how == "kept")
-        self._nodes[arrival.exchange_id] = node
-        answered = self._register(search, node)
+        answered = self._add(node, search, parent, how, exact=exact)
         return [node.place(), *self._adopt(node, answered)]
 
     def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
@@ -98,19 +91,18 @@ class SessionTree:
         if session is None:
             session = self._sessions[place.session] = Session(place.session)
         self._name(session, search.names)
-        node = Node(arrival.exchange_id, arrival.at, search.agent, session)
-        node.placed_at = now
-        node.trace_id, node.turn_id = arrival.trace_id, arrival.turn_id
-        node.exact = place.how in EXACT
-        node.has_reply = bool(arrival.replies)
-        if parent is not None:
-            node.join(parent, place.how)
-        node.how, node.branch = place.how, place.branch
-        node.turn, node.segment = place.turn, place.segment
-        self._nodes[arrival.exchange_id] = node
-        self._register(search, node)
+        node = Node(arrival, search.agent, session, now)
+        self._add(node, search, parent, place.how, exact=place.how in EXACT)
+        node.turn, node.branch, node.segment = place.turn, place.branch, place.segment
 
-    def _register(self, search: Search, node: Node) -> list[bytes]:
+    def _add(
+        self, node: Node, search: Search, parent: Node | None, how: How, *, exact: bool
+    ) -> list[bytes]:
+        """Put a node into the tree and the indexes. Returns: its `answered` digests."""
+        node.how, node.exact = how, exact
+        if parent is not None:
+            node.join(parent, how)
+        self._nodes[node.exchange_id] = node
         self._guessed.append(node)
         if len(self._guessed) > MAX_GUESSED:
             self._indexes.forget(self._guessed.popleft(), GUESSED)
