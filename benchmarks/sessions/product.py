@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from benchmarks.sessions.records import Found, SentRequest
-from ingest.sessions.arrival import read_arrival
+from ingest.sessions.arrival import conversation_of, replies_of
+from ingest.sessions.records import Arrival
 from ingest.sessions.tree import SessionTree
 
 
@@ -13,17 +14,17 @@ def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
     """Read each exchange and place it, as the ingest process does."""
     tree = SessionTree()
     for one in stream:
-        arrival = read_arrival(
+        arrival = Arrival(
             exchange_id=one.exchange_id,
             at=one.at,
             project=one.project,
             key_id=one.key_id,
             user=one.user,
-            session_key=f"h:{one.session_header}" if one.session_header else "",
+            session_header=f"h:{one.session_header}" if one.session_header else "",
             trace_id=one.trace_id,
             turn_id="",
-            request=one.request,
-            messages=one.replies,
+            conversation=conversation_of(one.request),
+            replies=replies_of(one.replies),
         )
         for place in tree.place(arrival, now=one.at):
             yield Found(exchange_id=place.exchange_id, session=place.session, parent=place.parent)

@@ -57,7 +57,7 @@ class Intake:
         self._rules = rules_of(settings)
         self._now = now
         self._backlog_due = 0.0
-        self._upgraded = self._restored = False
+        self._prepared = False
         self._published = False
         """True once the store holds the state of the token check and the facts about vLLM."""
         self._failures = 0
@@ -92,18 +92,16 @@ class Intake:
         Returns: the number of records or exchanges processed.
         Raises: BusError or StoreError; nothing is lost, the next step retries.
         """
-        if not self._upgraded:
+        now = self._now()
+        if not self._prepared:
             self._database.upgrade()
             with self._database.read() as session:
                 found = get_flag(session, engine_facts.FLAG)
             if found is not None:
                 self._engine.recall(engine_facts.load_facts(found))
-            self._upgraded = True
-        limit = self._bus_settings.batch
-        now = self._now()
-        if not self._restored:
             self._sessions.restore(self._database, now=now)
-            self._restored = True
+            self._prepared = True
+        limit = self._bus_settings.batch
         changes = (self._tokens.poll(now), self._engine.poll(now))
         if any(changes) or not self._published:
             self._published = False

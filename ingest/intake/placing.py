@@ -10,15 +10,20 @@ import structlog
 from sqlalchemy.orm import Session
 
 from ingest.grouping.held_out import is_held_out
+from ingest.sessions.arrival import arrival_of
 from ingest.sessions.records import Arrival, Place
 from ingest.sessions.tree import MAX_NODES, TTL_S, SessionTree
 from ingest.store import sessions as store
-from sidecar.store.database import Database
+from sidecar.store.database import Database, count
 
 RESTORED = 20_000
 """Exchanges that are read after a restart, at most: ten seconds. The newest count."""
 RESTORED_BYTES = 128 * 2**20
 """Stored bodies that are read after a restart, at most; they are compressed. The newest count."""
+
+STAGE = "sessions"
+UNREADABLE = "unreadable"
+"""Counter row: damaged exchanges that a start left out; each start counts them again."""
 
 log = structlog.get_logger()
 
@@ -26,32 +31,38 @@ log = structlog.get_logger()
 class Sessions:
     """Places exchanges, and stores what a late one changes. For one thread."""
 
-    def __init__(
-        self, *, held_out_rate: float, max_nodes: int = MAX_NODES, ttl_s: float = TTL_S
-    ) -> None:
+    def __init__(self, *, held_out_rate: float) -> None:
         """held_out_rate: share of sessions that are held out from training, 0..1."""
         self._rate = held_out_rate
-        self._max_nodes, self._ttl_s = max_nodes, ttl_s
-        self._tree = SessionTree(max_nodes=max_nodes, ttl_s=ttl_s)
+        self._tree = SessionTree()
         self._moves: dict[str, Place] = {}
         """Exchanges that moved, until the store has it."""
         self._mixed: dict[str, None] = {}
         """Sessions that would be held out, and took in exchanges that are not; the newest."""
 
     def restore(self, database: Database, *, now: float) -> int:
-        """Remember the newest exchanges of the store. Returns: how many."""
-        found = 0
+        """Remember the newest exchanges of the store. Damaged ones are left out and counted.
+
+        Returns: how many are remembered.
+        """
+        found = damaged = 0
         with database.read() as session:
-            since, limit = now - self._ttl_s, min(RESTORED, self._max_nodes)
-            for one in store.newest_placed(
-                session, since=since, limit=limit, limit_bytes=RESTORED_BYTES
+            for page, unreadable in store.newest_exchanges(
+                session, since=now - TTL_S, limit=RESTORED, limit_bytes=RESTORED_BYTES
             ):
-                self._tree.restore(one.arrival, one.place, now=one.stored_at)
-                if not one.held_out:
-                    self._mix(one.place.session)
-                found += 1
-        if found:
-            log.info("sessions_restored", exchanges=found)
+                for one in page:
+                    # A clock that was fast for a while must not keep an exchange for ever.
+                    stored_at = min(one.stored_at, now)
+                    self._tree.restore(arrival_of(one.exchange), one.place, now=stored_at)
+                    if not one.held_out:
+                        self._mix(one.place.session)
+                found += len(page)
+                damaged += unreadable
+        if damaged:
+            with database.write() as session:
+                count(session, STAGE, UNREADABLE, damaged)
+        if found or damaged:
+            log.info("sessions_restored", exchanges=found, unreadable=damaged)
         return found
 
     def place(self, arrival: Arrival, *, now: float) -> tuple[Place, bool]:
@@ -79,5 +90,5 @@ class Sessions:
     def _mix(self, name: str) -> None:
         if self._is_held_out(name):
             self._mixed[name] = None
-            if len(self._mixed) > self._max_nodes:
+            if len(self._mixed) > MAX_NODES:
                 del self._mixed[next(iter(self._mixed))]

@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ingest.sessions.messages import Conversation, JsonObject, read_conversation, read_reply
+from ingest.sessions.messages import (
+    Conversation,
+    JsonObject,
+    Message,
+    read_conversation,
+    read_reply,
+)
 from ingest.sessions.records import Arrival
 from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Exchange
@@ -22,50 +28,30 @@ NOTHING = Conversation((), "", ())
 def arrival_of(exchange: Exchange) -> Arrival:
     """Read an exchange. Never raises: a request or an answer that is no JSON object repeats
     nothing."""
-    return read_arrival(
+    key = exchange.session_key
+    return Arrival(
         exchange_id=exchange.exchange_id,
         at=exchange.timings.started_at,
         project=exchange.project,
         key_id=exchange.key_id,
         user=exchange.user,
-        session_key=exchange.session_key,
+        session_header=key if key.startswith(NAMED) else "",
         trace_id=exchange.trace_id,
         turn_id=exchange.turn_id,
-        request=exchange.request,
-        messages=[choice.message for choice in exchange.choices],
+        conversation=conversation_of(exchange.request),
+        replies=replies_of(choice.message for choice in exchange.choices),
     )
 
 
-def read_arrival(
-    *,
-    exchange_id: str,
-    at: float,
-    project: str,
-    key_id: str,
-    user: str,
-    session_key: str,
-    trace_id: str,
-    turn_id: str,
-    request: bytes,
-    messages: Iterable[bytes],
-) -> Arrival:
-    """Read an exchange whose fields are at hand. messages: the answers, JSON."""
-    body = _object(request)
-    answers = map(_object, messages)
-    return Arrival(
-        exchange_id=exchange_id,
-        at=at,
-        project=project,
-        key_id=key_id,
-        user=user,
-        session_header=session_key if session_key.startswith(NAMED) else "",
-        trace_id=trace_id,
-        turn_id=turn_id,
-        conversation=_read(read_conversation, body) or NOTHING,
-        replies=tuple(
-            reply for answer in answers if (reply := _read(read_reply, answer)) is not None
-        ),
-    )
+def conversation_of(request: bytes) -> Conversation:
+    """Read the body of a request, JSON. Never raises, as `arrival_of`."""
+    return _read(read_conversation, _object(request)) or NOTHING
+
+
+def replies_of(messages: Iterable[bytes]) -> tuple[Message, ...]:
+    """Read the answers of a request, each JSON. Never raises, as `arrival_of`."""
+    read = (_read(read_reply, _object(message)) for message in messages)
+    return tuple(reply for reply in read if reply is not None)
 
 
 def _read(read: Callable[[JsonObject], Content], value: JsonObject | None) -> Content | None:

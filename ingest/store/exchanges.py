@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from sqlalchemy import ColumnElement, Select, and_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
 from ingest.sessions.records import Place
-from ingest.store.sessions import place_columns
+from ingest.store.places import place_columns, place_of
 from sidecar.records import Choice, Exchange
 from sidecar.store.database import DAMAGE, check_id, insert_into
 from sidecar.store.mapping import RowMapping
@@ -29,7 +30,13 @@ class StoredExchange:
     exchange: Exchange
     held_out: bool
     selection: str
-    session_id: str
+    place: Place
+    stored_at: float
+    """Unix seconds."""
+
+    @property
+    def session_id(self) -> str:
+        return self.place.session
 
 
 def save_exchange(
@@ -56,7 +63,7 @@ def save_exchange(
         "stored_at": now,
         "started_at": exchange.timings.started_at,  # a column of its own, to be searched by
         "held_out": held_out,
-        **place_columns(place, exchange),
+        **({"session_id": exchange.session_key} if place is None else place_columns(place)),
         "selection": NEW,
     }
     choices = [
@@ -78,6 +85,13 @@ def load_exchange(session: Session, exchange_id: str) -> StoredExchange | None:
     """Read one exchange; None when there is none of this id. Raises: UnreadableExchangesError."""
     found = _load(session, select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
     return found[0] if found else None
+
+
+def load_by_seq(session: Session, seqs: Collection[int]) -> list[StoredExchange]:
+    """Read these exchanges, the oldest first. Raises: UnreadableExchangesError."""
+    return _load(
+        session, select(ExchangeRow).where(ExchangeRow.seq.in_(seqs)).order_by(ExchangeRow.seq)
+    )
 
 
 def any_with(session: Session, selection: str) -> bool:
@@ -202,9 +216,10 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
             exchange=_EXCHANGE.to_record(
                 row, choices=tuple(map(_CHOICE.to_record, choices[check_id(row.exchange_id)]))
             ),
-            held_out=row.held_out,
+            held_out=msgspec.convert(row.held_out, bool),
             selection=row.selection,
-            session_id=row.session_id,
+            place=place_of(row),
+            stored_at=msgspec.convert(row.stored_at, float),
         )
         for row in rows
     ]

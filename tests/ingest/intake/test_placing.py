@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from itertools import count
 
+import pytest
 from sqlalchemy import select, update
 
 from ingest.grouping.held_out import is_held_out
+from ingest.intake import placing
 from ingest.intake.consume import consume
 from ingest.intake.placing import Sessions
+from ingest.sessions.tree import TTL_S
+from ingest.store import sessions as store
 from sidecar.records import Choice, Exchange, encode_exchange
-from sidecar.store.models import ExchangeRow
+from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
 
 RATE = 0.5
@@ -123,21 +128,76 @@ def test_a_restart_goes_on_with_the_same_sessions(kit: Kit) -> None:
     assert rows(kit)[third] == (first, second, 2, False)
 
 
-def test_a_damaged_exchange_costs_a_restart_only_itself(kit: Kit) -> None:
-    first, second, third = TRAINED[:3]
+DAMAGE = {
+    "turn": "'x'",
+    "branch": "'x'",
+    "segment": "x'00'",
+    "started_at": "'x'",
+    "stored_at": "'x'",
+    "held_out": "'x'",
+    "placed_by": "'guessed'",
+    "session_id": "CAST(x'ff80' AS TEXT)",
+    "exchange_id": "CAST(x'ff80' AS TEXT)",
+    "parent_id": "x'ff80'",
+    "request_body": "x'00'",
+    "timings": "'{'",
+    "status": "'x'",
+}
+
+
+@pytest.mark.parametrize("column", DAMAGE)
+def test_a_damaged_exchange_costs_a_restart_only_itself(kit: Kit, column: str) -> None:
+    first, second, third, other = TRAINED[:4]
+    take(kit, Sessions(held_out_rate=RATE), turn(kit, first, 0), turn(kit, second, 1))
+    with closing(kit.database.engine.raw_connection()) as raw:
+        raw.execute("PRAGMA foreign_keys=OFF")
+        raw.execute(f"UPDATE exchange SET {column} = {DAMAGE[column]} WHERE seq = 1")
+        raw.execute("PRAGMA foreign_keys=ON")
+    sessions = Sessions(held_out_rate=RATE)
+
+    restored = sessions.restore(kit.database, now=6.0)
+    take(kit, sessions, turn(kit, third, 2), turn(kit, other, 1), now=6.0)
+
+    # `started_at` is stored a second time, with the other times; SQLAlchemy reads any text in
+    # `held_out` as true.
+    readable = column in ("started_at", "held_out")
+    assert restored == 1 + readable
+    assert kit.counts("sessions") == ({} if readable else {"unreadable": 1})
+    with kit.database.read() as session:
+        columns = (ExchangeRow.session_id, ExchangeRow.parent_id, ExchangeRow.turn)
+        found = session.execute(select(*columns).where(ExchangeRow.exchange_id == third)).one()
+    assert tuple(found) == (first, second, 2)
+
+
+def test_a_choice_that_is_damaged_costs_a_restart_only_its_exchange(kit: Kit) -> None:
+    first, second = TRAINED[:2]
     take(kit, Sessions(held_out_rate=RATE), turn(kit, first, 0), turn(kit, second, 1))
     with kit.database.write() as session:
         session.execute(
-            update(ExchangeRow)
-            .where(ExchangeRow.exchange_id == first)
-            .values(request_body=b"damaged")
+            update(ChoiceRow).where(ChoiceRow.exchange_id == first).values(logprobs=b"x")
         )
-    sessions = Sessions(held_out_rate=RATE)
 
-    assert sessions.restore(kit.database, now=6.0) == 1
-    take(kit, sessions, turn(kit, third, 2), now=6.0)
+    assert Sessions(held_out_rate=RATE).restore(kit.database, now=6.0) == 1
 
-    assert rows(kit)[third] == (first, second, 2, False)
+
+def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "RESTORED", 5)
+    monkeypatch.setattr(store, "PAGE", 2)
+    names = TRAINED[:7]
+    for at, name in enumerate(names):
+        take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0), now=float(at))
+
+    with kit.database.read() as session:
+        pages = list(store.newest_exchanges(session, since=3.0, limit=5, limit_bytes=2**20))
+
+    assert [[one.exchange.exchange_id for one in page] for page, _ in pages] == [
+        names[3:5],
+        names[5:7],
+    ]
+    assert Sessions(held_out_rate=RATE).restore(kit.database, now=7.0) == 5
+    assert Sessions(held_out_rate=RATE).restore(kit.database, now=TTL_S + 5.5) == 1
 
 
 def test_an_exchange_that_comes_twice_keeps_its_place(kit: Kit) -> None:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.sessions.arrival import NOTHING, read_arrival
+from ingest.sessions.arrival import NOTHING, arrival_of
 from ingest.sessions.messages import JsonObject, Message, read_conversation, read_reply
 from ingest.sessions.records import Arrival
 from ingest.sessions.tree import SessionTree
+from sidecar.records import Choice
+from support.ingest_kit import make_exchange
 
 CALL = {"name": "find", "arguments": '{"b": 1, "a": [2, 3]}'}
 CHAT: JsonObject = {
@@ -112,8 +114,8 @@ def test_what_differs_in_content_has_another_digest(one: JsonObject, other: Json
 
 
 def arrival(request: bytes, *replies: bytes) -> Arrival:
-    names = ("exchange_id", "project", "key_id", "user", "session_key", "trace_id", "turn_id")
-    return read_arrival(at=1.0, **dict.fromkeys(names, "x"), request=request, messages=replies)
+    choices = tuple(Choice(index=index, message=reply) for index, reply in enumerate(replies))
+    return arrival_of(make_exchange("x", request=request, choices=choices))
 
 
 @pytest.mark.parametrize("depth", [100, 900, 5_000, 100_000])
