@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
+import pytest
+
 from benchmarks.sessions.records import Found, SentRequest
 from benchmarks.sessions.scoring import leak, right_parents, right_sessions, score
 from benchmarks.sessions.twins import settled, twins_of
@@ -139,40 +141,28 @@ def test_two_requests_may_not_follow_the_same_one_of_two_equal_ones() -> None:
     assert right_sessions(truth, said) == right_parents(truth, said) == 3 / 4
 
 
-def test_equal_requests_whose_calls_have_ids_that_come_back_are_not_exchanged() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "first_later", "second_later"),
+    [
+        pytest.param({"call": "id-a"}, {"call": "id-b"}, "id-a", "id-b", id="ids of calls"),
+        pytest.param({"known": "id-a"}, {"known": "id-b"}, "id-a", "id-b", id="ids of histories"),
+        pytest.param(
+            {"known": "id-0", "call": "id-a"},
+            {"known": "id-0", "call": "id-b"},
+            "id-0 id-a",
+            "id-0 id-b",
+            id="some ids in common",
+        ),
+    ],
+)
+def test_equal_requests_with_ids_that_come_back_are_not_exchanged(
+    first: dict[str, str], second: dict[str, str], first_later: str, second_later: str
+) -> None:
     stream = [
-        sent("a1", "A", None, at=1, call="id-a"),
-        sent("b1", "B", None, at=2, call="id-b"),
-        sent("a2", "A", "a1", at=3, says="the first", body="id-a"),
-        sent("b2", "B", "b1", at=4, says="the second", body="id-b"),
-    ]
-    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
-
-    truth = settled(stream, said, twins_of(stream))
-
-    assert truth == stream
-
-
-def test_equal_requests_whose_histories_have_ids_that_come_back_are_not_exchanged() -> None:
-    stream = [
-        sent("a1", "A", None, at=1, known="id-a"),
-        sent("b1", "B", None, at=2, known="id-b"),
-        sent("a2", "A", "a1", at=3, says="the first", body="id-a"),
-        sent("b2", "B", "b1", at=4, says="the second", body="id-b"),
-    ]
-    said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
-
-    truth = settled(stream, said, twins_of(stream))
-
-    assert truth == stream
-
-
-def test_equal_requests_that_share_some_ids_are_told_apart_by_the_others() -> None:
-    stream = [
-        sent("a1", "A", None, at=1, known="id-0", call="id-a"),
-        sent("b1", "B", None, at=2, known="id-0", call="id-b"),
-        sent("a2", "A", "a1", at=3, says="the first", body="id-0 id-a"),
-        sent("b2", "B", "b1", at=4, says="the second", body="id-0 id-b"),
+        sent("a1", "A", None, at=1, **first),
+        sent("b1", "B", None, at=2, **second),
+        sent("a2", "A", "a1", at=3, says="the first", body=first_later),
+        sent("b2", "B", "b1", at=4, says="the second", body=second_later),
     ]
     said = found(a1=("x", None), b1=("y", None), a2=("y", "b1"), b2=("x", "a1"))
 

@@ -33,9 +33,7 @@ def summary(conversation: Conversation, task: Task, now: float) -> None:
     agent = Agent.of(conversation, task, now)
     for turn in task.turns:
         if len(agent.messages) > LONGEST:
-            text = wording.summary(agent.messages, agent.rng)
-            agent.hear(_ASK)
-            agent.ask(_ASK, text=text)
+            text = _asked_for(agent)
             agent.messages = [_user(_CONTINUED.format(summary=text))]
         agent.hear(turn)
         agent.work(turn)
@@ -46,13 +44,19 @@ def summary_in_system(conversation: Conversation, task: Task, now: float) -> Non
     agent = Agent.of(conversation, task, now)
     for turn in task.turns:
         if len(agent.messages) > LONGEST:
-            text = wording.summary(agent.messages, agent.rng)
-            agent.hear(_ASK)
-            agent.ask(_ASK, text=text)
+            text = _asked_for(agent)
             agent.system = f"{task.system}\n\n{_SO_FAR.format(summary=text)}"
             agent.messages = []
         agent.hear(turn)
         agent.work(turn)
+
+
+def _asked_for(agent: Agent) -> str:
+    """The summary that the agent is asked for at the end of its history."""
+    text = wording.summary(agent.messages, agent.rng)
+    agent.hear(_ASK)
+    agent.ask(_ASK, text=text)
+    return text
 
 
 def transcript(conversation: Conversation, task: Task, now: float) -> None:
