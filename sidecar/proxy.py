@@ -85,6 +85,7 @@ class Proxy:
         sink = sink or Outbox(
             bus,
             max_rows=settings.bus.max_rows,
+            max_bytes=settings.bus.max_bytes,
             on_rows_gone=self.metrics.outbox_rows_gone.inc,
             yield_cpu=yield_cpu,
         )

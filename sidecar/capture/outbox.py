@@ -4,7 +4,8 @@ The writer and the reader are both here, because the file format has one owner. 
 the reader confirms that it is stored, so either process may die at any time: WAL mode keeps what
 was committed. When the file is deleted or moved, both sides notice at their next step, because the
 path no longer leads to the file that they have open, and open a new one. One writer counts the
-unread records of the lost file. Several processes may write.
+unread records of the lost file. Several processes may write. The reader gives the space of deleted
+records back to the disk (`outbox_space`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import structlog
 
+from sidecar.capture import outbox_space
 from sidecar.capture.yielding import CooperativeYield, never_yield
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
@@ -126,15 +129,18 @@ class Outbox:
         path: Path,
         *,
         max_rows: int,
+        max_bytes: int | None = None,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
         on_rows_gone: Callable[[int], object] | None = None,
         yield_cpu: CooperativeYield = never_yield,
     ) -> None:
-        """on_rows_gone: called with the number of unread records lost with a deleted or moved file,
+        """max_bytes: of the file's pages in use; None: no limit.
+        on_rows_gone: called with the number of unread records lost with a deleted or moved file,
         by only one of its writers. yield_cpu: called between two steps of a write."""
         self._file = _File(path, busy_timeout_s, on_rows_gone)
         self._max_rows = max_rows
+        self._max_bytes = max_bytes
         self._clock = clock
         self._yield_cpu = yield_cpu
 
@@ -150,7 +156,7 @@ class Outbox:
         with self._file.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])
-            kept = rows[:room]
+            kept = self._fitting(connection, rows[:room])
             for start in range(0, len(kept), ROWS_AT_ONCE):
                 connection.executemany(
                     "INSERT INTO outbox(exchange_id, at, payload) VALUES (?, ?, ?)",
@@ -159,6 +165,16 @@ class Outbox:
                 self._yield_cpu()
             connection.execute("COMMIT")
         return len(kept)
+
+    def _fitting(
+        self, connection: sqlite3.Connection, rows: Sequence[tuple[str, float, bytes]]
+    ) -> Sequence[tuple[str, float, bytes]]:
+        """Return the rows from the front that fit into `max_bytes`."""
+        if self._max_bytes is None:
+            return rows
+        sizes = accumulate(len(payload) for _, _, payload in rows)
+        room = self._max_bytes - outbox_space.used_bytes(connection)
+        return rows[: sum(size <= room for size in sizes)]
 
     def close(self) -> None:
         """Close the file; the next write opens it again."""
@@ -184,15 +200,19 @@ class OutboxReader:
                 "ORDER BY seq LIMIT ?",
                 (after, limit),
             )
-            return [
+            found = [
                 OutboxRow(seq=seq, exchange_id=name, at=at, payload=payload)
                 for seq, name, at, payload in rows
             ]
+            if not found:
+                outbox_space.shrink(connection, self._file.path, drained=True)
+            return found
 
     def delete_through(self, seq: int) -> None:
         """Delete the records up to and including `seq`, which are stored. Raises: OutboxError."""
         with self._file.connection() as connection:
             connection.execute("DELETE FROM outbox WHERE seq <= ?", (seq,))
+            outbox_space.shrink(connection, self._file.path, drained=False)
 
     def count(self) -> int:
         """Return the number of waiting records. Raises: OutboxError."""
@@ -210,6 +230,7 @@ def _connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
     )
     try:
+        outbox_space.prepare(connection)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute(_SCHEMA)

@@ -163,6 +163,8 @@ class Bus(Section):
     """`sqlite:///path`: the embedded outbox. Kafka comes with a later release."""
     max_rows: Count = 200_000
     """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
+    max_bytes: Bytes = 4 * 2**30
+    """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
     poll_interval_s: Interval = 0.2
     batch: Annotated[
         int, Between(1, 10_000, "each batch is one transaction, which others wait for")
