@@ -141,9 +141,7 @@ def auto_vacuum(path: Path) -> int:
         return found
 
 
-def test_a_lock_delays_the_shrinking_only(
-    outbox: Outbox, reader: OutboxReader, path: Path
-) -> None:
+def test_a_lock_delays_the_shrinking_only(outbox: Outbox, reader: OutboxReader, path: Path) -> None:
     fill(outbox, 100)
     reader.delete_through(100)
     with closing(sqlite3.connect(path, isolation_level=None)) as locker:
