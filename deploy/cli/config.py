@@ -45,9 +45,31 @@ def config_show(context: typer.Context) -> None:
 
 
 @config_app.command("check")
-def config_check(context: typer.Context) -> None:
-    """Read the settings and say whether they are sound."""
+def config_check(
+    context: typer.Context,
+    online: Annotated[
+        bool,
+        typer.Option(
+            "--online",
+            help="also ask vLLM and the judge (one paid call), and look at folders, ports, device",
+        ),
+    ] = False,
+) -> None:
+    """Read the settings and say whether they are sound. Starts and changes nothing."""
     from deploy.cli.settings_check import checked_settings
 
-    checked_settings(context.obj)
-    say("settings are sound")
+    settings = checked_settings(context.obj)
+    if not online:
+        say("settings are sound")
+        return
+    import asyncio
+
+    from deploy.preflight.run import preflight, runs_already
+
+    found = asyncio.run(preflight(settings, running=runs_already(settings)))
+    for one in found:
+        say(f"{one.level}: {one.setting}: {one.text}")
+    if any(one.level == "error" for one in found):
+        note("these settings cannot run here")
+        raise typer.Exit(1)
+    say("settings are sound, and can run here")

@@ -56,7 +56,7 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
     # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is scarcer.
     dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
     with _loading(f"base {base_model_path}"):
-        _refuse_quantised(base_model_path)
+        refuse_quantised(base_model_path)
         base = AutoModelForCausalLM.from_pretrained(
             base_model_path, dtype=dtype, attn_implementation="sdpa"
         )
@@ -110,7 +110,9 @@ def _loading(what: str) -> Iterator[None]:
         raise ParentError(f"{what} cannot be loaded: {one_line(error)}") from error
 
 
-def _refuse_quantised(base_model_path: str) -> None:
+def refuse_quantised(base_model_path: str) -> None:
+    """Check by its config that the base has plain weights. Raises: ParentError, and whatever
+    transformers raises for a config that it cannot read."""
     config = AutoConfig.from_pretrained(base_model_path)
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)

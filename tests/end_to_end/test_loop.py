@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -250,6 +251,20 @@ def test_rollback_is_obeyed_and_fails_no_request(story: Story) -> None:
 
 def test_models_shows_the_public_name_alone(story: Story) -> None:
     assert [card["id"] for card in story.models["data"]] == [MODEL]
+
+
+def test_the_running_stack_passes_its_own_check(story: Story) -> None:
+    checked = subprocess.run(
+        story.stack.command("config", "check", "--online"),
+        env=story.stack.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert checked.stdout == "settings are sound, and can run here\n", checked.stderr
+    assert checked.returncode == 0
 
 
 def test_adapter_endpoints_of_vllm_cannot_be_reached_through_the_proxy(story: Story) -> None:

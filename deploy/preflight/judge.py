@@ -1,0 +1,29 @@
+"""Ask the judge one small question, on the path that every group takes."""
+
+from __future__ import annotations
+
+from deploy.preflight.findings import Finding, error, warning
+from ingest.ruler.group import SetAside, Unanswered
+from ingest.ruler.judge import LiteLlmJudge
+from ingest.ruler.probe import ask_probe
+from sidecar.settings import Judge
+
+LONGEST_S = 30.0
+"""Longest wait for the judge. A judge that takes longer for two lines is too slow for groups."""
+
+
+async def check_judge(settings: Judge) -> Finding | None:
+    """Send the judge one group of two answers; that is one paid call of about 300 tokens."""
+    if not settings.model:
+        return warning(
+            "judge.model", "there is no judge: the sidecar relays and records, and learns nothing"
+        )
+    timeout_s = min(settings.timeout_s, LONGEST_S)
+    judge = LiteLlmJudge(settings.model_copy(update={"timeout_s": timeout_s}))
+    try:
+        outcome = await ask_probe(judge, settings, seed=0, on_call=lambda _: None)
+    finally:
+        await judge.aclose()
+    if isinstance(outcome, (SetAside, Unanswered)):
+        return error("judge.model", outcome.detail)
+    return None

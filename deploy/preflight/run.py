@@ -1,0 +1,36 @@
+"""Run every check of a preflight, one after the other. Errors come first."""
+
+from __future__ import annotations
+
+from deploy.preflight.findings import Finding, error
+from deploy.preflight.judge import check_judge
+from deploy.preflight.places import check_places
+from deploy.preflight.vllm import check_replicas
+from learner.ready import why_not_ready
+from sidecar.processes.state_lock import holder
+from sidecar.settings import Settings
+
+LOCKS = ("up", "control", "ingest")
+"""Processes that lock `state_dir` while they run."""
+
+
+async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
+    """Return what keeps these settings from running here.
+
+    running: the sidecar runs with this `state_dir` already.
+    """
+    found = list(check_places(settings, running=running))
+    found += [finding async for finding in check_replicas(settings)]
+    if settings.groups.rate > 0 and (judged := await check_judge(settings.judge)) is not None:
+        found.append(judged)
+    if settings.learner.schedule != "manual":
+        found += [error(name, why) for name, why in why_not_ready(settings)]
+    return sorted(found, key=lambda one: one.level != "error")
+
+
+def runs_already(settings: Settings) -> bool:
+    """True when a process of the sidecar works with this `state_dir`. Makes no file."""
+    folder = settings.state_dir
+    return any(
+        (folder / f"{name}.lock").exists() and holder(folder, name) is not None for name in LOCKS
+    )

@@ -1,0 +1,136 @@
+"""Ask each vLLM for what the sidecar needs: the model, the key, adapters, token ids."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+
+from deploy.preflight.findings import Finding, error, warning
+from sidecar.settings import Serving, Settings
+
+TIMEOUT_S = 10.0
+"""Limit of one call. The longest asks for one token, and vLLM may be busy with others' requests."""
+LORA_METRIC = "vllm:lora_requests_info"
+"""A metric that vLLM (0.32) has only with `--enable-lora`."""
+
+
+async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
+    """Yield what is wrong with each vLLM of `serving.upstreams`."""
+    serving = settings.serving
+    for url in serving.upstreams:
+        async with _client(serving, url) as client:
+            try:
+                async for finding in _check(client, url, serving):
+                    yield finding
+            except httpx.HTTPError as problem:
+                if settings.engine.command:
+                    yield warning(
+                        "serving.upstreams",
+                        f"{url} does not answer yet; `sidecar up` starts it by engine.command, so "
+                        "check again while it runs",
+                    )
+                    continue
+                why = str(problem) or type(problem).__name__
+                yield error(
+                    "serving.upstreams", f"{url} does not answer ({why}); start vLLM, or correct it"
+                )
+
+
+def _client(serving: Serving, url: str) -> httpx.AsyncClient:
+    key = serving.api_key
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
+        timeout=TIMEOUT_S,
+        trust_env=False,  # a web proxy must not be used for the operator's own vLLM
+    )
+
+
+async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> AsyncIterator[Finding]:
+    models = await client.get("/v1/models")
+    if models.status_code in (401, 403):
+        yield error(
+            "serving.api_key",
+            f"{url} refuses the key ({models.status_code}); set SIDECAR_SERVING__API_KEY to vLLM's "
+            "--api-key",
+        )
+        return
+    names = _names(models)
+    if names is None:
+        yield error(
+            "serving.upstreams",
+            f"{url}/v1/models answers {models.status_code} without a list of models; name a vLLM",
+        )
+        return
+    if serving.model not in names:
+        yield error(
+            "serving.model",
+            f"{url} does not serve {serving.model!r} but {', '.join(names) or 'no model'}; set it "
+            "to vLLM's --served-model-name",
+        )
+        return
+    async for finding in _check_adapters(client, url):
+        yield finding
+    async for finding in _check_tokens(client, url, serving.model):
+        yield finding
+
+
+async def _check_adapters(client: httpx.AsyncClient, url: str) -> AsyncIterator[Finding]:
+    load = await client.post("/v1/load_lora_adapter", json={})  # no name: nothing is loaded
+    if load.status_code in (404, 405):
+        yield error(
+            "serving.upstreams",
+            f"{url} loads no adapters at run time; start vLLM with "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
+        )
+    metrics = await client.get("/metrics")
+    if metrics.status_code != 200:
+        yield warning(
+            "serving.upstreams",
+            f"{url}/metrics answers {metrics.status_code}; without it candidates are sampled "
+            "beside users' requests, whatever the load, and --enable-lora cannot be checked",
+        )
+    elif LORA_METRIC not in metrics.text:
+        yield error("serving.upstreams", f"{url} runs without --enable-lora; start vLLM with it")
+
+
+async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> AsyncIterator[Finding]:
+    reply = await client.post(
+        "/v1/chat/completions",
+        json={
+            "model": model,
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 1,
+            "logprobs": True,
+            "return_token_ids": True,
+        },
+    )
+    if reply.status_code != 200:
+        yield error(
+            "serving.upstreams",
+            f"{url} answers a request of one token with {reply.status_code}: {reply.text[:200]}",
+        )
+    elif not _has_token_ids(reply):
+        yield error(
+            "serving.upstreams",
+            f"{url} ignores return_token_ids, so nothing can be learned from its replies; use "
+            "vLLM 0.32",
+        )
+
+
+def _names(reply: httpx.Response) -> list[str] | None:
+    try:
+        return [str(card["id"]) for card in reply.json()["data"]]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _has_token_ids(reply: httpx.Response) -> bool:
+    try:
+        found: Any = reply.json()
+        choice = found["choices"][0]
+        return bool(found["prompt_token_ids"]) and bool(choice["token_ids"])
+    except (ValueError, LookupError, TypeError):
+        return False

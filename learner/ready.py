@@ -1,0 +1,79 @@
+"""Check what a run needs of this machine before one starts: packages, base weights, device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from sidecar.settings import Settings
+
+PACKAGES = ("torch", "transformers", "peft", "safetensors")
+
+
+def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield (setting, what is wrong and what to do). Loads no weights, and downloads nothing."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        yield (
+            "learner.schedule",
+            f"{', '.join(missing)} cannot be imported; install learning-sidecar[learner], or set "
+            'learner.schedule = "manual" where another machine learns',
+        )
+        return
+    if why := _why_no_base(settings.serving.base_model_path):
+        yield "serving.base_model_path", why
+    if why := _why_no_device(settings.learner.device):
+        yield "learner.device", why
+
+
+def _why_no_base(path: str) -> str:
+    from learner.errors import LearnerError
+    from learner.grpo.adapter_io import refuse_quantised
+
+    if not path:
+        return "it is empty; name the folder or hub name of the weights that vLLM serves"
+    folder = Path(path)
+    if not folder.is_dir():
+        return "" if _in_hub_cache(path) else _neither(path)
+    if not (folder / "config.json").is_file():
+        return f"{folder} has no config.json; name the folder of the weights that vLLM serves"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        return f"{folder} has no *.safetensors; name the folder of the weights that vLLM serves"
+    try:
+        refuse_quantised(path)
+    except LearnerError as problem:
+        return str(problem)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        return f"{folder}/config.json cannot be read ({problem})"
+    return ""
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _neither(path: str) -> str:
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        return f"{path} is no folder; name the weights that vLLM serves"
+    return (
+        f"{path} is no folder, and not in this machine's hub cache; run `hf download {path}`, or "
+        "name a folder"
+    )
+
+
+def _why_no_device(name: str) -> str:
+    from learner.errors import DeviceError
+    from learner.grpo.adapter_io import open_device
+
+    try:
+        open_device(name)
+    except DeviceError as problem:
+        return str(problem)
+    return ""

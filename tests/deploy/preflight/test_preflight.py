@@ -1,0 +1,251 @@
+"""`sidecar config check --online`: each fault is named with its setting, and nothing is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli.main import main
+from deploy.preflight.run import preflight, runs_already
+from sidecar.processes.state_lock import only_one
+from sidecar.settings import Settings, load_settings
+from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+
+WITH_TOKEN_IDS = {"prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
+LORA = b"# HELP vllm:lora_requests_info Running stats\n"
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[str, AdapterEndpoints]]:
+    """A vLLM with all that the sidecar needs."""
+    with vllm_in_thread() as (url, endpoints):
+        endpoints.overrides = {
+            "/metrics": (200, LORA),
+            "/v1/load_lora_adapter": (400, b"{}"),
+            "/v1/chat/completions": (200, json.dumps(WITH_TOKEN_IDS).encode()),
+        }
+        yield url, endpoints
+
+
+def settings_with(folder: Path, url: str, **sections: dict[str, Any]) -> Settings:
+    """Settings without a judge and a learner, on free ports."""
+    base: dict[str, Any] = {
+        "state_dir": folder / "state",
+        "serving": {"upstreams": [url], "model": MODEL},
+        "proxy": {"port": 0},
+        "admin": {"port": 0},
+        "store": {"url": f"sqlite:///{folder}/state/store.db"},
+        "bus": {"url": f"sqlite:///{folder}/state/outbox.db"},
+        "learner": {"schedule": "manual", "adapters_dir": folder / "adapters"},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Settings(**base)
+
+
+def check(settings: Settings, *, running: bool = False) -> list[tuple[str, str, str]]:
+    found = asyncio.run(preflight(settings, running=running))
+    return [(one.level, one.setting, one.text) for one in found]
+
+
+def test_a_sound_set_up_lacks_only_the_judge(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    (found,) = check(settings_with(tmp_path, vllm[0]))
+
+    assert found[:2] == ("warning", "judge.model")
+    assert list(tmp_path.iterdir()) == []
+    assert vllm[1].loads == []
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "setting", "words"),
+    [
+        ("/v1/models", (401, b""), "serving.api_key", "refuses the key"),
+        ("/v1/models", (404, b"<html>"), "serving.upstreams", "without a list of models"),
+        ("/v1/models", (200, b'{"data": 3}'), "serving.upstreams", "without a list of models"),
+        ("/v1/models", (200, b'{"data": [{"id": "x"}]}'), "serving.model", "'m' but x"),
+        (
+            "/v1/load_lora_adapter",
+            (404, b""),
+            "serving.upstreams",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        ),
+        ("/metrics", (200, b"# HELP other\n"), "serving.upstreams", "--enable-lora"),
+        (
+            "/v1/chat/completions",
+            (200, b'{"choices": [{}]}'),
+            "serving.upstreams",
+            "ignores return_token_ids",
+        ),
+        ("/v1/chat/completions", (500, b"broken"), "serving.upstreams", "with 500: broken"),
+    ],
+)
+def test_what_vllm_lacks_is_an_error(
+    tmp_path: Path,
+    vllm: tuple[str, AdapterEndpoints],
+    path: str,
+    reply: tuple[int, bytes],
+    setting: str,
+    words: str,
+) -> None:
+    url, endpoints = vllm
+    endpoints.overrides[path] = reply
+
+    error, judge = check(settings_with(tmp_path, url))
+
+    assert error[:2] == ("error", setting)
+    assert words in error[2]
+    assert judge[1] == "judge.model"
+
+
+def test_a_vllm_that_is_not_there_is_an_error_unless_up_starts_it(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path, "http://127.0.0.1:9")
+    ours = settings_with(tmp_path, "http://127.0.0.1:9", engine={"command": ["sh"]})
+
+    assert check(settings)[0][:2] == ("error", "serving.upstreams")
+    assert check(ours)[0][:2] == ("warning", "serving.upstreams")
+
+
+def test_folders_and_programs_that_cannot_be_used_are_named(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    (tmp_path / "file").touch()
+    settings = settings_with(
+        tmp_path,
+        vllm[0],
+        learner={"adapters_dir": tmp_path / "file" / "adapters"},
+        engine={"command": ["no-such-program"]},
+    )
+
+    found = check(settings)
+
+    assert [one[1] for one in found] == ["learner.adapters_dir", "engine.command", "judge.model"]
+    assert "is no folder" in found[0][2]
+
+
+def test_a_port_that_is_taken_is_an_error_unless_the_sidecar_runs(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        settings = settings_with(tmp_path, vllm[0], admin={"port": taken.getsockname()[1]})
+
+        assert check(settings)[0][:2] == ("error", "admin.port")
+        assert [one[1] for one in check(settings, running=True)] == ["judge.model"]
+
+
+def test_a_running_sidecar_is_told_by_its_lock(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path, "http://127.0.0.1:9")
+
+    assert not runs_already(settings)
+    assert not settings.state_dir.exists()
+    with only_one(settings.state_dir, "up"):
+        assert runs_already(settings)
+    assert not runs_already(settings)
+
+
+@pytest.mark.parametrize(
+    ("judge", "words"),
+    [
+        (
+            {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1", "api_key": "k"},
+            "judge openai/x",
+        ),
+        ({"model": "openai/x"}, "OPENAI_API_KEY"),
+        ({"model": "nonsense"}, "LLM Provider NOT provided"),
+    ],
+    ids=["away", "no key", "unknown"],
+)
+def test_a_judge_that_cannot_be_asked_is_an_error(
+    tmp_path: Path,
+    vllm: tuple[str, AdapterEndpoints],
+    monkeypatch: pytest.MonkeyPatch,
+    judge: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    (error,) = check(settings_with(tmp_path, vllm[0], judge=judge))
+
+    assert error[:2] == ("error", "judge.model")
+    assert words in error[2]
+
+
+@pytest.mark.parametrize(
+    ("base", "device", "setting", "words"),
+    [
+        ("", "cpu", "serving.base_model_path", "it is empty"),
+        ("/no/such/folder", "cpu", "serving.base_model_path", "is no folder"),
+        ("nobody/nothing", "cpu", "serving.base_model_path", "hf download nobody/nothing"),
+        ("{empty}", "cpu", "serving.base_model_path", "no config.json"),
+        ("{weightless}", "cpu", "serving.base_model_path", "no *.safetensors"),
+        ("{quantised}", "cpu", "serving.base_model_path", "is quantised (awq)"),
+        ("{broken}", "cpu", "serving.base_model_path", "cannot be read"),
+        ("{sound}", "cuda:7", "learner.device", "cannot be used"),
+    ],
+)
+def test_what_the_learner_lacks_is_an_error(
+    tmp_path: Path,
+    vllm: tuple[str, AdapterEndpoints],
+    base: str,
+    device: str,
+    setting: str,
+    words: str,
+) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    for name, text in {
+        "weightless": json.dumps(config),
+        "quantised": json.dumps({**config, "quantization_config": {"quant_method": "awq"}}),
+        "broken": "[]",
+        "sound": json.dumps(config),
+        "empty": None,
+    }.items():
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "config.json").write_text(text)
+        if name not in ("weightless", "empty"):
+            (tmp_path / name / "model.safetensors").touch()
+    path = str(tmp_path / base[1:-1]) if base.startswith("{") else base
+    settings = settings_with(
+        tmp_path,
+        vllm[0],
+        serving={"base_model_path": path},
+        learner={"schedule": "groups", "device": device},
+    )
+
+    error, judge = check(settings)
+
+    assert error[:2] == ("error", setting)
+    assert words in error[2]
+    assert judge[1] == "judge.model"
+
+
+def test_the_command_prints_each_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text(
+        f'state_dir = "{tmp_path}/state"\n[serving]\nupstreams = ["{vllm[0]}"]\nmodel = "other"\n'
+        '[proxy]\nport = 0\n[admin]\nport = 0\n[learner]\nschedule = "manual"\n'
+        f'adapters_dir = "{tmp_path}/adapters"\n'
+    )
+    load_settings(file)
+
+    code = main(["--config", str(file), "config", "check", "--online"])
+
+    printed = capsys.readouterr()
+    assert code == 1
+    assert printed.out.startswith("error: serving.model: ")
+    assert "\nwarning: judge.model: " in printed.out
+    assert printed.err == "sidecar: these settings cannot run here\n"
+
+    file.write_text(file.read_text().replace('"other"', f'"{MODEL}"'))
+    assert main(["--config", str(file), "config", "check", "--online"]) == 0
+    assert capsys.readouterr().out.endswith("settings are sound, and can run here\n")
