@@ -4,9 +4,11 @@ SidecarError
 ├── SettingsError (ValueError)      the settings file or environment is wrong: fix it, start again
 ├── BadRequestError (ValueError)    the client's body cannot be read: answer 400 the way vLLM does
 ├── InvalidKeyError (ValueError)    no API key may be like this: the message says why
+├── UnstorableError (ValueError)    no store can hold the record: put it aside, the message says why
 ├── UpstreamError (ConnectionError) vLLM could not be reached: answer 502, nothing to retry here
 ├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
+│   └── StoreBusyError              the transaction conflicts with another one: repeat it
 └── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
 """
 
@@ -33,6 +35,10 @@ class InvalidKeyError(SidecarError, ValueError):
     """An API key's record breaks a rule: project, scope or limit. Never contains the key."""
 
 
+class UnstorableError(SidecarError, ValueError):
+    """A record holds a value that no store can hold: too long a name, too large a number."""
+
+
 class UpstreamError(SidecarError, ConnectionError):
     """vLLM refused, dropped or never answered before the first byte of a reply."""
 
@@ -43,6 +49,10 @@ class StateLockError(SidecarError, OSError):
 
 class StoreError(SidecarError, OSError):
     """The store cannot be reached, or its schema is not the one this version expects."""
+
+
+class StoreBusyError(StoreError):
+    """The store rolled a transaction back because it conflicts with another one: repeat it."""
 
 
 class OutboxError(SidecarError, OSError):

@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from support.stores import empty_store, new_store, postgres, run_on_both, store_kind
+
+__all__ = ["empty_store", "new_store", "postgres", "store_kind"]  # fixtures of all tests
+
 FIRST = (
     "tests/end_to_end/test_loop.py",
     "tests/clients/test_vllm_unasked.py",
@@ -25,6 +29,10 @@ file, the one of the folder with the worker: in this order they do not run toget
 ONE_WORKER = ("tests/clients/",)
 WAITING_WORKERS = 2
 """Workers beyond one for each core: two wait for an engine most of the time."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    run_on_both(metafunc)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from learner.runs.cron import read_cron
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
-from sidecar.store.database import refuse_bad_arguments
+from sidecar.store.url import refuse_bad_arguments
 
 
 def checked_settings(config: Path | None) -> Settings:

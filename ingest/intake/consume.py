@@ -23,11 +23,14 @@ from ingest.sessions.arrival import arrival_of
 from ingest.sessions.records import Arrival
 from ingest.store.exchanges import dead_letter, save_exchange
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
+from sidecar.bounds import bound
 from sidecar.records import Exchange, decode_exchange
 from sidecar.store.database import Database, count
 
 STAGE = "consume"
 TOKEN_STAGE = "token_check"
+BOUND_STAGE = "bounded"
+"""Counter rows: (stage, reason of `sidecar.bounds.bound`) -> stored exchanges."""
 STORED = "stored"
 REPEATED = "repeated"
 POISON = "poison"
@@ -59,6 +62,8 @@ class _Read:
     arrival: Arrival | None = None
     tokens: str = NOT_CHECKED
     error: Exception | None = None
+    bounded: tuple[str, ...] = ()
+    """What was changed for the store to hold it, as `sidecar.bounds.bound` says."""
 
 
 @dataclass(slots=True)
@@ -66,6 +71,7 @@ class _Tally:
     outcomes: dict[str, int] = field(default_factory=lambda: {STORED: 0, REPEATED: 0, POISON: 0})
     tokens: Counter[str] = field(default_factory=Counter)
     """Outcomes of the token check of stored exchanges -> count."""
+    bounded: Counter[str] = field(default_factory=Counter)
 
 
 def consume(
@@ -100,27 +106,30 @@ def consume(
 
 def _read(envelope: Envelope, check_tokens: Callable[[Exchange], str]) -> _Read:
     try:
-        exchange = decode_exchange(envelope.payload)
+        exchange, bounded = bound(decode_exchange(envelope.payload))
     except UNREADABLE as error:
         return _Read(envelope, error=error)
-    return _Read(envelope, exchange, arrival_of(exchange), check_tokens(exchange))
+    return _Read(envelope, exchange, arrival_of(exchange), check_tokens(exchange), bounded=bounded)
 
 
 def _store(
     database: Database, records: Sequence[_Read], sessions: Sessions, *, now: float
 ) -> Consumed:
     tally = _Tally()
-    with database.write() as session:
+    with database.write(alone=False) as session:
         for record in records:
             outcome = _save(session, record, sessions, now=now)
             tally.outcomes[outcome] += 1
             if outcome == STORED:
                 tally.tokens[record.tokens] += 1
+                tally.bounded.update(record.bounded)
         sessions.save_moves(session)
         for reason, number in tally.outcomes.items():
             count(session, STAGE, reason, number)
         for reason, number in tally.tokens.items():
             count(session, TOKEN_STAGE, reason, number)
+        for reason, number in tally.bounded.items():
+            count(session, BOUND_STAGE, reason, number)
     sessions.saved()
     return Consumed(**tally.outcomes)
 
@@ -133,7 +142,7 @@ def _store_one_by_one(
         try:
             one = _store(database, [record], sessions, now=now)
         except StatementError as error:
-            with database.write() as session:
+            with database.write(alone=False) as session:
                 _put_aside(session, record.envelope, error, now=now)
                 count(session, STAGE, POISON)
             one = Consumed(stored=0, repeated=0, poison=1)

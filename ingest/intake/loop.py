@@ -105,7 +105,7 @@ class Intake:
         changes = (self._tokens.poll(now), self._engine.poll(now))
         if any(changes) or not self._published:
             self._published = False
-            with self._database.write() as session:
+            with self._database.write(alone=False) as session:
                 set_flag(session, FLAG, self._tokens.state, now=now)
                 known = engine_facts.dump_facts(self._engine.facts)
                 set_flag(session, engine_facts.FLAG, known, now=now)

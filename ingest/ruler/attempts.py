@@ -127,7 +127,9 @@ def _attempts(row: GroupRow) -> int:
 
 def _waiting(session: Session, group_id: str) -> GroupRow | None:
     return session.scalar(
-        select(GroupRow).where(GroupRow.group_id == group_id, GroupRow.status == SAMPLED)
+        select(GroupRow)
+        .where(GroupRow.group_id == group_id, GroupRow.status == SAMPLED)
+        .with_for_update()  # its counts are read, then written
     )
 
 

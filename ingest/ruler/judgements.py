@@ -61,7 +61,7 @@ class Judgements:
 
     def claim(self, limit: int, *, suspects: bool) -> Claimed:
         """Claim up to `limit` groups; see `claim_for_judge` for `suspects`."""
-        with self._database.write() as session:
+        with self._database.write(alone=False) as session:
             return claim_for_judge(
                 session,
                 limit=limit,
@@ -102,7 +102,7 @@ class Judgements:
         """
         now = self._clock()
         bad_replies = sum(not call.ok for call in calls)
-        with self._database.write() as session:
+        with self._database.write(alone=False) as session:
             save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
             session.execute(
                 update(GroupRow)
@@ -139,7 +139,7 @@ class Judgements:
 
         outcomes: the one over a group that was scored before (None: not asked), and the last one.
         """
-        with self._database.write() as session:
+        with self._database.write(alone=False) as session:
             save_judge_calls(
                 session, SUBJECT, calls, rubric_hash=self._rubric_hash, now=self._clock()
             )
@@ -155,7 +155,9 @@ class Judgements:
         """
         write = charge if proven else doubt
         now = self._clock()
-        with self._database.write() as session:
+        # In order: two workers that charge the same groups must not wait for each other.
+        failures = sorted(failures, key=lambda failed: failed.group_id)
+        with self._database.write(alone=False) as session:
             ended = [write(session, failed, now=now) for failed in failures]
         for failed, is_set_aside in zip(failures, ended, strict=True):
             log.warning(
@@ -172,8 +174,8 @@ class Judgements:
         A store that refuses is logged: the leases then run out by themselves.
         """
         try:
-            with self._database.write() as session:
-                for group_id in group_ids:
+            with self._database.write(alone=False) as session:
+                for group_id in sorted(group_ids):
                     give_back(session, group_id, until=until)
         except StoreError as error:
             log.warning("judging_leases_left", groups=len(group_ids), error=str(error))

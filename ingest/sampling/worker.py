@@ -121,7 +121,7 @@ class SamplingWorker:
 
     def _claim(self, limit: int) -> list[str]:
         now = self._now()
-        with self._database.write() as session:
+        with self._database.write(alone=False) as session:
             spent = tokens_spent(session, now=now)
             if spent >= self._settings.tokens_per_day:
                 self._say_spent(spent, now)
@@ -181,17 +181,17 @@ class SamplingWorker:
             )
 
     def _set_aside(self, group_id: str, why: str) -> bool:
-        with self._database.write() as session:
+        with self._database.write(alone=False) as session:
             return set_aside(session, group_id, UNREADABLE, detail=storable(why))
 
     def _store(self, job: Job, attempts: Sequence[Attempt]) -> Conclusion:
-        with self._database.write() as session:
+        with self._database.write(alone=False) as session:
             return store_round(session, job, attempts, size=self._settings.size, now=self._now())
 
     def _give_back(self, names: Collection[str]) -> None:
         try:
-            with self._database.write() as session:
-                for group_id in names:
+            with self._database.write(alone=False) as session:
+                for group_id in sorted(names):
                     release_group(session, group_id)
         except StoreError as error:
             log.warning("leases_kept", groups=len(names), error=str(error))

@@ -123,7 +123,7 @@ def claim_groups(
     """Claim up to `limit` groups of a status, the oldest first, for `lease_s` seconds.
 
     Call it in a write transaction: SQLite's write lock keeps two workers from claiming the same
-    group; a database with row locks skips groups that another worker is claiming.
+    group; PostgreSQL skips groups that another worker is claiming.
     Returns: their ids.
     """
     rows = session.scalars(
@@ -150,7 +150,9 @@ def append_answers(session: Session, group_id: str, answers: Sequence[Answer], *
     Each answer gets its place in the group as its index.
     Returns: how many were added; 0 when the group is no longer in sampling.
     """
-    if session.scalar(select(GroupRow.status).where(GroupRow.group_id == group_id)) != SAMPLING:
+    # Locked: two workers that hold one group must not give two answers the same index.
+    status = select(GroupRow.status).where(GroupRow.group_id == group_id).with_for_update()
+    if session.scalar(status) != SAMPLING:
         return 0
     held = len(_answer_rows(session, group_id))
     fitting = [

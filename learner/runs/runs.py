@@ -97,7 +97,7 @@ def report_place(database: Database, run_id: str, place: str) -> None:
     While the store is locked the record is skipped, and the run continues.
     """
     try:
-        with database.write() as session:
+        with database.write(alone=False) as session:
             session.execute(update(RunRow).where(RunRow.run_id == run_id).values(place=place))
     except StoreError as error:
         log.warning("place_not_noted", run_id=run_id, place=place, error=str(error))
@@ -225,8 +225,8 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._done.wait(self._period_s):
             try:
-                with self._database.write() as session:
-                    row = session.get(RunRow, self._run_id)
+                with self._database.write(alone=False) as session:
+                    row = session.get(RunRow, self._run_id, with_for_update=True)
                     if row is None or row.status != RUNNING:
                         self.lost.set()
                         return

@@ -18,8 +18,8 @@ from sidecar.access.keys import ApiKey, KeyRing
 from sidecar.errors import InvalidKeyError
 from sidecar.metrics.proxy import Metrics
 from sidecar.routing.table import GENERATIONS
-from sidecar.store.existing import REPLACEMENT
 from sidecar.store.tables import API_KEY
+from sidecar.store.values import REPLACEMENT
 
 log = structlog.get_logger()
 FULL_READ_S = 10.0

@@ -21,11 +21,12 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from sidecar.bounds import bound
 from sidecar.capture.assemble import assemble
 from sidecar.capture.reply_buffer import HeldBytes, ReplyBuffer
 from sidecar.capture.turns import Turns
 from sidecar.capture.yielding import CooperativeYield, never_yield
-from sidecar.errors import OutboxError
+from sidecar.errors import OutboxError, UnstorableError
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Exchange, RawCapture
 from sidecar.settings import Capture as CaptureSettings
@@ -235,6 +236,14 @@ class Capture:
                 self._yield_cpu()
             try:
                 exchange = self._read(raw)
+                if exchange is not None:
+                    exchange, bounded = bound(exchange)
+                    for reason in bounded:
+                        self._metrics.captures_bounded.labels(reason).inc()
+            except UnstorableError as error:
+                self._account(0, "unstorable", 1)
+                log.error("capture_unstorable", exchange_id=raw.exchange_id, why=str(error))
+                continue
             except Exception as error:  # noqa: BLE001 - a defect on one capture must not end the thread
                 unreadable += 1
                 if unreadable == 1:  # one log line costs more than the rest of the batch

@@ -141,6 +141,12 @@ class Metrics:
             ["reason"],
             threads=True,
         )
+        self.captures_bounded = make.labelled_counter(
+            "sidecar_captures_bounded",
+            "Values of exchanges that were changed because no store holds them, by reason.",
+            ["reason"],
+            threads=True,
+        )
         self.model_mismatch = make.counter(
             "sidecar_model_mismatch",
             "Replies that name another model than the requested one. Alert on any.",

@@ -113,6 +113,7 @@ class StoreWatch:
             except SQLAlchemyError as error:
                 good = False
                 reader.store_away(_cause(error))
+                connection.rollback()  # PostgreSQL answers nothing after an error until then
         if good:
             connection.rollback()
         return good

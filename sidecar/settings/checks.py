@@ -167,6 +167,9 @@ def _canary(settings: Settings) -> Iterator[Problem]:
         )
 
 
+_STORES = "sqlite:///path/to/store.db or postgresql://user@host/database"
+
+
 def _store(url: str) -> Iterator[Problem]:
     key = ("store", "url")
     scheme, colon, rest = url.partition("://")
@@ -181,18 +184,23 @@ def _store(url: str) -> Iterator[Problem]:
             )
         return
     if not colon:
-        yield key, "is no database URL; give sqlite:///path/to/store.db"
+        yield key, f"is no database URL; give {_STORES}"
         return
     # Imported here, because loading SQLAlchemy is slow and most stores are SQLite files.
-    from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
+    from sidecar.store.postgres import is_postgres, with_driver
+
     try:
-        make_url(url).get_dialect()
+        parsed = with_driver(url)
+        parsed.get_dialect()
     except ArgumentError:  # also raised for an unknown dialect
-        yield key, "is no database URL that SQLAlchemy knows; give sqlite:///path/to/store.db"
+        yield key, f"is no database URL that SQLAlchemy knows; give {_STORES}"
     except (ValueError, UnicodeError):
         yield key, "is no database URL: host, port or encoding is wrong; correct it"
+    else:
+        if not is_postgres(parsed):
+            yield key, f"is of {parsed.get_backend_name()}; give {_STORES}"
 
 
 def _disk(settings: Settings) -> Iterator[Problem]:

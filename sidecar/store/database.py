@@ -1,53 +1,66 @@
 """Open the store, bring its schema up to date, and hand out transactions.
 
-SQLite runs in WAL mode. A write transaction takes the write lock at its start (BEGIN IMMEDIATE): a
-transaction that reads first and then writes fails at once when another process wrote in between.
-Bytes of a text that are not UTF-8 are read as U+FFFD (`sidecar.store.existing`). JSON that cannot
-be decoded is read as None.
+The store is SQLite or PostgreSQL; callers need not know which. On both, a write transaction is
+alone by default: what it reads stays true until it commits. SQLite's write lock does that (BEGIN
+IMMEDIATE, in WAL mode); on PostgreSQL an advisory lock does (`sidecar.store.postgres`), and
+transactions that say `alone=False` run together there. A reader sees one state of the store from
+its first query to its last, and waits for nobody.
+
+Values are stored alike (`sidecar.store.values`). Bytes of a text that are not UTF-8 are read as
+U+FFFD, and JSON that cannot be decoded as None.
 """
 
 from __future__ import annotations
 
-import json
-import sqlite3
-import warnings
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from sqlalchemy import URL, Dialect, Engine, create_engine, event, make_url, text
+from sqlalchemy import Engine, select, text
 from sqlalchemy.exc import (
-    ArgumentError,
-    DatabaseError,
-    DataError,
     DBAPIError,
-    IntegrityError,
     OperationalError,
     ProgrammingError,
-    SAWarning,
     SQLAlchemyError,
+)
+from sqlalchemy.exc import (
+    TimeoutError as NoConnectionError,
 )
 from sqlalchemy.orm import Session
 
-from sidecar.errors import StoreError
+from sidecar.backoff import Backoff
+from sidecar.errors import StoreBusyError, StoreError
 from sidecar.hiding import hide_in_url
-from sidecar.store.existing import REPLACEMENT, read_damaged_text
+from sidecar.store.engines import describe, is_of_statement, open_engine
 from sidecar.store.models import Base, CounterRow, FlagRow
+from sidecar.store.postgres import (
+    CONFLICTS,
+    NO_TABLE,
+    is_postgres,
+    lock_writers,
+    state_of,
+    with_driver,
+)
+from sidecar.store.url import refuse_bad_arguments
+from sidecar.store.values import REPLACEMENT
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
 
-BUSY_TIMEOUT_S = 15.0
-"""How long a writer waits for the lock of another process before it gives up."""
 MIGRATIONS = Path(__file__).with_name("migrations")
-_OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
-"""Database errors whose cause is the statement or its values, not the store."""
 DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 """Errors of reading a row whose body, array, number or text is damaged."""
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+ATTEMPTS = 5
+"""Attempts of `Database.repeat` at a transaction that conflicts with others."""
+PAUSES = Backoff(first_s=0.02, last_s=0.5, jitter=0.5)
+"""Pauses between these attempts: a transaction takes 1 to 50 ms."""
+
+Result = TypeVar("Result")
 
 
 class Database:
@@ -59,10 +72,8 @@ class Database:
         self._shown_url = hide_in_url(url)
         try:
             refuse_bad_arguments(url)
-            parsed = make_url(url)
-            if parsed.get_backend_name() == "sqlite" and parsed.database:
-                _make_private(Path(parsed.database))
-            self._engine = _open(url)
+            parsed = with_driver(url)
+            self._engine = open_engine(parsed)
         except OSError as error:
             raise StoreError(
                 f"store {self._shown_url}: cannot be made or opened ({error.strerror}: "
@@ -70,7 +81,17 @@ class Database:
             ) from error
         except ValueError as error:
             raise StoreError(f"store {self._shown_url}: {error}") from None
+        self._has_row_locks = is_postgres(parsed)
+        # SQLite begins by `sidecar_begin` (`engines`), PostgreSQL by the other two.
         self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
+        self._reading = (
+            self._engine.execution_options(
+                isolation_level="REPEATABLE READ", postgresql_readonly=True
+            )
+            if self._has_row_locks
+            else self._engine
+        )
+        self._rng = Random()
 
     @property
     def engine(self) -> Engine:
@@ -87,153 +108,91 @@ class Database:
 
         try:
             with self._writing.begin() as connection:
+                if self._has_row_locks:
+                    lock_writers(connection, alone=True)  # one process migrates, the others wait
+                    self._check_encoding(connection.scalar(text("SHOW server_encoding")))
                 config = Config()
                 config.set_main_option("script_location", str(MIGRATIONS))
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
-            cause = error.orig if isinstance(error, DBAPIError) else error
             raise StoreError(
-                f"store {self._shown_url}: cannot be upgraded: {_say(cause)}"
+                f"store {self._shown_url}: cannot be upgraded: {describe(error)}"
             ) from error
+
+    def _check_encoding(self, name: str | None) -> None:
+        if name != "UTF8":
+            raise StoreError(
+                f"store {self._shown_url}: its encoding is {name}, which cannot hold every text; "
+                "make a database with `createdb --encoding UTF8 --template template0 NAME`"
+            )
 
     def upgrade_if_behind(self) -> None:
         """Migrate an older schema. Imports Alembic only when it must, to save its import time."""
         newest = max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
-        with self.read() as session:
+        present = None
+        with self._translated(), Session(self._engine) as session:
             try:
                 present = session.scalar(text("SELECT version_num FROM alembic_version"))
-            except OperationalError:  # no such table: an empty store
-                present = None
+            except (OperationalError, ProgrammingError) as error:  # no such table: an empty store
+                if self._has_row_locks and state_of(error) != NO_TABLE:
+                    raise
         if present is None or present < newest:
             self.upgrade()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
         """Open a session for reading; it does not block writers. Raises: StoreError, as `write`."""
-        with self._translated(), Session(self._engine, expire_on_commit=False) as session:
+        with self._translated(), Session(self._reading, expire_on_commit=False) as session:
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, *, alone: bool = True) -> Iterator[Session]:
         """Open a session in one write transaction: commit at the end, roll back on any error.
 
-        Raises: StoreError when the store is locked, full, read-only or away: try again later. Also
-            when its file is damaged or not a database; the message says so.
+        alone: False for a transaction that is right beside others of its kind: it changes rows
+            only by conditions that their locks protect. On SQLite every writer is alone.
+        Raises: StoreBusyError when it conflicts with another transaction: repeat it. StoreError
+            when the store is locked, full, read-only or away: try again later. Also when its file
+            is damaged or not a database; the message says so.
         """
         with (
             self._translated(),
             Session(self._writing, expire_on_commit=False) as session,
             session.begin(),
         ):
+            if self._has_row_locks:
+                lock_writers(session, alone=alone)
             yield session
+            save_counts(session)
+
+    def repeat(self, work: Callable[[Session], Result], *, alone: bool = True) -> Result:
+        """Run `work` in a write transaction; again, a few times, when that conflicts with others.
+
+        work: may run several times; it changes nothing but the store.
+        Raises: StoreError, as `write`.
+        """
+        for attempt in range(1, ATTEMPTS):
+            try:
+                with self.write(alone=alone) as session:
+                    return work(session)
+            except StoreBusyError:
+                time.sleep(PAUSES.wait_s(attempt, self._rng))
+        with self.write(alone=alone) as session:
+            return work(session)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except DatabaseError as error:
-            if isinstance(error, _OF_THE_STATEMENT):
+        except (DBAPIError, NoConnectionError) as error:
+            if is_of_statement(error):
                 raise
-            raise StoreError(f"store {self._shown_url}: {_say(error.orig)}") from error
+            kind = StoreBusyError if state_of(error) in CONFLICTS else StoreError
+            raise kind(f"store {self._shown_url}: {describe(error)}") from error
 
     def close(self) -> None:
         self._engine.dispose()
-
-
-def refuse_bad_arguments(url: str) -> None:
-    """Check a database URL and its parameters as the engine does. Opens no file and no connection.
-
-    Raises: ValueError when the driver is missing or does not take a parameter: one line, which
-    never quotes a value.
-    """
-    # `from None`: SQLAlchemy's errors quote the URL, and with it a password.
-    try:
-        parsed = make_url(url)
-        kind = parsed.get_dialect()
-        driver = kind.import_dbapi()
-        dialect: Dialect = kind(dbapi=driver)  # type: ignore[call-arg]  # every dialect takes it
-    except ImportError as error:
-        raise ValueError(
-            f"needs {error.name}, which is not installed; install it, or give "
-            "sqlite:///path/to/store.db"
-        ) from None
-    except (ArgumentError, ValueError):
-        raise ValueError("is no database URL; give sqlite:///path/to/store.db") from None
-    if _are_taken(dialect, parsed):
-        return
-    alone = (name for name in parsed.query if not _are_taken(dialect, _with_only(parsed, name)))
-    culprit = next(alone, "")
-    what = f"parameter {culprit}" if culprit else "user, host, port or parameters"
-    raise ValueError(f"its {what} is not what {dialect.driver} takes; correct it or leave it out")
-
-
-def _with_only(url: URL, name: str) -> URL:
-    return url.set(query={name: url.query[name]})
-
-
-def _are_taken(dialect: Dialect, url: URL) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a parameter that would be left out without a word
-            arguments, named = dialect.create_connect_args(url)
-        if dialect.name == "sqlite" and dialect.driver == "pysqlite":
-            dialect.connect(*[":memory:" for _ in arguments], **{**named, "uri": False}).close()
-    except (ArgumentError, SAWarning, ValueError, TypeError, OverflowError):
-        return False
-    return True
-
-
-def _make_private(path: Path) -> None:
-    """Create a new file for its owner only: it holds prompts. SQLite's -wal gets the same mode."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.touch(mode=0o600)
-
-
-def _open(url: str) -> Engine:
-    if make_url(url).get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True)
-    engine = create_engine(
-        url, connect_args={"timeout": BUSY_TIMEOUT_S}, json_deserializer=_read_json
-    )
-
-    @event.listens_for(engine, "connect")
-    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
-        read_damaged_text(connection)
-        connection.isolation_level = None  # the driver must not begin transactions by itself
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("PRAGMA foreign_keys=ON")
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Any) -> None:
-        mode = connection.get_execution_options().get("sidecar_begin", "DEFERRED")
-        connection.exec_driver_sql(f"BEGIN {mode}")
-
-    return engine
-
-
-def _read_json(stored: Any) -> Any:  # Any: JSON, or what a faulty disk left of it
-    """Decode a JSON column. Damaged text is read as None, which no such column holds.
-
-    An error here would fail each query that meets the row; so the row's reader decides.
-    """
-    try:
-        return json.loads(stored)
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def _say(cause: BaseException | None) -> str:
-    """Describe an error of the database on one line; for a damaged file add what to do."""
-    said = " ".join(str(cause).split())
-    if getattr(cause, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # the low byte: its class
-        return said
-    return (
-        f"{said}; the file is damaged or is no SQLite database: stop all processes, then restore "
-        "it from a backup or salvage it with `sqlite3 FILE .recover`"
-    )
 
 
 def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
@@ -249,26 +208,57 @@ def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgres
 
 
 def count(session: Session, stage: str, reason: str, by: int = 1) -> None:
-    """Add `by` to a durable counter, in the caller's transaction."""
-    if by == 0:
+    """Add `by` to a durable counter, in the caller's transaction.
+
+    The session adds up its counts, and stores them last (`save_counts`).
+    """
+    counts: dict[tuple[str, str], int] = session.info.setdefault(_COUNTS, {})
+    key = (stage[:_STAGE], reason[:_REASON])
+    counts[key] = counts.get(key, 0) + by
+
+
+_COUNTS = "sidecar_counts"
+_STAGE, _REASON = 32, 64
+"""Characters of the columns."""
+
+
+def save_counts(session: Session) -> None:
+    """Store what `count` added up. `Database.write` calls it before it commits.
+
+    Every transaction locks counters last and in one order, so no two wait for each other.
+    """
+    counts: dict[tuple[str, str], int] = session.info.pop(_COUNTS, {})
+    rows = [
+        {"stage": stage, "reason": reason, "count": by}
+        for (stage, reason), by in sorted(counts.items())
+        if by
+    ]
+    if not rows:
         return
-    statement = insert_into(session, CounterRow).values(stage=stage, reason=reason, count=by)
+    session.flush()  # what is still to be written locks its rows before the counters
+    statement = insert_into(session, CounterRow)
     session.execute(
         statement.on_conflict_do_update(
-            index_elements=["stage", "reason"], set_={"count": CounterRow.count + by}
-        )
+            index_elements=["stage", "reason"],
+            set_={"count": CounterRow.count + statement.excluded.count},
+        ),
+        rows,
     )
 
 
 def get_flag(session: Session, name: str) -> str | None:
     """Read an operator's switch; None when it was never set."""
-    row = session.get(FlagRow, name)
-    return row.value if row is not None else None
+    return session.scalar(select(FlagRow.value).where(FlagRow.name == name))
 
 
 def set_flag(session: Session, name: str, value: str, *, now: float) -> None:
     """Set an operator's switch, in the caller's transaction."""
-    session.merge(FlagRow(name=name, value=value, updated_at=now))
+    statement = insert_into(session, FlagRow).values(name=name, value=value, updated_at=now)
+    session.execute(
+        statement.on_conflict_do_update(
+            index_elements=["name"], set_={"value": value, "updated_at": now}
+        )
+    )
 
 
 def check_id(stored: str) -> str:

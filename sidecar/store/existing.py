@@ -5,29 +5,37 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import NullPool
 
 from sidecar.errors import SettingsError
+from sidecar.store.postgres import INSTALL, is_postgres, open_postgres, with_driver
+from sidecar.store.values import REPLACEMENT
 
 BUSY_TIMEOUT_S = 1.0
 """How long a reader waits for a lock; it tries again at its next poll."""
-REPLACEMENT = "\ufffd"
-"""What stands for bytes that are not UTF-8 in a text that was read from the store."""
+CONNECTIONS = 2
+"""A proxy reads in one thread and reports trips in another."""
+
+__all__ = ["REPLACEMENT", "open_existing", "read_damaged_text"]
 
 
 def open_existing(store_url: str) -> Engine:
     """Make an engine for a store that exists. Opens no file yet.
 
-    Raises: SettingsError when the URL is not a database URL.
+    Raises: SettingsError when the URL is not a database URL, or its driver is not installed.
     """
     try:
-        url = make_url(store_url)
-    except ArgumentError as error:
+        url = with_driver(store_url)
+        if is_postgres(url):
+            return open_postgres(url, connections=CONNECTIONS, wait_s=BUSY_TIMEOUT_S)
+    except (ArgumentError, ValueError) as error:
         raise SettingsError("store.url: is not a database URL; see docs/settings.md") from error
+    except ImportError as error:
+        raise SettingsError(f"store.url: needs {error.name or 'psycopg'}; {INSTALL}") from None
     if url.get_backend_name() != "sqlite" or not url.database:
-        return create_engine(url, pool_pre_ping=True)
+        raise SettingsError("store.url: names no SQLite file and no PostgreSQL database")
     # mode=rw: this process must not create the file. NullPool: each connection opens the file
     # anew, so a file that was replaced is followed.
     path = url.database if url.database.startswith("file:") else f"file:{url.database}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +47,7 @@ from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge
 from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
+from support.stores import NewStore
 
 Row = TypeVar("Row")
 
@@ -308,25 +308,13 @@ class World:
             return session.query(kind).all()
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with its schema and nothing in it, made once."""
-    path = tmp_path_factory.mktemp("store") / "empty.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    with database.write() as session:
-        routing_writer.initialise(session, MODEL, now=0.0, actor=audit.CONTROL)
-    database.close()
-    return path
-
-
 @pytest.fixture
-def database(empty_store: Path, tmp_path: Path) -> Iterator[Database]:
-    path = tmp_path / "store.db"
-    shutil.copy(empty_store, path)
-    opened = Database(f"sqlite:///{path}")
-    yield opened
-    opened.close()
+def database(new_store: NewStore) -> Database:
+    """A store as control's first start leaves it."""
+    opened = new_store()
+    with opened.write() as session:
+        routing_writer.initialise(session, MODEL, now=0.0, actor=audit.CONTROL)
+    return opened
 
 
 @pytest.fixture

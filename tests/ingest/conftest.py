@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,10 @@ from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
 from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content, scores_reply, shown_answers
-from support.ingest_kit import empty_store, filled_bus, kit
-from support.migrated_store import open_migrated
+from support.ingest_kit import filled_bus, kit
+from support.stores import NewStore
 
-__all__ = ["empty_store", "filled_bus", "kit"]  # fixtures of the tests below this folder
+__all__ = ["filled_bus", "kit"]  # fixtures of the tests below this folder
 
 Step = tuple[Any, ...] | Callable[[dict[str, Any]], tuple[Any, ...]]
 """(status, JSON or bytes, then headers as pairs), or what makes it of the request."""
@@ -118,10 +117,8 @@ REQUEST = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encod
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = open_migrated(tmp_path / "store.db")
-    yield opened
-    opened.close()
+def database(new_store: NewStore) -> Database:
+    return new_store()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from sidecar.store.arrays import pack_floats, pack_ids
 from sidecar.store.database import Database, compress
 from sidecar.store.models import AdapterRow, AliasRow, AnswerRow, ExchangeRow, GroupRow
 from support.clock import Clock
+from support.stores import NewStore
 
 VOCABULARY = 48
 NOW = 1_000_000.0
@@ -69,21 +69,9 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def _schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("schema") / "store.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    database.close()
-    return path
-
-
 @pytest.fixture
-def database(_schema: Path, tmp_path: Path) -> Iterator[Database]:
-    shutil.copy(_schema, tmp_path / "store.db")
-    opened = Database(f"sqlite:///{tmp_path / 'store.db'}")
-    yield opened
-    opened.close()
+def database(new_store: NewStore) -> Database:
+    return new_store()
 
 
 @pytest.fixture
@@ -94,10 +82,12 @@ def learner_settings() -> Learner:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, tiny_base: Path, learner_settings: Learner) -> Settings:
+def settings(
+    database: Database, tmp_path: Path, tiny_base: Path, learner_settings: Learner
+) -> Settings:
     return Settings(
         serving=Serving(model="m", base_model_path=str(tiny_base)),
-        store=Store(url=f"sqlite:///{tmp_path / 'store.db'}"),
+        store=Store(url=database.url),
         learner=learner_settings.model_copy(update={"adapters_dir": tmp_path / "adapters"}),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +31,7 @@ from sidecar.store.models import (
 )
 from support.fake_load import ScriptedLoad
 from support.fake_sampler import FakeSampler
+from support.stores import NewStore
 
 PROMPT = (1, 9, 9, 4)
 REQUEST = {"model": "smollm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
@@ -162,22 +162,9 @@ class Kit:
             return session.scalars(select(GroupRow).where(GroupRow.group_id == group_id)).one()
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store's file with all its tables, migrated once for all tests."""
-    path = tmp_path_factory.mktemp("store") / "empty.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    database.close()
-    return path
-
-
 @pytest.fixture
-def kit(tmp_path: Path, empty_store: Path) -> Iterator[Kit]:
-    shutil.copy(empty_store, tmp_path / "store.db")
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    yield Kit(database)
-    database.close()
+def kit(new_store: NewStore) -> Kit:
+    return Kit(new_store())
 
 
 FillBus = Callable[[Sequence[Exchange]], BusReader]

@@ -8,13 +8,14 @@ from sqlalchemy import ForeignKey, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
+from sidecar.store.tables import WIDE
 
 
 class ExchangeRow(Base):
     """One captured exchange."""
 
     __tablename__ = "exchange"
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     exchange_id: Mapped[str] = mapped_column(String(64), unique=True)
     stored_at: Mapped[float]
     started_at: Mapped[float] = mapped_column(index=True)
@@ -52,8 +53,8 @@ class ExchangeRow(Base):
     turn_id: Mapped[str] = mapped_column(String(64), default="", index=True)
     """The same for a request and its retries; empty: a turn of its own."""
     retry_count: Mapped[int] = mapped_column(default=0)
-    request_bytes: Mapped[int] = mapped_column(default=0)
-    reply_bytes: Mapped[int] = mapped_column(default=0)
+    request_bytes: Mapped[int] = mapped_column(WIDE, default=0)
+    reply_bytes: Mapped[int] = mapped_column(WIDE, default=0)
     fallback_from: Mapped[str] = mapped_column(String(255), default="", index=True)
     """The adapter that vLLM did not know; another one answered in its place."""
     selection: Mapped[str] = mapped_column(String(64), default="new", index=True)
@@ -78,7 +79,7 @@ class DeadLetterRow(Base):
     """A bus record that could not be read or stored, kept whole for examination."""
 
     __tablename__ = "dead_letter"
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     at: Mapped[float]
     reason: Mapped[str] = mapped_column(Text)
     payload: Mapped[bytes]

@@ -8,6 +8,7 @@ from sqlalchemy import ForeignKey, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
+from sidecar.store.tables import WIDE
 
 
 class GroupRow(Base):
@@ -18,7 +19,7 @@ class GroupRow(Base):
     """
 
     __tablename__ = "answer_group"
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     group_id: Mapped[str] = mapped_column(String(64), unique=True)
     exchange_id: Mapped[str] = mapped_column(
         String(64), ForeignKey("exchange.exchange_id"), unique=True
@@ -75,18 +76,18 @@ class JudgeCallRow(Base):
     """Every judge call, good or bad: what was asked in which order, what came back."""
 
     __tablename__ = "judge_call"
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     group_id: Mapped[str] = mapped_column(String(64), index=True)
     """A group's id, or a gate comparison's."""
     at: Mapped[float]
     judge_model: Mapped[str] = mapped_column(String(255))
     rubric_hash: Mapped[str] = mapped_column(String(64))
-    order_seed: Mapped[int]
+    order_seed: Mapped[int] = mapped_column(WIDE)
     ok: Mapped[bool]
     error: Mapped[str | None] = mapped_column(Text)
     reply: Mapped[str] = mapped_column(Text)
-    prompt_tokens: Mapped[int | None]
-    completion_tokens: Mapped[int | None]
+    prompt_tokens: Mapped[int | None] = mapped_column(WIDE)
+    completion_tokens: Mapped[int | None] = mapped_column(WIDE)
     cost_usd: Mapped[float | None]
     seconds: Mapped[float]
 

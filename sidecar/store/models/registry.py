@@ -8,6 +8,7 @@ from sqlalchemy import ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
+from sidecar.store.tables import WIDE
 
 
 class AdapterRow(Base):
@@ -37,14 +38,14 @@ class AliasRow(Base):
     model: Mapped[str] = mapped_column(String(255), primary_key=True)
     alias: Mapped[str] = mapped_column(String(32), primary_key=True)
     adapter: Mapped[str] = mapped_column(String(255))
-    generation: Mapped[int]
+    generation: Mapped[int] = mapped_column(WIDE)
 
 
 class AuditRow(Base):
     """Append-only: every change of an alias, a canary or the learner's state, by whom and why."""
 
     __tablename__ = "audit"
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     at: Mapped[float]
     actor: Mapped[str] = mapped_column(String(128))
     source: Mapped[str] = mapped_column(String(64), default="", server_default="")
@@ -78,7 +79,7 @@ class CanaryRow(Base):
     ended_at: Mapped[float | None]
     evidence: Mapped[dict[str, Any]]
     """The probe, the gate's summary, each step's counts: what the decision rests on."""
-    generation: Mapped[int] = mapped_column(default=1)
+    generation: Mapped[int] = mapped_column(WIDE, default=1)
 
 
 class GateComparisonRow(Base):

@@ -6,6 +6,7 @@ from sqlalchemy import String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
+from sidecar.store.tables import WIDE
 
 
 class CounterRow(Base):
@@ -14,7 +15,7 @@ class CounterRow(Base):
     __tablename__ = "counter"
     stage: Mapped[str] = mapped_column(String(32), primary_key=True)
     reason: Mapped[str] = mapped_column(String(64), primary_key=True)
-    count: Mapped[int]
+    count: Mapped[int] = mapped_column(WIDE)
 
 
 class FlagRow(Base):

@@ -5,6 +5,7 @@ import math
 import pytest
 from sqlalchemy import func, select
 
+from ingest.intake import consume as consuming
 from ingest.intake.bus import BusReader
 from ingest.intake.consume import Consumed, consume
 from ingest.intake.placing import Sessions
@@ -13,6 +14,8 @@ from sidecar.errors import StoreError
 from sidecar.records import encode_exchange
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from support.ingest_kit import FillBus, Kit
+
+pytestmark = pytest.mark.both_stores
 
 
 def take(kit: Kit, bus: BusReader, *, limit: int = 100, held_out_rate: float = 0.0) -> Consumed:
@@ -106,8 +109,12 @@ def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit: Ki
     assert stored_ids(kit) == ["good"]
 
 
-def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(kit: Kit) -> None:
-    # SQLite takes NaN for NULL, and the column is NOT NULL: only the INSERT finds out.
+def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NaN is stored as NULL, and the column is NOT NULL: without the bounds only the INSERT finds
+    # out.
+    monkeypatch.setattr(consuming, "bound", lambda exchange: (exchange, ()))
     refused = kit.exchange("nan", propensity=math.nan)
     bus = kit.MemoryBus(
         [encode_exchange(item) for item in (kit.exchange("a"), refused, kit.exchange("b"))]

@@ -15,7 +15,7 @@ from ingest.intake.loop import Intake
 from sidecar.capture.outbox import Outbox
 from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
-from sidecar.store import database as store
+from sidecar.store import engines as store
 from sidecar.store.database import Database, get_flag
 from support.ingest_kit import Kit
 

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import inspect, select, text
+from sqlalchemy import MetaData, inspect, select, text
 
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange, set_selection
 from sidecar.errors import StoreError
@@ -15,6 +14,8 @@ from sidecar.records import Sampling, Timings, decode_exchange
 from sidecar.store.database import MIGRATIONS, Database
 from sidecar.store.models import ExchangeRow
 from support.ingest_kit import Kit
+
+pytestmark = pytest.mark.both_stores
 
 
 def test_an_exchange_comes_back_as_it_went_in(kit: Kit) -> None:
@@ -122,9 +123,9 @@ def test_an_exchange_of_an_older_store_had_its_first_choice_returned(tmp_path: P
 
 
 def test_a_store_of_the_first_schema_is_upgraded_with_what_it_holds(
-    tmp_path: Path, kit: Kit
+    empty_store: str, kit: Kit
 ) -> None:
-    old = Database(f"sqlite:///{tmp_path}/old.db")
+    old = Database(empty_store)
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     with old.engine.begin() as connection:
@@ -135,21 +136,15 @@ def test_a_store_of_the_first_schema_is_upgraded_with_what_it_holds(
     kit.store(exchange)
     timings = {"started_at": 1_000.0, "first_byte_s": None, "total_s": 0.5, "overhead_s": 0.0}
     with kit.database.read() as session, old.engine.begin() as connection:
-        for table in ("exchange", "choice"):
-            here = [
-                name for _, name, *_ in connection.exec_driver_sql(f"PRAGMA table_info({table})")
-            ]
-            names = ", ".join(f'"{name}"' for name in here)
-            row = session.execute(text(f"SELECT {names} FROM {table}")).one()
-            marks = ", ".join("?" for _ in here)
-            values = tuple(row)
-            if table == "exchange":
-                values = tuple(
-                    json.dumps(timings) if name == "timings" else value
-                    for name, value in zip(here, values, strict=True)
-                )
-            connection.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
-            assert not {"turn_id", "fallback_from"} & set(here)
+        first = MetaData()
+        first.reflect(connection)
+        for name in ("exchange", "choice"):
+            table = first.tables[name]
+            row = dict(session.execute(select(table)).one()._mapping)
+            if name == "exchange":
+                row["timings"] = timings
+            connection.execute(table.insert().values(row))
+            assert not {"turn_id", "fallback_from"} & set(row)
 
     old.upgrade()
 

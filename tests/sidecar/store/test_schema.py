@@ -1,31 +1,14 @@
-"""One schema: the row classes, the Core tables of the proxy, and the migrations agree."""
+"""One schema: the row classes and the Core tables of the proxy agree."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from alembic import command
-from alembic.config import Config
 
-from sidecar.store.database import MIGRATIONS, Database
 from sidecar.store.models import ApiKeyRow, Base, BreakerTripRow, RoutingRow
 from sidecar.store.tables import METADATA
-
-
-def test_upgrading_an_empty_store_gives_the_models_and_twice_is_once(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
-    database.upgrade()
-
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    with database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.check(config)  # raises when a migration is missing
-    database.close()
 
 
 def test_every_table_has_a_row_class() -> None:

@@ -1,0 +1,111 @@
+"""Make the engine of a store, SQLite or PostgreSQL, and tell what its errors mean. Needs no ORM."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, event
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    ProgrammingError,
+)
+
+from sidecar.store.existing import read_damaged_text
+from sidecar.store.postgres import NO_PRIVILEGE, NO_TABLE, is_postgres, open_postgres, state_of
+from sidecar.store.values import from_json, storable_parameters, to_json
+
+BUSY_TIMEOUT_S = 15.0
+"""How long a writer waits for the lock of another process before it gives up."""
+CONNECTIONS = 16
+"""Connections of a process to PostgreSQL, at most: its server takes 100 by default, from all
+processes. A thread that finds none free waits."""
+_OF_THE_STATEMENT = (DataError, IntegrityError, ProgrammingError)
+"""Database errors whose cause is the statement or its values, not the store."""
+_OF_THE_STORE = frozenset({NO_TABLE, NO_PRIVILEGE})
+"""SQLSTATEs of a ProgrammingError whose cause is the store all the same."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def open_engine(url: URL) -> Engine:
+    """Make an engine; SQLite's file is made when it does not exist. Raises: OSError."""
+    if is_postgres(url):
+        engine = open_postgres(
+            url,
+            connections=CONNECTIONS,
+            wait_s=BUSY_TIMEOUT_S,
+            json_serializer=to_json,
+            json_deserializer=from_json,
+        )
+    else:
+        if url.database:
+            _make_private(Path(url.database))
+        engine = _open_sqlite(url)
+
+    @event.listens_for(engine, "before_cursor_execute", retval=True)
+    def _make_storable(
+        _connection: Any,  # Any: what SQLAlchemy passes on is the driver's own
+        _cursor: Any,
+        statement: str,
+        parameters: Any,
+        _context: Any,
+        executemany: bool,
+    ) -> tuple[str, Any]:
+        if executemany:
+            return statement, [storable_parameters(row) for row in parameters]
+        return statement, storable_parameters(parameters)
+
+    return engine
+
+
+def _make_private(path: Path) -> None:
+    """Create a new file for its owner only: it holds prompts. SQLite's -wal gets the same mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.touch(mode=0o600)
+
+
+def _open_sqlite(url: URL) -> Engine:
+    engine = create_engine(
+        url,
+        connect_args={"timeout": BUSY_TIMEOUT_S},
+        json_serializer=to_json,
+        json_deserializer=from_json,
+    )
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
+        read_damaged_text(connection)
+        connection.isolation_level = None  # the driver must not begin transactions by itself
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        mode = connection.get_execution_options().get("sidecar_begin", "DEFERRED")
+        connection.exec_driver_sql(f"BEGIN {mode}")
+
+    return engine
+
+
+def is_of_statement(error: Exception) -> bool:
+    """Return True when the statement or its values are at fault, False when the store is."""
+    return isinstance(error, _OF_THE_STATEMENT) and state_of(error) not in _OF_THE_STORE
+
+
+def describe(error: Exception) -> str:
+    """Describe an error of the database on one line, with what to do where that is known."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    said = " ".join(str(cause).split())
+    if getattr(cause, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:  # the low byte: its class
+        return (
+            f"{said}; the file is damaged or is no SQLite database: stop all processes, then "
+            "restore it from a backup or salvage it with `sqlite3 FILE .recover`"
+        )
+    if state_of(cause) == NO_TABLE:
+        return f"{said}; start ingest or control, which make the tables"
+    return said

