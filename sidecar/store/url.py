@@ -74,5 +74,5 @@ def _check_by_libpq(named: Mapping[str, Any]) -> None:  # Any: as psycopg takes 
         raise ValueError(str(error)) from None
 
 
-_OF_PSYCOPG = frozenset({"context", "prepare_threshold", "autocommit"})
+_OF_PSYCOPG = frozenset({"context"})
 """Arguments of `psycopg.connect` that libpq does not know."""

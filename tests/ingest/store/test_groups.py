@@ -24,6 +24,8 @@ from ingest.store.groups import (
 )
 from support.ingest_kit import Kit
 
+pytestmark = pytest.mark.both_stores
+
 
 def answer(kit: Kit, content: str, **changes: Any) -> Answer:
     values: dict[str, Any] = {
