@@ -20,6 +20,7 @@ from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
 from deploy.cli.context import admin_client, settings_of
+from deploy.cli.exchanges import exchanges_app
 from deploy.cli.groups import groups_app
 from deploy.cli.keys import keys_app
 from deploy.cli.output import Output, note, print_found, require_store, say, say_json
@@ -36,6 +37,7 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
+app.add_typer(exchanges_app, name="exchanges")
 
 
 def _show_version(wanted: bool) -> None:
@@ -63,7 +65,7 @@ def configure(
 @app.command()
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them running until Ctrl-C."""
-    from deploy.cli.settings_check import checked_settings
+    from deploy.preflight.settings_check import checked_settings
     from deploy.supervise.supervisor import Supervisor
     from sidecar.logs import configure_logging
 

@@ -56,7 +56,7 @@ def config_check(
     ] = False,
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
-    from deploy.cli.settings_check import checked_settings
+    from deploy.preflight.settings_check import checked_settings
 
     settings = checked_settings(context.obj)
     if not online:

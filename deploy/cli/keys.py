@@ -6,7 +6,6 @@ No other process has to run. A key is printed when it is made, and never again.
 from __future__ import annotations
 
 import os
-import re
 import time
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, print_found, require_store
+from deploy.cli.times import read_length
 from sidecar.access.keys import PREFIX, ApiKey, FreshKey
 from sidecar.errors import InvalidKeyError
 
@@ -23,7 +23,6 @@ keys_app = typer.Typer(
 ACTOR = "sidecar keys"
 MOST = 2**53
 """Largest limit of a key: the store holds whole numbers up to 63 bits, JSON readers up to 53."""
-UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @keys_app.command("create")
@@ -128,12 +127,12 @@ def keys_revoke(
 
 def seconds_of(text: str) -> int:
     """A time such as `90m`, `12h`, `30d`, `8w`, in seconds. Raises: InvalidKeyError."""
-    match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
-    if match is None:
+    length_s = read_length(text)
+    if length_s is None:
         raise InvalidKeyError(
             f"--expires {text}: not a length of time; give a number and m, h, d or w, such as 30d"
         )
-    return int(match[1]) * UNITS_S[match[2]]
+    return length_s
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:  # Any: JSON

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 
+UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 UNITS = ((86_400.0, "day"), (3_600.0, "h"), (60.0, "min"))
 
 
@@ -40,3 +42,9 @@ def shown_length(length_s: float) -> str:
         if count >= (2 if unit == "day" else 1):
             return f"{count} {unit}s" if unit == "day" else f"{count} {unit}"
     return f"{int(length_s)} s"
+
+
+def read_length(text: str) -> int | None:
+    """Read a length of time such as `90m`, `12h`, `30d`, `8w`, in seconds; None when it is none."""
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
+    return int(match[1]) * UNITS_S[match[2]] if match else None

@@ -1,0 +1,1 @@
+"""Exchanges and scored groups in the forms that people and other trainers read."""

@@ -1,0 +1,125 @@
+"""List exchanges and scored groups page by page, for people and for exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import Session
+
+from ingest.errors import UnreadableExchangesError
+from ingest.records import ScoredGroup
+from ingest.store.exchanges import StoredExchange, load_by_seq
+from ingest.store.groups import load_scored_group
+from sidecar.store.database import DAMAGE, Database
+from sidecar.store.models import ExchangeRow, GroupRow
+
+PAGE = 64
+"""Exchanges that are in memory at once: their bodies may have 32 MB each, and mostly have 10 kB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which exchanges are listed; None: any."""
+
+    session: str | None = None
+    user: str | None = None
+    project: str | None = None
+    adapter: str | None = None
+    held_out: bool | None = None
+    since: float | None = None
+    """Unix seconds; by the time at which an exchange was stored, a group scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A damaged record, left out of the listing."""
+
+    name: str
+    why: str
+
+
+def newest_exchanges(
+    database: Database, wanted: Wanted, *, limit: int | None = None
+) -> Iterator[StoredExchange | Unreadable]:
+    """Yield exchanges, the newest first. Each page is a read transaction of its own."""
+    before: int | None = None
+    left = limit
+    while left is None or left > 0:
+        with database.read() as session:
+            seqs = _seqs(session, wanted, before, PAGE if left is None else min(PAGE, left))
+            found, damage = _load(session, seqs)
+        yield from reversed(found)
+        yield from (Unreadable(f"exchange {seq}", why) for seq, why in damage.items())
+        if not seqs:
+            return
+        before = seqs[-1]
+        left = None if left is None else left - len(seqs)
+
+
+def newest_scored_groups(
+    database: Database, wanted: Wanted, *, limit: int | None = None
+) -> Iterator[ScoredGroup | Unreadable]:
+    """Yield groups with scores, the newest first. Groups are never held out."""
+    before: int | None = None
+    left = limit
+    while left is None or left > 0:
+        size = PAGE if left is None else min(PAGE, left)
+        with database.read() as session:
+            statement = select(GroupRow.seq, GroupRow.group_id).where(*_group_filters(wanted))
+            if before is not None:
+                statement = statement.where(GroupRow.seq < before)
+            rows = session.execute(statement.order_by(GroupRow.seq.desc()).limit(size)).all()
+        for _, group_id in rows:
+            with database.read() as session:
+                try:
+                    scored = load_scored_group(session, group_id)
+                except DAMAGE as error:
+                    yield Unreadable(f"group {group_id}", str(error))
+                    continue
+            if scored is not None:
+                yield scored
+        if not rows:
+            return
+        before = rows[-1].seq
+        left = None if left is None else left - len(rows)
+
+
+def _seqs(session: Session, wanted: Wanted, before: int | None, limit: int) -> list[int]:
+    columns: Mapping[str, ColumnElement[bool] | None] = {
+        "session": ExchangeRow.session_id == wanted.session,
+        "user": ExchangeRow.user == wanted.user,
+        "project": ExchangeRow.project == wanted.project,
+        "adapter": ExchangeRow.adapter == wanted.adapter,
+        "held_out": ExchangeRow.held_out == wanted.held_out,
+        "since": ExchangeRow.stored_at >= wanted.since if wanted.since is not None else None,
+    }
+    given = [
+        rule
+        for name, rule in columns.items()
+        if rule is not None and getattr(wanted, name) is not None
+    ]
+    if before is not None:
+        given.append(ExchangeRow.seq < before)
+    statement = select(ExchangeRow.seq).where(*given).order_by(ExchangeRow.seq.desc())
+    return list(session.scalars(statement.limit(limit)))
+
+
+def _group_filters(wanted: Wanted) -> list[ColumnElement[bool]]:
+    given: list[ColumnElement[bool]] = [GroupRow.scored_at.is_not(None)]
+    if wanted.session is not None:
+        given.append(GroupRow.session_id == wanted.session)
+    if wanted.adapter is not None:
+        given.append(GroupRow.adapter == wanted.adapter)
+    if wanted.since is not None:
+        given.append(GroupRow.scored_at >= wanted.since)
+    return given
+
+
+def _load(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], dict[int, str]]:
+    try:
+        return load_by_seq(session, seqs), {}
+    except UnreadableExchangesError as error:
+        sound = [seq for seq in seqs if seq not in error.damage]
+        return load_by_seq(session, sound), dict(error.damage)

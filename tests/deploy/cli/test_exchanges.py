@@ -1,0 +1,190 @@
+"""`sidecar exchanges`: list, show, export."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text, update
+
+from deploy.cli.main import main
+from ingest.grouping.selection import group_id_of
+from ingest.records import Answer, Group
+from ingest.store import listing
+from ingest.store.exchanges import save_exchange
+from ingest.store.groups import mark_sampled, mark_scored, save_group
+from sidecar.store.database import Database
+from sidecar.store.models import GroupRow
+from support.ingest_kit import make_exchange, message
+from support.migrated_store import open_migrated
+
+Run = Callable[..., tuple[int, str, str]]
+"""`sidecar exchanges ...`: exit status, output, errors."""
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = open_migrated(tmp_path / "store.db")
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    config = tmp_path / "sidecar.toml"
+    config.write_text(f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n')
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["--config", str(config), "exchanges", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def save(database: Database, number: int, *, held_out: bool = False, **changes: object) -> None:
+    request = {"messages": [{"role": "user", "content": f"question {number}"}]}
+    exchange = make_exchange(
+        f"e{number}", **{"request": request, "session_key": f"s{number % 2}", **changes}
+    )
+    with database.write() as session:
+        save_exchange(session, exchange, held_out=held_out, now=1000.0 + number)
+
+
+def test_the_newest_are_listed_over_pages_and_by_session(
+    database: Database, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "PAGE", 2)
+    for number in range(5):
+        save(database, number)
+
+    code, out, _ = run("ls", "--limit", "4")
+    _, of_one, _ = run("ls", "--session", "s1", "-o", "json")
+
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["e4", "e3", "e2", "e1"]
+    assert "'question 4'" in out
+    assert [one["exchange_id"] for one in json.loads(of_one)] == ["e3", "e1"]
+
+
+def test_one_is_shown_with_its_messages_and_answers(database: Database, run: Run) -> None:
+    save(database, 1, user="ann\x1b[2J")
+
+    code, out, _ = run("show", "e1")
+
+    assert code == 0
+    assert "--- asked: user\nquestion 1\n--- answer 0 (stop): assistant\nserved\n" in out
+    assert "\x1b" not in out
+    assert run("show", "e9") == (
+        1,
+        "",
+        "sidecar: no exchange e9; `sidecar exchanges ls` names them\n",
+    )
+
+
+def test_an_export_is_a_private_file_without_held_out_sessions(
+    database: Database, run: Run, tmp_path: Path
+) -> None:
+    save(database, 1)
+    save(database, 2, held_out=True)
+    save(database, 3, surface="responses")
+    out = tmp_path / "sft.jsonl"
+
+    code, _, err = run("export", "--form", "trl-sft", "--out", str(out))
+
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert code == 0
+    assert row["prompt"] == [{"role": "user", "content": "question 1"}]
+    assert err == "sidecar: wrote 1 lines, 1 left out (not in this form)\n"
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert run("export", "--out", str(out))[0] == 1
+    assert len(run("export", "--held-out")[1].splitlines()) == 3
+
+
+def test_scored_groups_are_exported(database: Database, run: Run) -> None:
+    save(database, 1)
+    save(database, 2)
+    for number, scores in ((1, (0.2, 0.8)), (2, (0.5, 0.5))):
+        score(database, f"e{number}", scores)
+
+    _, art, _ = run("export", "--form", "art")
+    _, pairs, err = run("export", "--form", "trl-preference")
+
+    rewards = [
+        [one["reward"] for one in json.loads(line)["trajectories"]] for line in art.splitlines()
+    ]
+    assert rewards == [[0.5, 0.5], [0.2, 0.8]]
+    assert [json.loads(line)["chosen"][0]["content"] for line in pairs.splitlines()] == ["b"]
+    assert "1 left out" in err
+
+
+def score(database: Database, exchange_id: str, scores: tuple[float, float]) -> None:
+    group_id = group_id_of(exchange_id)
+    answers = tuple(
+        Answer(index=i, origin="sampled", message=message(word), finish_reason="stop")
+        for i, word in enumerate("ab")
+    )
+    with database.write() as session:
+        save_group(
+            session,
+            Group(
+                group_id=group_id,
+                exchange_id=exchange_id,
+                session_key="s",
+                adapter="base",
+                request=b"",
+                prompt_token_ids=(),
+                answers=answers,
+            ),
+            now=1.0,
+        )
+        mark_sampled(session, group_id)
+        mark_scored(
+            session,
+            group_id,
+            scores=scores,
+            explanations=("", ""),
+            judge_model="j",
+            rubric_hash="h",
+            now=2.0,
+        )
+
+
+def test_a_damaged_record_is_named_and_the_others_are_written(database: Database, run: Run) -> None:
+    for number in range(3):
+        save(database, number)
+    score(database, "e0", (0.1, 0.9))
+    with database.write() as session:
+        session.execute(text("UPDATE exchange SET request_body = X'00' WHERE exchange_id = 'e1'"))
+
+    code, out, err = run("export")
+
+    assert code == 0
+    assert [json.loads(line)["exchange_id"] for line in out.splitlines()] == ["e2", "e0"]
+    assert "exchange 2 is damaged and left out" in err
+    assert run("show", "e1")[0] == 1
+    with database.write() as session:
+        session.execute(update(GroupRow).values(exchange_id="e1"))
+    _, groups, group_error = run("export", "--form", "art")
+    assert groups == ""
+    assert "is damaged and left out" in group_error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "--form", "csv"),
+        ("ls", "--since", "yesterday"),
+        ("export", "--form", "art", "--user", "x"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    database: Database, run: Run, arguments: tuple[str, ...]
+) -> None:
+    code, out, err = run(*arguments)
+
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
