@@ -17,7 +17,7 @@ from support.ingest_kit import make_choice, make_exchange, message
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
 READ_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "7"},
