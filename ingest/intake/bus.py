@@ -14,6 +14,10 @@ from ingest.errors import BusError
 from sidecar.capture.outbox import OutboxReader, outbox_path
 from sidecar.errors import OutboxError
 
+BATCH_BYTES = 4 * 2**20
+"""Payload of one batch: over 500 exchanges of ordinary size, or ten with prompts of 100,000 tokens.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
@@ -27,9 +31,10 @@ class Envelope:
 class BusReader(Protocol):
     """The operations that ingest needs of a bus."""
 
-    def read(self, limit: int) -> Sequence[Envelope]:
+    def read(self, limit: int, limit_bytes: int = BATCH_BYTES) -> Sequence[Envelope]:
         """Return up to `limit` records after the last commit, in order; none when it is empty.
 
+        limit_bytes: of payloads; the first record is returned however large it is.
         Reading again without a commit returns the same records. Raises: BusError.
         """
 
@@ -52,10 +57,10 @@ class OutboxBus:
     def __init__(self, reader: OutboxReader) -> None:
         self._reader = reader
 
-    def read(self, limit: int) -> Sequence[Envelope]:
+    def read(self, limit: int, limit_bytes: int = BATCH_BYTES) -> Sequence[Envelope]:
         try:
             # Committed records are deleted, so reading starts at the front of the file.
-            rows = self._reader.read(0, limit)
+            rows = self._reader.read(0, limit, limit_bytes)
         except OutboxError as error:
             raise BusError(str(error)) from error
         return [Envelope(position=row.seq, payload=row.payload) for row in rows]

@@ -1,6 +1,9 @@
-"""Apply selection to stored exchanges: new ones, and the backlog when there is room.
+"""Apply selection to exchanges: those just stored, those stored earlier, and the backlog when there
+is room.
 
-Each call is one write transaction: the reason on the exchange, its count, the new group and its
+`consume` decides what it stores in the transaction that stores it, from the records that it has in
+memory. `choose_new` decides what was stored before the first probe of vLLM. Each is one write
+transaction: the reason on the exchange, its count, the new group and its
 served answers are stored together or not at all. The counters of stage `selection` always add up to
 the number of decided exchanges: one that leaves the backlog is subtracted from the backlog's count.
 """
@@ -36,7 +39,7 @@ log = structlog.get_logger()
 
 
 def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
-    """Decide up to `limit` new exchanges, the oldest first.
+    """Decide up to `limit` new exchanges of the store, the oldest first.
 
     now: Unix seconds.
     Returns: the number of exchanges decided.
@@ -46,7 +49,7 @@ def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now:
             return 0  # usual between two requests: take no write lock
     with database.write() as session:
         batch = _readable(session, NEW, lambda: load_by_selection(session, NEW, limit=limit))
-        _decide(session, batch, rules, model=model, now=now)
+        decide(session, batch, rules, model=model, now=now)
     return len(batch)
 
 
@@ -65,7 +68,7 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
             BACKLOG,
             lambda: load_by_selection(session, BACKLOG, limit=room, newest_first=True),
         )
-        _decide(session, batch, rules, model=model, now=now)
+        decide(session, batch, rules, model=model, now=now)
     return len(batch)
 
 
@@ -85,9 +88,10 @@ def _readable(
                 count(session, STAGE, left, -len(error.damage))
 
 
-def _decide(
+def decide(
     session: Session, batch: Sequence[StoredExchange], rules: Rules, *, model: str, now: float
 ) -> None:
+    """Decide exchanges of the store, in the caller's write transaction. now: Unix seconds."""
     if not batch:
         return
     turns = {turn for stored in batch if (turn := turn_of(stored.exchange)) is not None}

@@ -1,16 +1,21 @@
 """Move batches from the bus to the store: at least once from the bus, exactly once in the store.
 
-One write transaction stores a batch, and only then it is committed on the bus. After a crash
-between the two, the batch comes again and changes nothing. A record that cannot be read or stored
-is kept whole in `dead_letter`, counted and logged; it never blocks later records. An exchange
-whose token ids do not decode to its text is stored, marked, and never learned from.
+What needs no lock is done first: records are parsed, checked, placed in their sessions, packed and
+compressed. Then one write transaction inserts them and decides which of them become groups, and
+only when it is on the disk the records are committed on the bus. After a crash between the two, the
+batch comes again and changes nothing. A batch whose records are large once they are read is stored
+in portions, so memory is bounded whatever the records hold.
+
+A record that cannot be read or stored is kept whole in `dead_letter`, counted and logged; it never
+blocks later records. An exchange whose token ids do not decode to its text is stored, marked, and
+never learned from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import structlog
@@ -20,8 +25,16 @@ from sqlalchemy.orm import Session
 from ingest.intake.bus import BusReader, Envelope
 from ingest.intake.placing import Sessions
 from ingest.sessions.arrival import arrival_of
-from ingest.sessions.records import Arrival
-from ingest.store.exchanges import dead_letter, save_exchange
+from ingest.store.exchanges import (
+    NEW,
+    ExchangeRows,
+    StoredExchange,
+    dead_letter,
+    insert_exchanges,
+    rows_of,
+    sessions_of,
+    stored_among,
+)
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
 from sidecar.records import Exchange, decode_exchange
@@ -36,42 +49,93 @@ REPEATED = "repeated"
 POISON = "poison"
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError)
 """Errors of bytes that are no record, or of a value that no row can hold."""
+REFUSED = (StatementError, OverflowError)
+"""Errors of rows that the database, or its driver, refuses."""
+PORTION_BYTES = 32 * 2**20
+"""Memory of the records that one transaction stores, with their rows: over 500 of ordinary size."""
+ID_BYTES, FLOAT_BYTES = 40, 36
+"""Memory of a token id and of a log-probability: an object and a reference in a tuple, and the
+packed one in the row."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumed:
-    """Outcome of a batch; the three numbers add up to the records read."""
+    """Outcome of a batch; the first three numbers add up to the records read."""
 
-    stored: int
-    repeated: int
-    poison: int
+    stored: int = 0
+    repeated: int = 0
+    poison: int = 0
+    decided: int = 0
+    """Exchanges that selection decided, of those stored."""
 
     @property
     def read(self) -> int:
         return self.stored + self.repeated + self.poison
 
+    def __add__(self, other: Consumed) -> Consumed:
+        return Consumed(
+            stored=self.stored + other.stored,
+            repeated=self.repeated + other.repeated,
+            poison=self.poison + other.poison,
+            decided=self.decided + other.decided,
+        )
+
+
+Decide = Callable[[Session, Sequence[StoredExchange]], None]
+"""Decides exchanges that were stored in this transaction (`ingest.intake.choose.decide`)."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A record of the bus, parsed before the write lock is taken."""
+class _Record:
+    """A record of the bus, made ready before the write lock is taken."""
 
     envelope: Envelope
-    exchange: Exchange | None = None
-    arrival: Arrival | None = None
+    stored: StoredExchange | None = None
+    """None: it cannot be read or stored."""
+    rows: ExchangeRows | None = None
     tokens: str = NOT_CHECKED
     error: Exception | None = None
     bounded: tuple[str, ...] = ()
     """What was changed for the store to hold it, as `sidecar.bounds.bound` says."""
 
+    @property
+    def size(self) -> int:
+        """Memory held, in bytes, but for small fields."""
+        size = 3 * len(self.envelope.payload)  # it, the exchange's copy, and the rows at most
+        if self.stored is None:
+            return size
+        exchange = self.stored.exchange
+        size += ID_BYTES * len(exchange.prompt_token_ids)
+        for choice in exchange.choices:
+            size += ID_BYTES * len(choice.token_ids) + FLOAT_BYTES * len(choice.logprobs)
+        return size
 
-@dataclass(slots=True)
-class _Tally:
-    outcomes: dict[str, int] = field(default_factory=lambda: {STORED: 0, REPEATED: 0, POISON: 0})
-    tokens: Counter[str] = field(default_factory=Counter)
-    """Outcomes of the token check of stored exchanges -> count."""
-    bounded: Counter[str] = field(default_factory=Counter)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Readiness:
+    """Makes records ready to be stored."""
+
+    sessions: Sessions
+    check_tokens: Callable[[Exchange], str]
+    now: float
+
+    def __call__(self, envelope: Envelope) -> _Record:
+        try:
+            exchange, bounded = bound(decode_exchange(envelope.payload))
+            tokens = self.check_tokens(exchange)
+            if tokens == DISAGREES and exchange.untrainable_reason is None:
+                exchange = msgspec.structs.replace(exchange, untrainable_reason=DISAGREES)
+            rows = rows_of(exchange, now=self.now)
+        except UNREADABLE as error:
+            return _Record(envelope, error=error)
+        place, held_out = self.sessions.place(arrival_of(exchange), now=self.now)
+        rows.put(place, exchange, held_out=held_out)
+        stored = StoredExchange(
+            exchange=exchange, held_out=held_out, selection=NEW, place=place, stored_at=self.now
+        )
+        return _Record(envelope, stored, rows, tokens, bounded=bounded)
 
 
 def consume(
@@ -82,97 +146,126 @@ def consume(
     sessions: Sessions,
     now: float,
     check_tokens: Callable[[Exchange], str] = lambda _: NOT_CHECKED,
+    decide: Decide | None = None,
 ) -> Consumed:
     """Move one batch from the bus to the store.
 
     sessions: finds the session of each exchange, and whether it is held out.
     check_tokens: returns an outcome of `ingest.tokens.check`, which is counted.
-    Raises: BusError or StoreError; nothing is lost then, and the batch comes again.
+    decide: None: the exchanges wait in the store until `choose_new` decides them.
+    Raises: BusError or StoreError; nothing is lost then, and what is not stored comes again.
     """
-    envelopes = bus.read(limit)
-    if not envelopes:
-        return Consumed(stored=0, repeated=0, poison=0)
-    records = [_read(envelope, check_tokens) for envelope in envelopes]
-    try:
-        consumed = _store(database, records, sessions, now=now)
-    except StatementError:
-        # The database refused a row, and with it the whole batch. Stored one by one, only the
-        # refused rows are dead-lettered.
-        log.warning("batch_refused", records=len(envelopes))
-        consumed = _store_one_by_one(database, records, sessions, now=now)
-    bus.commit(envelopes[-1].position)
+    consumed = Consumed()
+    read = _Readiness(sessions=sessions, check_tokens=check_tokens, now=now)
+    for records in _portions(bus.read(limit), read):
+        try:
+            consumed += _store(database, records, sessions, decide, now=now)
+        except REFUSED:
+            # The database refused a row, and with it the whole batch. Stored one by one, only the
+            # refused rows are dead-lettered.
+            log.warning("batch_refused", records=len(records))
+            for record in records:
+                consumed += _store_alone(database, record, sessions, decide, now=now)
+        bus.commit(records[-1].envelope.position)
+        del records  # before the next ones are read
     return consumed
 
 
-def _read(envelope: Envelope, check_tokens: Callable[[Exchange], str]) -> _Read:
-    try:
-        exchange, bounded = bound(decode_exchange(envelope.payload))
-    except UNREADABLE as error:
-        return _Read(envelope, error=error)
-    return _Read(envelope, exchange, arrival_of(exchange), check_tokens(exchange), bounded=bounded)
+def _portions(
+    envelopes: Sequence[Envelope], read: Callable[[Envelope], _Record]
+) -> Iterator[list[_Record]]:
+    """Make records ready, as many at once as fit into `PORTION_BYTES`, but at least one."""
+    portion: list[_Record] = []
+    size = 0
+    for envelope in envelopes:
+        portion.append(read(envelope))
+        size += portion[-1].size
+        if size >= PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def _store(
-    database: Database, records: Sequence[_Read], sessions: Sessions, *, now: float
+    database: Database,
+    records: Sequence[_Record],
+    sessions: Sessions,
+    decide: Decide | None,
+    *,
+    now: float,
 ) -> Consumed:
-    tally = _Tally()
-    with database.write(alone=False) as session:
+    # A batch that is not decided may be stored beside that of another consumer: if both store one
+    # exchange, the database refuses a row, and the records are stored one by one.
+    with database.write(alone=decide is not None) as session:
+        new = _not_stored(session, records)
+        insert_exchanges(session, [record.rows for record in new if record.rows is not None])
+        poison = 0
         for record in records:
-            outcome = _save(session, record, sessions, now=now)
-            tally.outcomes[outcome] += 1
-            if outcome == STORED:
-                tally.tokens[record.tokens] += 1
-                tally.bounded.update(record.bounded)
+            if record.error is not None:
+                _put_aside(session, record.envelope, record.error, now=now)
+                poison += 1
         sessions.save_moves(session)
-        for reason, number in tally.outcomes.items():
-            count(session, STAGE, reason, number)
-        for reason, number in tally.tokens.items():
-            count(session, TOKEN_STAGE, reason, number)
-        for reason, number in tally.bounded.items():
-            count(session, BOUND_STAGE, reason, number)
+        consumed = Consumed(
+            stored=len(new),
+            repeated=len(records) - len(new) - poison,
+            poison=poison,
+            decided=len(new) if decide is not None else 0,
+        )
+        if new and decide is not None:
+            decide(session, _as_stored(session, new))
+        counts = Counter((TOKEN_STAGE, record.tokens) for record in new)
+        counts.update((BOUND_STAGE, reason) for record in new for reason in record.bounded)
+        for outcome in (STORED, REPEATED, POISON):
+            counts[STAGE, outcome] = getattr(consumed, outcome)
+        for (stage, reason), number in counts.items():
+            count(session, stage, reason, number)
     sessions.saved()
-    return Consumed(**tally.outcomes)
+    for record in new:
+        if record.tokens == DISAGREES and record.stored is not None:
+            exchange = record.stored.exchange
+            log.warning(
+                "exchange_doubted",
+                reason=DISAGREES,
+                exchange_id=exchange.exchange_id,
+                stream=exchange.stream,
+            )
+    return consumed
 
 
-def _store_one_by_one(
-    database: Database, records: Sequence[_Read], sessions: Sessions, *, now: float
-) -> Consumed:
-    outcomes = {STORED: 0, REPEATED: 0, POISON: 0}
+def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
+    """Return the records whose exchange the store does not have, each exchange once."""
+    found: dict[str, _Record] = {}
     for record in records:
-        try:
-            one = _store(database, [record], sessions, now=now)
-        except StatementError as error:
-            with database.write(alone=False) as session:
-                _put_aside(session, record.envelope, error, now=now)
-                count(session, STAGE, POISON)
-            one = Consumed(stored=0, repeated=0, poison=1)
-        outcomes = {reason: number + getattr(one, reason) for reason, number in outcomes.items()}
-    return Consumed(**outcomes)
+        if record.stored is not None:
+            found.setdefault(record.stored.exchange.exchange_id, record)
+    for known in stored_among(session, list(found)):
+        del found[known]
+    return list(found.values())
 
 
-def _save(session: Session, record: _Read, sessions: Sessions, *, now: float) -> str:
-    if record.exchange is None or record.arrival is None:
-        assert record.error is not None
-        _put_aside(session, record.envelope, record.error, now=now)
-        return POISON
-    exchange = record.exchange
-    doubt = DISAGREES if record.tokens == DISAGREES else None
-    place, held_out = sessions.place(record.arrival, now=now)
+def _as_stored(session: Session, records: Sequence[_Record]) -> list[StoredExchange]:
+    """Return exchanges as the store has them now: a later one of the same batch may have moved an
+    earlier one to another session."""
+    found = [record.stored for record in records if record.stored is not None]
+    sessions = sessions_of(session, [stored.exchange.exchange_id for stored in found])
+    return [
+        replace(stored, place=replace(stored.place, session=name), held_out=held_out)
+        for stored in found
+        for name, held_out in (sessions[stored.exchange.exchange_id],)
+    ]
+
+
+def _store_alone(
+    database: Database, record: _Record, sessions: Sessions, decide: Decide | None, *, now: float
+) -> Consumed:
     try:
-        saved = save_exchange(
-            session, exchange, held_out=held_out, now=now, doubt=doubt, place=place
-        )
-    except UNREADABLE as error:
-        _put_aside(session, record.envelope, error, now=now)
-        return POISON
-    if saved and doubt is not None:
-        log.warning(
-            "exchange_doubted",
-            reason=doubt,
-            exchange_id=exchange.exchange_id,
-            stream=exchange.stream,
-        )
-    return STORED if saved else REPEATED
+        return _store(database, [record], sessions, decide, now=now)
+    except REFUSED as error:
+        with database.write(alone=False) as session:
+            _put_aside(session, record.envelope, error, now=now)
+            count(session, STAGE, POISON)
+        return Consumed(poison=1)
 
 
 def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -17,8 +18,8 @@ from ingest.errors import BusError
 from ingest.grouping import engine_facts
 from ingest.grouping.rules import rules_of
 from ingest.intake.bus import BusReader
-from ingest.intake.choose import choose_backlog, choose_new
-from ingest.intake.consume import consume
+from ingest.intake.choose import choose_backlog, choose_new, decide
+from ingest.intake.consume import Decide, consume
 from ingest.intake.placing import Sessions
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
@@ -117,6 +118,7 @@ class Intake:
             sessions=self._sessions,
             now=now,
             check_tokens=self._tokens,
+            decide=self._decide(now) if self._engine.ready else None,
         )
         if consumed.read:
             log.info(
@@ -124,11 +126,16 @@ class Intake:
                 stored=consumed.stored,
                 repeated=consumed.repeated,
                 poison=consumed.poison,
+                decided=consumed.decided,
             )
         if not self._engine.ready:
             return consumed.read
-        decided = choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
+        decided = consumed.decided
+        decided += choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
         if now >= self._backlog_due:
             self._backlog_due = now + BACKLOG_INTERVAL_S
             choose_backlog(self._database, self._rules, model=self._model, now=now)
         return consumed.read + decided
+
+    def _decide(self, now: float) -> Decide:
+        return partial(decide, rules=self._rules, model=self._model, now=now)

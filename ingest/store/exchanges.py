@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, and_, insert, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
 from ingest.sessions.records import Place
 from ingest.store.places import place_columns, place_of
 from sidecar.records import Choice, Exchange
-from sidecar.store.database import DAMAGE, check_id, insert_into
+from sidecar.store.database import DAMAGE, check_id
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 
 NEW = "new"
 """`exchange.selection` of an exchange that selection has not examined."""
+READ_BYTES = 8 * 2**20
+"""Of requests and replies that are read from the store at once."""
+Row = dict[str, Any]  # Any: what a column holds
 _EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices"})
 _CHOICE = RowMapping(Choice, ChoiceRow)
 
@@ -39,45 +43,87 @@ class StoredExchange:
         return self.place.session
 
 
+@dataclass(slots=True)
+class ExchangeRows:
+    """The rows of one exchange, packed and compressed; made before the write lock is taken."""
+
+    exchange: Row
+    choices: list[Row]
+
+    def put(self, place: Place | None, exchange: Exchange, *, held_out: bool) -> None:
+        """Set the columns that say where the exchange stands.
+
+        place: None: its session is the one that its key names.
+        """
+        columns = {"session_id": exchange.session_key} if place is None else place_columns(place)
+        self.exchange.update(columns, held_out=held_out)
+
+
+def rows_of(exchange: Exchange, *, now: float) -> ExchangeRows:
+    """Make the rows of an exchange. They have no place yet (`ExchangeRows.put`).
+
+    Raises: ValueError or OverflowError when a row cannot hold a value (a token id of 2**31 or more,
+    two choices of one index).
+    """
+    _check_indices([choice.index for choice in exchange.choices])
+    row = _EXCHANGE.to_row(exchange)
+    row["stored_at"] = now
+    row["started_at"] = exchange.timings.started_at  # a column of its own, to be searched by
+    row["selection"] = NEW
+    choices = [_CHOICE.to_row(choice) for choice in exchange.choices]
+    for choice in choices:
+        choice["exchange_id"] = exchange.exchange_id
+    return ExchangeRows(row, choices)
+
+
+def stored_among(session: Session, exchange_ids: Sequence[str]) -> set[str]:
+    """Return those of these exchange ids that the store has."""
+    statement = select(ExchangeRow.exchange_id).where(ExchangeRow.exchange_id.in_(exchange_ids))
+    return set(session.scalars(statement))
+
+
+def sessions_of(session: Session, exchange_ids: Sequence[str]) -> dict[str, tuple[str, bool]]:
+    """Return the session of each of these exchanges, and whether it is held out."""
+    rows = session.execute(
+        select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.held_out).where(
+            ExchangeRow.exchange_id.in_(exchange_ids)
+        )
+    )
+    return {exchange_id: (name, held_out) for exchange_id, name, held_out in rows}
+
+
+def insert_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
+    """Insert exchanges that the store does not have, in the caller's write transaction: one
+    `executemany` for them and one for their choices.
+
+    Raises: IntegrityError when one of them is stored already, or a row cannot hold a value.
+    """
+    connection = session.connection()
+    if rows:
+        connection.execute(insert(ExchangeRow), [one.exchange for one in rows])
+    if choices := [choice for one in rows for choice in one.choices]:
+        connection.execute(insert(ChoiceRow), choices)
+
+
 def save_exchange(
     session: Session,
     exchange: Exchange,
     *,
     held_out: bool,
     now: float,
-    doubt: str | None = None,
     place: Place | None = None,
 ) -> bool:
-    """Store an exchange and its choices, in the caller's transaction.
+    """Store one exchange and its choices, in the caller's write transaction.
 
-    place: where it stands in its session; None: its session is the one that its key names.
-    doubt: why it must not be learned from; used when the proxy gave no reason.
+    place: as for `ExchangeRows.put`.
     Returns: False when this exchange id is stored already; then nothing changes.
-    Raises: ValueError or OverflowError when a row cannot hold a value (a token id of 2**31 or more,
-    two choices of one index). Then nothing was written.
+    Raises: as `rows_of`. Then nothing was written.
     """
-    _check_indices([choice.index for choice in exchange.choices])
-    row = {
-        **_EXCHANGE.to_row(exchange),
-        "untrainable_reason": exchange.untrainable_reason or doubt,
-        "stored_at": now,
-        "started_at": exchange.timings.started_at,  # a column of its own, to be searched by
-        "held_out": held_out,
-        **({"session_id": exchange.session_key} if place is None else place_columns(place)),
-        "selection": NEW,
-    }
-    choices = [
-        {**_CHOICE.to_row(choice), "exchange_id": exchange.exchange_id}
-        for choice in exchange.choices
-    ]
-    statement = insert_into(session, ExchangeRow).on_conflict_do_nothing(
-        index_elements=["exchange_id"]
-    )
-    inserted = session.scalars(statement.returning(ExchangeRow.seq), [row]).first()
-    if inserted is None:
+    rows = rows_of(exchange, now=now)
+    rows.put(place, exchange, held_out=held_out)
+    if stored_among(session, [exchange.exchange_id]):
         return False
-    if choices:
-        session.execute(insert_into(session, ChoiceRow), choices)
+    insert_exchanges(session, [rows])
     return True
 
 
@@ -101,17 +147,35 @@ def any_with(session: Session, selection: str) -> bool:
 
 
 def load_by_selection(
-    session: Session, selection: str, *, limit: int, newest_first: bool = False
+    session: Session,
+    selection: str,
+    *,
+    limit: int,
+    limit_bytes: int = READ_BYTES,
+    newest_first: bool = False,
 ) -> list[StoredExchange]:
     """Read up to `limit` exchanges with this value of `selection`, the oldest first by default.
 
+    limit_bytes: of requests and replies as they were sent, which hold all token ids as text: read,
+        an exchange takes at most nine times as much. The first one is read however large it is.
     Raises: UnreadableExchangesError.
     """
     order = ExchangeRow.seq.desc() if newest_first else ExchangeRow.seq
-    return _load(
-        session,
-        select(ExchangeRow).where(ExchangeRow.selection == selection).order_by(order).limit(limit),
+    sizes = session.execute(
+        select(ExchangeRow.seq, ExchangeRow.request_bytes + ExchangeRow.reply_bytes)
+        .where(ExchangeRow.selection == selection)
+        .order_by(order)
+        .limit(limit)
     )
+    seqs: list[int] = []
+    for seq, size in sizes.all():
+        limit_bytes -= size if isinstance(size, int) else 0  # a damaged number counts as none
+        if seqs and limit_bytes < 0:
+            break
+        seqs.append(seq)
+    if not seqs:
+        return []
+    return _load(session, select(ExchangeRow).where(ExchangeRow.seq.in_(seqs)).order_by(order))
 
 
 def load_of_turns(

@@ -2,10 +2,11 @@
 
 The writer and the reader are both here, because the file format has one owner. A record stays until
 the reader confirms that it is stored, so either process may die at any time: WAL mode keeps what
-was committed. When the file is deleted or moved, both sides notice at their next step, because the
-path no longer leads to the file that they have open, and open a new one. One writer counts the
-unread records of the lost file. Several processes may write. The reader gives the space of deleted
-records back to the disk (`outbox_space`).
+was committed, and each commit of a writer is synced to the disk (docs/durability.md). When the file
+is deleted or moved, both sides notice at their next step, because the path no longer leads to the
+file that they have open, and open a new one. One writer counts the unread records of the lost file.
+Several processes may write. The reader gives the space of deleted records back to the disk
+(`outbox_space`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -78,8 +80,13 @@ class _File:
         path: Path,
         busy_timeout_s: float,
         on_rows_gone: Callable[[int], object] | None = None,
+        *,
+        synchronous: Literal["FULL", "NORMAL"],
     ) -> None:
+        """synchronous: FULL syncs each commit to the disk, which then survives a power cut; NORMAL
+        does not, and what is committed survives the death of this process."""
         self.path = path
+        self._synchronous = synchronous
         self._on_rows_gone = on_rows_gone
         self._busy_timeout_s = busy_timeout_s
         self._connection: sqlite3.Connection | None = None
@@ -116,7 +123,7 @@ class _File:
                 for suffix in ("-wal", "-shm"):
                     self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             self.path.touch(mode=0o600)  # it contains what users wrote
-            self._connection = _connect(self.path, self._busy_timeout_s)
+            self._connection = _connect(self.path, self._busy_timeout_s, self._synchronous)
             self._inode = _inode(self.path)
         return self._connection
 
@@ -138,7 +145,7 @@ class Outbox:
         """max_bytes: of the file's pages in use; None: no limit.
         on_rows_gone: called with the number of unread records lost with a deleted or moved file,
         by only one of its writers. yield_cpu: called between two steps of a write."""
-        self._file = _File(path, busy_timeout_s, on_rows_gone)
+        self._file = _File(path, busy_timeout_s, on_rows_gone, synchronous="FULL")
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._clock = clock
@@ -185,28 +192,35 @@ class OutboxReader:
     """Reads from the outbox. One thread at a time."""
 
     def __init__(self, path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        self._file = _File(path, busy_timeout_s)
+        # A deletion that a power cut undoes makes a record come twice, which changes nothing.
+        self._file = _File(path, busy_timeout_s, synchronous="NORMAL")
 
-    def read(self, after: int, limit: int) -> list[OutboxRow]:
+    def read(self, after: int, limit: int, limit_bytes: int | None = None) -> list[OutboxRow]:
         """Return the records with a `seq` above `after`, in order, at most `limit`.
 
+        limit_bytes: of payloads; the first record is returned however large it is. None: no limit.
         A reader that deletes what it has stored may always read after 0, also when the file was
         lost and the numbers began again.
         Raises: OutboxError.
         """
-        with self._file.connection() as connection:
-            rows = connection.execute(
+        found: list[OutboxRow] = []
+        size = 0
+        with self._file.connection() as connection, closing(connection.cursor()) as rows:
+            # SQLite reads a row when it is asked for: the rest is never in memory.
+            rows.execute(
                 "SELECT seq, exchange_id, at, payload FROM outbox WHERE seq > ? "
                 "ORDER BY seq LIMIT ?",
                 (after, limit),
             )
-            found = [
-                OutboxRow(seq=seq, exchange_id=name, at=at, payload=payload)
-                for seq, name, at, payload in rows
-            ]
+            for seq, name, at, payload in rows:
+                size += len(payload)
+                if found and limit_bytes is not None and size > limit_bytes:
+                    break
+                found.append(OutboxRow(seq=seq, exchange_id=name, at=at, payload=payload))
+            rows.close()  # the file is shrunk when nobody reads it
             if not found:
                 outbox_space.shrink(connection, self._file.path, drained=True)
-            return found
+        return found
 
     def delete_through(self, seq: int) -> None:
         """Delete the records up to and including `seq`, which are stored. Raises: OutboxError."""
@@ -225,14 +239,14 @@ class OutboxReader:
         self._file.close()
 
 
-def _connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
+def _connect(path: Path, busy_timeout_s: float, synchronous: str) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
     )
     try:
         outbox_space.prepare(connection)
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute(_SCHEMA)
     except sqlite3.Error:
         connection.close()

@@ -81,7 +81,9 @@ def _open_sqlite(url: URL) -> Engine:
         read_damaged_text(connection)
         connection.isolation_level = None  # the driver must not begin transactions by itself
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
+        # Each commit syncs the log to the disk, so what was stored survives a power cut. Ingest
+        # relies on it: it deletes a record from the bus once the commit has returned.
+        connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA foreign_keys=ON")
 
     @event.listens_for(engine, "begin")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sqlalchemy import delete, func, select
 
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.grouping.selection import Rules, group_id_of
-from ingest.intake.bus import BusReader, Envelope
+from ingest.intake.bus import BATCH_BYTES, BusReader, Envelope
 from ingest.intake.choose import choose_new
 from ingest.store.exchanges import save_exchange
 from sidecar.records import Choice, Exchange, Sampling, Timings
@@ -83,8 +84,9 @@ class MemoryBus:
     def __init__(self, payloads: Sequence[bytes] = ()) -> None:
         self.kept = [Envelope(position=n, payload=p) for n, p in enumerate(payloads, start=1)]
 
-    def read(self, limit: int) -> Sequence[Envelope]:
-        return self.kept[:limit]
+    def read(self, limit: int, limit_bytes: int = BATCH_BYTES) -> Sequence[Envelope]:
+        sizes = accumulate(len(envelope.payload) for envelope in self.kept[:limit])
+        return self.kept[: max(1, sum(size <= limit_bytes for size in sizes))]
 
     def commit(self, position: int) -> None:
         self.kept = [envelope for envelope in self.kept if envelope.position > position]

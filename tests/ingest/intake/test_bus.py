@@ -11,7 +11,7 @@ import pytest
 from ingest.errors import BusError
 from ingest.intake.bus import Envelope, open_bus
 from sidecar.errors import SettingsError
-from sidecar.records import decode_exchange
+from sidecar.records import decode_exchange, encode_exchange
 from support.ingest_kit import FillBus, Kit
 
 
@@ -31,6 +31,17 @@ def test_records_come_in_order_and_no_more_than_asked(kit: Kit, filled_bus: Fill
 
     assert ids(bus.read(2)) == ["a", "b"]
     assert bus.lag() == 3
+
+
+def test_a_batch_is_bounded_in_bytes_but_never_empty(kit: Kit, filled_bus: FillBus) -> None:
+    exchanges = [kit.exchange(name, request=b"x" * 1_000) for name in ("a", "b", "c")]
+    bus = filled_bus(exchanges)
+    size = len(encode_exchange(exchanges[0]))
+
+    assert ids(bus.read(10, 2 * size)) == ["a", "b"]
+    assert ids(bus.read(10, 2 * size - 1)) == ["a"]
+    assert ids(bus.read(10, 1)) == ["a"]
+    assert ids(bus.read(10, 3 * size)) == ["a", "b", "c"]
 
 
 def test_what_was_not_committed_is_read_again(kit: Kit, filled_bus: FillBus) -> None:

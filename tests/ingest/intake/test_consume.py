@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
 
 from ingest.intake import consume as consuming
-from ingest.intake.bus import BusReader
+from ingest.intake.bus import BusReader, open_bus
 from ingest.intake.consume import Consumed, consume
 from ingest.intake.placing import Sessions
 from ingest.store.exchanges import load_exchange
+from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError
 from sidecar.records import encode_exchange
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
@@ -71,6 +74,65 @@ def test_a_store_that_fails_leaves_the_batch_on_the_bus(
     assert bus.lag() == 1
 
     assert take(kit, bus) == Consumed(stored=1, repeated=0, poison=0)
+
+
+def test_a_batch_of_large_records_is_stored_in_portions(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One record a portion: the second store fails, and the first record does not come again."""
+    monkeypatch.setattr(consuming, "PORTION_BYTES", 1)
+    bus = kit.MemoryBus([encode_exchange(kit.exchange(name)) for name in ("a", "b", "c")])
+    write, times = kit.database.write, iter([True, False])
+
+    def write_once(*, alone: bool) -> object:
+        if next(times):
+            return write(alone=alone)
+        raise StoreError("disk full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(kit.database, "write", write_once)
+        with pytest.raises(StoreError):
+            take(kit, bus)
+
+    assert stored_ids(kit) == ["a"]
+    assert bus.lag() == 2
+    assert take(kit, bus) == Consumed(stored=2)
+    assert kit.counts("consume") == {"stored": 3}
+
+
+def test_a_record_that_comes_twice_in_a_batch_is_stored_once(kit: Kit) -> None:
+    payloads = [encode_exchange(kit.exchange(name)) for name in ("a", "b", "a")]
+
+    assert take(kit, kit.MemoryBus(payloads)) == Consumed(stored=2, repeated=1)
+
+    assert stored_ids(kit) == ["a", "b"]
+
+
+def test_memory_is_bounded_whatever_the_records_hold(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 20,000 tokens takes 60 kB on the bus and 0.8 MB once it is read. The bus gives
+    all 24 at once; 4 MB may be in memory."""
+    monkeypatch.setattr(consuming, "PORTION_BYTES", 4 * 2**20)
+    tokens = tuple(range(1_000, 21_000))
+    outbox = Outbox(tmp_path / "outbox.db", max_rows=100)
+    outbox.write([kit.exchange(f"e{number}", prompt_token_ids=tokens) for number in range(24)])
+    outbox.close()
+    bus = open_bus(f"sqlite:///{tmp_path}/outbox.db")
+    take(kit, kit.MemoryBus([encode_exchange(kit.exchange("first"))]))  # what is made once
+
+    tracemalloc.start()
+    try:
+        taken = take(kit, bus)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        bus.close()
+
+    assert taken == Consumed(stored=24)
+    payloads, one = 24 * 3 * len(tokens), 44 * len(tokens)
+    assert peak < payloads + consuming.PORTION_BYTES + 2 * one
+    assert 24 * one > 2 * (payloads + consuming.PORTION_BYTES + 2 * one), "all at once is far more"
 
 
 @pytest.mark.parametrize(

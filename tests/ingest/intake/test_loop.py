@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import signal
 import sqlite3
 import subprocess
@@ -8,15 +10,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event, select
 
+from ingest.intake import choose
+from ingest.intake.consume import consume
 from ingest.intake.loop import Intake
+from ingest.intake.placing import Sessions
 from sidecar.capture.outbox import Outbox
 from sidecar.records import encode_exchange
 from sidecar.settings import Bus, Groups, Serving, Settings
 from sidecar.store import engines as store
 from sidecar.store.database import Database, get_flag
+from sidecar.store.models import GroupRow
 from support.ingest_kit import Kit
 
 SETTINGS = Settings(
@@ -44,6 +52,83 @@ def test_a_step_takes_a_batch_and_decides_it(kit: Kit) -> None:
 
     assert kit.counts("consume") == {"stored": 3}
     assert kit.counts("selection") == {"chosen": 1, "backlog": 2}
+
+
+def test_what_a_batch_brings_is_decided_without_being_read_from_the_store(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("read from the store")
+
+    monkeypatch.setattr(choose, "load_by_selection", refuse)
+    names = [f"e{number}" for number in range(2)]
+    intake = make_intake(kit, [encode_exchange(kit.exchange(name)) for name in names])
+
+    intake.step()
+
+    assert kit.counts("selection") == {"chosen": 1, "backlog": 1}
+    assert kit.group_count() == 1
+
+
+def test_what_an_earlier_process_stored_and_did_not_decide_is_decided(kit: Kit) -> None:
+    bus = kit.MemoryBus([encode_exchange(kit.exchange("a"))])
+    sessions = Sessions(held_out_rate=0.0)
+    consume(bus, kit.database, limit=9, sessions=sessions, now=5.0)
+    assert kit.counts("selection") == {}
+
+    assert make_intake(kit, []).step() == 1
+
+    assert kit.counts("selection") == {"chosen": 1}
+
+
+def test_an_exchange_that_its_own_batch_moves_is_decided_in_its_new_session(kit: Kit) -> None:
+    def asked(*contents: str) -> dict[str, object]:
+        roles = itertools.cycle(("user", "assistant"))
+        return {
+            "model": "smollm",
+            "messages": [
+                {"role": role, "content": content}
+                for role, content in zip(roles, contents, strict=False)
+            ],
+        }
+
+    first, reply = "What is a sidecar, and what is it for?", "A process beside another one."
+    late = kit.exchange(
+        "first", request=asked(first), choices=(kit.choice(message=kit.message(reply)),)
+    )
+    early = kit.exchange("second", request=asked(first, reply, "Which other one?"))
+    intake = make_intake(kit, [encode_exchange(early), encode_exchange(late)])
+
+    intake.step()
+
+    with kit.database.read() as session:
+        groups = select(GroupRow.exchange_id, GroupRow.session_id)
+        assert session.execute(groups).all() == [("second", "first")]
+
+
+def test_a_full_disk_makes_it_wait_and_loses_nothing(kit: Kit, tmp_path: Path) -> None:
+    """SQLite refuses to let the file grow, as it does on a full disk, and then may again."""
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    limit = [1]
+
+    @event.listens_for(database.engine, "checkout")
+    def _limit(connection: Any, *_: object) -> None:
+        connection.execute(f"PRAGMA max_page_count={limit[0]}")
+
+    payloads = [
+        encode_exchange(kit.exchange(f"e{number}", request=os.urandom(20_000)))
+        for number in range(2)
+    ]
+    intake = make_intake(kit, payloads, database)
+
+    assert [intake.attempt() for _ in range(2)] == [0.5, 1.0]
+    assert kit.counts("consume") == {}
+    limit[0] = 2**30
+    assert intake.attempt() == 0.0
+
+    assert kit.counts("consume") == {"stored": 2}
+    assert sum(kit.counts("selection").values()) == 2
+    database.close()
 
 
 def test_without_a_tokenizer_it_says_so_in_the_store_and_counts(kit: Kit) -> None:
