@@ -102,7 +102,9 @@ def is_of_statement(error: Exception) -> bool:
 def describe(error: Exception) -> str:
     """Describe an error of the database on one line, with what to do where that is known."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    said = " ".join(str(cause).split())
+    # Without PostgreSQL's excerpt of the statement and of the row, which holds what users wrote.
+    primary = getattr(getattr(cause, "diag", None), "message_primary", None)
+    said = " ".join((primary or str(cause)).split())
     if getattr(cause, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:  # the low byte: its class
         return (
             f"{said}; the file is damaged or is no SQLite database: stop all processes, then "

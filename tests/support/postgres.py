@@ -35,7 +35,6 @@ STARTS_WITHIN_S = 120.0
 OPTIONS = {
     "listen_addresses": "",  # the unix socket alone: no port to collide on
     "fsync": "off",
-    "synchronous_commit": "off",
     "full_page_writes": "off",
     "autovacuum": "off",
     "wal_level": "minimal",
@@ -79,6 +78,10 @@ class Server:
             query={"host": str(self._folder)},
         )
 
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Raises: NoPostgresError when it does not come up."""
         options = [f"-c{name}={value}" for name, value in OPTIONS.items()]
@@ -114,7 +117,7 @@ class Server:
         self._end(signal.SIGQUIT)
 
     def _end(self, number: signal.Signals) -> None:
-        process, self._process = self._process, None
+        process = self._process
         if process is not None:
             if process.poll() is None:
                 process.send_signal(number)

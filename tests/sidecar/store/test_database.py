@@ -1,0 +1,237 @@
+"""Transactions on both stores: what they see of each other, what they count, how they fail."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from sqlalchemy import select, text
+
+from sidecar.errors import SettingsError, StoreBusyError, StoreError
+from sidecar.store import url as store_url
+from sidecar.store.database import Database, count, get_flag, set_flag
+from sidecar.store.existing import open_existing
+from sidecar.store.models import AuditRow, CounterRow, FlagRow, RunRow
+from support.stores import NewStore
+
+both = pytest.mark.both_stores
+postgres_only = pytest.mark.parametrize("store_kind", ["postgres"], indirect=True)
+REASONS = [f"r{number}" for number in range(8)]
+WRITERS, ROUNDS = 4, 50
+
+
+def at_once(*work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(len(work)) as pool:
+        for future in [pool.submit(one) for one in work]:
+            future.result(timeout=100)
+
+
+@postgres_only
+def test_two_hundred_transactions_that_count_in_opposite_orders_do_not_deadlock(
+    new_store: NewStore,
+) -> None:
+    stores = [new_store()]
+    stores += [Database(stores[0].url) for _ in range(WRITERS - 1)]
+
+    def write(number: int) -> None:
+        for _ in range(ROUNDS):
+            with stores[number].write(alone=False) as session:
+                for reason in REASONS[:: 1 if number % 2 else -1]:
+                    count(session, "stage", reason)
+
+    at_once(*(lambda number=number: write(number) for number in range(WRITERS)))  # type: ignore[misc]
+
+    with stores[0].read() as session:
+        found = {row.reason: row.count for row in session.scalars(select(CounterRow))}
+    assert found == dict.fromkeys(REASONS, WRITERS * ROUNDS)
+    for database in stores[1:]:
+        database.close()
+
+
+@both
+def test_what_a_writer_read_stays_true_until_it_commits(new_store: NewStore) -> None:
+    database = new_store()
+
+    def add_one() -> None:
+        for _ in range(25):
+            with database.write() as session:
+                set_flag(session, "n", str(int(get_flag(session, "n") or 0) + 1), now=1.0)
+
+    at_once(add_one, add_one, add_one)
+
+    with database.read() as session:
+        assert get_flag(session, "n") == "75"
+
+
+@both
+def test_a_reader_sees_one_state_of_the_store(new_store: NewStore) -> None:
+    database = new_store()
+    with database.read() as session:
+        assert get_flag(session, "a") is None
+        with database.write() as writing:
+            set_flag(writing, "a", "1", now=1.0)
+        assert get_flag(session, "a") is None
+    with database.read() as session:
+        assert get_flag(session, "a") == "1"
+
+
+@both
+def test_a_failed_transaction_counts_nothing(new_store: NewStore) -> None:
+    database = new_store()
+
+    def fail() -> None:
+        with database.write() as session:
+            count(session, "stage", "reason")
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
+
+    with database.read() as session:
+        assert session.scalars(select(CounterRow)).all() == []
+
+
+@both
+def test_texts_and_numbers_are_stored_alike(new_store: NewStore) -> None:
+    database = new_store()
+    with database.write() as session:
+        set_flag(session, "text", "a\0b\ud83dc ä😀", now=1.0)
+        session.add(
+            AuditRow(
+                at=1.0,
+                actor="t",
+                action="t",
+                subject="t",
+                reason="\0",
+                before={"loss": math.inf, "deep": [{"x": math.nan}]},
+                after={"text": "\0"},
+            )
+        )
+
+    with database.read() as session:
+        assert get_flag(session, "text") == "a\ufffdb\ufffdc ä😀"
+        row = session.scalars(select(AuditRow)).one()
+        assert (row.reason, row.before) == ("\ufffd", {"loss": None, "deep": [{"x": None}]})
+        assert row.after == {"text": "\0"}
+
+
+@both
+def test_large_numbers_are_stored(new_store: NewStore) -> None:
+    database = new_store()
+    with database.write() as session:
+        count(session, "tokens", "day", 2**40)
+        count(session, "tokens", "day", 2**40)
+
+    with database.read() as session:
+        assert session.scalars(select(CounterRow.count)).one() == 2**41
+
+
+@both
+def test_a_store_without_tables_says_who_makes_them(empty_store: str) -> None:
+    with closing(Database(empty_store)) as database:
+        missing = r"no such table|\"training_run\" does not exist; start ingest or control"
+        with pytest.raises(StoreError, match=missing), database.read() as session:
+            session.scalars(select(RunRow)).all()
+        database.upgrade_if_behind()
+        with database.read() as session:
+            assert session.scalars(select(RunRow)).all() == []
+
+
+@postgres_only
+def test_a_deadlock_is_told_and_repeating_ends_it(new_store: NewStore) -> None:
+    database = new_store()
+    with database.write() as session:
+        for name in "ab":
+            set_flag(session, name, "0", now=1.0)
+    both_hold_one = threading.Barrier(2)
+    attempts: list[str] = []
+
+    def add(first: str, second: str) -> None:
+        def work(session: object) -> None:
+            attempts.append(first)
+            _increase(session, first)
+            if attempts.count(first) == 1:
+                both_hold_one.wait(60)
+            _increase(session, second)
+
+        database.repeat(work, alone=False)
+
+    at_once(lambda: add("a", "b"), lambda: add("b", "a"))
+
+    with database.read() as session:
+        assert [get_flag(session, name) for name in "ab"] == ["2", "2"]
+    assert len(attempts) == 3
+
+
+@postgres_only
+def test_repeating_ends_after_five_attempts(new_store: NewStore) -> None:
+    database, attempts = new_store(), []
+
+    def conflict(session: object) -> None:
+        attempts.append(1)
+        _execute(session, "DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '40001'; END $$")
+
+    with pytest.raises(StoreBusyError, match="no"):
+        database.repeat(conflict)
+
+    assert len(attempts) == 5
+
+
+def _increase(session: object, name: str) -> None:
+    _execute(session, f"UPDATE flag SET value = (value::int + 1)::text WHERE name = '{name}'")
+
+
+def _execute(session: object, statement: str) -> None:
+    session.execute(text(statement))  # type: ignore[attr-defined]
+
+
+def test_a_server_that_is_away_is_one_line_without_the_password() -> None:
+    with (
+        closing(Database("postgres://joe:s3cret@127.0.0.1:1/x")) as database,
+        pytest.raises(StoreError) as caught,
+        database.read() as session,
+    ):
+        session.scalars(select(FlagRow)).all()
+
+    message = str(caught.value)
+    assert message.startswith("store postgres://**********@127.0.0.1:1/x: ")
+    assert "refused" in message
+    assert "s3cret" not in message
+    assert "\n" not in message
+
+
+def test_a_missing_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'psycopg'", name="psycopg")
+
+    monkeypatch.setattr(
+        "sqlalchemy.dialects.postgresql.psycopg.PGDialect_psycopg.import_dbapi", missing
+    )
+    install = "pip install 'learning-sidecar[postgres]'"
+
+    with pytest.raises(StoreError, match="needs psycopg, which is not installed") as caught:
+        Database("postgresql://joe:s3cret@h/x")
+    assert install in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+    with pytest.raises(SettingsError, match="needs psycopg") as refused:
+        open_existing("postgresql://joe:s3cret@h/x")
+    assert install in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("mysql://u:s3cret@h/x", "is of mysql; the store is SQLite or PostgreSQL"),
+        ("postgresql://u:s3cret@h/x?nonsense=1", "its parameter nonsense is not what psycopg"),
+        ("nosuch://u:s3cret@h/x", "is no database URL"),
+    ],
+)
+def test_a_url_that_no_store_has_is_refused_without_its_password(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        store_url.refuse_bad_arguments(url)
+
+    assert "s3cret" not in str(caught.value)
