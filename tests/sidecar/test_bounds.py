@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import String
+from sqlalchemy.sql.elements import KeyedColumnElement
 
 from sidecar import bounds
 from sidecar.bounds import bound
@@ -30,6 +33,11 @@ PLAIN = Exchange(
 )
 
 
+def length(column: KeyedColumnElement[Any]) -> int | None:
+    assert isinstance(column.type, String)
+    return column.type.length
+
+
 def changed(**changes: object) -> Exchange:
     return msgspec.structs.replace(PLAIN, **changes)
 
@@ -45,9 +53,9 @@ def test_the_limits_are_those_of_the_columns() -> None:
     columns = ExchangeRow.__table__.columns
     for name, longest in {**bounds.REFUSED, **bounds.SHORTENED}.items():
         room = len("untrainable:") + 4 if name == "untrainable_reason" else 0
-        assert columns[name].type.length == longest + room, name
-    finish = ChoiceRow.__table__.columns["finish_reason"].type
-    assert finish.length == bounds.LONGEST_FINISH_REASON  # type: ignore[attr-defined]
+        assert length(columns[name]) == longest + room, name
+    finish = ChoiceRow.__table__.columns["finish_reason"]
+    assert length(finish) == bounds.LONGEST_FINISH_REASON
     # Every text of a record has a column, and every such column a limit here.
     texts = {
         name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -66,11 +67,11 @@ exchanges = st.builds(
     fallback_from=odd_text,
     request_bytes=odd_int,
 )
-single_changes = st.one_of(
-    st.fixed_dictionaries({name: odd_text})
-    for name in ("exchange_id", "adapter", "project", "session_key", "user", "turn_id", "trace_id")
-) | st.one_of(
-    st.fixed_dictionaries({name: odd_int}) for name in ("status", "retry_count", "reply_bytes")
+TEXTS = ("exchange_id", "adapter", "project", "session_key", "user", "turn_id", "trace_id")
+NUMBERS = ("status", "retry_count", "reply_bytes")
+single_changes: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    [st.fixed_dictionaries({name: odd_text}) for name in TEXTS]
+    + [st.fixed_dictionaries({name: odd_int}) for name in NUMBERS]
 )
 
 

@@ -43,7 +43,7 @@ def test_two_hundred_transactions_that_count_in_opposite_orders_do_not_deadlock(
                 for reason in REASONS[:: 1 if number % 2 else -1]:
                     count(session, "stage", reason)
 
-    at_once(*(lambda number=number: write(number) for number in range(WRITERS)))  # type: ignore[misc]
+    at_once(*(lambda number=number: write(number) for number in range(WRITERS)))
 
     with stores[0].read() as session:
         found = {row.reason: row.count for row in session.scalars(select(CounterRow))}
