@@ -205,7 +205,7 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
 
     settings = settings_of(context)
     require_store(settings.store.url)
-    with Database(settings.store.url).read() as session:
+    with closing(Database(settings.store.url)) as database, database.read() as session:
         traced = trace_lineage(session, settings.serving.model, adapter)
     if output == "json":
         say_json(asdict(traced))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -65,10 +66,11 @@ def keys_create(
             name=name,
         )
 
-    database = Database(settings.store.url)
-    database.upgrade()  # also before the first `sidecar up`, which then uses this store
-    key, presented = api_keys.create(database, wanted, randomness=os.urandom, actor=ACTOR, now=now)
-    database.close()
+    with closing(Database(settings.store.url)) as database:
+        database.upgrade()  # also before the first `sidecar up`, which then uses this store
+        key, presented = api_keys.create(
+            database, wanted, randomness=os.urandom, actor=ACTOR, now=now
+        )
     print_found({"key": presented, **_shown(key)}, output)
     note("the key is shown only now; the store keeps its hash")
     if settings.access.mode != "keys":
@@ -86,10 +88,10 @@ def keys_ls(context: typer.Context, output: Output = "text") -> None:
 
     settings = settings_of(context)
     require_store(settings.store.url)
-    database = Database(settings.store.url)
-    database.upgrade()
     now = time.time()
-    found, damaged = api_keys.all_keys(database)
+    with closing(Database(settings.store.url)) as database:
+        database.upgrade()
+        found, damaged = api_keys.all_keys(database)
     items = [
         {
             **_shown(one.key),
@@ -99,7 +101,6 @@ def keys_ls(context: typer.Context, output: Output = "text") -> None:
         }
         for one in found
     ]
-    database.close()
     print_found({"items": items, "damaged": damaged}, output)
 
 
@@ -116,12 +117,11 @@ def keys_revoke(
 
     settings = settings_of(context)
     require_store(settings.store.url)
-    database = Database(settings.store.url)
-    database.upgrade()
     if key_id.startswith(PREFIX):
         key_id = key_id.removeprefix(PREFIX).partition("-")[0]
-    revoked_at = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
-    database.close()
+    with closing(Database(settings.store.url)) as database:
+        database.upgrade()
+        revoked_at = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
     print_found({"key_id": key_id, "revoked_at": revoked_at}, output)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 from sqlalchemy import update
+from sqlalchemy.orm import Session
 
 from ingest.records import Group
 from ingest.ruler.attempts import (
@@ -101,36 +102,50 @@ class Judgements:
         claimed until it is charged or given back.
         """
         now = self._clock()
+        # Repeated when it conflicts with another transaction: the calls have been paid for.
+        changed = self._database.repeat(
+            lambda session: self._record(session, group_id, calls, outcome, failed, now=now),
+            alone=False,
+        )
+        if failed is None:
+            _log_outcome(group_id, outcome, changed)
+
+    def _record(
+        self,
+        session: Session,
+        group_id: str,
+        calls: Sequence[JudgeCall],
+        outcome: GroupOutcome,
+        failed: Failed | None,
+        *,
+        now: float,
+    ) -> bool:
+        """Returns: True when the group has its final outcome by this."""
+        save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
         bad_replies = sum(not call.ok for call in calls)
-        with self._database.write(alone=False) as session:
-            save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
-            session.execute(
-                update(GroupRow)
-                .where(GroupRow.group_id == group_id)
-                .values(attempts=GroupRow.attempts + bad_replies)
+        session.execute(
+            update(GroupRow)
+            .where(GroupRow.group_id == group_id)
+            .values(attempts=GroupRow.attempts + bad_replies)
+        )
+        if failed is not None:
+            if isinstance(outcome, Unanswered):
+                count(session, "judge_calls", "unanswered")
+                count(session, "judge_failures", outcome.reason)
+            hold(session, group_id, until=now + LONGEST_RETRY_AFTER_S + self._lease_s)
+        elif isinstance(outcome, SetAside):
+            return set_aside(session, group_id, outcome.reason, detail=storable(outcome.detail))
+        elif isinstance(outcome, Scored):
+            return mark_scored(
+                session,
+                group_id,
+                outcome.judgement.scores,
+                outcome.judgement.explanations,
+                self._judge_model,
+                self._rubric_hash,
+                now,
             )
-            if failed is not None:
-                if isinstance(outcome, Unanswered):
-                    count(session, "judge_calls", "unanswered")
-                    count(session, "judge_failures", outcome.reason)
-                hold(session, group_id, until=now + LONGEST_RETRY_AFTER_S + self._lease_s)
-                return
-            changed = False
-            if isinstance(outcome, SetAside):
-                changed = set_aside(
-                    session, group_id, outcome.reason, detail=storable(outcome.detail)
-                )
-            elif isinstance(outcome, Scored):
-                changed = mark_scored(
-                    session,
-                    group_id,
-                    outcome.judgement.scores,
-                    outcome.judgement.explanations,
-                    self._judge_model,
-                    self._rubric_hash,
-                    now,
-                )
-        _log_outcome(group_id, outcome, changed)
+        return False
 
     def record_probe(
         self, calls: Sequence[JudgeCall], outcomes: tuple[GroupOutcome | None, GroupOutcome]

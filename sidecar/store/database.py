@@ -82,15 +82,16 @@ class Database:
         except ValueError as error:
             raise StoreError(f"store {self._shown_url}: {error}") from None
         self._has_row_locks = is_postgres(parsed)
-        # SQLite begins by `sidecar_begin` (`engines`), PostgreSQL by the other two.
-        self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
-        self._reading = (
-            self._engine.execution_options(
+        if self._has_row_locks:
+            # A writer sees what was committed until it got the lock, so not one state from its
+            # beginning; said here, because a database may have another default.
+            self._writing = self._engine.execution_options(isolation_level="READ COMMITTED")
+            self._reading = self._engine.execution_options(
                 isolation_level="REPEATABLE READ", postgresql_readonly=True
             )
-            if self._has_row_locks
-            else self._engine
-        )
+        else:
+            self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
+            self._reading = self._engine
         self._rng = Random()
 
     @property

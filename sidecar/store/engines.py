@@ -52,10 +52,8 @@ def open_engine(url: URL) -> Engine:
         statement: str,
         parameters: Any,
         _context: Any,
-        executemany: bool,
+        _executemany: bool,  # also set for one statement that inserts many rows
     ) -> tuple[str, Any]:
-        if executemany:
-            return statement, [storable_parameters(row) for row in parameters]
         return statement, storable_parameters(parameters)
 
     return engine

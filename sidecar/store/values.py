@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 REPLACEMENT = "\ufffd"
@@ -39,12 +39,12 @@ def storable(value: Any) -> Any:  # Any: a parameter of a statement
 
 
 def storable_parameters(parameters: Any) -> Any:  # Any: as the driver takes them
-    """Apply `storable` to the parameters of one row: a mapping or a sequence."""
+    """Apply `storable` to the parameters of a statement: a mapping, a tuple, or a list of these."""
     if isinstance(parameters, Mapping):
         return {name: storable(value) for name, value in parameters.items()}
-    if isinstance(parameters, Sequence):
-        return tuple(map(storable, parameters))
-    return parameters
+    if isinstance(parameters, list):
+        return [storable_parameters(row) for row in parameters]
+    return tuple(map(storable, parameters))
 
 
 def to_json(value: Any) -> str:  # Any: JSON

@@ -15,7 +15,7 @@ from sidecar.errors import SettingsError, StoreBusyError, StoreError
 from sidecar.store import url as store_url
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.existing import open_existing
-from sidecar.store.models import AuditRow, CounterRow, FlagRow, RunRow
+from sidecar.store.models import AuditRow, CounterRow, DeadLetterRow, FlagRow, RunRow
 from support.stores import NewStore
 
 both = pytest.mark.both_stores
@@ -117,6 +117,24 @@ def test_texts_and_numbers_are_stored_alike(new_store: NewStore) -> None:
         row = session.scalars(select(AuditRow)).one()
         assert (row.reason, row.before) == ("\ufffd", {"loss": None, "deep": [{"x": None}]})
         assert row.after == {"text": "\0"}
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_many_rows_at_once_are_stored_as_one(new_store: NewStore, rows: int) -> None:
+    database = new_store()
+    with database.write() as session:
+        for number in range(rows):
+            session.add(DeadLetterRow(at=1.0, reason=f"r\0{number}", payload=b"\0"))
+        session.execute(
+            FlagRow.__table__.insert(),
+            [{"name": f"n{one}", "value": "\0", "updated_at": 1.0} for one in range(rows)],
+        )
+
+    with database.read() as session:
+        found = session.execute(select(DeadLetterRow.reason, DeadLetterRow.payload)).all()
+        assert sorted(map(tuple, found)) == [(f"r\ufffd{one}", b"\0") for one in range(rows)]
+        assert session.scalars(select(FlagRow.value)).all() == ["\ufffd"] * rows
 
 
 @both
