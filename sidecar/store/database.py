@@ -91,7 +91,7 @@ class Database:
             )
         else:
             self._writing = self._engine.execution_options(sidecar_begin="IMMEDIATE")
-            self._reading = self._engine
+            self._reading = self._engine.execution_options()
         self._rng = Random()
 
     @property

@@ -82,7 +82,9 @@ def test_a_control_that_wrote_the_routing_is_found_by_a_proxy(
 
     class Reader:
         def __init__(self, statement: str) -> None:
-            self.statement, self.found, self.away = statement, [], []
+            self.statement = statement
+            self.found: list[str] = []
+            self.away: list[str] = []
 
         def read(self, connection: Connection) -> None:
             self.found.append(connection.execute(text(self.statement)).scalar_one())

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import insert, select, text
 
 from sidecar.errors import SettingsError, StoreBusyError, StoreError
 from sidecar.store import url as store_url
@@ -127,7 +127,7 @@ def test_many_rows_at_once_are_stored_as_one(new_store: NewStore, rows: int) -> 
         for number in range(rows):
             session.add(DeadLetterRow(at=1.0, reason=f"r\0{number}", payload=b"\0"))
         session.execute(
-            FlagRow.__table__.insert(),
+            insert(FlagRow),
             [{"name": f"n{one}", "value": "\0", "updated_at": 1.0} for one in range(rows)],
         )
 
