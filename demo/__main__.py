@@ -43,7 +43,13 @@ WAVE, PAUSE_S = 8, 5.0
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     # A week of production in a quarter of an hour: small runs, short steps, every session grouped.
-    "groups": {"size": 6, "held_out_rate": 0.2, "max_pending_groups": 12, "concurrency": 18},
+    "groups": {
+        "size": 6,
+        "held_out_rate": 0.2,
+        "settle_s": 2.0,
+        "max_pending_groups": 12,
+        "concurrency": 18,
+    },
     "learner": {
         "min_groups": 12,
         "max_groups": 16,

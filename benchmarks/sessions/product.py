@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from benchmarks.sessions.records import Found, SentRequest
+from benchmarks.sessions.records import HELD_OUT, Found, SentRequest, Side
+from ingest.grouping.held_out import is_held_out
 from ingest.sessions.arrival import conversation_of, replies_of
-from ingest.sessions.records import Arrival
+from ingest.sessions.records import Arrival, Place
 from ingest.sessions.tree import SessionTree
 
 
 def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
     """Read each exchange and place it, as the ingest process does."""
-    tree = SessionTree()
+    tree = SessionTree(is_held_out=lambda name: is_held_out(name, HELD_OUT))
     for one in stream:
         arrival = Arrival(
             exchange_id=one.exchange_id,
@@ -26,5 +27,17 @@ def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
             conversation=conversation_of(one.request),
             replies=replies_of(one.replies),
         )
-        for place in tree.place(arrival, now=one.at):
-            yield Found(exchange_id=place.exchange_id, session=place.session, parent=place.parent)
+        for place in tree.place(arrival, now=one.handed_at):
+            yield Found(
+                exchange_id=place.exchange_id,
+                session=place.session,
+                parent=place.parent,
+                at=one.handed_at,
+                side=_side(place),
+            )
+
+
+def _side(place: Place) -> Side:
+    if place.shares_opening:
+        return "neither"
+    return "held_out" if place.held_out else "trained"

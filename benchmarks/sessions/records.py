@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class SentRequest:
     exchange_id: str
     at: float
     """When it arrived, in Unix seconds."""
+    handed_at: float
+    """When its record was handed over, in Unix seconds."""
     project: str
     key_id: str
     user: str
@@ -49,15 +52,24 @@ class SentRequest:
     """An exchange id."""
 
 
+HELD_OUT = 0.1
+"""Share of sessions held out when leaks are counted."""
+Side = Literal["held_out", "trained", "neither"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a finder says of one request. It may say it again later: the last word counts, but for
-    leaks every word does, because a request may have been trained on by then."""
+    """What a finder says of one request. It may say it again later: the last word counts. For leaks
+    the word counts that stands when the request is decided, and every later one."""
 
     exchange_id: str
     session: str
     parent: str | None
     """An exchange id."""
+    at: float = 0.0
+    """When it says so, in Unix seconds."""
+    side: Side | None = None
+    """None: by a hash of the session."""
 
 
 Finder = Callable[[Iterable[SentRequest]], Iterable[Found]]

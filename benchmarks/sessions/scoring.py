@@ -12,12 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.sessions.records import Finder, Found, SentRequest
+from benchmarks.sessions.records import HELD_OUT, Finder, Found, SentRequest, Side
 from benchmarks.sessions.twins import Twins, settled, twins_of
 from ingest.grouping.held_out import is_held_out
+from sidecar.settings import Groups
 
-HELD_OUT = 0.1
-"""Share of sessions held out when leaks are counted."""
+SETTLE_S = Groups().settle_s
+"""A request is decided so long after it was handed over: the product's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +81,32 @@ def right_parents(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> f
     return right / len(truth)
 
 
-def leak(truth: Sequence[SentRequest], said: Iterable[Found], rate: float = HELD_OUT) -> float:
-    """Share of conversations that are partly held out and partly not."""
-    sessions = {one.exchange_id: one.true_session for one in truth}
-    sides: dict[str, set[bool]] = defaultdict(set)
+def leak(
+    truth: Sequence[SentRequest],
+    said: Iterable[Found],
+    rate: float = HELD_OUT,
+    settle_s: float = SETTLE_S,
+) -> float:
+    """Share of conversations that are partly held out and partly not, from when each of their
+    requests was decided. What is neither examined nor trained on leaks nothing."""
+    by_name = {one.exchange_id: one for one in truth}
+    words: dict[str, list[Found]] = defaultdict(list)
     for one in said:
-        if one.exchange_id in sessions:
-            sides[sessions[one.exchange_id]].add(is_held_out(one.session, rate))
-    return sum(len(both) == 2 for both in sides.values()) / len(set(sessions.values()))
+        if one.exchange_id in by_name:
+            words[one.exchange_id].append(one)
+    sides: dict[str, set[Side]] = defaultdict(set)
+    for name, of_one in words.items():
+        decided = by_name[name].handed_at + settle_s
+        last = max((at for at, one in enumerate(of_one) if one.at <= decided), default=0)
+        sides[by_name[name].true_session] |= {_side(one, rate) for one in of_one[last:]}
+    both = sum({"held_out", "trained"} <= found for found in sides.values())
+    return both / len({one.true_session for one in truth})
+
+
+def _side(found: Found, rate: float) -> Side:
+    if found.side is not None:
+        return found.side
+    return "held_out" if is_held_out(found.session, rate) else "trained"
 
 
 def _most_common(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

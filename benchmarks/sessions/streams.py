@@ -99,7 +99,7 @@ def play(
             for one in sent
         ]
     sent.sort(key=lambda one: (one.ended, one.request.exchange_id))
-    return [one.request for one in sent]
+    return [replace(one.request, handed_at=one.ended) for one in sent]
 
 
 def at_once(stream: Sequence[SentRequest]) -> int:

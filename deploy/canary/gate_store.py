@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison
-from ingest.grouping.selection import CHOSEN_SURFACES
+from ingest.grouping.selection import CHOSEN_SURFACES, HELD_OUT
 from sidecar.store.database import DAMAGE, count, decompress, insert_into
 from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 
@@ -40,6 +40,8 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
         select(func.max(ExchangeRow.seq))
         .where(
             ExchangeRow.held_out,
+            # One that is not decided yet may still prove to belong to a session that is trained on.
+            ExchangeRow.selection == HELD_OUT,
             ExchangeRow.outcome == "ok",
             ExchangeRow.status == 200,
             # Sampling fresh answers and judging them need the messages of a chat request.

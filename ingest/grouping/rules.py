@@ -23,6 +23,7 @@ def rules_of(settings: Settings) -> Rules:
     return Rules(
         size=settings.groups.size,
         rate=settings.groups.rate,
+        settle_s=settings.groups.settle_s,
         max_groups_per_session=settings.groups.max_groups_per_session,
         session_window_s=settings.groups.session_window_s,
         max_pending_groups=settings.groups.max_pending_groups,

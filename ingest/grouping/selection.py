@@ -28,6 +28,7 @@ from sidecar.records import Exchange
 from sidecar.settings import SamplingField
 
 CHOSEN = "chosen"
+HELD_OUT = "held_out"
 BACKLOG = "backlog"
 RATE = "rate"
 SESSION_CAP = "session_cap"
@@ -54,6 +55,8 @@ class Rules:
 
     size: int
     rate: float
+    settle_s: float = 0.0
+    """An exchange is decided so long after it was stored, in seconds."""
     max_groups_per_session: int
     session_window_s: float = 86_400.0
     """Groups of a session older than this do not count against the cap."""
@@ -171,7 +174,7 @@ def _why_unfit(
 ) -> str | None:
     """Return the reason why the exchange is unfit for learning, or None."""
     if held_out:
-        return "held_out"
+        return HELD_OUT
     if exchange.outcome != "ok" or exchange.status != 200:
         return "outcome"
     if exchange.untrainable_reason is not None:

@@ -21,8 +21,9 @@ from ingest.grouping.rules import live_adapters, rules_now
 from ingest.grouping.selection import BACKLOG, TURN_DECIDED, Rules, Standing, select, turn_of
 from ingest.store.exchanges import (
     NEW,
+    Settled,
     StoredExchange,
-    any_with,
+    any_settled,
     load_by_selection,
     load_of_turns,
     put_aside,
@@ -39,18 +40,33 @@ log = structlog.get_logger()
 
 
 def choose_new(database: Database, rules: Rules, *, model: str, limit: int, now: float) -> int:
-    """Decide up to `limit` new exchanges of the store, the oldest first.
+    """Decide up to `limit` new exchanges that were stored `rules.settle_s` ago, the oldest first.
 
     now: Unix seconds.
     Returns: the number of exchanges decided.
     """
+    settled = _settled(rules.settle_s, now)
     with database.read() as session:
-        if not any_with(session, NEW):
+        if not any_settled(session, NEW, settled):
             return 0  # usual between two requests: take no write lock
     with database.write() as session:
-        batch = _readable(session, NEW, lambda: load_by_selection(session, NEW, limit=limit))
+        batch = _readable(
+            session,
+            NEW,
+            lambda: load_by_selection(session, NEW, limit=limit, settled=settled),
+        )
         decide(session, batch, rules, model=model, now=now)
     return len(batch)
+
+
+def _settled(settle_s: float, now: float) -> Settled:
+    def settled(stored_at: object) -> bool:
+        if not isinstance(stored_at, float):
+            return True  # damaged: whoever reads it says so
+        # A time to come was written by a clock that was fast: nothing waits for it.
+        return stored_at <= now - settle_s or stored_at > now
+
+    return settled
 
 
 def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) -> int:

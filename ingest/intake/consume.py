@@ -35,6 +35,7 @@ from ingest.store.exchanges import (
     sessions_of,
     stored_among,
 )
+from ingest.store.places import SHARED_OPENING
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
 from sidecar.records import Exchange, decode_exchange
@@ -131,6 +132,8 @@ class _Readiness:
         except UNREADABLE as error:
             return _Record(envelope, error=error)
         place, held_out = self.sessions.place(arrival_of(exchange), now=self.now)
+        if place.shares_opening:
+            exchange = msgspec.structs.replace(exchange, untrainable_reason=SHARED_OPENING)
         rows.put(place, exchange, held_out=held_out)
         stored = StoredExchange(
             exchange=exchange, held_out=held_out, selection=NEW, place=place, stored_at=self.now

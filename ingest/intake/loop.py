@@ -118,7 +118,7 @@ class Intake:
             sessions=self._sessions,
             now=now,
             check_tokens=self._tokens,
-            decide=self._decide(now) if self._engine.ready else None,
+            decide=self._decide(now) if self._engine.ready and not self._rules.settle_s else None,
         )
         if consumed.read:
             log.info(

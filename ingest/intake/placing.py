@@ -1,8 +1,4 @@
-"""The sessions of the ingest process: the tree, what the store has of it, and what is held out.
-
-An exchange that comes late may join two sessions. If one of them is held out and the other is not,
-the joined one is not: an exchange that may have been trained on is never asked in an exam.
-"""
+"""The sessions of the ingest process: the tree, and what the store has of it."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from sqlalchemy.orm import Session
 from ingest.grouping.held_out import is_held_out
 from ingest.sessions.arrival import arrival_of
 from ingest.sessions.records import Arrival, Place
-from ingest.sessions.tree import MAX_NODES, TTL_S, SessionTree
+from ingest.sessions.tree import TTL_S, SessionTree
 from ingest.store import sessions as store
 from sidecar.store.database import Database, count
 
@@ -33,12 +29,9 @@ class Sessions:
 
     def __init__(self, *, held_out_rate: float) -> None:
         """held_out_rate: share of sessions that are held out from training, 0..1."""
-        self._rate = held_out_rate
-        self._tree = SessionTree()
+        self._tree = SessionTree(is_held_out=lambda name: is_held_out(name, held_out_rate))
         self._moves: dict[str, Place] = {}
         """Exchanges that moved, until the store has it."""
-        self._mixed: dict[str, None] = {}
-        """Sessions that would be held out, and took in exchanges that are not; the newest."""
 
     def restore(self, database: Database, *, now: float) -> int:
         """Remember the newest exchanges of the store. Damaged ones are left out and counted.
@@ -54,8 +47,6 @@ class Sessions:
                     # A clock that was fast for a while must not keep an exchange for ever.
                     stored_at = min(one.stored_at, now)
                     self._tree.restore(arrival_of(one.exchange), one.place, now=stored_at)
-                    if not one.held_out:
-                        self._mix(one.place.session)
                 found += len(page)
                 damaged += unreadable
         if damaged:
@@ -66,29 +57,16 @@ class Sessions:
         return found
 
     def place(self, arrival: Arrival, *, now: float) -> tuple[Place, bool]:
-        """Return the place of an exchange, and whether its session is held out."""
+        """Return the place of an exchange, and whether it is held out."""
         own, *moved = self._tree.place(arrival, now=now)
         for place in moved:
             self._moves[place.exchange_id] = place
-            if place.moved_from is not None and not self._is_held_out(place.moved_from):
-                self._mix(place.session)
-        return own, self._is_held_out(own.session)
+        return own, own.held_out and not own.shares_opening
 
     def save_moves(self, session: Session) -> None:
         """Store the moves that `place` caused, in the caller's transaction."""
-        names = {place.session for place in self._moves.values()}
-        held_out = {name: self._is_held_out(name) for name in names}
-        store.save_moves(session, self._moves.values(), held_out)
+        store.save_moves(session, self._moves.values())
 
     def saved(self) -> None:
         """The transaction of `save_moves` is stored."""
         self._moves.clear()
-
-    def _is_held_out(self, name: str) -> bool:
-        return name not in self._mixed and is_held_out(name, self._rate)
-
-    def _mix(self, name: str) -> None:
-        if self._is_held_out(name):
-            self._mixed[name] = None
-            if len(self._mixed) > MAX_NODES:
-                del self._mixed[next(iter(self._mixed))]

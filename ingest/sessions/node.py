@@ -29,6 +29,11 @@ class Agent:
         sentences = re.split(r"[.!?;:\n]\s", system, maxsplit=_LINES)[:_LINES]
         self._lines = frozenset(digest_of(line) for line in sentences if line)
 
+    @property
+    def numberless(self) -> bytes:
+        """Digest of the system prompt with each number made 0: a clock does not change it."""
+        return self._numberless
+
     def likeness(self, other: Agent) -> int:
         """Return SAME, ALIKE or OTHER."""
         same_tools = self._tools == other._tools
@@ -43,10 +48,14 @@ class Agent:
 class Session:
     """All nodes of one session."""
 
-    __slots__ = ("name", "names", "nodes")
+    __slots__ = ("held_out", "name", "names", "nodes", "opening")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, opening: str | None, held_out: bool) -> None:
+        """opening: `Search.opening` of the first request; None when there is none, or it is not
+        known."""
         self.name = name
+        self.opening = opening
+        self.held_out = held_out
         self.nodes: dict[Node, None] = {}
         self.names: list[bytes] = []
         """What the client calls it: digests of headers and traces."""
@@ -70,6 +79,7 @@ class Node:
         "quotes",
         "segment",
         "session",
+        "shares_opening",
         "trace_id",
         "turn",
         "turn_id",
@@ -91,6 +101,7 @@ class Node:
         self.how: How = "root"
         self.keys: list[tuple[int, bytes]] = []
         """Where the indexes hold this node: number of the index, key."""
+        self.shares_opening = False
         self.quotes = 0
         """Parts of the reply that are remembered."""
         session.nodes[self] = None
@@ -149,5 +160,7 @@ class Node:
             branch=self.branch,
             segment=self.segment,
             how=self.how,
+            held_out=self.session.held_out,
+            shares_opening=self.shares_opening,
             moved_from=moved_from,
         )

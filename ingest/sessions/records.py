@@ -51,5 +51,10 @@ class Place:
     segment: int
     """0 in a session's beginning; one more whenever the client has shortened the conversation."""
     how: How
+    held_out: bool = False
+    """Its session is never trained on."""
+    shares_opening: bool = False
+    """It is the opening of its session, and of others that are on the other side of the held-out
+    rule: it must be neither trained on nor asked in an exam."""
     moved_from: str | None = None
     """The session that it stood in before; None for an exchange that is new."""

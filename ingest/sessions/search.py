@@ -37,6 +37,7 @@ class Search:
         self._messages = arrival.conversation.messages
         self.agent = Agent(arrival.conversation)
         owner = (arrival.project, arrival.key_id, arrival.user)
+        self._owner = digest_of("\x00".join(owner))
         self._scope = digest_of("\x00".join((*owner, arrival.session_header)))
         self._chain = marks.chain(self._scope, self._messages)
         self._replied = [
@@ -50,6 +51,23 @@ class Search:
             )
         if arrival.trace_id:
             self.names.append(digest_of("\x00".join(("trace", *owner, arrival.trace_id))))
+
+    def opening(self) -> tuple[str | None, bool]:
+        """Return a digest of how the conversation begins, up to its first reply, and whether the
+        request holds nothing else. None: the client names its sessions, or there is no message.
+
+        All requests of a conversation have the same opening, as long as the client does not shorten
+        it, and so have all conversations of one user that begin alike. Numbers in the system prompt
+        make no difference: many contain the time of day.
+        """
+        if self._arrival.session_header or not self._messages:
+            return None, False
+        # Many clients put a greeting of their own before the first question.
+        asked = next((at for at, one in enumerate(self._messages) if one.role == "user"), 0)
+        replied = (end - 1 for end in self._replied if end > asked)
+        end = next(replied, len(self._messages))
+        scope = self._owner + self.agent.numberless
+        return marks.chain(scope, self._messages[:end])[-1].hex(), end == len(self._messages)
 
     def find(self) -> tuple[Node | None, How, bool]:
         """Return the parent, how it was found, and whether it is exact."""

@@ -14,8 +14,8 @@ An exchange that arrives before its parent is moved when the parent arrives.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from ingest.sessions.indexes import GUESSED, WANTED, Indexes
@@ -29,6 +29,8 @@ MAX_GUESSED: Final = 10_000
 """Exchanges whose parts of texts are remembered too, the newest, in 10 kB each."""
 TTL_S: Final = 24 * 3600.0
 """A conversation that pauses for longer begins a new session."""
+COMMON: Final = 8
+"""Sessions of a day from which an opening is common: a greeting, or a task that a timer starts."""
 EXACT: Final = frozenset({"answered", "asked"})
 """The parent is the exchange whose reply the request repeats last. A retry is taken for one that
 may still have to be moved."""
@@ -37,7 +39,15 @@ may still have to be moved."""
 class SessionTree:
     """Remembers the exchanges of the last day. For one thread."""
 
-    def __init__(self, *, max_nodes: int = MAX_NODES, ttl_s: float = TTL_S) -> None:
+    def __init__(
+        self,
+        *,
+        is_held_out: Callable[[str], bool] = lambda _: False,
+        max_nodes: int = MAX_NODES,
+        ttl_s: float = TTL_S,
+    ) -> None:
+        """is_held_out: whether a session is held out, by a name: the same for the same name."""
+        self._is_held_out = is_held_out
         self._max_nodes = max_nodes
         self._ttl_s = ttl_s
         self._nodes: OrderedDict[str, Node] = OrderedDict()
@@ -47,6 +57,8 @@ class SessionTree:
         self._sessions: dict[str, Session] = {}
         self._named: dict[bytes, Session] = {}
         """Sessions that the client named, by header or trace."""
+        self._openings: Counter[str] = Counter()
+        """Sessions that begin with each opening."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -69,12 +81,17 @@ class SessionTree:
         parent, how, exact = search.find()
         if how == "root" and any(name in self._named for name in search.names):
             how = "header" if arrival.session_header else "trace"
-        node = Node(arrival, search.agent, self._session(arrival, search, parent), now)
+        session = self._session(arrival, search, parent)
+        node = Node(arrival, search.agent, session, now)
+        if session.opening is not None and session.name == node.exchange_id:
+            by_opening = self._is_held_out(session.opening)
+            node.shares_opening = session.held_out != by_opening and search.opening()[1]
         if parent is not None:
             node.turn = parent.turn + 1
             node.segment = parent.segment + (how == "kept")
         answered = self._add(node, search, parent, how, exact=exact)
-        return [node.place(), *self._adopt(node, answered)]
+        moved = self._adopt(node, answered)
+        return [node.place(), *moved]
 
     def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
         """Remember an exchange whose place is known, after a restart. In the order in which they
@@ -88,10 +105,17 @@ class SessionTree:
         search = Search(self._indexes, arrival)
         parent = self._nodes.get(place.parent) if place.parent is not None else None
         session = self._sessions.get(place.session)
+        # What was stored counts, not the rule: it may be another one since.
+        held_out = place.held_out or (place.shares_opening and self._is_held_out(place.session))
         if session is None:
-            session = self._sessions[place.session] = Session(place.session)
+            is_first = place.how == "root" and place.session == place.exchange_id
+            session = self._begin(
+                place.session, search.opening()[0] if is_first else None, held_out
+            )
+        session.held_out = session.held_out and held_out
         self._name(session, search.names)
         node = Node(arrival, search.agent, session, now)
+        node.shares_opening = place.shares_opening
         self._add(node, search, parent, place.how, exact=place.how in EXACT)
         node.turn, node.branch, node.segment = place.turn, place.branch, place.segment
 
@@ -116,9 +140,33 @@ class SessionTree:
             name_of = arrival.session_header or arrival.exchange_id
             session = self._sessions.get(name_of)
             if session is None:
-                session = self._sessions[name_of] = Session(name_of)
+                session = self._new(arrival, search)
         self._name(session, search.names)
         return session
+
+    def _new(self, arrival: Arrival, search: Search) -> Session:
+        """Begin a session. Sessions with one opening are all held out, or none of them, because
+        they may be taken for each other, and their first requests are the same prompt. Only of an
+        opening that is used again and again each session goes by its own name: else an agent that
+        always begins alike would be held out as a whole, or never."""
+        name = arrival.session_header or arrival.exchange_id
+        opening, _ = search.opening()
+        by_name = opening is None or self._openings[opening] >= COMMON
+        return self._begin(name, opening, self._is_held_out(name if by_name else str(opening)))
+
+    def _begin(self, name: str, opening: str | None, held_out: bool) -> Session:
+        session = self._sessions[name] = Session(name, opening, held_out)
+        if opening is not None:
+            self._openings[opening] += 1
+        return session
+
+    def _end(self, session: Session) -> None:
+        """Forget a session that is empty."""
+        del self._sessions[session.name]
+        if session.opening is not None:
+            self._openings[session.opening] -= 1
+            if not self._openings[session.opening]:
+                del self._openings[session.opening]
 
     def _name(self, session: Session, names: Iterable[bytes]) -> None:
         for name in names:
@@ -137,6 +185,8 @@ class SessionTree:
                 child.join(node, "answered")
                 child.exact = True
                 before = child.session
+                # What may have been trained on is never asked in an exam again.
+                node.session.held_out = node.session.held_out and before.held_out
                 moved += child.settle(node.session, node.segment)
                 if freed is not None:
                     moved += freed.settle(node.session, freed.segment)
@@ -150,7 +200,7 @@ class SessionTree:
             self._named[name] = session
         session.names += before.names
         before.names.clear()
-        del self._sessions[before.name]
+        self._end(before)
 
     def _forget(self, now: float) -> None:
         while self._nodes:
@@ -172,4 +222,4 @@ class SessionTree:
         if not session.nodes:
             for name in session.names:
                 del self._named[name]
-            del self._sessions[session.name]
+            self._end(session)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
 from ingest.sessions.records import Place
-from ingest.store.places import place_columns, place_of
+from ingest.store.places import SHARED_OPENING, place_columns, place_of
 from sidecar.records import Choice, Exchange
 from sidecar.store.database import DAMAGE, check_id
 from sidecar.store.mapping import RowMapping
@@ -22,6 +22,8 @@ NEW = "new"
 """`exchange.selection` of an exchange that selection has not examined."""
 READ_BYTES = 8 * 2**20
 """Of requests and replies that are read from the store at once."""
+Settled = Callable[[Any], bool]  # Any: what the column holds
+"""Whether an exchange may be decided that was stored then (`stored_at`)."""
 Row = dict[str, Any]  # Any: what a column holds
 _EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices"})
 _CHOICE = RowMapping(Choice, ChoiceRow)
@@ -56,6 +58,8 @@ class ExchangeRows:
         place: None: its session is the one that its key names.
         """
         columns = {"session_id": exchange.session_key} if place is None else place_columns(place)
+        if place is not None and place.shares_opening:
+            columns["untrainable_reason"] = SHARED_OPENING
         self.exchange.update(columns, held_out=held_out)
 
 
@@ -140,10 +144,15 @@ def load_by_seq(session: Session, seqs: Collection[int]) -> list[StoredExchange]
     )
 
 
-def any_with(session: Session, selection: str) -> bool:
-    """True when an exchange has this value of `selection`."""
-    statement = select(ExchangeRow.seq).where(ExchangeRow.selection == selection).limit(1)
-    return session.scalar(statement) is not None
+def any_settled(session: Session, selection: str, settled: Settled) -> bool:
+    """True when the oldest exchange with this value of `selection` has settled."""
+    oldest = session.execute(
+        select(ExchangeRow.stored_at)
+        .where(ExchangeRow.selection == selection)
+        .order_by(ExchangeRow.seq)
+        .limit(1)
+    ).first()
+    return oldest is not None and settled(oldest.stored_at)
 
 
 def load_by_selection(
@@ -153,22 +162,30 @@ def load_by_selection(
     limit: int,
     limit_bytes: int = READ_BYTES,
     newest_first: bool = False,
+    settled: Settled = lambda _: True,
 ) -> list[StoredExchange]:
     """Read up to `limit` exchanges with this value of `selection`, the oldest first by default.
 
+    settled: those for which it is False are left out; they count towards the limit.
     limit_bytes: of requests and replies as they were sent, which hold all token ids as text: read,
         an exchange takes at most nine times as much. The first one is read however large it is.
     Raises: UnreadableExchangesError.
     """
     order = ExchangeRow.seq.desc() if newest_first else ExchangeRow.seq
     sizes = session.execute(
-        select(ExchangeRow.seq, ExchangeRow.request_bytes + ExchangeRow.reply_bytes)
+        select(
+            ExchangeRow.seq,
+            ExchangeRow.stored_at,
+            ExchangeRow.request_bytes + ExchangeRow.reply_bytes,
+        )
         .where(ExchangeRow.selection == selection)
         .order_by(order)
         .limit(limit)
     )
     seqs: list[int] = []
-    for seq, size in sizes.all():
+    for seq, stored_at, size in sizes.all():
+        if not settled(stored_at):
+            continue
         limit_bytes -= size if isinstance(size, int) else 0  # a damaged number counts as none
         if seqs and limit_bytes < 0:
             break

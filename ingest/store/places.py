@@ -8,6 +8,9 @@ from ingest.sessions.records import Place
 from sidecar.store.database import check_id
 from sidecar.store.models import ExchangeRow
 
+SHARED_OPENING = "shared_opening"
+"""`untrainable_reason` of an exchange whose place says `shares_opening`."""
+
 
 def place_columns(place: Place) -> dict[str, object]:
     """The columns of a place, by name."""
@@ -34,5 +37,7 @@ def place_of(row: ExchangeRow) -> Place:
         "branch": row.branch,
         "segment": row.segment,
         "how": row.placed_by or "root",
+        "held_out": row.held_out,
+        "shares_opening": row.untrainable_reason == SHARED_OPENING,
     }
     return msgspec.convert(columns, Place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import structlog
@@ -72,9 +72,12 @@ def _readable(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], 
             left = [seq for seq in left if seq not in error.damage]
 
 
-def save_moves(session: Session, moves: Iterable[Place], held_out: Mapping[str, bool]) -> None:
-    """Store where exchanges stand now, and whether their sessions are held out."""
+def save_moves(session: Session, moves: Iterable[Place]) -> None:
+    """Store where exchanges stand now. A move makes no session held out, but may end it."""
+    trained: set[str] = set()
     for place in moves:
+        if not place.held_out:
+            trained.add(place.session)
         session.execute(
             update(ExchangeRow)
             .where(ExchangeRow.exchange_id == place.exchange_id)
@@ -87,10 +90,10 @@ def save_moves(session: Session, moves: Iterable[Place], held_out: Mapping[str, 
             .values(session_id=place.session)
             .execution_options(synchronize_session=False)
         )
-    for name, held in held_out.items():
+    if trained:
         session.execute(
             update(ExchangeRow)
-            .where(ExchangeRow.session_id == name, ExchangeRow.held_out != held)
-            .values(held_out=held)
+            .where(ExchangeRow.session_id.in_(sorted(trained)), ExchangeRow.held_out)
+            .values(held_out=False)
             .execution_options(synchronize_session=False)
         )

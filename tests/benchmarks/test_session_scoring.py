@@ -32,6 +32,7 @@ def sent(
     return SentRequest(
         exchange_id=name,
         at=at,
+        handed_at=at,
         project="default",
         key_id="key",
         user="",

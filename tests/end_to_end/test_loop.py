@@ -31,7 +31,13 @@ from demo.traffic import Traffic
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "groups": {"size": 4, "held_out_rate": 0.3, "max_pending_groups": 8, "concurrency": 18},
+    "groups": {
+        "size": 4,
+        "held_out_rate": 0.3,
+        "settle_s": 1.0,
+        "max_pending_groups": 8,
+        "concurrency": 18,
+    },
     "learner": {"min_groups": 4, "max_groups": 6, "steps": 2, "learning_rate": 4e-4},
     "canary": {
         "steps": [5000, 8000],

@@ -51,6 +51,7 @@ class Conversation:
         one = SentRequest(
             exchange_id=exchange,
             at=at,
+            handed_at=ended,
             project=client.project,
             key_id=client.key_id,
             user=client.user,

@@ -5,15 +5,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import update
 
 from ingest.grouping.held_out import share_of
 from ingest.grouping.rules import live_adapters
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_backlog, choose_new
-from ingest.store.exchanges import load_exchange
+from ingest.store.exchanges import load_exchange, save_exchange
 from ingest.store.groups import load_group, mark_sampled, set_aside
 from sidecar.records import Timings
-from sidecar.store.models import AliasRow, RoutingRow
+from sidecar.store.models import AliasRow, ExchangeRow, RoutingRow
 from support.ingest_kit import Kit
 
 
@@ -53,6 +54,46 @@ def test_an_exchange_is_decided_once(kit: Kit) -> None:
     assert new(kit) == 1
     assert new(kit) == 0
     assert kit.counts("selection") == {"chosen": 1}
+
+
+def test_an_exchange_waits_for_its_decision_until_it_has_settled(kit: Kit) -> None:
+    def choose(now: float, settle_s: float = 5.0) -> int:
+        rules = kit.rules(settle_s=settle_s)
+        return choose_new(kit.database, rules, model="smollm", limit=2, now=now)
+
+    for at, name in enumerate(("a", "b", "c", "d")):
+        with kit.database.write() as session:
+            save_exchange(session, kit.exchange(name), held_out=False, now=10.0 + at)
+
+    assert choose(13.0) == choose(14.9) == 0
+    assert choose(15.0) == 1
+    assert selections(kit, "a", "b") == ["chosen", "new"]
+    assert choose(17.5) == 2
+    assert choose(17.5) == 0
+    assert choose(17.5, settle_s=0.0) == 1
+
+
+def test_an_exchange_of_a_clock_that_was_fast_holds_up_nothing(kit: Kit) -> None:
+    for name, stored_at in (("a", 1e6), ("b", 10.0)):
+        with kit.database.write() as session:
+            save_exchange(session, kit.exchange(name), held_out=False, now=stored_at)
+
+    assert choose_new(kit.database, kit.rules(settle_s=5.0), model="smollm", limit=1, now=20.0) == 1
+    assert choose_new(kit.database, kit.rules(settle_s=5.0), model="smollm", limit=1, now=20.0) == 1
+
+
+def test_a_decision_goes_by_where_a_late_parent_has_moved_the_exchange(kit: Kit) -> None:
+    rules = kit.rules(settle_s=5.0)
+    with kit.database.write() as session:
+        save_exchange(session, kit.exchange("a"), held_out=True, now=10.0)
+    assert choose_new(kit.database, rules, model="smollm", limit=9, now=12.0) == 0
+    with kit.database.write() as session:
+        session.execute(update(ExchangeRow).values(held_out=False, session_id="of the parent"))
+
+    assert choose_new(kit.database, rules, model="smollm", limit=9, now=15.0) == 1
+
+    assert selections(kit, "a") == ["chosen"]
+    assert kit.row(group_id_of("a")).session_id == "of the parent"
 
 
 def test_a_session_cap_counts_groups_of_earlier_batches_whatever_became_of_them(kit: Kit) -> None:

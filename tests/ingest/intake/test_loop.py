@@ -30,7 +30,7 @@ from support.ingest_kit import Kit
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
     bus=Bus(batch=2),
-    groups=Groups(held_out_rate=0.0, max_pending_groups=1, size=4),
+    groups=Groups(held_out_rate=0.0, max_pending_groups=1, size=4, settle_s=0.0),
 )
 
 
@@ -199,7 +199,8 @@ def write_config(folder: Path, bus: str) -> Path:
     config = folder / "sidecar.toml"
     config.write_text(
         f'[serving]\nmodel = "smollm"\n[bus]\nurl = "{bus}"\n'
-        f'[store]\nurl = "sqlite:///{folder}/store.db"\n[groups]\nheld_out_rate = 0.0\n'
+        f'[store]\nurl = "sqlite:///{folder}/store.db"\n'
+        "[groups]\nheld_out_rate = 0.0\nsettle_s = 0.0\n"
     )
     return config
 

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import count
+from itertools import count, islice
+from typing import Any
 
 import pytest
 from sqlalchemy import select, update
 
+from deploy.canary.gate_store import held_out_prompts
 from ingest.grouping.held_out import is_held_out
+from ingest.grouping.selection import group_id_of
 from ingest.intake import placing
+from ingest.intake.choose import choose_new
 from ingest.intake.consume import consume
 from ingest.intake.placing import Sessions
-from ingest.sessions.tree import TTL_S
+from ingest.sessions.arrival import arrival_of
+from ingest.sessions.tree import COMMON, TTL_S
 from ingest.store import sessions as store
-from sidecar.records import Choice, Exchange, encode_exchange
+from ingest.store.groups import load_group
+from sidecar.records import Exchange, encode_exchange
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
 
 RATE = 0.5
-HELD_OUT = [name for name in (f"ex_{number}" for number in range(99)) if is_held_out(name, RATE)]
-TRAINED = [name for name in (f"ex_{number}" for number in range(99)) if not is_held_out(name, RATE)]
+FIRST, SECOND, THIRD, FOURTH = "ex_1", "ex_2", "ex_3", "ex_4"
 
 
-def turn(kit: Kit, name: str, number: int) -> Exchange:
-    """The exchange of this name, at this turn of one conversation."""
-    messages = []
+def turn(
+    kit: type[Kit] | Kit, name: str, number: int, *, about: str, system: str = "", **changes: Any
+) -> Exchange:
+    """The exchange of this name, at this turn of the one conversation about this."""
+    messages = [{"role": "system", "content": system}] if system else []
     for before in range(number):
-        messages.append({"role": "user", "content": f"Question {before} of this conversation"})
-        messages.append({"role": "assistant", "content": f"Answer {before} of this conversation"})
-    messages.append({"role": "user", "content": f"Question {number} of this conversation"})
-    reply = {"role": "assistant", "content": f"Answer {number} of this conversation"}
-    return kit.exchange(
-        name,
-        request=json.dumps({"model": "m", "messages": messages}).encode(),
-        choices=(Choice(index=0, message=json.dumps(reply).encode()),),
-    )
+        messages.append({"role": "user", "content": f"Question {before} about {about}"})
+        messages.append({"role": "assistant", "content": f"Answer {before} about {about}"})
+    messages.append({"role": "user", "content": f"Question {number} about {about}"})
+    reply = {"role": "assistant", "content": f"Answer {number} about {about}"}
+    request = json.dumps({"model": "smollm", "messages": messages}).encode()
+    choices = (kit.choice(message=json.dumps(reply).encode()),)
+    return kit.exchange(name, request=request, choices=choices, **changes)
+
+
+def topics(held_out: bool, **named: str) -> Iterator[str]:
+    """Things that a conversation may be about, of which it is held out, or is not."""
+    for number in count():
+        topic = f"thing {number}"
+        arrival = arrival_of(turn(Kit, "x", 0, about=topic, **named))
+        if Sessions(held_out_rate=RATE).place(arrival, now=1.0)[1] == held_out:
+            yield topic
+
+
+HELD_OUT, TRAINED = next(topics(True)), next(topics(False))
 
 
 def take(kit: Kit, sessions: Sessions, *exchanges: Exchange, now: float = 5.0) -> None:
@@ -53,79 +71,172 @@ def rows(kit: Kit) -> dict[str, tuple[str, str | None, int, bool]]:
         }
 
 
-def test_the_turns_of_a_conversation_are_stored_as_one_session(kit: Kit) -> None:
-    first, second, third = TRAINED[:3]
-    turns = zip((first, second, third), count(), strict=False)
-    take(kit, Sessions(held_out_rate=RATE), *(turn(kit, name, at) for name, at in turns))
+@pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
+def test_the_turns_of_a_conversation_are_one_session_and_held_out_as_a_whole(
+    kit: Kit, about: str, held_out: bool
+) -> None:
+    turns = [turn(kit, name, at, about=about) for at, name in enumerate((FIRST, SECOND, THIRD))]
+    take(kit, Sessions(held_out_rate=RATE), *turns)
 
     assert rows(kit) == {
-        first: (first, None, 0, False),
-        second: (first, first, 1, False),
-        third: (first, second, 2, False),
+        FIRST: (FIRST, None, 0, held_out),
+        SECOND: (FIRST, FIRST, 1, held_out),
+        THIRD: (FIRST, SECOND, 2, held_out),
     }
-
-
-def test_a_session_is_held_out_as_a_whole(kit: Kit) -> None:
-    first, second = HELD_OUT[0], TRAINED[0]
-    take(kit, Sessions(held_out_rate=RATE), turn(kit, first, 0), turn(kit, second, 1))
-
-    assert rows(kit) == {first: (first, None, 0, True), second: (first, first, 1, True)}
 
 
 def test_a_late_exchange_moves_those_below_it_in_the_store(kit: Kit) -> None:
-    first, second, third = TRAINED[:3]
     sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, third, 2))
-    take(kit, sessions, turn(kit, first, 0))
-    take(kit, sessions, turn(kit, second, 1))
+    take(kit, sessions, turn(kit, THIRD, 2, about=TRAINED))
+    take(kit, sessions, turn(kit, FIRST, 0, about=TRAINED))
+    take(kit, sessions, turn(kit, SECOND, 1, about=TRAINED))
 
     assert rows(kit) == {
-        first: (first, None, 0, False),
-        second: (first, first, 1, False),
-        third: (first, second, 2, False),
+        FIRST: (FIRST, None, 0, False),
+        SECOND: (FIRST, FIRST, 1, False),
+        THIRD: (FIRST, SECOND, 2, False),
     }
 
 
-def test_what_may_have_been_trained_on_makes_its_session_no_exam(kit: Kit) -> None:
-    first, second, third, fourth = HELD_OUT[0], HELD_OUT[1], TRAINED[0], HELD_OUT[2]
-    sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, first, 0), turn(kit, third, 2))
-    assert [held for *_, held in rows(kit).values()] == [True, True]
+@pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
+def test_an_exchange_that_comes_before_its_parent_is_on_the_right_side_at_once(
+    kit: Kit, about: str, held_out: bool
+) -> None:
+    for at in range(1, 6):
+        take(kit, Sessions(held_out_rate=RATE), turn(kit, f"ex_{at}", at, about=about))
 
-    take(kit, sessions, turn(kit, second, 1), turn(kit, fourth, 3))
-    assert {held for *_, held in rows(kit).values()} == {True}
+    assert {held for *_, held in rows(kit).values()} == {held_out}
+
+
+@pytest.mark.parametrize(("about", "held_out"), [(TRAINED, False), (HELD_OUT, True)])
+def test_sessions_that_begin_alike_are_on_one_side(kit: Kit, about: str, held_out: bool) -> None:
+    sessions = Sessions(held_out_rate=RATE)
+    for number in range(5):
+        take(kit, sessions, turn(kit, f"ex_{number}", 0, about=about))
+    take(kit, Sessions(held_out_rate=RATE), turn(kit, "after_a_restart", 0, about=about))
+
+    found = rows(kit)
+    assert len({session for session, *_ in found.values()}) == 6
+    assert {held for *_, held in found.values()} == {held_out}
+
+
+@pytest.mark.parametrize("about", [TRAINED, HELD_OUT])
+def test_of_an_opening_that_is_used_again_and_again_sessions_are_on_both_sides(
+    kit: Kit, about: str
+) -> None:
+    sessions = Sessions(held_out_rate=RATE)
+    for number in range(40):
+        take(kit, sessions, turn(kit, f"first_{number}", 0, about=about))
+        take(kit, sessions, turn(kit, f"second_{number}", 1, about=about))
+
+    found = rows(kit)
+    sides = [found[f"second_{number}"][3] for number in range(40)]
+    assert set(sides[:COMMON]) == {about == HELD_OUT}
+    assert set(sides[COMMON:]) == {True, False}
+    with kit.database.read() as session:
+        left_out = {
+            row.exchange_id: row.untrainable_reason for row in session.scalars(select(ExchangeRow))
+        }
+    for number, held_out in enumerate(sides):
+        first = f"first_{number}"
+        assert found[f"second_{number}"][0] == first
+        # The first request is the same prompt in all of them: it is asked on one side only.
+        on_this_side = held_out == (about == HELD_OUT)
+        assert left_out[first] == (None if on_this_side else "shared_opening")
+        assert found[first][3] == (on_this_side and held_out)
+
+
+def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(kit: Kit) -> None:
+    sessions = Sessions(held_out_rate=RATE)
+    for number in range(3 * COMMON):
+        take(kit, sessions, turn(kit, f"first_{number}", 0, about=TRAINED))
+    restarted = Sessions(held_out_rate=RATE)
+    restarted.restore(kit.database, now=6.0)
+    sides: dict[str, list[bool]] = {}
+    for one, name in ((sessions, "before"), (restarted, "after")):
+        for number in range(3 * COMMON):
+            arrival = arrival_of(turn(kit, f"{name}_{number}", 1, about=TRAINED))
+            place, held_out = one.place(arrival, now=6.0)
+            assert place.session == f"first_{number}"
+            sides.setdefault(name, []).append(held_out)
+
+    assert sides["before"] == sides["after"]
+    assert set(sides["after"]) == {True, False}
+
+
+def mixed_topic() -> str:
+    """A conversation about this is held out with one system prompt, and trained with another."""
+    trained = topics(False, system="Be brief.")
+    return next(topic for topic in trained if topic in set(islice(topics(True), 40)))
 
 
 def test_joining_a_trained_session_ends_the_exam_of_the_other(kit: Kit) -> None:
-    first, late, orphan = HELD_OUT[0], HELD_OUT[1], TRAINED[0]
+    about = mixed_topic()
     sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, orphan, 1))  # a session of its own, which may be trained on
-    assert rows(kit)[orphan] == (orphan, None, 0, False)
+    take(kit, sessions, turn(kit, SECOND, 1, about=about, system="Be brief."))
+    assert rows(kit)[SECOND] == (SECOND, None, 0, False)  # it may be trained on
+    choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
+    assert kit.counts("selection") == {"chosen": 1}
 
-    take(kit, sessions, turn(kit, first, 0))
-    take(kit, sessions, turn(kit, late, 2))
+    take(kit, sessions, turn(kit, "other", 1, about=HELD_OUT), turn(kit, FIRST, 0, about=about))
+    take(kit, sessions, turn(kit, THIRD, 2, about=about))
 
     assert rows(kit) == {
-        first: (first, None, 0, False),
-        orphan: (first, first, 1, False),
-        late: (first, orphan, 2, False),
+        FIRST: (FIRST, None, 0, False),
+        SECOND: (FIRST, FIRST, 1, False),
+        THIRD: (FIRST, SECOND, 2, False),
+        "other": ("other", None, 0, True),
     }
+    assert kit.row(group_id_of(SECOND)).session_id == FIRST
     after_restart = Sessions(held_out_rate=RATE)
     after_restart.restore(kit.database, now=6.0)
-    take(kit, after_restart, turn(kit, HELD_OUT[2], 3), now=6.0)
-    assert rows(kit)[HELD_OUT[2]] == (first, late, 3, False)
+    take(kit, after_restart, turn(kit, FOURTH, 3, about=about), now=6.0)
+    assert rows(kit)[FOURTH] == (FIRST, THIRD, 3, False)
+
+
+def test_an_exchange_that_was_held_out_is_never_trained_on_when_its_session_is(kit: Kit) -> None:
+    about = mixed_topic()
+    sessions = Sessions(held_out_rate=RATE)
+    take(kit, sessions, turn(kit, SECOND, 1, about=about))
+    choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
+    with kit.database.read() as session:
+        assert len(held_out_prompts(session, "smollm", limit=9)) == 1
+
+    take(kit, sessions, turn(kit, FIRST, 0, about=about, system="Be brief."))
+    choose_new(kit.database, kit.rules(), model="smollm", limit=9, now=5.0)
+
+    assert {held for *_, held in rows(kit).values()} == {False}
+    assert kit.counts("selection") == {"held_out": 1, "chosen": 1}
+    with kit.database.read() as session:
+        assert held_out_prompts(session, "smollm", limit=9) == []
+        assert load_group(session, group_id_of(SECOND)) is None
 
 
 def test_a_restart_goes_on_with_the_same_sessions(kit: Kit) -> None:
-    first, second, third = TRAINED[:3]
-    take(kit, Sessions(held_out_rate=RATE), turn(kit, first, 0), turn(kit, third, 2))
+    before = Sessions(held_out_rate=RATE)
+    take(kit, before, turn(kit, FIRST, 0, about=TRAINED), turn(kit, THIRD, 2, about=TRAINED))
     sessions = Sessions(held_out_rate=RATE)
 
     assert sessions.restore(kit.database, now=6.0) == 2
-    take(kit, sessions, turn(kit, second, 1), now=6.0)
+    take(kit, sessions, turn(kit, SECOND, 1, about=TRAINED), now=6.0)
 
-    assert rows(kit)[second] == (first, first, 1, False)
-    assert rows(kit)[third] == (first, second, 2, False)
+    assert rows(kit)[SECOND] == (FIRST, FIRST, 1, False)
+    assert rows(kit)[THIRD] == (FIRST, SECOND, 2, False)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.99])
+def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float) -> None:
+    for about, name in ((TRAINED, "trained"), (HELD_OUT, "held_out")):
+        take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0, about=about))
+    sessions = Sessions(held_out_rate=rate)
+    sessions.restore(kit.database, now=6.0)
+
+    for about, name in ((TRAINED, "trained"), (HELD_OUT, "held_out")):
+        take(kit, sessions, turn(kit, f"{name}_2", 1, about=about), now=6.0)
+
+    found = rows(kit)
+    assert found["trained_2"] == ("trained", "trained", 1, False)
+    assert found["held_out_2"] == ("held_out", "held_out", 1, True)
 
 
 DAMAGE = {
@@ -147,8 +258,13 @@ DAMAGE = {
 
 @pytest.mark.parametrize("column", DAMAGE)
 def test_a_damaged_exchange_costs_a_restart_only_itself(kit: Kit, column: str) -> None:
-    first, second, third, other = TRAINED[:4]
-    take(kit, Sessions(held_out_rate=RATE), turn(kit, first, 0), turn(kit, second, 1))
+    first, second, third, other = FIRST, SECOND, THIRD, FOURTH
+    take(
+        kit,
+        Sessions(held_out_rate=RATE),
+        turn(kit, first, 0, about=TRAINED),
+        turn(kit, second, 1, about=TRAINED),
+    )
     with closing(kit.database.engine.raw_connection()) as raw:
         raw.execute("PRAGMA foreign_keys=OFF")
         raw.execute(f"UPDATE exchange SET {column} = {DAMAGE[column]} WHERE seq = 1")
@@ -156,7 +272,13 @@ def test_a_damaged_exchange_costs_a_restart_only_itself(kit: Kit, column: str) -
     sessions = Sessions(held_out_rate=RATE)
 
     restored = sessions.restore(kit.database, now=6.0)
-    take(kit, sessions, turn(kit, third, 2), turn(kit, other, 1), now=6.0)
+    take(
+        kit,
+        sessions,
+        turn(kit, third, 2, about=TRAINED),
+        turn(kit, other, 1, about=TRAINED),
+        now=6.0,
+    )
 
     # `started_at` is stored a second time, with the other times; SQLAlchemy reads any text in
     # `held_out` as true.
@@ -170,8 +292,13 @@ def test_a_damaged_exchange_costs_a_restart_only_itself(kit: Kit, column: str) -
 
 
 def test_a_choice_that_is_damaged_costs_a_restart_only_its_exchange(kit: Kit) -> None:
-    first, second = TRAINED[:2]
-    take(kit, Sessions(held_out_rate=RATE), turn(kit, first, 0), turn(kit, second, 1))
+    first, second = FIRST, SECOND
+    take(
+        kit,
+        Sessions(held_out_rate=RATE),
+        turn(kit, first, 0, about=TRAINED),
+        turn(kit, second, 1, about=TRAINED),
+    )
     with kit.database.write() as session:
         session.execute(
             update(ChoiceRow).where(ChoiceRow.exchange_id == first).values(logprobs=b"x")
@@ -185,9 +312,9 @@ def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
 ) -> None:
     monkeypatch.setattr(placing, "RESTORED", 5)
     monkeypatch.setattr(store, "PAGE", 2)
-    names = TRAINED[:7]
+    names = [f"ex_{number}" for number in range(7)]
     for at, name in enumerate(names):
-        take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0), now=float(at))
+        take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0, about=TRAINED), now=float(at))
 
     with kit.database.read() as session:
         pages = list(store.newest_exchanges(session, since=3.0, limit=5, limit_bytes=2**20))
@@ -201,18 +328,19 @@ def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
 
 
 def test_an_exchange_that_comes_twice_keeps_its_place(kit: Kit) -> None:
-    first, second = TRAINED[:2]
+    first, second = FIRST, SECOND
     sessions = Sessions(held_out_rate=RATE)
-    take(kit, sessions, turn(kit, first, 0), turn(kit, second, 1))
+    take(kit, sessions, turn(kit, first, 0, about=TRAINED), turn(kit, second, 1, about=TRAINED))
     before = rows(kit)
-    take(kit, sessions, turn(kit, second, 1), turn(kit, first, 0))
-    take(kit, Sessions(held_out_rate=RATE), turn(kit, second, 1))
+    take(kit, sessions, turn(kit, second, 1, about=TRAINED), turn(kit, first, 0, about=TRAINED))
+    take(kit, Sessions(held_out_rate=RATE), turn(kit, second, 1, about=TRAINED))
 
     assert rows(kit) == before
 
 
 def test_a_request_that_is_no_json_is_a_session_of_its_own(kit: Kit) -> None:
-    name = TRAINED[0]
-    take(kit, Sessions(held_out_rate=RATE), kit.exchange(name, request=b"\xff not json"))
+    names = [f"ex_{number}" for number in range(5)]
+    requests = [kit.exchange(name, request=b"\xff not json") for name in names]
+    take(kit, Sessions(held_out_rate=RATE), *requests)
 
-    assert rows(kit)[name] == (name, None, 0, False)
+    assert rows(kit) == {name: (name, None, 0, is_held_out(name, RATE)) for name in names}
