@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final
 
-import structlog
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from ingest.errors import UnreadableExchangesError
 from ingest.sessions.records import Place
-from ingest.store.exchanges import StoredExchange, load_by_seq
+from ingest.store.exchanges import StoredExchange
+from ingest.store.pages import pages_of, read_pages
 from ingest.store.places import place_columns
 from sidecar.store.models import ExchangeRow, GroupRow
-
-PAGE: Final = 256
-"""Exchanges read at once, at most."""
-PAGE_BYTES: Final = 4 * 2**20
-"""Stored bytes of bodies and prompt ids read at once, if one exchange has no more. Decoded they
-take up to ten times as much."""
-log = structlog.get_logger()
 
 
 def newest_exchanges(
@@ -43,8 +34,7 @@ def newest_exchanges(
         .limit(limit)
     ).all()
     total = 0
-    pages: list[list[int]] = [[]]
-    page_bytes = 0
+    sizes: list[tuple[int, int]] = []
     for seq, stored_at, body, ids in newest:
         # A damaged time keeps no older exchange from being read.
         if isinstance(stored_at, float) and stored_at < since:
@@ -52,24 +42,8 @@ def newest_exchanges(
         total += body or 0
         if total > limit_bytes:
             break
-        page_bytes += (body or 0) + (ids or 0)
-        if pages[-1] and (page_bytes > PAGE_BYTES or len(pages[-1]) == PAGE):
-            pages.append([])
-            page_bytes = (body or 0) + (ids or 0)
-        pages[-1].append(seq)
-    for page in reversed(pages):
-        yield _readable(session, page)
-
-
-def _readable(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], int]:
-    left = seqs
-    while True:
-        try:
-            return load_by_seq(session, left), len(seqs) - len(left)
-        except UnreadableExchangesError as error:
-            for seq, why in error.damage.items():
-                log.error("exchange_unreadable", seq=seq, why=why)
-            left = [seq for seq in left if seq not in error.damage]
+        sizes.append((seq, (body or 0) + (ids or 0)))
+    yield from read_pages(session, pages_of(reversed(sizes)))
 
 
 def save_moves(session: Session, moves: Iterable[Place]) -> None:

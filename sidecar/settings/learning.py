@@ -44,7 +44,8 @@ class Groups(Section):
     held_out_rate: Annotated[
         float, Between(0, 1, "with all of them held out nothing is learned", below_high=True)
     ] = 0.2
-    """Share of sessions, by hash of their id, never trained on; they feed the deployment gate."""
+    """Share of sessions, by hash of how they begin, never trained on; they feed the deployment
+    gate."""
     settle_s: Annotated[float, Between(0, 3_600, "nothing is learned from before", "s")] = 60.0
     """An exchange is decided so long after it was stored: an earlier turn of its conversation may
     still come, from another proxy, and move it to another session. 0: at once."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from benchmarks.sessions.records import Found, SentRequest
+from benchmarks.sessions.records import Found, SentRequest, Side
 from benchmarks.sessions.scoring import leak, right_parents, right_sessions, score
 from benchmarks.sessions.twins import settled, twins_of
 from ingest.grouping.held_out import is_held_out
@@ -104,14 +104,24 @@ def test_a_conversation_on_both_sides_of_the_held_out_rule_leaks() -> None:
     assert leak(STREAM, said.values()) == 1 / 2
 
 
-def test_a_session_that_was_named_once_and_corrected_leaks_all_the_same() -> None:
+@pytest.mark.parametrize(
+    ("corrected_at", "side", "leaked"),
+    [
+        (14.0, None, 0),  # b2 is handed over at 4 and decided at 14
+        (14.1, None, 1 / 2),
+        (14.1, "neither", 0),
+    ],
+)
+def test_a_session_that_is_corrected_after_its_decision_leaks_all_the_same(
+    corrected_at: float, side: Side | None, leaked: float
+) -> None:
     names = [f"s{number}" for number in range(100)]
     inside = next(name for name in names if is_held_out(name, 0.1))
     outside = next(name for name in names if not is_held_out(name, 0.1))
-    first = Found(exchange_id="b2", session=inside, parent=None)
-    then = Found(exchange_id="b2", session=outside, parent="b1")
+    first = Found(exchange_id="b2", session=inside, parent=None, at=4.0)
+    then = Found(exchange_id="b2", session=outside, parent="b1", at=corrected_at, side=side)
 
-    assert leak(STREAM, [first, then]) == 1 / 2
+    assert leak(STREAM, [first, then], settle_s=10.0) == leaked
 
 
 TWINS = [

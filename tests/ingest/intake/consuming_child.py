@@ -22,7 +22,7 @@ from sidecar.store.database import Database
 SETTINGS = Settings(
     serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
     bus=Bus(batch=5),
-    groups=Groups(held_out_rate=0.0, size=4),
+    groups=Groups(held_out_rate=0.0, size=4, settle_s=0.0),
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
+from ingest.grouping.held_out import is_held_out
 from ingest.intake import consume as consuming
 from ingest.intake.bus import BusReader, open_bus
 from ingest.intake.consume import Consumed, consume
@@ -193,12 +194,12 @@ def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
 
 
 def test_the_held_out_flag_is_stored_with_the_exchange(kit: Kit) -> None:
-    # By test_held_out.py, session m:a has 0.082 and m:c has 0.207; a session is named after its
-    # first exchange.
-    exchanges = [kit.exchange("m:a"), kit.exchange("m:c")]
-    take(kit, kit.MemoryBus([encode_exchange(item) for item in exchanges]), held_out_rate=0.2)
+    names = [f"h:{number}" for number in range(9)]
+    assert {is_held_out(name, 0.5) for name in names} == {True, False}
+    exchanges = [kit.exchange(f"e-{name}", session_key=name) for name in names]
+    take(kit, kit.MemoryBus([encode_exchange(item) for item in exchanges]), held_out_rate=0.5)
 
     with kit.database.read() as session:
-        stored = [load_exchange(session, name) for name in ("m:a", "m:c")]
+        stored = [load_exchange(session, f"e-{name}") for name in names]
 
-    assert [one and one.held_out for one in stored] == [True, False]
+    assert [one and one.held_out for one in stored] == [is_held_out(name, 0.5) for name in names]

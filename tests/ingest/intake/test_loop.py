@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_what_a_batch_brings_is_decided_without_being_read_from_the_store(
 
     assert kit.counts("selection") == {"chosen": 1, "backlog": 1}
     assert kit.group_count() == 1
+
+
+def test_a_decision_waits_until_the_exchange_has_settled_also_over_a_restart(kit: Kit) -> None:
+    groups = SETTINGS.groups.model_copy(update={"settle_s": 5.0})
+    settings = SETTINGS.model_copy(update={"groups": groups})
+    bus = kit.MemoryBus([encode_exchange(kit.exchange("a"))])
+
+    for now, chosen in ((10.0, {}), (14.9, {}), (15.0, {"chosen": 1})):
+        Intake(bus, kit.database, settings, now=partial(float, now)).step()
+        assert kit.counts("selection") == chosen
 
 
 def test_what_an_earlier_process_stored_and_did_not_decide_is_decided(kit: Kit) -> None:

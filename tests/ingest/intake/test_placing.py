@@ -311,7 +311,7 @@ def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placing, "RESTORED", 5)
-    monkeypatch.setattr(store, "PAGE", 2)
+    monkeypatch.setattr("ingest.store.pages.PAGE", 2)
     names = [f"ex_{number}" for number in range(7)]
     for at, name in enumerate(names):
         take(kit, Sessions(held_out_rate=RATE), turn(kit, name, 0, about=TRAINED), now=float(at))
@@ -321,7 +321,7 @@ def test_a_restart_reads_the_newest_exchanges_within_its_bounds(
 
     assert [[one.exchange.exchange_id for one in page] for page, _ in pages] == [
         names[3:5],
-        names[5:7],
+        names[5:],
     ]
     assert Sessions(held_out_rate=RATE).restore(kit.database, now=7.0) == 5
     assert Sessions(held_out_rate=RATE).restore(kit.database, now=TTL_S + 5.5) == 1

@@ -202,7 +202,7 @@ def test_ingest_decides_when_the_first_poll_has_ended_and_says_in_the_store_what
     polls: list[Any] = []
     watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=polls.append)
     bus = kit.MemoryBus([])
-    intake = Intake(bus, kit.database, Settings(serving=serving), now=lambda: 10.0, engine=watch)
+    intake = Intake(bus, kit.database, Settings(serving=serving), now=lambda: 100.0, engine=watch)
     kit.store(kit.exchange("e1", request={"messages": [], "tools": [{"type": "function"}]}))
 
     intake.step()
@@ -223,7 +223,7 @@ def test_a_later_poll_holds_nothing_up(kit: Kit) -> None:
     watch = EngineWatch(serving, ask=ScriptedProbe(PLAIN), start=polls.append)
     watch.recall(PLAIN)
     intake = Intake(
-        kit.MemoryBus([]), kit.database, Settings(serving=serving), now=lambda: 10.0, engine=watch
+        kit.MemoryBus([]), kit.database, Settings(serving=serving), now=lambda: 100.0, engine=watch
     )
     kit.store(kit.exchange("e1"))
 
