@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
 
-NAMES = {"relay": "benchmarks.relay.run", "sessions": "benchmarks.sessions.run"}
+NAMES = {
+    "relay": "benchmarks.relay.run",
+    "ingest": "benchmarks.ingest.run",
+    "sessions": "benchmarks.sessions.run",
+}
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
@@ -51,12 +52,16 @@ def shingles(scope: bytes, text: str) -> Iterator[bytes]:
     """Yield marks of runs of `WORDS` words, about every second one, chosen by their own hash: so a
     text is found again inside another one, whatever stands around it (Schleimer et al., Winnowing,
     SIGMOD 2003)."""
-    words = text.split(" ")
+    data = text.encode("utf-8", "replace")
+    # Where the word after each one begins. Slices of the text cost half of joining words again.
+    after = list(accumulate(len(word) + 1 for word in data.split(b" ")))
     seed = int.from_bytes(scope, "big")
-    for at in range(len(words) - WORDS + 1):
-        mark = xxh3_64_intdigest(" ".join(words[at : at + WORDS]).encode("utf-8", "replace"), seed)
+    begin = 0
+    for at in range(len(after) - WORDS + 1):
+        mark = xxh3_64_intdigest(data[begin : after[at + WORDS - 1] - 1], seed)
         if mark & 1:
             yield mark.to_bytes(8, "big")
+        begin = after[at]
 
 
 def whole(scope: bytes, text: str) -> bytes | None:

@@ -1,0 +1,150 @@
+"""The buses and the stores that are measured, and the processes that work on them.
+
+A bus is filled by its sink and named by its URL; a store is named by its URL. A new kind of either
+is one function here and one entry in `BUSES` or `STORES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.ingest.traffic import MODEL, WEIGHTS
+from sidecar.capture.outbox import Outbox
+from sidecar.records import Exchange
+from sidecar.store.database import Database
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSUMER = Path(__file__).with_name("consumer.py")
+FILL = 64
+"""Exchanges that a sink is given at once, as the proxy's recorder does."""
+Json = dict[str, Any]  # Any: figures of a child
+
+
+class Sink(Protocol):
+    """The part of `sidecar.capture.recorder.ExchangeSink` that fills a bus."""
+
+    def write(self, exchanges: Sequence[Exchange]) -> int: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bus:
+    url: str
+    open_sink: Callable[[], Sink]
+
+    def fill(self, exchanges: Iterator[Exchange], count: int) -> None:
+        """Write this many records. Raises: RuntimeError when the bus takes fewer."""
+        sink = self.open_sink()
+        for at in range(0, count, FILL):
+            batch = [next(exchanges) for _ in range(min(FILL, count - at))]
+            if sink.write(batch) < len(batch):
+                raise RuntimeError(f"{self.url} is full after {at} records")
+        sink.close()
+
+
+@contextmanager
+def outbox(folder: Path) -> Iterator[Bus]:
+    """The embedded bus."""
+    path = folder / "outbox.db"
+    yield Bus(f"sqlite:///{path}", lambda: Outbox(path, max_rows=10_000_000))
+
+
+@contextmanager
+def sqlite(folder: Path) -> Iterator[str]:
+    """A store in a file, without tables: the consumer makes those of its version."""
+    yield f"sqlite:///{folder}/store.db"
+
+
+@contextmanager
+def migrated(folder: Path) -> Iterator[str]:
+    """A store in a file, with its tables."""
+    with sqlite(folder) as url:
+        database = Database(url)
+        database.upgrade()
+        database.close()
+        yield url
+
+
+BUSES: dict[str, Callable[[Path], AbstractContextManager[Bus]]] = {"outbox": outbox}
+STORES: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"sqlite": sqlite}
+
+
+class Consumer:
+    """`consumer.py` in a process of its own."""
+
+    def __init__(
+        self,
+        bus: str,
+        store: str,
+        *,
+        tree: Path = ROOT,
+        batch: int = 200,
+        stay: bool = False,
+        weights: Path = WEIGHTS,
+    ) -> None:
+        """tree: the checkout whose `ingest` is measured."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process is
+        command = [sys.executable, "-P", str(CONSUMER), bus, store, "--batch", str(batch)]
+        command += ["--model", MODEL]
+        if (weights / "tokenizer.json").is_file():
+            command += ["--weights", str(weights)]
+        self.process = subprocess.Popen(
+            [*command, "--stay"] if stay else command,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def lines(self) -> Iterator[Json]:
+        """Yield what it says, until it ends. Raises: RuntimeError when it failed."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            yield json.loads(line)
+        if self.process.wait():
+            raise RuntimeError(f"the consumer ended: {self._said()}")
+
+    def until_done(self) -> Json:
+        """Wait for its end. Returns: its last line."""
+        *_, last = self.lines()
+        return dict(last)
+
+    def check(self) -> None:
+        """Raises: RuntimeError when it has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the consumer ended: {self._said()}")
+
+    def rss_mb(self) -> float:
+        """Resident memory now."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def cpu_s(self) -> float:
+        """CPU time since its start, of the process and the kernel for it."""
+        text = Path(f"/proc/{self.process.pid}/stat").read_text()
+        user, system = text.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode("utf-8", "replace")[-2_000:]
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        self._log.close()

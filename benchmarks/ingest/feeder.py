@@ -1,0 +1,80 @@
+"""A proxy's recorder under a steady load, in a process of its own.
+
+`python -m benchmarks.ingest.feeder BUS RATE SECONDS LOG PREFIX` offers replies to the real
+recorder, which writes them to the real bus at its flush interval. Each exchange id is written to
+the log with the time of its reply.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.ingest.traffic import MODEL, exchanges
+from sidecar.capture.outbox import Outbox, outbox_path
+from sidecar.capture.recorder import Capture
+from sidecar.metrics.proxy import Metrics
+from sidecar.records import Assignment, Exchange, RawCapture
+from sidecar.settings import Capture as CaptureSettings
+
+ROUTE = Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model=MODEL)
+
+
+def main(url: str, rate: float, seconds: float, log: Path, prefix: str) -> None:
+    outbox = Outbox(outbox_path(url), max_rows=1_000_000)
+    capture = Capture(CaptureSettings(), outbox, Metrics(), None)
+    capture.start()
+    source = exchanges(prefix=prefix)
+    began = time.monotonic()
+    with log.open("a") as written:
+        number = 0
+        while (now := time.monotonic() - began) < seconds:
+            while number < now * rate:
+                exchange = next(source)
+                written.write(f"{exchange.exchange_id} {time.time()}\n")
+                capture.offer(_raw(exchange))
+                number += 1
+            written.flush()
+            time.sleep(0.002)
+    if not capture.stop(60.0):
+        sys.exit("the recorder did not write all it was offered")
+
+
+def _raw(exchange: Exchange) -> RawCapture:
+    """The exchange as the relay hands it to the recorder: nothing of the reply is parsed."""
+    (choice,) = exchange.choices
+    ids = choice.token_ids
+    reply = {
+        "model": exchange.public_model,
+        "prompt_token_ids": exchange.prompt_token_ids,
+        "choices": [
+            {
+                "index": 0,
+                "message": json.loads(choice.message),
+                "finish_reason": choice.finish_reason,
+                "token_ids": ids,
+                "logprobs": {"content": [{"token": "", "logprob": one} for one in choice.logprobs]},
+            }
+        ],
+        "usage": {"completion_tokens": len(ids)},
+    }
+    return RawCapture(
+        exchange_id=exchange.exchange_id,
+        public_model=exchange.public_model,
+        route=ROUTE,
+        replica=exchange.replica,
+        session_key=exchange.session_key,
+        user="",
+        request=exchange.request,
+        reply=(json.dumps(reply).encode(),),
+        streamed=False,
+        status=200,
+        outcome="ok",
+        timings=exchange.timings,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])

@@ -1,0 +1,208 @@
+"""The real `python -m ingest` behind a recorder under load: how long until a reply can be queried,
+and what is left after 20 SIGKILLs, and after a full disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from benchmarks.ingest.cells import ROOT, Bus, Json, migrated, outbox
+from benchmarks.ingest.traffic import MODEL
+from ingest.intake.bus import open_bus
+
+PATIENCE_S = 300.0
+WARM_UP_S = 5.0
+"""Ingest loads its tokenizer and asks for vLLM at its first steps; replies of this time do not
+count."""
+
+
+@contextmanager
+def ingest(
+    folder: Path, bus: str, store: str, *, tree: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process, with the settings as they are shipped; no vLLM answers its probe."""
+    config = folder / "sidecar.toml"
+    lines = [
+        f"state_dir = {json.dumps(str(folder))}",
+        "[serving]",
+        'upstreams = ["http://127.0.0.1:1"]',
+        f'model = "{MODEL}"',
+        "sampling_defaults = {}",
+        'grammar = "as_asked"',
+        f'[bus]\nurl = "{bus}"',
+        f'[store]\nurl = "{store}"',
+    ]
+    config.write_text("\n".join(lines) + "\n")
+    with (folder / "ingest.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ingest", "--config", str(config)],
+            env={**os.environ, "PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def feeder(
+    bus: Bus, log: Path, *, rate: float, seconds: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "benchmarks.ingest.feeder", bus.url, str(rate), str(seconds)]
+    process = subprocess.Popen([*command, str(log), "live-"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def offered(log: Path) -> dict[str, float]:
+    """Exchange id -> when its reply ended, Unix seconds."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return {name: float(at) for name, at in lines}
+
+
+def stored(store: Path) -> Counter[str]:
+    with closing(sqlite3.connect(store)) as connection:
+        return Counter(name for (name,) in connection.execute("SELECT exchange_id FROM exchange"))
+
+
+def drain(bus: Bus, log: Path, seconds: float = PATIENCE_S) -> None:
+    """Wait until the bus is empty. Raises: RuntimeError with the end of the log."""
+    reader, deadline = open_bus(bus.url), time.monotonic() + seconds
+    while reader.lag():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the bus is not drained; {log.read_text()[-2000:]}")
+        time.sleep(0.05)
+    reader.close()
+
+
+def latency(folder: Path, *, rate: float, seconds: float, tree: Path = ROOT) -> Json:
+    """From the end of a reply until a query of the store finds its exchange."""
+    folder.mkdir()
+    seen: dict[str, float] = {}
+    with (
+        outbox(folder) as bus,
+        migrated(folder) as store,
+        ingest(folder, bus.url, store, tree=tree),
+    ):
+        wait_for(folder / "ingest.log", "ingest_ready")
+        with feeder(bus, folder / "offered", rate=rate, seconds=seconds + WARM_UP_S) as feeding:
+            path, last, ended = folder / "store.db", 0, 0.0
+            with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+                query = "SELECT seq, exchange_id FROM exchange WHERE seq > ? ORDER BY seq"
+                while not ended or time.time() < ended + 5.0:
+                    for seq, name in reader.execute(query, (last,)).fetchall():
+                        last, seen[name] = seq, time.time()
+                    if not ended and feeding.poll() is not None:
+                        ended = time.time()
+                    time.sleep(0.01)
+    began = offered(folder / "offered")
+    warm = min(began.values()) + WARM_UP_S
+    waits = sorted(seen.get(name, float("inf")) - at for name, at in began.items() if at > warm)
+    return {
+        "what": f"reply to queryable at {rate:g}/s",
+        "records": len(waits),
+        "p50_s": waits[len(waits) // 2],
+        "p99_s": waits[len(waits) * 99 // 100],
+        "max_s": waits[-1],
+    }
+
+
+def wait_for(log: Path, event: str) -> None:
+    deadline = time.monotonic() + 60
+    while not log.exists() or event not in log.read_text():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no {event} in {log}")
+        time.sleep(0.02)
+
+
+def kills(folder: Path, *, times: int, rate: float) -> Json:
+    """Kill ingest at random moments under load. Then let one drain the bus."""
+    folder.mkdir()
+    rng = random.Random(12)
+    log = folder / "ingest.log"
+    with outbox(folder) as bus, migrated(folder) as store:
+        with feeder(bus, folder / "offered", rate=rate, seconds=1e6) as feeding:
+            for number in range(times):
+                with ingest(folder, bus.url, store) as process:
+                    log.write_bytes(b"")
+                    wait_for(log, "consumed")
+                    time.sleep(rng.uniform(0.0, 0.5))
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                print(f"  kill {number + 1} of {times}", file=sys.stderr)
+            feeding.terminate()  # what it has not flushed is lost with it, as a proxy's would be
+            feeding.wait()
+        taken = Counter(stored(folder / "store.db"))
+        waiting = _waiting(bus)
+        with ingest(folder, bus.url, store):
+            drain(bus, log)
+        return _account("SIGKILL of ingest", times, set(taken) | waiting, folder / "store.db")
+
+
+def _waiting(bus: Bus) -> set[str]:
+    from sidecar.records import decode_exchange
+
+    reader = open_bus(bus.url)
+    rows = reader.read(10_000_000, 2**62)
+    reader.close()
+    return {decode_exchange(row.payload).exchange_id for row in rows}
+
+
+def full_disk(folder: Path, *, rate: float) -> Json:
+    """The store's file may not grow beyond 4 MB for a while, as on a full disk; then it may.
+
+    The limit is the process's own (RLIMIT_FSIZE): it needs no right to mount a small file system.
+    """
+    folder.mkdir()
+    log = folder / "ingest.log"
+    with outbox(folder) as bus, migrated(folder) as store:
+        with (
+            feeder(bus, folder / "offered", rate=rate, seconds=20.0) as feeding,
+            ingest(folder, bus.url, store) as process,
+        ):
+            wait_for(log, "consumed")
+            limit = 4 * 2**20
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            wait_for(log, "intake_waits")
+            while feeding.poll() is None:
+                time.sleep(0.1)
+            held = len(stored(folder / "store.db"))
+            infinite = resource.RLIM_INFINITY
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (infinite, infinite))
+            drain(bus, log)
+        names = set(offered(folder / "offered"))
+        row = _account("full disk, freed", 1, names, folder / "store.db")
+        return {**row, "stored_while_full": held}
+
+
+def _account(what: str, times: int, expected: set[str], store: Path) -> Json:
+    found = stored(store)
+    with closing(sqlite3.connect(store)) as connection:
+        undecided = connection.execute("SELECT COUNT(*) FROM exchange WHERE selection = 'new'")
+        left = undecided.fetchone()[0]
+    return {
+        "what": what,
+        "times": times,
+        "records": len(expected),
+        "lost": len(expected - set(found)),
+        "doubled": sum(number - 1 for number in found.values()),
+        "undecided": left,
+    }

@@ -1,0 +1,147 @@
+"""`python -m benchmarks ingest`: from the bus to the store, or a part of it for whoever tunes."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.ingest import live, memory, throughput
+from benchmarks.ingest.cells import ROOT, Json
+from benchmarks.results import Target, at_least, at_most
+
+BENCH = ROOT / ".bench"
+OURS = "ours"
+COLUMNS = (
+    *("what", "records", "records_per_s", "cpu_us_per_record", "idle_mb", "peak_mb"),
+    *(f"rss_mb_{fifth}" for fifth in range(1, 6)),
+    *("growth", "rebuild_s", "p50_s", "p99_s", "max_s"),
+    *("times", "lost", "doubled", "undecided", "stored_while_full"),
+)
+RECORDS_PER_S = 2_000.0
+GROWTH = 0.03
+"""Share by which memory may grow from the fourth fifth of the records to the last one."""
+LONG_MB = 150.0
+"""Memory that records with long prompts may add: 4 MB on the bus, 32 MB in a portion of records,
+as much again that Python and SQLite have freed and keep, and a vocabulary."""
+LATENCY_S = 2.0
+
+
+@dataclass(slots=True)
+class Found:
+    """What was measured so far."""
+
+    rows: list[Json] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parse(argv)
+    machine = results.machine()
+    BENCH.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=options.folder or BENCH))
+    found = Found()
+    try:
+        for name in options.part or PARTS:
+            print(f"  {name}", file=sys.stderr)
+            PARTS[name](folder / name, options, found)
+            print(results.table(found.rows, COLUMNS), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(results.targets_table(found.targets))
+    path = results.write(
+        "ingest-part" if options.part else "ingest",
+        found.rows,
+        found.targets,
+        machine=machine,
+        folder=options.out,
+    )
+    print(f"\nwritten to {path}")
+    return results.exit_code(found.targets)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks ingest", description=__doc__)
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="several may be given")
+    parser.add_argument("--records", type=int, default=6_000, help="of a round of throughput")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--many", type=int, default=200_000, help="records of the memory part")
+    parser.add_argument("--long", type=int, default=100, help="records with long prompts")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the latency part")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--before", type=Path, help="checkout of an older version to compare with")
+    parser.add_argument("--folder", type=Path, help="where the databases go; default .bench")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
+    return parser.parse_args(argv)
+
+
+def _throughput(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    folder.mkdir()
+    trees = {OURS: ROOT, **({"before": options.before} if options.before else {})}
+    rounds, medians = throughput.measure(
+        folder, records=options.records, rounds=options.rounds, trees=trees
+    )
+    by_name = {row["what"]: row for row in medians}
+    for cell in [name.partition(": ")[2] for name in by_name if name.startswith(f"{OURS}: ")]:
+        ours, peer = f"{OURS}: {cell}", f"{throughput.PEER}: {cell}"
+        found.targets.append(
+            at_least(f"{cell}: records a second", by_name[ours]["records_per_s"], RECORDS_PER_S)
+        )
+        for other in (peer, f"before: {cell}"):
+            if other in by_name:
+                ratio = throughput.ratio(rounds, ours, other)
+                by_name[ours][f"cpu_over_{other.partition(':')[0]}"] = ratio
+    found.rows += medians
+
+
+def _memory(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    many, rebuilt = memory.flat(folder, records=options.many)
+    found.rows += [many, rebuilt]
+    found.targets.append(at_most("memory: growth in the last fifth", many["growth"], GROWTH))
+
+
+def _long(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    row = memory.long_prompts(folder, records=options.long)
+    found.rows.append(row)
+    grown = row["peak_mb"] - row["idle_mb"]
+    found.targets.append(at_most(f"{row['what']}: MB over an idle consumer", grown, LONG_MB))
+    if options.before:
+        before = memory.long_prompts(
+            folder.with_name("long-before"), records=options.long, tree=options.before
+        )
+        found.rows.append({**before, "what": f"before: {before['what']}"})
+
+
+def _latency(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    row = live.latency(folder, rate=200.0, seconds=options.seconds)
+    found.rows.append(row)
+    found.targets.append(at_most("from reply to queryable at 200/s: p99", row["p99_s"], LATENCY_S))
+
+
+def _kills(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    _nothing_lost(live.kills(folder, times=options.kills, rate=200.0), found)
+
+
+def _disk(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    _nothing_lost(live.full_disk(folder, rate=200.0), found)
+
+
+def _nothing_lost(row: Json, found: Found) -> None:
+    found.rows.append(row)
+    for what in ("lost", "doubled", "undecided"):
+        found.targets.append(at_most(f"{row['what']}: {what}", row[what], 0))
+
+
+PARTS: Mapping[str, Callable[[Path, argparse.Namespace, Found], None]] = {
+    "throughput": _throughput,
+    "latency": _latency,
+    "long": _long,
+    "kills": _kills,
+    "disk": _disk,
+    "memory": _memory,
+}

@@ -1,0 +1,96 @@
+"""Records a second and CPU a record, from a full bus into an empty store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from benchmarks.ingest.cells import BUSES, ROOT, STORES, Consumer, Json, migrated
+from benchmarks.ingest.traffic import exchanges
+
+BATCH = 200
+PEER = "executemany"
+
+
+def measure(
+    folder: Path, *, records: int, rounds: int, trees: Mapping[str, Path]
+) -> tuple[list[Json], list[Json]]:
+    """Measure each bus with each store, by turns with the peer.
+
+    trees: contender -> the checkout whose ingest it is.
+    Returns: the figures of each round, and their medians by contender.
+    """
+    found: list[Json] = []
+    for number in range(rounds):
+        for bus in BUSES:
+            for store in STORES:
+                for name, tree in trees.items():
+                    place = folder / f"{bus}-{store}-{name}-{number}"
+                    place.mkdir()
+                    figures = _consume(place, bus, store, records=records, tree=tree)
+                    found.append(_row(f"{name}: {bus} to {store}", number, records, figures))
+                    if tree == ROOT and store == "sqlite":
+                        figures = _peer(place)
+                        found.append(_row(f"{PEER}: {bus} to {store}", number, records, figures))
+    return found, _medians(found)
+
+
+def _consume(place: Path, bus: str, store: str, *, records: int, tree: Path) -> Json:
+    with BUSES[bus](place) as source, STORES[store](place) as url:
+        source.fill(exchanges(), records)
+        consumer = Consumer(source.url, url, tree=tree, batch=BATCH)
+        try:
+            return consumer.until_done()
+        finally:
+            consumer.stop()
+
+
+def _peer(place: Path) -> Json:
+    """Insert the rows that ingest has just made."""
+    into = place / "peer"
+    into.mkdir()
+    with migrated(into):
+        command = [sys.executable, "-m", "benchmarks.ingest.peer"]
+        paths = [str(place / "store.db"), str(into / "store.db"), str(BATCH)]
+        done = subprocess.run([*command, *paths], cwd=ROOT, check=True, capture_output=True)
+    figures: Json = json.loads(done.stdout)
+    return figures
+
+
+def _row(name: str, number: int, records: int, figures: Json) -> Json:
+    return {
+        "what": name,
+        "round": number,
+        "records": records,
+        "records_per_s": records / figures["wall_s"],
+        "cpu_us_per_record": 1e6 * figures["cpu_s"] / records,
+        "peak_mb": figures.get("peak_mb"),
+    }
+
+
+def _medians(found: list[Json]) -> list[Json]:
+    names = list(dict.fromkeys(row["what"] for row in found))
+    rows = []
+    for name in names:
+        mine = [row for row in found if row["what"] == name]
+        row: Json = {"what": name, "records": mine[0]["records"]}
+        for field in ("records_per_s", "cpu_us_per_record"):
+            row[field] = median(one[field] for one in mine)
+        if mine[0]["peak_mb"] is not None:
+            row["peak_mb"] = max(one["peak_mb"] for one in mine)
+        rows.append(row)
+    return rows
+
+
+def ratio(found: list[Json], name: str, other: str) -> float:
+    """CPU of a record over that of another in the same round; the median over the rounds."""
+    by_round = {row["round"]: row["cpu_us_per_record"] for row in found if row["what"] == other}
+    return median(
+        float(row["cpu_us_per_record"] / by_round[row["round"]])
+        for row in found
+        if row["what"] == name
+    )
