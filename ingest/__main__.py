@@ -56,8 +56,8 @@ def _start(settings: Settings) -> int:
     from sidecar.store.database import Database
     from sidecar.tracing.telemetry import configure_tracing
 
-    bus = open_bus(settings.bus.url)
     configure_logging(settings.telemetry, PROCESS)
+    bus = open_bus(settings.bus.url, settings.kafka)
     tracing = configure_tracing(settings.telemetry, PROCESS)
     database = Database(settings.store.url)
     try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sidecar.processes.interrupt import one_line_at_interrupt
 
 if TYPE_CHECKING:
+    from sidecar.forwarding.process import ForwardingProcess
     from sidecar.proxy import Proxy
     from sidecar.settings import Settings
 
@@ -64,7 +65,7 @@ def _main(argv: list[str] | None) -> int:
             _log_if_interpreted()
         if settings.proxy.workers > 1 and arguments.worker is None:
             return _run_workers(settings, arguments.config)
-        return _run_proxy(settings, arguments.worker)
+        return _run_proxy(settings, arguments.worker, arguments.config)
     except SettingsError as error:
         print(f"sidecar proxy: {error}", file=sys.stderr)  # noqa: T201 - to the person who typed it
         return 2
@@ -100,10 +101,11 @@ def _run_workers(settings: Settings, config: Path | None) -> int:
     return asyncio.run(Workers(settings, config).run())
 
 
-def _run_proxy(settings: Settings, worker: str | None) -> int:
+def _run_proxy(settings: Settings, worker: str | None, config: Path | None) -> int:
     import structlog
     import uvloop
 
+    from sidecar.forwarding.process import forwarding_process
     from sidecar.proxy import Proxy
     from sidecar.tracing.spans import GivenIds
     from sidecar.tracing.telemetry import configure_tracing
@@ -114,15 +116,21 @@ def _run_proxy(settings: Settings, worker: str | None) -> int:
         structlog.contextvars.bind_contextvars(worker=handover.slot)
     tracing = configure_tracing(settings.telemetry, "proxy", GivenIds())
     proxy = Proxy(settings, tracing, handover=handover)
+    forwarder = None  # with several workers, their parent has it
+    if handover is None:
+        forwarder = forwarding_process(settings, config, proxy.metrics.forwarding)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(proxy, settings.proxy.host, is_worker=handover is not None))
+        host = settings.proxy.host
+        runner.run(_serve(proxy, forwarder, host, is_worker=handover is not None))
     tracing.shutdown()
     return 0
 
 
-async def _serve(proxy: Proxy, host: str, *, is_worker: bool) -> None:
+async def _serve(
+    proxy: Proxy, forwarder: ForwardingProcess | None, host: str, *, is_worker: bool
+) -> None:
     from sidecar.processes.readiness import tell_ready
     from sidecar.settings.kinds import base_url
 
@@ -131,11 +139,15 @@ async def _serve(proxy: Proxy, host: str, *, is_worker: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
     port = await proxy.start(parent_gone=stopping.set)
+    if forwarder is not None:
+        forwarder.start()
     if not is_worker:  # with several workers, their parent reports readiness
         tell_ready(base_url(host, port))
     _tune_garbage_collection()
     await stopping.wait()
     await proxy.stop()
+    if forwarder is not None:  # last, so that it forwards the last captures
+        await forwarder.stop()
 
 
 def _keep_freed_memory() -> None:

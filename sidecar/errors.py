@@ -9,7 +9,8 @@ SidecarError
 ├── StateLockError (OSError)        state_dir is in use, or cannot be written: stop the other one
 ├── StoreError (OSError)            the store cannot be reached or is of another revision
 │   └── StoreBusyError              the transaction conflicts with another one: repeat it
-└── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
+├── OutboxError (OSError)           the outbox could not be written: the capture is lost and counted
+└── ForwardingError (ConnectionError) Kafka takes no records: they stay in the outbox
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ class StoreBusyError(StoreError):
 class OutboxError(SidecarError, OSError):
     """The outbox refused a write (locked, full, read-only, deleted). `reason` labels the
     counter."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ForwardingError(SidecarError, ConnectionError):
+    """Kafka did not take a record; it stays in the outbox. `reason` labels the counter."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

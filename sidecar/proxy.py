@@ -80,7 +80,7 @@ class Proxy:
         if handover is not None:
             name = f"proxy-{handover.port}-{handover.slot}.sock"
             self._socket_path = settings.state_dir / name
-        bus = outbox_path(settings.bus.url)
+        bus = outbox_path(settings.bus.url, settings.state_dir)
         yield_cpu = Yielding()
         sink = sink or Outbox(
             bus,

@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 
+from support.kafka_broker import broker, running_broker
 from support.stores import empty_store, new_store, postgres, run_on_both, store_kind
 
-__all__ = ["empty_store", "new_store", "postgres", "store_kind"]  # fixtures of all tests
+__all__ = [  # fixtures of all tests
+    "broker",
+    "empty_store",
+    "new_store",
+    "postgres",
+    "running_broker",
+    "store_kind",
+]
 
 FIRST = (
     "tests/end_to_end/test_loop.py",
@@ -45,7 +53,10 @@ def place(nodeid: str) -> int:
 
 
 def lane(nodeid: str) -> str:
-    """Name what must run in one worker: a file, or a folder of `ONE_WORKER`."""
+    """Name what must run in one worker: a file, a folder of `ONE_WORKER`, or all tests with Kafka
+    in their names, which share a broker."""
+    if "kafka" in nodeid:
+        return "kafka"
     return next(
         (folder for folder in ONE_WORKER if nodeid.startswith(folder)), nodeid.split("::")[0]
     )

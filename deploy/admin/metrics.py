@@ -21,6 +21,7 @@ from deploy.admin.auth import RefusalReason
 from deploy.engine.reconcile import EngineView
 from deploy.registry import canaries, learner_switches, routing_writer
 from deploy.supervise.loops import LoopView
+from ingest.intake.bus_report import read_state
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AdapterRow,
@@ -55,6 +56,7 @@ class StoreCollector(Collector):
         with self._database.read() as session:
             yield from self._tallies(session)
             yield from self._singles(session)
+            yield from _bus(session)
             yield _counters(session)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
@@ -157,6 +159,23 @@ class StoreCollector(Collector):
         for name, loop in self._loops().items():
             failures.add_metric([name], float(loop.failures))
         yield failures
+
+
+def _bus(session: Session) -> Iterator[Metric]:
+    state = read_state(session)
+    lag = GaugeMetricFamily("sidecar_bus_lag", "Records on the bus that wait to be stored.")
+    reachable = GaugeMetricFamily(
+        "sidecar_bus_reachable", "Whether ingest reaches the bus (1) or not (0)."
+    )
+    at = GaugeMetricFamily(
+        "sidecar_bus_reported_timestamp_seconds", "When ingest last looked at the bus."
+    )
+    if state is not None:
+        reachable.add_metric([], float(not state.error))
+        at.add_metric([], state.at)
+        if state.lag is not None:
+            lag.add_metric([], state.lag)
+    yield from (lag, reachable, at)
 
 
 def _counters(session: Session) -> Metric:

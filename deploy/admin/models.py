@@ -6,6 +6,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.admin.out import BusOut, Out
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
@@ -14,12 +15,6 @@ from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
 
 T = TypeVar("T")
-
-
-class Out(BaseModel):
-    """A part of a reply. JSON has no infinity: a number without end is a damaged one."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class Page(BaseModel, Generic[T]):
@@ -335,6 +330,7 @@ class StatusOut(Out):
     groups: dict[str, int]
     """Number of groups by status."""
     exchanges: int
+    bus: BusOut | None
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 

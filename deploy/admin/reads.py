@@ -27,10 +27,12 @@ from deploy.admin.models import (
     RoutingOut,
     StatusOut,
 )
+from deploy.admin.out import BusOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
 from deploy.registry import canaries, learner_switches, routing_writer, versions
+from ingest.intake.bus_report import read_state
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
@@ -90,6 +92,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=_tally(session, GroupRow.status),
                 exchanges=session.scalar(select(func.count()).select_from(ExchangeRow)) or 0,
+                bus=_bus(session),
                 token_check=_token_check(session),
             )
 
@@ -254,3 +257,8 @@ def _token_check(session: Session) -> str:
 def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     rows = session.execute(select(column, func.count()).where(*where).group_by(column))
     return {str(value): number for value, number in rows}
+
+
+def _bus(session: Session) -> BusOut | None:
+    state = read_state(session)
+    return None if state is None else BusOut(lag=state.lag, error=state.error, at=state.at)

@@ -64,6 +64,12 @@ class Loop(msgspec.Struct):
     error: str | None
 
 
+class Bus(msgspec.Struct):
+    lag: int | None
+    error: str
+    at: float
+
+
 class Status(msgspec.Struct):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
@@ -78,6 +84,7 @@ class Status(msgspec.Struct):
     adapters: dict[str, int]
     groups: dict[str, int]
     exchanges: int
+    bus: Bus | None
     token_check: str
 
 
@@ -98,6 +105,7 @@ def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of th
         *_control(status.control),
         f"Adapters: {_tally(status.adapters)}.",
         f"Recorded: {_count(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
+        *_bus(status.bus, now),
         *_token_check(status.token_check),
     ]
 
@@ -177,6 +185,16 @@ def _control(loops: Mapping[str, Loop]) -> Iterator[str]:
     for name, loop in failing.items():
         times = _count(loop.failures, "time")
         yield f"Control: the loop `{name}` failed {times} in a row: {loop.error}"
+
+
+def _bus(bus: Bus | None, now: float) -> Iterator[str]:
+    if bus is None:
+        yield "Bus: not known, because ingest has not looked at it yet."
+    elif bus.error:
+        yield f"Bus: could not be reached {shown_age(now - bus.at)}: {bus.error}"
+    else:
+        waiting = _count(bus.lag or 0, "record")
+        yield f"Bus: {waiting} waiting to be stored, {shown_age(now - bus.at)}."
 
 
 def _token_check(text: str) -> Iterator[str]:

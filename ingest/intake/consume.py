@@ -161,6 +161,7 @@ def consume(
     consumed = Consumed()
     read = _Readiness(sessions=sessions, check_tokens=check_tokens, now=now)
     for records in _portions(bus.read(limit), read):
+        poison = [(one.envelope, one.error) for one in records if one.error is not None]
         try:
             consumed += _store(database, records, sessions, decide, now=now)
         except REFUSED:
@@ -168,7 +169,12 @@ def consume(
             # refused rows are dead-lettered.
             log.warning("batch_refused", records=len(records))
             for record in records:
-                consumed += _store_alone(database, record, sessions, decide, now=now)
+                stored, error = _store_alone(database, record, sessions, decide, now=now)
+                consumed += stored
+                if error is not None:
+                    poison.append((record.envelope, error))
+        for envelope, why in poison:
+            bus.put_aside(envelope, _reason(why))
         bus.commit(records[-1].envelope.position)
         del records  # before the next ones are read
     return consumed
@@ -261,17 +267,22 @@ def _as_stored(session: Session, records: Sequence[_Record]) -> list[StoredExcha
 
 def _store_alone(
     database: Database, record: _Record, sessions: Sessions, decide: Decide | None, *, now: float
-) -> Consumed:
+) -> tuple[Consumed, Exception | None]:
+    """Store one record. Returns: what became of it, and why the database refused it."""
     try:
-        return _store(database, [record], sessions, decide, now=now)
+        return _store(database, [record], sessions, decide, now=now), None
     except REFUSED as error:
         with database.write(alone=False) as session:
             _put_aside(session, record.envelope, error, now=now)
             count(session, STAGE, POISON)
-        return Consumed(poison=1)
+        return Consumed(poison=1), error
 
 
 def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> None:
-    reason = f"{type(error).__name__}: {error}"[:500]
-    log.error("record_put_aside", position=envelope.position, reason=reason)
+    reason = _reason(error)
+    log.error("record_put_aside", where=envelope.where, reason=reason)
     dead_letter(session, envelope.payload, reason=reason, now=now)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]

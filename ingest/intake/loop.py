@@ -18,6 +18,7 @@ from ingest.errors import BusError
 from ingest.grouping import engine_facts
 from ingest.grouping.rules import rules_of
 from ingest.intake.bus import BusReader
+from ingest.intake.bus_report import BusReport
 from ingest.intake.choose import choose_backlog, choose_new, decide
 from ingest.intake.consume import Decide, consume
 from ingest.intake.placing import Sessions
@@ -51,7 +52,9 @@ class Intake:
         self._bus = bus
         self._database = database
         self._bus_settings = settings.bus
-        self._sessions = Sessions(held_out_rate=settings.groups.held_out_rate)
+        self._report = BusReport(bus, database)
+        self._held_out_rate = settings.groups.held_out_rate
+        self._sessions = Sessions(held_out_rate=self._held_out_rate)
         self._model = settings.serving.model
         self._tokens = TokenCheck(settings.serving.base_model_path)
         self._engine = engine or EngineWatch(settings.serving)
@@ -59,6 +62,8 @@ class Intake:
         self._now = now
         self._backlog_due = 0.0
         self._prepared = False
+        self._restored: int | None = None
+        """The bus's epoch at which the sessions were read from the store."""
         self._published = False
         """True once the store holds the state of the token check and the facts about vLLM."""
         self._failures = 0
@@ -77,6 +82,8 @@ class Intake:
         try:
             taken = self.step()
         except (BusError, StoreError) as error:
+            if isinstance(error, BusError):
+                self._report.failed(error, self._now())
             self._failures += 1
             pause_s = PAUSES.wait_s(self._failures)
             log.warning("intake_waits", error=str(error), pause_s=pause_s)
@@ -100,8 +107,13 @@ class Intake:
                 found = get_flag(session, engine_facts.FLAG)
             if found is not None:
                 self._engine.recall(engine_facts.load_facts(found))
-            self._sessions.restore(self._database, now=now)
             self._prepared = True
+        epoch = self._bus.epoch()
+        if epoch != self._restored:
+            self._sessions = Sessions(held_out_rate=self._held_out_rate)
+            self._sessions.restore(self._database, now=now)
+            self._restored = epoch
+        self._report.report(now)
         limit = self._bus_settings.batch
         changes = (self._tokens.poll(now), self._engine.poll(now))
         if any(changes) or not self._published:

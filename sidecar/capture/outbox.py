@@ -28,7 +28,7 @@ from sidecar.capture import outbox_space
 from sidecar.capture.yielding import CooperativeYield, never_yield
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
-from sidecar.settings.kinds import bus_path
+from sidecar.settings.bus_url import outbox_file
 
 log = structlog.get_logger()
 BUSY_TIMEOUT_S = 5.0
@@ -63,11 +63,13 @@ class OutboxRow:
     """The exchange, packed by `sidecar.records.encode_exchange`."""
 
 
-def outbox_path(url: str) -> Path:
-    """Return the file of `bus.url`. Raises: SettingsError when the URL is of another kind of
-    bus."""
+def outbox_path(url: str, state_dir: Path) -> Path:
+    """Return the outbox that belongs to `bus.url`: its own file, or one in `state_dir` for Kafka.
+
+    Raises: SettingsError when the URL names no bus.
+    """
     try:
-        return Path(bus_path(url))
+        return outbox_file(url, state_dir)
     except ValueError as error:
         raise SettingsError(f"bus.url: {error}") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
+from sidecar.metrics.forwarding import ForwardingMetrics
 from sidecar.metrics.hot import LabelledCounter, MetricSet
 from sidecar.metrics.table import MetricTable
 
@@ -80,6 +81,7 @@ class Metrics:
         )
         self._upstreams(make)
         self._capture(make)
+        self.forwarding = ForwardingMetrics(make)
         self._routing(make)
         self._workers(make)
         self._access(make)

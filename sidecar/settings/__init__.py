@@ -1,5 +1,7 @@
 """Every setting of every process: kinds <- sections <- safety, checks, shown <- load."""
 
+from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
+from sidecar.settings.kafka import Kafka
 from sidecar.settings.learning import DEFAULT_RUBRIC, BestOf, Canary, Groups, Judge, Learner
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
 from sidecar.settings.section import Section
@@ -33,7 +35,10 @@ __all__ = [
     "Engine",
     "Groups",
     "Judge",
+    "Kafka",
+    "KafkaUrl",
     "Learner",
+    "OutboxUrl",
     "Proxy",
     "SamplingField",
     "Section",
@@ -42,6 +47,7 @@ __all__ = [
     "Store",
     "Telemetry",
     "load_settings",
+    "read_bus_url",
     "shown_settings",
     "with_workers",
 ]

@@ -20,7 +20,8 @@ from sidecar.settings.addresses import (
     is_loopback,
     share_an_address,
 )
-from sidecar.settings.kinds import MAX_PORT, bus_path
+from sidecar.settings.bus_url import KafkaUrl, outbox_file, read_bus_url
+from sidecar.settings.kinds import MAX_PORT
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Proxy, Settings
@@ -44,6 +45,7 @@ def problems(settings: Settings) -> Iterator[Problem]:
     yield from _judge(settings)
     yield from _learner(settings)
     yield from _canary(settings)
+    yield from _kafka(settings)
     yield from _store(settings.store.url)
     yield from _disk(settings)
 
@@ -167,6 +169,44 @@ def _canary(settings: Settings) -> Iterator[Problem]:
         )
 
 
+def _kafka(settings: Settings) -> Iterator[Problem]:
+    kafka = settings.kafka
+    if not isinstance(read_bus_url(settings.bus.url), KafkaUrl):
+        return
+    if kafka.security_protocol.startswith("SASL"):
+        if not kafka.sasl_mechanism:
+            yield (
+                ("kafka", "sasl_mechanism"),
+                f"is empty and kafka.security_protocol is {kafka.security_protocol}; give PLAIN, "
+                "SCRAM-SHA-256 or SCRAM-SHA-512",
+            )
+        elif not kafka.sasl_username or kafka.sasl_password is None:
+            yield (
+                ("kafka", "sasl_username"),
+                "or kafka.sasl_password is empty and SASL needs both; set the password by "
+                "SIDECAR_KAFKA__SASL_PASSWORD",
+            )
+    elif kafka.sasl_mechanism or kafka.sasl_username or kafka.sasl_password is not None:
+        yield (
+            ("kafka", "security_protocol"),
+            f"is {kafka.security_protocol}, so the SASL settings would not be used; give SASL_SSL",
+        )
+    files = {
+        "ssl_cafile": kafka.ssl_cafile,
+        "ssl_certfile": kafka.ssl_certfile,
+        "ssl_keyfile": kafka.ssl_keyfile,
+    }
+    for name, file in files.items():
+        if file and not os.path.isfile(file):
+            yield ("kafka", name), f"names {file}, which is no file; correct the path"
+        if file and not kafka.security_protocol.endswith("SSL"):
+            yield (
+                ("kafka", "security_protocol"),
+                f"is {kafka.security_protocol}, so kafka.{name} would not be used; give SSL or "
+                "SASL_SSL",
+            )
+
+
 _STORES = "sqlite:///path/to/store.db or postgresql://user@host/database"
 
 
@@ -219,7 +259,7 @@ def _disk(settings: Settings) -> Iterator[Problem]:
     ):
         if (file := _file_in_the_way(folder)) is not None:
             yield key, f"must be a folder, and {file} is a file; give another"
-    bus, store = Path(bus_path(settings.bus.url)), _store_file(settings.store.url)
+    bus, store = outbox_file(settings.bus.url, settings.state_dir), _store_file(settings.store.url)
     files = [(("bus", "url"), bus)]
     if store is not None:
         files.append((("store", "url"), store))

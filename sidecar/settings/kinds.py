@@ -16,7 +16,6 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
-BUS_SCHEME = "sqlite:///"
 MAX_PORT = 65_535
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -85,19 +84,6 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def bus_path(url: str) -> str:
-    """Return the file of `bus.url`. Raises: ValueError when the URL is of another kind of bus."""
-    path = url.removeprefix(BUS_SCHEME)
-    if path == url or not path or "\0" in path:
-        raise ValueError(
-            "this release has the embedded bus only, Kafka comes with a later one; "
-            "set bus.url = 'sqlite:///path/to/outbox.db'"
-        )
-    if path == ":memory:":
-        raise ValueError("memory is not shared between processes; name a file")
-    return path
-
-
 def _split(url: str) -> SplitResult:
     """Raises: ValueError, without the URL, which may hold a password."""
     if not url.isprintable() or " " in url:
@@ -113,7 +99,7 @@ def _split(url: str) -> SplitResult:
         raise ValueError(f"{_quoted(url)}is not http://host:port or https://host")
     if port == 0:
         raise ValueError(f"has port 0, where nobody listens; give 1 to {MAX_PORT}")
-    _host(parts.hostname)
+    checked_host(parts.hostname)
     return parts
 
 
@@ -142,7 +128,8 @@ def _upstream(url: str) -> str:
     return url
 
 
-def _host(host: str) -> str:
+def checked_host(host: str) -> str:
+    """Return an address or a host name. Raises: ValueError when it is neither."""
     if host.startswith("["):
         raise ValueError("write an IPv6 address without brackets")
     try:
@@ -227,11 +214,6 @@ def _device(text: str) -> str:
     return text
 
 
-def _bus_url(url: str) -> str:
-    bus_path(url)
-    return url
-
-
 _BUSY = "a shorter one keeps a core busy, a longer one looks like a process that hangs"
 _FOREVER = "nothing waits shorter than a millisecond, or longer than a week"
 _A_SHARE = "it is a share"
@@ -246,12 +228,11 @@ Bytes = Annotated[
     int, Between(1, 1_000_000_000_000, "nothing fits into less, and no memory holds more")
 ]
 Port = Annotated[int, Between(0, MAX_PORT, "TCP has no other ports; 0 takes a free one")]
-Host = Annotated[str, AfterValidator(_host)]
+Host = Annotated[str, AfterValidator(checked_host)]
 Upstream = Annotated[str, AfterValidator(_upstream)]
 WebUrl = Annotated[str, AfterValidator(_web_url)]
 WebUrlOrNone = Annotated[str, AfterValidator(_web_url_or_none)]
 """A URL, or the empty text for none."""
-BusUrl = Annotated[str, AfterValidator(_bus_url)]
 Line = Annotated[str, AfterValidator(_line)]
 Name = Annotated[str, AfterValidator(_name)]
 Text = Annotated[str, AfterValidator(_text)]

@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sidecar.settings.bus_url import BusUrl
+from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import (
     Between,
-    BusUrl,
     Bytes,
     Count,
     Digest,
@@ -160,7 +161,8 @@ class Capture(Section):
 
 class Bus(Section):
     url: BusUrl = "sqlite:///.sidecar/outbox.db"
-    """`sqlite:///path`: the embedded outbox. Kafka comes with a later release."""
+    """`sqlite:///path`: the embedded outbox. `kafka://host:port,host:port/topic`: Kafka, to which
+    the proxy forwards what is in an outbox in `state_dir`."""
     max_rows: Count = 200_000
     """Unread records that the outbox keeps; beyond, the newest is dropped and counted."""
     max_bytes: Bytes = 4 * 2**30
@@ -219,6 +221,7 @@ class Settings(BaseSettings):
     access: Access = Access()
     capture: Capture = Capture()
     bus: Bus = Bus()
+    kafka: Kafka = Kafka()
     store: Store = Store()
     groups: Groups = Groups()
     judge: Judge = Judge()

@@ -27,6 +27,8 @@ from prometheus_client import CollectorRegistry
 from sidecar.access.limits_file import LimitsFile, counted, limits_path
 from sidecar.access.limits_table import TableLimiter
 from sidecar.backoff import Waits
+from sidecar.forwarding.process import forwarding_process
+from sidecar.metrics.forwarding import ForwardingMetrics
 from sidecar.metrics.hot import MetricSet
 from sidecar.metrics.proxy import limits_lost, limits_unchecked, worker_restarts
 from sidecar.metrics.table import (
@@ -88,6 +90,8 @@ class Workers:
         own = MetricTable(self._regions[PARENT_REGION])
         counts = MetricSet(CollectorRegistry(), own)
         self._restarts = worker_restarts(counts)
+        self._forwarder = forwarding_process(settings, config, ForwardingMetrics(counts))
+        self._own = own
         self._limits: int | None = None
         self._limits_file: LimitsFile | None = None
         if settings.access.mode == "keys":
@@ -120,6 +124,9 @@ class Workers:
         )
         if self._limits_file is not None:
             self._limits_file.start()
+        if self._forwarder is not None:
+            self._own.open()  # workers show its gauges
+            self._forwarder.start()
         self._begin(self._start_all(), self._lives)
         self._begin(self._end_hung(), self._lives)
         await self._stopping.wait()
@@ -300,6 +307,8 @@ class Workers:
             await child.process.wait()
         if self._limits_file is not None:
             await self._limits_file.stop()
+        if self._forwarder is not None:  # last, so that it forwards the last captures
+            await self._forwarder.stop()
         log.info("workers_stopped")
 
     def _begin(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:

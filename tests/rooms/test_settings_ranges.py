@@ -300,7 +300,31 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ('[engine]\ncommand = [""]', "setting engine.command begins with an empty word"),
         ('[engine]\ncommand = ["a\\u0000"]', "setting engine.command: holds a NUL byte"),
         ('[engine.env]\n"A=B" = "1"', "setting engine.env 'A=B' is no name of a variable"),
-        ('[bus]\nurl = "kafka://h/t"', "setting bus.url: this release has the embedded bus only"),
+        ('[bus]\nurl = "amqp://h/t"', "setting bus.url: is no bus that this release knows"),
+        ('[bus]\nurl = "kafka://h:9092"', "setting bus.url: names no topic"),
+        ('[bus]\nurl = "kafka://h:9092/a b"', "setting bus.url: names a topic that Kafka refuses"),
+        ('[bus]\nurl = "kafka://h:99999/t"', "setting bus.url: has a port that is no number"),
+        ('[bus]\nurl = "kafka://h,/t"', "setting bus.url: names a server without a host"),
+        ('[bus]\nurl = "kafka://h:1/t?acks=0"', "setting bus.url: holds `?` or `#`; options"),
+        (f'[bus]\nurl = "kafka://u:{SECRET}@h:1/t"', "setting bus.url: holds a user name or a pas"),
+        (
+            '[bus]\nurl = "kafka://h/t"\n[kafka]\nsecurity_protocol = "SASL_SSL"',
+            "setting kafka.sasl_mechanism is empty",
+        ),
+        (
+            '[bus]\nurl = "kafka://h/t"\n[kafka]\nsecurity_protocol = "SASL_SSL"\n'
+            'sasl_mechanism = "PLAIN"\nsasl_username = "u"',
+            "or kafka.sasl_password is empty and SASL needs both",
+        ),
+        (
+            f'[bus]\nurl = "kafka://h/t"\n[kafka]\nsasl_password = "{SECRET}"',
+            "setting kafka.security_protocol is PLAINTEXT, so the SASL settings would not be used",
+        ),
+        (
+            '[bus]\nurl = "kafka://h/t"\n[kafka]\nsecurity_protocol = "SSL"\nssl_cafile = "/no"',
+            "setting kafka.ssl_cafile names /no, which is no file",
+        ),
+        (f'[kafka]\nsasl_password = "{SECRET}\\n"', "kafka.sasl_password: holds a line's end"),
         ('[bus]\nurl = "sqlite:///:memory:"', "setting bus.url: memory is not shared"),
         ('[store]\nurl = "sqlite://"', "setting store.url names no file"),
         (f'[store]\nurl = "nonsense:{SECRET}"', "setting store.url is no database URL"),

@@ -56,7 +56,7 @@ def test_it_starts_without_vllm_says_what_to_check_and_stops_on_term(state_dir: 
     ("line", "message"),
     [
         ('proxy = {host = "0.0.0.0"}', "proxy.host 0.0.0.0 is reachable from outside"),
-        ('bus = {url = "kafka://h:9092/t"}', "Kafka comes with a later one"),
+        ('bus = {url = "kafka://h:9092"}', "setting bus.url: names no topic"),
         ('serving = {upstreams = ["vllm:8000"]}', "serving.upstreams: vllm:8000 is not"),
     ],
 )

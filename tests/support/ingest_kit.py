@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +20,12 @@ from ingest.grouping.selection import Rules, group_id_of
 from ingest.intake.bus import BATCH_BYTES, BusReader, Envelope
 from ingest.intake.choose import choose_new
 from ingest.store.exchanges import save_exchange
+from sidecar.forwarding.report import Tally
+from sidecar.forwarding.topics import ensure_topics
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.routing.table import RoutingTable, encode_table
+from sidecar.settings import Kafka as KafkaSettings
+from sidecar.settings import KafkaUrl, read_bus_url
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AnswerRow,
@@ -32,6 +37,7 @@ from sidecar.store.models import (
 )
 from support.fake_load import ScriptedLoad
 from support.fake_sampler import FakeSampler
+from support.kafka_broker import UP_S, Broker
 from support.stores import NewStore
 
 PROMPT = (1, 9, 9, 4)
@@ -83,6 +89,12 @@ class MemoryBus:
 
     def __init__(self, payloads: Sequence[bytes] = ()) -> None:
         self.kept = [Envelope(position=n, payload=p) for n, p in enumerate(payloads, start=1)]
+        self.aside: list[tuple[bytes, str]] = []
+        self.number = 0
+        """What `epoch` returns."""
+
+    def epoch(self) -> int:
+        return self.number
 
     def read(self, limit: int, limit_bytes: int = BATCH_BYTES) -> Sequence[Envelope]:
         sizes = accumulate(len(envelope.payload) for envelope in self.kept[:limit])
@@ -93,6 +105,9 @@ class MemoryBus:
 
     def lag(self) -> int:
         return len(self.kept)
+
+    def put_aside(self, envelope: Envelope, reason: str) -> None:
+        self.aside.append((envelope.payload, reason))
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -172,7 +187,7 @@ def kit(new_store: NewStore) -> Kit:
 FillBus = Callable[[Sequence[Exchange]], BusReader]
 
 
-@pytest.fixture(params=["memory", "outbox"])
+@pytest.fixture(params=["memory", "outbox", "kafka"])
 def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillBus]:
     """A function that makes a bus, fake or real, holding these exchanges."""
     from ingest.intake.bus import open_bus
@@ -180,11 +195,19 @@ def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillB
     from sidecar.records import encode_exchange
 
     opened: list[BusReader] = []
+    broker: Broker | None = None
+    if request.param == "kafka":
+        broker = request.getfixturevalue("broker")
 
     def fill(exchanges: Sequence[Exchange]) -> BusReader:
         bus: BusReader
         if request.param == "memory":
             bus = MemoryBus([encode_exchange(exchange) for exchange in exchanges])
+        elif broker is not None:
+            url = broker.new_url()
+            forward(url, exchanges, tmp_path)
+            bus = open_bus(url)
+            settle(bus, len(exchanges))
         else:
             outbox = Outbox(tmp_path / "outbox.db", max_rows=1_000)
             outbox.write(exchanges)
@@ -196,3 +219,41 @@ def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillB
     yield fill
     for bus in opened:
         bus.close()
+
+
+def settle(bus: BusReader, count: int) -> None:
+    """Wait until the brokers have given this reader the partitions and `count` records."""
+    deadline = time.monotonic() + UP_S
+    while not bus.epoch() or len(bus.read(max(1, count))) < count:
+        assert time.monotonic() < deadline
+
+
+def forward(url: str, exchanges: Sequence[Exchange], folder: Path, **kafka: Any) -> Tally:
+    """Send exchanges by way of an outbox, as a proxy does. Returns: what was counted."""
+    from sidecar.capture.outbox import Outbox, OutboxReader
+    from sidecar.forwarding.dead_letters import FILE, DeadLetters
+    from sidecar.forwarding.forward import Forwarder
+    from sidecar.forwarding.sender import KafkaSender
+
+    outbox = Outbox(folder / "sent.db", max_rows=100_000)
+    outbox.write(exchanges)
+    outbox.close()
+    settings, place = KafkaSettings(**{"partitions": 2, **kafka}), read_bus_url(url)
+    assert isinstance(place, KafkaUrl)
+    ensure_topics(place, settings)
+    tally = Tally()
+    reader = OutboxReader(folder / "sent.db")
+    forwarder = Forwarder(
+        reader,
+        lambda: KafkaSender(place, settings),
+        DeadLetters(folder / FILE),
+        tally,
+        partition_by=settings.partition_by,
+    )
+    try:
+        while forwarder.step():
+            continue
+    finally:
+        forwarder.close()
+        reader.close()
+    return tally

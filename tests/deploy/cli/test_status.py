@@ -16,6 +16,7 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
+from deploy.admin.out import BusOut
 from deploy.cli.status import status_lines
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
@@ -45,6 +46,7 @@ def status(**changes: Any) -> Any:
         "adapters": {"champion": 1, "retired": 2},
         "groups": {"scored": 12},
         "exchanges": 1_240,
+        "bus": BusOut(lag=3, error="", at=NOW - 4.0),
         "token_check": "on",
     }
     return StatusOut(**{**fields, **changes}).model_dump(mode="json")
@@ -99,6 +101,7 @@ def test_a_quiet_sidecar() -> None:
         "Control: every loop works.",
         "Adapters: 1 champion, 2 retired.",
         "Recorded: 1,240 exchanges. Groups: 12 scored.",
+        "Bus: 3 records waiting to be stored, 4 s ago.",
     ]
 
 
@@ -185,6 +188,7 @@ def test_what_needs_attention_is_said_with_its_reason() -> None:
         "Control: the loop `tick` failed 2 times in a row: KeyError: 'x'",
         "Adapters: 1 champion, 2 retired.",
         "Recorded: 1,240 exchanges. Groups: 12 scored.",
+        "Bus: 3 records waiting to be stored, 4 s ago.",
         "Token check: off: no tokenizer",
     ]
 
@@ -197,9 +201,22 @@ def test_before_any_adapter_the_base_model_answers() -> None:
     assert lines is not None
     assert lines[0] == "Model m: the base model answers every session."
     assert lines[1] == "Canary: none."
-    assert lines[-2:] == ["Adapters: none.", "Recorded: 1 exchange. Groups: none."]
+    assert lines[-3:-1] == ["Adapters: none.", "Recorded: 1 exchange. Groups: none."]
 
 
 @pytest.mark.parametrize("found", [{}, [], {"model": 1}, {**status(), "engine": None}])
 def test_a_status_of_another_version_is_left_to_the_caller(found: Any) -> None:
     assert status_lines(found, NOW) is None
+
+
+def test_a_bus_that_is_away_or_not_known_is_said() -> None:
+    away = BusOut(lag=None, error="Kafka at h:9092, topic t: no answer", at=NOW - 4.0)
+
+    for bus, line in (
+        (away, "Bus: could not be reached 4 s ago: Kafka at h:9092, topic t: no answer"),
+        (None, "Bus: not known, because ingest has not looked at it yet."),
+    ):
+        lines = status_lines(status(bus=bus), NOW)
+
+        assert lines is not None
+        assert lines[-1] == line

@@ -10,7 +10,6 @@ import pytest
 
 from ingest.errors import BusError
 from ingest.intake.bus import Envelope, open_bus
-from sidecar.errors import SettingsError
 from sidecar.records import decode_exchange, encode_exchange
 from support.ingest_kit import FillBus, Kit
 
@@ -118,8 +117,3 @@ def test_a_locked_outbox_is_a_bus_error_and_loses_nothing(kit: Kit, tmp_path: Pa
     assert ids(bus.read(1)) == ["a"]
     bus.close()
     outbox.close()
-
-
-def test_kafka_is_refused_and_said_to_come_later() -> None:
-    with pytest.raises(SettingsError, match="Kafka comes with a later"):
-        open_bus("kafka://127.0.0.1:9092/exchanges")

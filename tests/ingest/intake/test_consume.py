@@ -157,6 +157,7 @@ def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit: Kit, payload: byt
         letter = session.scalars(select(DeadLetterRow)).one()
     assert letter.payload == payload
     assert letter.at == 5.0
+    assert bus.aside == [(payload, letter.reason)]
 
 
 def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit: Kit) -> None:
@@ -191,6 +192,7 @@ def test_a_row_that_the_database_refuses_is_put_aside_and_the_others_are_stored(
         letter = session.scalars(select(DeadLetterRow)).one()
     assert letter.payload == encode_exchange(refused)
     assert "IntegrityError" in letter.reason
+    assert bus.aside == [(letter.payload, letter.reason)]
 
 
 def test_the_held_out_flag_is_stored_with_the_exchange(kit: Kit) -> None:

@@ -244,13 +244,13 @@ def test_the_process_makes_the_store_consumes_and_ends_cleanly(kit: Kit, tmp_pat
     assert b"Traceback" not in errors
 
 
-def test_the_process_refuses_kafka_and_says_why(
+def test_the_process_refuses_a_bus_without_a_topic_and_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ingest.__main__ import main
 
-    config = write_config(tmp_path, "kafka://127.0.0.1:9092/t")
+    config = write_config(tmp_path, "kafka://127.0.0.1:9092")
 
     assert main(["--config", str(config)]) == 2
-    assert "Kafka comes with a later" in capsys.readouterr().err
+    assert "names no topic; give kafka://" in capsys.readouterr().err
     assert not (tmp_path / "store.db").exists()

@@ -298,13 +298,17 @@ def test_what_was_committed_outlives_a_process_that_is_killed(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("url", "path"),
-    [("sqlite:///a/b.db", "a/b.db"), ("sqlite:////var/b.db", "/var/b.db")],
+    [
+        ("sqlite:///a/b.db", "a/b.db"),
+        ("sqlite:////var/b.db", "/var/b.db"),
+        ("kafka://h:9092/t", "state/outbox.db"),
+    ],
 )
 def test_the_url_names_a_file(url: str, path: str) -> None:
-    assert outbox_path(url) == Path(path)
+    assert outbox_path(url, Path("state")) == Path(path)
 
 
-@pytest.mark.parametrize("url", ["kafka://h:9092/t", "sqlite://", "sqlite:///", "outbox.db"])
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "outbox.db", "kafka://h", "amqp://h/t"])
 def test_another_bus_is_refused_with_what_to_do(url: str) -> None:
-    with pytest.raises(SettingsError, match=r"Kafka comes with a later one; set bus\.url"):
-        outbox_path(url)
+    with pytest.raises(SettingsError, match=r"bus\.url: .*; give (sqlite|kafka)://"):
+        outbox_path(url, Path("state"))
