@@ -23,7 +23,7 @@ ROUTE = Assignment(adapter="base", arm="champion", propensity=1.0, upstream_mode
 
 
 def main(url: str, rate: float, seconds: float, log: Path, prefix: str) -> None:
-    outbox = Outbox(outbox_path(url), max_rows=1_000_000)
+    outbox = Outbox(outbox_path(url, log.parent), max_rows=1_000_000)
     capture = Capture(CaptureSettings(), outbox, Metrics(), None)
     capture.start()
     source = exchanges(prefix=prefix)
