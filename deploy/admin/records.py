@@ -29,6 +29,7 @@ from deploy.admin.models import (
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from sidecar.store.arrays import unpack_ids
+from sidecar.store.contents import load_contents
 from sidecar.store.database import DAMAGE, decompress
 from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
 
@@ -201,11 +202,12 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         for name in ExchangeOut.model_fields
         if name not in {"prompt_tokens", "group_id", "request", "choices"}
     }
+    content = load_contents(session, [exchange_id])[exchange_id]
     return ExchangeOut(
         **plain,
-        prompt_tokens=len(unpack_ids(row.prompt_token_ids)),
+        prompt_tokens=len(unpack_ids(content.prompt_ids)),
         group_id=session.scalar(group),
-        request=read_stored(decompress(row.request_body)),
+        request=read_stored(content.request),
         choices=[
             ChoiceOut(
                 index=choice.index,

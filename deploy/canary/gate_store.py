@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison
 from ingest.grouping.selection import CHOSEN_SURFACES, HELD_OUT
-from sidecar.store.database import DAMAGE, count, decompress, insert_into
+from sidecar.store.contents import Contents, load_contents
+from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 
 
@@ -51,21 +52,28 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
         .group_by(ExchangeRow.session_id)
     )
     statement = (
-        select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.request_body)
+        select(ExchangeRow.exchange_id, ExchangeRow.session_id)
         .where(ExchangeRow.seq.in_(newest))
         .order_by(ExchangeRow.seq.desc())
         .limit(limit)
     )
-    return [
-        HeldOutPrompt(exchange_id=exchange_id, session_id=key, request=_request(body))
-        for exchange_id, key, body in session.execute(statement)
+    found = [
+        (exchange_id, key)
+        for exchange_id, key in session.execute(statement)
         if "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
+    ]
+    contents = load_contents(session, [exchange_id for exchange_id, _ in found])
+    return [
+        HeldOutPrompt(
+            exchange_id=exchange_id, session_id=key, request=_request(contents, exchange_id)
+        )
+        for exchange_id, key in found
     ]
 
 
-def _request(body: bytes) -> dict[str, Any]:
+def _request(contents: Contents, exchange_id: str) -> dict[str, Any]:
     try:
-        request = json.loads(decompress(body))
+        request = json.loads(contents[exchange_id].request)
     except (*DAMAGE, RecursionError):
         return {}
     usable = isinstance(request, dict) and isinstance(request.get("messages"), list)

@@ -32,6 +32,7 @@ from sqlalchemy.orm import Session
 from deploy.canary.answer_shape import is_short
 from deploy.records import Canary
 from deploy.registry.canary_rule import ArmCounts, RampEvidence
+from sidecar.store.contents import load_contents
 from sidecar.store.database import decompress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 
@@ -202,13 +203,17 @@ def _given(session: Session, exchange_ids: Sequence[str]) -> list[ChoiceRow]:
     counts = Counter(choice.exchange_id for choice in choices)
     several = [exchange_id for exchange_id, count in counts.items() if count > 1]
     # A completions request with several prompts gives several choices without `n`.
-    chats = select(
-        ExchangeRow.exchange_id, ExchangeRow.returned_index, ExchangeRow.request_body
-    ).where(ExchangeRow.exchange_id.in_(several), ExchangeRow.surface == "chat")
+    chats = select(ExchangeRow.exchange_id, ExchangeRow.returned_index).where(
+        ExchangeRow.exchange_id.in_(several), ExchangeRow.surface == "chat"
+    )
+    indices: dict[str, int] = {
+        row.exchange_id: row.returned_index for row in session.execute(chats)
+    }
+    contents = load_contents(session, indices)
     returned = {
         exchange_id: index
-        for exchange_id, index, body in session.execute(chats)
-        if asks_for_one(decompress(body))
+        for exchange_id, index in indices.items()
+        if asks_for_one(contents[exchange_id].request)
     }
     return [
         choice

@@ -30,6 +30,7 @@ from ingest.store.exchanges import (
     ExchangeRows,
     StoredExchange,
     dead_letter,
+    encode_exchanges,
     insert_exchanges,
     rows_of,
     sessions_of,
@@ -204,6 +205,8 @@ def _store(
     *,
     now: float,
 ) -> Consumed:
+    with database.read() as session:
+        encode_exchanges(session, [one.rows for one in records if one.rows is not None])
     # A batch that is not decided may be stored beside that of another consumer: if both store one
     # exchange, the database refuses a row, and the records are stored one by one.
     with database.write(alone=decide is not None) as session:

@@ -14,8 +14,8 @@ from sidecar.store.database import Database, count
 
 RESTORED = 20_000
 """Exchanges that are read after a restart, at most: ten seconds. The newest count."""
-RESTORED_BYTES = 128 * 2**20
-"""Stored bodies that are read after a restart, at most; they are compressed. The newest count."""
+RESTORED_BYTES = 512 * 2**20
+"""Requests that are read after a restart, at most. The newest count."""
 
 STAGE = "sessions"
 UNREADABLE = "unreadable"

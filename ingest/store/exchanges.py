@@ -8,12 +8,16 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Select, and_, insert, select, tuple_, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from ingest.errors import UnreadableExchangesError
 from ingest.sessions.records import Place
+from ingest.store.bases import Row, content_of, encode_contents, settle_bases
 from ingest.store.places import SHARED_OPENING, place_columns, place_of
 from sidecar.records import Choice, Exchange
+from sidecar.store.arrays import unpack_ids
+from sidecar.store.content_cache import Content
+from sidecar.store.contents import load_contents
 from sidecar.store.database import DAMAGE, check_id
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
@@ -24,9 +28,12 @@ READ_BYTES = 8 * 2**20
 """Of requests and replies that are read from the store at once."""
 Settled = Callable[[Any], bool]  # Any: what the column holds
 """Whether an exchange may be decided that was stored then (`stored_at`)."""
-Row = dict[str, Any]  # Any: what a column holds
-_EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices"})
+DELTAS = ("request", "prompt_token_ids")
+"""Fields that are stored as differences from another exchange's (`ingest.store.bases`)."""
+_EXCHANGE = RowMapping(Exchange, ExchangeRow, other_tables={"choices", *DELTAS})
 _CHOICE = RowMapping(Choice, ChoiceRow)
+_DEFERRED = (defer(ExchangeRow.request_body), defer(ExchangeRow.prompt_token_ids))
+"""Read by `load_contents`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,8 @@ class ExchangeRows:
 
     exchange: Row
     choices: list[Row]
+    content: Content
+    """What `encode_exchanges` makes columns of, once the place is known."""
 
     def put(self, place: Place | None, exchange: Exchange, *, held_out: bool) -> None:
         """Set the columns that say where the exchange stands.
@@ -64,7 +73,8 @@ class ExchangeRows:
 
 
 def rows_of(exchange: Exchange, *, now: float) -> ExchangeRows:
-    """Make the rows of an exchange. They have no place yet (`ExchangeRows.put`).
+    """Make the rows of an exchange. They have no place yet (`ExchangeRows.put`), and the columns
+    of request and prompt are missing (`encode_exchanges`).
 
     Raises: ValueError or OverflowError when a row cannot hold a value (a token id of 2**31 or more,
     two choices of one index).
@@ -77,7 +87,15 @@ def rows_of(exchange: Exchange, *, now: float) -> ExchangeRows:
     choices = [_CHOICE.to_row(choice) for choice in exchange.choices]
     for choice in choices:
         choice["exchange_id"] = exchange.exchange_id
-    return ExchangeRows(row, choices)
+    return ExchangeRows(row, choices, content_of(exchange))
+
+
+def encode_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
+    """Set the columns of requests and prompts, most of them as differences from other exchanges.
+
+    rows: in the order of storing. session: may be a reader's.
+    """
+    encode_contents(session, [(one.exchange, one.content) for one in rows])
 
 
 def stored_among(session: Session, exchange_ids: Sequence[str]) -> set[str]:
@@ -100,8 +118,10 @@ def insert_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
     """Insert exchanges that the store does not have, in the caller's write transaction: one
     `executemany` for them and one for their choices.
 
+    rows: encoded by `encode_exchanges`.
     Raises: IntegrityError when one of them is stored already, or a row cannot hold a value.
     """
+    settle_bases(session, [(one.exchange, one.content) for one in rows])
     connection = session.connection()
     if rows:
         connection.execute(insert(ExchangeRow), [one.exchange for one in rows])
@@ -127,6 +147,7 @@ def save_exchange(
     rows.put(place, exchange, held_out=held_out)
     if stored_among(session, [exchange.exchange_id]):
         return False
+    encode_exchanges(session, [rows])
     insert_exchanges(session, [rows])
     return True
 
@@ -268,7 +289,7 @@ def _check_indices(indices: Sequence[int]) -> None:
 def _load(session: Session, statement: Select[ExchangeRow]) -> list[StoredExchange]:
     """Read exchanges in one query. If that fails, read them one by one to find damaged ones."""
     try:
-        return _stored(session, session.scalars(statement).all())
+        return _stored(session, session.scalars(statement.options(*_DEFERRED)).all())
     except DAMAGE as error:
         seqs = session.scalars(statement.with_only_columns(ExchangeRow.seq)).all()
         damage = {seq: why for seq in seqs if (why := _damage(session, seq)) is not None}
@@ -279,7 +300,8 @@ def _load(session: Session, statement: Select[ExchangeRow]) -> list[StoredExchan
 
 def _damage(session: Session, seq: int) -> str | None:
     try:
-        _stored(session, session.scalars(select(ExchangeRow).where(ExchangeRow.seq == seq)).all())
+        one = select(ExchangeRow).where(ExchangeRow.seq == seq).options(*_DEFERRED)
+        _stored(session, session.scalars(one).all())
     except DAMAGE as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -292,10 +314,14 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
     )
     for choice in found:
         choices[choice.exchange_id].append(choice)
+    contents = load_contents(session, choices)
     return [
         StoredExchange(
             exchange=_EXCHANGE.to_record(
-                row, choices=tuple(map(_CHOICE.to_record, choices[check_id(row.exchange_id)]))
+                row,
+                choices=tuple(map(_CHOICE.to_record, choices[check_id(row.exchange_id)])),
+                request=contents[row.exchange_id].request,
+                prompt_token_ids=unpack_ids(contents[row.exchange_id].prompt_ids),
             ),
             held_out=msgspec.convert(row.held_out, bool),
             selection=row.selection,

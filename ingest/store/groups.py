@@ -17,7 +17,9 @@ from sqlalchemy.orm import Session
 
 from ingest.records import Answer, Group, ScoredGroup
 from sidecar.store.arrays import ID_BYTES, unpack_ids
-from sidecar.store.database import count, decompress, insert_into
+from sidecar.store.contents import load_contents
+from sidecar.store.database import count, insert_into
+from sidecar.store.frames import HEAD_BYTES, decoded_ids
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
 
@@ -65,37 +67,39 @@ def save_group(session: Session, group: Group, *, now: float) -> bool:
 
 def load_group(session: Session, group_id: str) -> Group | None:
     """Read a group with its answers in order; None when there is none of this id."""
-    found = session.execute(
-        select(GroupRow, ExchangeRow.request_body, ExchangeRow.prompt_token_ids)
+    row = session.scalar(
+        select(GroupRow)
         .join(ExchangeRow, ExchangeRow.exchange_id == GroupRow.exchange_id)
         .where(GroupRow.group_id == group_id)
-    ).one_or_none()
-    if found is None:
+    )
+    if row is None:
         return None
-    row, request_body, prompt_token_ids = found
+    content = load_contents(session, [row.exchange_id])[row.exchange_id]
     return Group(
         group_id=row.group_id,
         exchange_id=row.exchange_id,
         session_key=row.session_key,
         session_id=row.session_id,
         adapter=row.adapter,
-        request=decompress(request_body),
-        prompt_token_ids=unpack_ids(prompt_token_ids),
+        request=content.request,
+        prompt_token_ids=unpack_ids(content.prompt_ids),
         answers=tuple(map(_ANSWER.to_record, _answer_rows(session, group_id))),
     )
 
 
 def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
     """Count the tokens of a group's prompt, and of all its answers, without reading them."""
-    prompt = session.scalar(
-        select(func.length(ExchangeRow.prompt_token_ids))
+    ids = ExchangeRow.prompt_token_ids
+    prompt = session.execute(
+        select(func.substr(ids, 1, HEAD_BYTES), func.length(ids))
         .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
         .where(GroupRow.group_id == group_id)
-    )
+    ).one_or_none()
     answers = session.scalar(
         select(func.sum(func.length(AnswerRow.token_ids))).where(AnswerRow.group_id == group_id)
     )
-    return (prompt or 0) // ID_BYTES, (answers or 0) // ID_BYTES
+    prompt_bytes = decoded_ids(*prompt) if prompt is not None else 0
+    return prompt_bytes // ID_BYTES, (answers or 0) // ID_BYTES
 
 
 def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
+from sqlalchemy import ColumnElement, func
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
 from ingest.store.exchanges import StoredExchange, load_by_seq
+from sidecar.store.frames import HEAD_BYTES, decoded_bytes, decoded_ids
+from sidecar.store.models import ExchangeRow
 
 PAGE: Final = 256
 """Exchanges read at once, at most."""
-PAGE_BYTES: Final = 4 * 2**20
-"""Stored bytes of bodies and prompt ids read at once, if one exchange has no more. Decoded they
-take up to ten times as much."""
+PAGE_BYTES: Final = 32 * 2**20
+"""Bytes of requests and packed prompt ids read at once, if one exchange has no more."""
 log = structlog.get_logger()
 
 
+def decoded_columns() -> tuple[ColumnElement[Any], ...]:  # Any: damaged ones are of any type
+    """The columns that `decoded_sizes` takes. What an exchange says is not read for them."""
+    body, ids = ExchangeRow.request_body, ExchangeRow.prompt_token_ids
+    return (
+        *(func.substr(body, 1, HEAD_BYTES), func.length(body)),
+        *(func.substr(ids, 1, HEAD_BYTES), func.length(ids)),
+    )
+
+
+def decoded_sizes(
+    body_head: bytes, body_bytes: int | None, ids_head: bytes, ids_bytes: int | None
+) -> tuple[int, int]:
+    """Return about how many bytes a request and its packed prompt ids take once they are read.
+
+    They are stored as differences from others: the stored size says nothing about it.
+    """
+    return decoded_bytes(body_head, body_bytes or 0), decoded_ids(ids_head, ids_bytes or 0)
+
+
 def pages_of(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Divide exchanges into pages, in their order. sizes: (seq, stored bytes) of each."""
+    """Divide exchanges into pages, in their order. sizes: (seq, bytes) of each."""
     pages: list[list[int]] = []
     total = 0
     for seq, size in sizes:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.sessions.rows import SampledAnswer, TokenRow, TokenTurn, join_rows, parents_first
 from ingest.store.exchanges import StoredExchange
-from ingest.store.pages import pages_of, read_pages
+from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
 from sidecar.store.models import ExchangeRow
 
 MOST_EXCHANGES: Final = 10_000
@@ -37,14 +37,13 @@ def load_rows(session: Session, session_id: str, *, limit: int = MOST_EXCHANGES)
             ExchangeRow.seq,
             ExchangeRow.exchange_id,
             ExchangeRow.parent_id,
-            func.length(ExchangeRow.request_body),
-            func.length(ExchangeRow.prompt_token_ids),
+            *decoded_columns(),
         )
         .where(ExchangeRow.session_id == session_id)
         .order_by(ExchangeRow.seq)
         .limit(limit)
     ).all()
-    sizes = {name: (seq, (body or 0) + (ids or 0)) for seq, name, _, body, ids in found}
+    sizes = {name: (seq, sum(decoded_sizes(*columns))) for seq, name, _, *columns in found}
     order = list(parents_first({name: parent for _, name, parent, *_ in found}))
     place = {name: at for at, name in enumerate(order)}
     damaged = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from ingest.sessions.records import Place
 from ingest.store.exchanges import StoredExchange
-from ingest.store.pages import pages_of, read_pages
+from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
 from ingest.store.places import place_columns
 from sidecar.store.models import ExchangeRow, GroupRow
 
@@ -20,29 +20,24 @@ def newest_exchanges(
     """Yield the newest exchanges in pages, the oldest of them first, each page with the number of
     damaged ones that are left out of it.
 
-    since: `stored_at`, Unix seconds. limit: rows that are looked at. limit_bytes: of request bodies
-    as they are stored.
+    since: `stored_at`, Unix seconds. limit: rows that are looked at. limit_bytes: of requests.
     """
     newest = session.execute(
-        select(
-            ExchangeRow.seq,
-            ExchangeRow.stored_at,
-            func.length(ExchangeRow.request_body),
-            func.length(ExchangeRow.prompt_token_ids),
-        )
+        select(ExchangeRow.seq, ExchangeRow.stored_at, *decoded_columns())
         .order_by(ExchangeRow.seq.desc())
         .limit(limit)
     ).all()
     total = 0
     sizes: list[tuple[int, int]] = []
-    for seq, stored_at, body, ids in newest:
+    for seq, stored_at, *columns in newest:
         # A damaged time keeps no older exchange from being read.
         if isinstance(stored_at, float) and stored_at < since:
             continue
-        total += body or 0
+        request, prompt = decoded_sizes(*columns)
+        total += request
         if total > limit_bytes:
             break
-        sizes.append((seq, (body or 0) + (ids or 0)))
+        sizes.append((seq, request + prompt))
     yield from read_pages(session, pages_of(reversed(sizes)))
 
 

@@ -36,6 +36,7 @@ from sqlalchemy.orm import Session
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreBusyError, StoreError
 from sidecar.hiding import hide_in_url
+from sidecar.store.content_cache import ContentCache
 from sidecar.store.engines import describe, is_of_statement, open_engine
 from sidecar.store.models import Base, CounterRow, FlagRow
 from sidecar.store.postgres import (
@@ -81,6 +82,7 @@ class Database:
             ) from error
         except ValueError as error:
             raise StoreError(f"store {self._shown_url}: {error}") from None
+        self._info = {ContentCache: ContentCache()}
         self._has_row_locks = is_postgres(parsed)
         if self._has_row_locks:
             # A writer sees what was committed until it got the lock, so not one state from its
@@ -144,7 +146,10 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """Open a session for reading; it does not block writers. Raises: StoreError, as `write`."""
-        with self._translated(), Session(self._reading, expire_on_commit=False) as session:
+        with (
+            self._translated(),
+            Session(self._reading, expire_on_commit=False, info=self._info) as session,
+        ):
             yield session
 
     @contextmanager
@@ -159,7 +164,7 @@ class Database:
         """
         with (
             self._translated(),
-            Session(self._writing, expire_on_commit=False) as session,
+            Session(self._writing, expire_on_commit=False, info=self._info) as session,
             session.begin(),
         ):
             if self._has_row_locks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, String, Text
+from sqlalchemy import ForeignKey, Index, String, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
@@ -30,6 +30,8 @@ class ExchangeRow(Base):
     """The session that its content belongs to; in older rows, `session_key`."""
     parent_id: Mapped[str | None] = mapped_column(String(64))
     """The exchange that this one continues."""
+    base_id: Mapped[str | None] = mapped_column(String(64))
+    """The exchange that request and prompt ids are stored as a difference from (`contents`)."""
     turn: Mapped[int] = mapped_column(default=0, server_default="0")
     branch: Mapped[int] = mapped_column(default=0, server_default="0")
     segment: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -59,6 +61,10 @@ class ExchangeRow(Base):
     """The adapter that vLLM did not know; another one answered in its place."""
     selection: Mapped[str] = mapped_column(String(64), default="new", index=True)
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
+    # Not `postgresql_where` too: SQLAlchemy would import that dialect in every process.
+    __table_args__ = (
+        Index("ix_exchange_base_id", "base_id", sqlite_where=text("base_id IS NOT NULL")),
+    )
 
 
 class ChoiceRow(Base):

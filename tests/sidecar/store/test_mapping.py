@@ -14,8 +14,10 @@ from sidecar.store.models import ChoiceRow, ExchangeRow
 PLACE = {"session_id", "parent_id", "turn", "branch", "segment", "placed_by"}
 FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "selection", *PLACE}
 """Columns of `exchange` that hold what ingest knows or decides, or a copy to search by."""
-ELSEWHERE = {"choices"}
-"""Fields of `Exchange` without a column: each choice is a row of the table `choice`."""
+DELTAS = {"request": "request_body", "prompt_token_ids": "prompt_token_ids"}
+"""Fields of `Exchange` that are stored as differences from the exchange of `base_id`."""
+ELSEWHERE = {"choices", *DELTAS}
+"""Fields of `Exchange` that the mapping leaves out; each choice is a row of the table `choice`."""
 
 
 class WiderExchange(Exchange, frozen=True, kw_only=True):
@@ -37,7 +39,9 @@ def test_each_field_of_an_exchange_has_a_column_and_each_column_a_source() -> No
     assert {one.field for one in mapping.fields} == set(Exchange.__struct_fields__) - ELSEWHERE
     columns = [one.column for one in mapping.fields]
     assert len(columns) == len(set(columns))
-    assert set(ExchangeRow.__table__.columns.keys()) == {*columns, *FILLED_BY_INGEST}
+    assert set(ExchangeRow.__table__.columns.keys()) == {
+        *(*columns, *FILLED_BY_INGEST, *DELTAS.values(), "base_id")
+    }
 
 
 def test_a_field_without_a_column_is_refused_by_name() -> None:
@@ -83,8 +87,9 @@ def test_a_struct_is_stored_as_a_json_object() -> None:
     row = mapping.to_row(exchange)
 
     assert isinstance(row["sampling"], dict)
-    assert row["sampling"]["seed"] == 7
-    assert mapping.to_record(ExchangeRow(**row), choices=()) == exchange
+    assert row["sampling"] == {"seed": 7}  # what is null is left out
+    elsewhere = {"choices": (), "request": b"{}", "prompt_token_ids": ()}
+    assert mapping.to_record(ExchangeRow(**row), **elsewhere) == exchange
 
 
 def test_a_value_that_its_field_does_not_allow_is_refused_by_name() -> None:

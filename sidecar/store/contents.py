@@ -1,0 +1,275 @@
+"""Read what exchanges say: their requests and prompt ids, stored as differences from others.
+
+`exchange.base_id` names the exchange that a row is the difference from: mostly the one before it in
+its conversation, whose request it repeats. The base is what that one's request and replies say, and
+its prompt and completion ids. Null: the row is complete in itself. A base has a base in turn; the
+writer begins anew before a chain has more than `MAX_LINKS` bases or `MAX_CHAIN_BYTES`.
+
+A chain is found by one query of ids, and its rows are read in bulk by id. Decoded bases are kept in
+a cache, so that the turns of a session, and a batch of them, decode each base once. A damaged row
+costs itself and the rows that have it below them, each named by its own damage.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from sidecar.store.content_cache import Content, ContentCache
+from sidecar.store.frames import decompress, decompress_array
+from sidecar.store.models import ChoiceRow, ExchangeRow
+
+MAX_LINKS: Final = 32
+"""Bases below an exchange."""
+MAX_CHAIN_BYTES: Final = 64 * 2**20
+"""Decoded bytes of the bases below an exchange."""
+PAGE: Final = 500
+"""Ids in one query."""
+FETCHED_BYTES: Final = 8 * 2**20
+"""Stored bytes that are fetched at once; a single chain is fetched whole."""
+_DAMAGE = (zlib.error, ValueError, TypeError)
+_ROW = ExchangeRow
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The contents of some exchanges, by id."""
+
+    found: dict[str, Content] = field(default_factory=dict)
+    damage: dict[str, str] = field(default_factory=dict)
+    """What is wrong with those that cannot be read."""
+
+    def __getitem__(self, exchange_id: str) -> Content:
+        """Raises: ValueError when the exchange is damaged or not there."""
+        if (content := self.found.get(exchange_id)) is None:
+            raise ValueError(self.damage.get(exchange_id, f"there is no exchange {exchange_id}"))
+        return content
+
+
+class Link(NamedTuple):
+    """A row of a chain that is not fetched yet."""
+
+    base_id: str | None
+    stored_bytes: int
+
+
+class _Stored(NamedTuple):
+    """A row as it is stored."""
+
+    base_id: str | None
+    request_body: bytes
+    prompt_token_ids: bytes
+
+
+Reply = tuple[bytes, bytes]
+"""Message body and token ids of a choice, as they are stored."""
+
+
+def load_contents(
+    session: Session, exchange_ids: Iterable[str], *, as_bases: bool = False
+) -> Contents:
+    """Read the contents of these exchanges. An id that is not in the store is left out.
+
+    as_bases: read their replies too.
+    """
+    wanted = list(dict.fromkeys(exchange_ids))
+    cache = content_cache(session)
+    contents = Contents()
+    links = load_links(session, wanted)
+    for group in _groups([one for one in wanted if one in links], links, cache):
+        _Reading(session, cache, contents, links, as_bases).read(group)
+    return contents
+
+
+def content_cache(session: Session) -> ContentCache:
+    """Return the cache of the session's transaction, or a new one when it has none."""
+    cache = session.info.get(ContentCache)
+    return cache if isinstance(cache, ContentCache) else ContentCache()
+
+
+def load_links(session: Session, exchange_ids: Sequence[str]) -> dict[str, Link]:
+    """Find these exchanges and all that is below them, without reading what they say."""
+    stored_bytes = func.length(_ROW.request_body) + func.length(_ROW.prompt_token_ids)
+    columns = (_ROW.exchange_id, _ROW.base_id, stored_bytes.label("stored_bytes"))
+    links: dict[str, Link] = {}
+    for page in _pages(exchange_ids):
+        chain = select(*columns).where(_ROW.exchange_id.in_(page)).cte("chain", recursive=True)
+        below = select(*columns).join(chain, _ROW.exchange_id == chain.c.base_id)
+        for exchange_id, base_id, size in session.execute(select(chain.union(below))):
+            links[exchange_id] = Link(base_id, size if isinstance(size, int) else 0)
+    return links
+
+
+def _groups(
+    exchange_ids: Sequence[str], links: Mapping[str, Link], cache: ContentCache
+) -> Iterator[list[str]]:
+    """Divide the exchanges so that what is fetched for a group is bounded in bytes."""
+    group: list[str] = []
+    fetched: set[str] = set()
+    total = 0
+    for exchange_id in exchange_ids:
+        new = [one for one in _chain(exchange_id, links, cache) if one not in fetched]
+        size = sum(links[one].stored_bytes for one in new)
+        if group and total + size > FETCHED_BYTES:
+            yield group
+            group, fetched, total = [], set(), 0
+        group.append(exchange_id)
+        fetched.update(new)
+        total += size
+    if group:
+        yield group
+
+
+def _chain(exchange_id: str, links: Mapping[str, Link], cache: ContentCache) -> Iterator[str]:
+    """The exchange and what is below it, down to what is in the cache."""
+    one: str | None = exchange_id
+    for _ in range(2 * MAX_LINKS):  # damaged ids may lead in a circle
+        if one is None or one not in links:
+            return
+        yield one
+        one = links[one].base_id
+        if one is not None and cache.get(one) is not None:
+            return
+
+
+class _Reading:
+    """Reads one group of exchanges."""
+
+    def __init__(
+        self,
+        session: Session,
+        cache: ContentCache,
+        contents: Contents,
+        links: Mapping[str, Link],
+        as_bases: bool,
+    ) -> None:
+        self._as_bases = as_bases
+        self._session, self._cache = session, cache
+        self._contents, self._links = contents, links
+        self._rows: dict[str, _Stored] = {}
+        self._replies: dict[str, list[Reply]] = {}
+
+    def read(self, group: Sequence[str]) -> None:
+        """Add the contents of the group, or their damage."""
+        chains = [list(_chain(one, self._links, self._cache)) for one in group]
+        self._fetch(list(dict.fromkeys(one for chain in chains for one in chain)))
+        for exchange_id in group:
+            self._decode(exchange_id)
+
+    def _fetch(self, exchange_ids: Sequence[str]) -> None:
+        for page in _pages(exchange_ids):
+            try:
+                self._fetch_rows(page)
+            except _DAMAGE:
+                self._fetch_one_by_one(page)
+        bases = set(exchange_ids)
+        if not self._as_bases:
+            bases &= {row.base_id for row in self._rows.values()}
+        self._replies |= {base: [] for base in bases}
+        for page in _pages(sorted(bases)):
+            for exchange_id, body, ids in self._session.execute(
+                select(ChoiceRow.exchange_id, ChoiceRow.message_body, ChoiceRow.token_ids)
+                .where(ChoiceRow.exchange_id.in_(page))
+                .order_by(ChoiceRow.exchange_id, ChoiceRow.index)
+            ):
+                self._replies[exchange_id].append((body, ids))
+
+    def _fetch_rows(self, exchange_ids: Sequence[str]) -> None:
+        """Raises: one of `_DAMAGE` when a column holds no bytes."""
+        columns = (_ROW.exchange_id, _ROW.base_id, _ROW.request_body, _ROW.prompt_token_ids)
+        where = _ROW.exchange_id.in_(exchange_ids)
+        for exchange_id, base_id, body, ids in self._session.execute(select(*columns).where(where)):
+            self._rows[exchange_id] = _Stored(base_id, body, ids)
+
+    def _fetch_one_by_one(self, exchange_ids: Sequence[str]) -> None:
+        for exchange_id in exchange_ids:
+            try:
+                self._fetch_rows([exchange_id])
+            except _DAMAGE as error:
+                self._contents.damage[exchange_id] = _say(error)
+
+    def _decode(self, exchange_id: str) -> None:
+        """Decode a chain from the lowest exchange that is not known yet."""
+        path: list[str] = []
+        one: str | None = exchange_id
+        below: Content | None = None
+        while one is not None and (not path or (below := self._cache.get(one)) is None):
+            path.append(one)
+            if (why := self._contents.damage.get(one)) is None and len(path) > 2 * MAX_LINKS:
+                why = "its bases lead in a circle"
+            if why is None and one not in self._rows:
+                self._fetch([one])  # it was in the cache when the group was fetched
+                why = None if one in self._rows else f"its base {one} is missing"
+            if why is not None:
+                self._spoil(path, why)
+                return
+            one = self._rows[one].base_id
+        while path:
+            one = path[-1]
+            try:
+                content = _decoded(self._rows[one], below)
+            except _DAMAGE as error:
+                self._spoil(path, _say(error))
+                return
+            if one in self._replies:
+                try:
+                    content = _with_replies(content, self._replies[one])
+                except _DAMAGE as error:
+                    if not self._as_bases:
+                        self._contents.found[one] = content
+                        path.pop()
+                    self._spoil(path, f"a reply of {one}: {_say(error)}")
+                    return
+                self._cache.put(one, content)
+            path.pop()
+            below = content
+        assert below is not None
+        self._contents.found[exchange_id] = below
+
+    def _spoil(self, path: Sequence[str], why: str) -> None:
+        """Name the damage of the last of the path, and of all that have it below them."""
+        for exchange_id in reversed(path):
+            self._contents.damage[exchange_id] = why
+            if not why.startswith("its base"):
+                why = f"its base {exchange_id}: {why}"
+
+
+def _decoded(row: _Stored, below: Content | None) -> Content:
+    """Raises: one of `_DAMAGE`."""
+    _, request_body, prompt_token_ids = row
+    if below is None:
+        return Content(decompress(request_body), decompress_array(prompt_token_ids), None, None)
+    chain_bytes = below.chain_bytes + below.size
+    room = max(0, MAX_CHAIN_BYTES - chain_bytes)
+    return Content(
+        decompress(request_body, below.request_base, limit=room),
+        decompress_array(prompt_token_ids, below.prompt_base, limit=room),
+        None,
+        None,
+        below.links + 1,
+        chain_bytes,
+    )
+
+
+def _with_replies(content: Content, replies: Iterable[Reply]) -> Content:
+    """Raises: one of `_DAMAGE`."""
+    choices = [(decompress(body), decompress_array(ids)) for body, ids in replies]
+    return replace(
+        content,
+        replies=b"".join(body for body, _ in choices),
+        reply_ids=b"".join(ids for _, ids in choices),
+    )
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _pages(exchange_ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(exchange_ids), PAGE):
+        yield exchange_ids[start : start + PAGE]
