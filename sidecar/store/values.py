@@ -9,42 +9,60 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from operator import is_not
 from typing import Any
 
 REPLACEMENT = "\ufffd"
 """What stands for a character that a store cannot hold, and for bytes that are not UTF-8."""
 
 
-def storable_text(value: str) -> str:
-    """Return the text with U+FFFD for each NUL and each half of a surrogate pair."""
+def is_storable_text(value: str) -> bool:
+    """Return True for a text that every store holds as it is."""
     if "\0" in value:
-        value = value.replace("\0", REPLACEMENT)
-    if value.isascii():
-        return value
+        return False
+    if value.isascii():  # nearly always
+        return True
     try:
         value.encode()
     except UnicodeEncodeError:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+        return False
+    return True
 
 
-def storable(value: Any) -> Any:  # Any: a parameter of a statement
-    """Return the parameter as both stores hold it."""
-    if type(value) is str:
-        return storable_text(value)
-    if type(value) is float and math.isnan(value):
-        return None
-    return value
+def storable_text(value: str) -> str:
+    """Return the text with U+FFFD for each NUL and each half of a surrogate pair."""
+    if is_storable_text(value):
+        return value
+    return "".join(
+        REPLACEMENT if letter == "\0" or "\ud800" <= letter <= "\udfff" else letter
+        for letter in value
+    )
 
 
 def storable_parameters(parameters: Any) -> Any:  # Any: as the driver takes them
-    """Apply `storable` to the parameters of a statement: a mapping, a tuple, or a list of these."""
-    if isinstance(parameters, Mapping):
-        return {name: storable(value) for name, value in parameters.items()}
+    """Return the parameters of a statement (a mapping, a tuple, or a list of these) as both stores
+    hold them; the same object when nothing is to be changed."""
     if isinstance(parameters, list):
-        return [storable_parameters(row) for row in parameters]
-    return tuple(map(storable, parameters))
+        changed = [storable_parameters(row) for row in parameters]
+        return changed if any(map(is_not, changed, parameters)) else parameters
+    if isinstance(parameters, Mapping):
+        if _are_storable(parameters.values()):
+            return parameters
+        return {name: _storable(value) for name, value in parameters.items()}
+    return parameters if _are_storable(parameters) else tuple(map(_storable, parameters))
+
+
+def _are_storable(values: Collection[Any]) -> bool:
+    # One check of all texts together: each statement of ingest comes here.
+    texts = "".join([value for value in values if type(value) is str])
+    return is_storable_text(texts) and not any(value != value for value in values)
+
+
+def _storable(value: Any) -> Any:  # Any: a parameter of a statement
+    if isinstance(value, str):
+        return storable_text(value)
+    return None if value != value else value  # NaN is no number, also to itself
 
 
 def to_json(value: Any) -> str:  # Any: JSON

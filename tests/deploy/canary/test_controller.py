@@ -57,6 +57,7 @@ async def to_ramp(world: World, name: str) -> None:
     assert world.canary(name).phase == "ramping"
 
 
+@pytest.mark.both_stores
 async def test_a_good_candidate_goes_all_the_way(world: World) -> None:
     name = world.register(1)
     first_start = world.actions()
@@ -251,6 +252,7 @@ async def test_the_gate_waits_for_held_out_prompts(world: World) -> None:
     assert world.canary(name).phase == "ramping"
 
 
+@pytest.mark.both_stores
 async def test_only_good_exchanges_of_held_out_sessions_are_prompts(world: World) -> None:
     name = world.register(1)
     world.serve("a")
@@ -266,6 +268,7 @@ async def test_only_good_exchanges_of_held_out_sessions_are_prompts(world: World
     assert world.canary(name).phase == "ramping"
 
 
+@pytest.mark.both_stores
 async def test_a_killed_control_makes_only_the_missing_comparisons(world: World) -> None:
     name = world.register(1)
     world.hold_out(4)
@@ -300,6 +303,7 @@ async def test_gate_answers_are_fresh_blind_and_limited(world: World) -> None:
     assert not any("candidate" in prompt or "champion" in prompt for prompt in world.judge.prompts)
 
 
+@pytest.mark.both_stores
 async def test_comparisons_and_judge_calls_are_stored(world: World) -> None:
     name = world.register(1)
     world.judge.scores = {f"says {name}": 0.75, "says m": 0.5}
@@ -409,6 +413,7 @@ async def test_without_a_judge_the_gate_says_so(world: World) -> None:
     assert world.sampler.requests == []
 
 
+@pytest.mark.both_stores
 async def test_rubbish_is_set_aside_and_ends_inconclusive_in_time(world: World) -> None:
     name = world.register(1)
     world.hold_out(20)

@@ -60,6 +60,7 @@ def fallback(world: World, **reply: Any) -> None:
     world.serve("s", adapter="base", arm="champion", fallback_from=CANARY, **reply)
 
 
+@pytest.mark.both_stores
 def test_a_turn_and_its_retries_count_once(world: World) -> None:
     for _ in range(3):
         canary(world, turn_id="t1")
@@ -78,6 +79,7 @@ def test_a_turn_failed_when_any_of_its_requests_did_and_only_once(world: World) 
     assert counted(world).candidate == ArmCounts(replies=1, errors=1, short=0)
 
 
+@pytest.mark.both_stores
 def test_of_a_turn_that_was_answered_twice_the_newer_answer_counts(world: World) -> None:
     canary(world, turn_id="t1", finish_reason="length")
     canary(world, turn_id="t1")
@@ -151,6 +153,7 @@ def test_of_several_prompts_of_one_completions_request_all_answers_count(world: 
     assert counted(world).candidate == ArmCounts(replies=1, errors=0, short=1)
 
 
+@pytest.mark.both_stores
 def test_best_of_n_and_ordinary_replies_are_told_apart_side_by_side(world: World) -> None:
     canary_choices(world, "length", "stop", returned_index=1)
     canary_choices(world, "length", "stop", n=2)
@@ -193,6 +196,7 @@ def test_a_champion_that_is_missing_fails_as_a_canary_does(world: World) -> None
     assert evidence.champion == ArmCounts(replies=2, errors=1, short=0)
 
 
+@pytest.mark.both_stores
 def test_one_good_reply_ends_the_row_of_missing_ones(world: World) -> None:
     for _ in range(4):
         fallback(world)
@@ -212,6 +216,7 @@ def test_a_missing_canary_of_an_earlier_step_is_forgotten(world: World) -> None:
     assert evidence.missing_in_a_row == 0
 
 
+@pytest.mark.both_stores
 def test_too_few_turns_of_the_champion_are_accompanied_by_earlier_turns(world: World) -> None:
     world.clock.now = 500.0
     for number in range(4):

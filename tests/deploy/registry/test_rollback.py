@@ -51,6 +51,7 @@ def served(world: World) -> tuple[str, str, str]:
     return first, second, third
 
 
+@pytest.mark.both_stores
 def test_back_to_the_previous_champion(world: World, served: tuple[str, ...]) -> None:
     _, second, third = served
     generation = world.table().generation
@@ -110,6 +111,7 @@ def test_promotion_then_previous_then_base(world: World) -> None:
     assert roll_back(world, "base").changed is False
 
 
+@pytest.mark.both_stores
 def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, ...]) -> None:
     third = served[2]
     roll_back(world)
@@ -118,6 +120,7 @@ def test_a_rollback_may_be_taken_back_by_name(world: World, served: tuple[str, .
     assert world.adapter(third).state == "champion"
 
 
+@pytest.mark.both_stores
 def test_it_ends_a_running_canary_in_the_same_transaction(
     world: World, served: tuple[str, ...]
 ) -> None:
@@ -280,6 +283,7 @@ def test_an_unknown_version_is_refused(world: World) -> None:
         roll_back(world, "77")
 
 
+@pytest.mark.both_stores
 def test_the_audit_says_who_why_and_from_where_to_where(
     world: World, served: tuple[str, ...]
 ) -> None:

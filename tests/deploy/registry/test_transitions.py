@@ -52,6 +52,7 @@ def by_operator(world: World, name: str, verb: Verb, now: float = 300.0) -> Cana
         return verb(session, row, reason="I say so", now=now, actor="me")
 
 
+@pytest.mark.both_stores
 def test_a_new_canary_takes_no_traffic(world: World) -> None:
     name = world.register(1)
 
@@ -63,6 +64,7 @@ def test_a_new_canary_takes_no_traffic(world: World) -> None:
     assert world.table().generation == 1
 
 
+@pytest.mark.both_stores
 def test_each_step_of_the_ramp_is_in_the_routing_table(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -80,6 +82,7 @@ def test_each_step_of_the_ramp_is_in_the_routing_table(world: World) -> None:
     assert first.salt == second.salt == world.canary(name).salt != ""
 
 
+@pytest.mark.both_stores
 def test_two_canaries_have_different_salts(world: World) -> None:
     first, second = world.register(1), world.register(2)
     begin(world, first)
@@ -89,6 +92,7 @@ def test_two_canaries_have_different_salts(world: World) -> None:
     assert world.canary(first).salt != world.canary(second).salt
 
 
+@pytest.mark.both_stores
 def test_promotion_moves_aliases_states_and_table_at_once(world: World) -> None:
     first, second = world.register(1), world.register(2)
     world.promote(first)
@@ -104,6 +108,7 @@ def test_promotion_moves_aliases_states_and_table_at_once(world: World) -> None:
     assert world.canary(second).ended_at == 200.0
 
 
+@pytest.mark.both_stores
 def test_a_failure_in_the_transaction_leaves_nothing_behind(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +127,7 @@ def test_a_failure_in_the_transaction_leaves_nothing_behind(
     assert (world.aliases(), world.table(), world.canary(name), world.actions()) == before
 
 
+@pytest.mark.both_stores
 def test_a_rolled_back_canary_loses_its_traffic(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -137,6 +143,7 @@ def test_a_rolled_back_canary_loses_its_traffic(world: World) -> None:
     )
 
 
+@pytest.mark.both_stores
 def test_a_decision_on_a_canary_that_changed_meanwhile_is_discarded(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -154,6 +161,7 @@ def test_a_decision_on_a_canary_that_changed_meanwhile_is_discarded(world: World
     assert world.actions() == actions
 
 
+@pytest.mark.both_stores
 def test_a_decision_on_a_canary_paused_meanwhile_is_discarded(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -164,6 +172,7 @@ def test_a_decision_on_a_canary_paused_meanwhile_is_discarded(world: World) -> N
         assert not transitions.apply(session, seen, TO_GATE, evidence={}, now=400.0)
 
 
+@pytest.mark.both_stores
 def test_a_hold_says_why_without_a_generation_or_an_audit_row(world: World) -> None:
     name = world.register(1)
     canary = begin(world, name)
@@ -177,6 +186,7 @@ def test_a_hold_says_why_without_a_generation_or_an_audit_row(world: World) -> N
     assert world.actions() == actions
 
 
+@pytest.mark.both_stores
 def test_the_clock_stands_through_holds_that_stop_it(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -193,6 +203,7 @@ def test_the_clock_stands_through_holds_that_stop_it(world: World) -> None:
     assert (canary.stopped_at, canary.stopped_s) == (None, 65.0)
 
 
+@pytest.mark.both_stores
 def test_a_transition_starts_the_clock_anew(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -204,6 +215,7 @@ def test_a_transition_starts_the_clock_anew(world: World) -> None:
     assert (canary.step_started_at, canary.stopped_s, canary.stopped_at) == (150.0, 0.0, None)
 
 
+@pytest.mark.both_stores
 def test_pause_keeps_the_weight_and_resume_goes_on(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -221,6 +233,7 @@ def test_pause_keeps_the_weight_and_resume_goes_on(world: World) -> None:
     assert world.actions()[-2:] == ["canary.paused", "canary.resumed"]
 
 
+@pytest.mark.both_stores
 def test_abort_may_be_repeated(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -234,6 +247,7 @@ def test_abort_may_be_repeated(world: World) -> None:
     assert world.actions() == actions
 
 
+@pytest.mark.both_stores
 def test_a_promoted_canary_cannot_be_aborted(world: World) -> None:
     name = world.register(1)
     world.promote(name)
@@ -242,6 +256,7 @@ def test_a_promoted_canary_cannot_be_aborted(world: World) -> None:
         by_operator(world, name, transitions.abort)
 
 
+@pytest.mark.both_stores
 def test_an_operator_promotes_a_ramping_canary_and_no_other(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -255,6 +270,7 @@ def test_an_operator_promotes_a_ramping_canary_and_no_other(world: World) -> Non
     assert world.aliases() == {"champion": name, "previous": "base"}
 
 
+@pytest.mark.both_stores
 def test_resume_of_what_is_not_paused_is_refused(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -273,6 +289,7 @@ def test_resume_of_what_is_not_paused_is_refused(world: World) -> None:
         ((ROLL_BACK,), False, []),
     ],
 )
+@pytest.mark.both_stores
 def test_allowed_actions_follow_the_state(
     world: World, moves: tuple[Move, ...], pause: bool, allowed: list[str]
 ) -> None:
@@ -285,6 +302,7 @@ def test_allowed_actions_follow_the_state(
     assert transitions.allowed_actions(world.canary(name)) == allowed
 
 
+@pytest.mark.both_stores
 def test_every_transition_is_audited_once_with_before_and_after(world: World) -> None:
     name = world.register(1)
     begin(world, name)
@@ -304,6 +322,7 @@ def test_every_transition_is_audited_once_with_before_and_after(world: World) ->
     assert {row.actor for row in rows} == {"control"}
 
 
+@pytest.mark.both_stores
 def test_ends_are_counted(world: World) -> None:
     first, second = world.register(1), world.register(2)
     begin(world, first)

@@ -20,6 +20,7 @@ def move(world: World, alias: str, to: str) -> bool:
         )
 
 
+@pytest.mark.both_stores
 def test_every_way_to_name_a_version(world: World) -> None:
     first, second = world.register(1), world.register(2)
     move(world, "champion", second)
@@ -42,6 +43,7 @@ def test_every_way_to_name_a_version(world: World) -> None:
 
 
 @pytest.mark.parametrize("reference", ["3", "v3", "m--v3-abc", "anchor", "", "latest", "-1", "vv1"])
+@pytest.mark.both_stores
 def test_an_unknown_reference_is_refused(world: World, reference: str) -> None:
     world.register(1)
 
@@ -49,6 +51,7 @@ def test_an_unknown_reference_is_refused(world: World, reference: str) -> None:
         versions.resolve(session, "m", reference)
 
 
+@pytest.mark.both_stores
 def test_a_version_of_another_model_is_not_found(world: World) -> None:
     name = world.register(1)
 
@@ -56,6 +59,7 @@ def test_a_version_of_another_model_is_not_found(world: World) -> None:
         versions.resolve(session, "other", name)
 
 
+@pytest.mark.both_stores
 def test_a_moved_alias_has_a_generation_and_an_audit_row(world: World) -> None:
     name = world.register(1)
 
@@ -72,6 +76,7 @@ def test_a_moved_alias_has_a_generation_and_an_audit_row(world: World) -> None:
     assert row.after == {"adapter": name, "generation": 2}
 
 
+@pytest.mark.both_stores
 def test_versions_are_listed_the_newest_first(world: World) -> None:
     names = [world.register(version) for version in (1, 2, 10)]
 
@@ -79,6 +84,7 @@ def test_versions_are_listed_the_newest_first(world: World) -> None:
         assert [one.name for one in versions.versions(session, "m")] == names[::-1]
 
 
+@pytest.mark.both_stores
 def test_ancestors_lead_to_the_base(world: World) -> None:
     first = world.register(1)
     second = world.register(2, parent=first)
@@ -91,6 +97,7 @@ def test_ancestors_lead_to_the_base(world: World) -> None:
     assert chain[-1].parent == "base"
 
 
+@pytest.mark.both_stores
 def test_ancestors_end_at_a_parent_that_is_not_known(world: World) -> None:
     name = world.register(2, parent="m--v1-from-elsewhere")
 
@@ -99,6 +106,7 @@ def test_ancestors_end_at_a_parent_that_is_not_known(world: World) -> None:
         assert versions.ancestors(session, "base") == []
 
 
+@pytest.mark.both_stores
 def test_only_promoted_versions_have_been_champion(world: World) -> None:
     promoted, other = world.register(1), world.register(2)
     world.promote(promoted)

@@ -32,6 +32,7 @@ def selections(kit: Kit, *names: str) -> list[str]:
     return [one.selection for one in stored if one is not None]
 
 
+@pytest.mark.both_stores
 def test_decisions_groups_and_counts_are_stored_together(kit: Kit) -> None:
     kit.store(kit.exchange("good"), kit.exchange("cut", outcome="cut"))
     kit.store(kit.exchange("kept"), held_out=True)
@@ -128,6 +129,7 @@ def test_a_damaged_routing_table_holds_up_no_selection(kit: Kit, body: str) -> N
     assert selections(kit, "a") == ["chosen"]
 
 
+@pytest.mark.both_stores
 def test_the_newest_of_the_backlog_is_taken_up_when_there_is_room(kit: Kit) -> None:
     names = ("a", "b", "c", "d")
     group_ids = kit.choose(*(kit.exchange(name) for name in names), max_pending_groups=1)
@@ -160,6 +162,7 @@ def test_an_exchange_that_went_stale_in_the_backlog_leaves_it(kit: Kit) -> None:
     assert kit.counts("selection") == {"stale_adapter": 1}
 
 
+@pytest.mark.both_stores
 def test_each_exchange_is_counted_in_exactly_one_place(kit: Kit) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(10)), max_pending_groups=3, rate=0.7)
     backlog(kit, max_pending_groups=5, rate=0.7)
@@ -201,6 +204,7 @@ def test_an_original_that_failed_leaves_the_turn_to_its_retry(kit: Kit) -> None:
     assert selections(kit, "first", "second") == ["outcome", "chosen"]
 
 
+@pytest.mark.both_stores
 def test_a_retry_takes_the_place_of_an_original_in_the_backlog(kit: Kit) -> None:
     kit.choose(asked(kit, "first"), max_pending_groups=0)
     assert kit.counts("selection") == {"backlog": 1}
@@ -211,6 +215,7 @@ def test_a_retry_takes_the_place_of_an_original_in_the_backlog(kit: Kit) -> None
     assert kit.counts("selection") == {"backlog": 1, "retried_turn": 1}
 
 
+@pytest.mark.both_stores
 def test_one_turn_id_in_two_projects_is_two_turns(kit: Kit) -> None:
     kit.choose(asked(kit, "first"), asked(kit, "other", project="p2"))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ingest.intake.consume import Consumed, consume
 from ingest.intake.placing import Sessions
 from ingest.store.exchanges import load_exchange
+from sidecar import bounds
 from sidecar.records import Choice, Exchange, Sampling, Timings, decode_exchange, encode_exchange
 from sidecar.store.database import Database
 from support.ingest_kit import MemoryBus, make_exchange
@@ -75,12 +76,21 @@ single_changes: st.SearchStrategy[dict[str, Any]] = st.one_of(
 )
 
 
-@given(
-    record=st.one_of(
-        exchanges,
-        single_changes.map(lambda changes: make_exchange(**{"exchange_id": "e", **changes})),
-    )
+records = st.one_of(
+    exchanges,
+    single_changes.map(lambda changes: make_exchange(**{"exchange_id": "e", **changes})),
 )
+
+
+@given(record=records)
+@settings(max_examples=200, deadline=None)
+def test_a_record_that_is_plain_needs_no_change(record: Exchange) -> None:
+    """The quick check of `bound` passes nothing that the whole one changes or refuses."""
+    if bounds._is_plain(record):
+        assert bounds._bound(record) == (record, ())
+
+
+@given(record=records)
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -82,6 +82,7 @@ def test_a_folder_that_cannot_be_moved_leaves_nothing_under_the_digest(
     assert [entry.name for entry in adapters.iterdir()] == [".run-1"]
 
 
+@pytest.mark.both_stores
 def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
     database: Database, tmp_path: Path, put_version: PutVersion
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_champion_whose_path_is_damaged_is_one_line(
         find_parent(session, "m")
 
 
+@pytest.mark.both_stores
 def test_two_runs_of_one_model_never_overlap(database: Database) -> None:
     begin(database, "one", now=100.0)
 
@@ -133,6 +134,7 @@ def test_two_runs_of_one_model_never_overlap(database: Database) -> None:
     begin(database, "other", now=101.0, model="n")
 
 
+@pytest.mark.both_stores
 def test_a_dead_run_gives_its_groups_to_the_next(
     database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_dead_run_gives_its_groups_to_the_next(
     assert statuses(database) == {"a": "scored"}
 
 
+@pytest.mark.both_stores
 def test_an_end_is_final(database: Database) -> None:
     begin(database, "one", now=1.0)
     with database.write() as session:
@@ -165,6 +168,7 @@ def test_an_end_is_final(database: Database) -> None:
         assert (row.status, row.reason, row.ended_at) == ("failed", "killed", 2.0)
 
 
+@pytest.mark.both_stores
 def test_the_heartbeat_keeps_the_lease_and_notices_its_loss(
     database: Database, clock: Clock
 ) -> None:
@@ -193,6 +197,7 @@ def wait_until(true: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
+@pytest.mark.both_stores
 def test_groups_wait_newest_first_and_old_ones_are_stale(
     database: Database, put_group: PutGroup, scored_group: MakeScoredGroup, put_version: PutVersion
 ) -> None:
@@ -217,6 +222,7 @@ def test_groups_wait_newest_first_and_old_ones_are_stale(
     assert fresh == 3
 
 
+@pytest.mark.both_stores
 def test_a_group_goes_its_way_once(
     database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
@@ -237,6 +243,7 @@ def test_a_group_goes_its_way_once(
         assert (dropped.reason, dropped.run_id) == ("no_spread", "r")
 
 
+@pytest.mark.both_stores
 def test_a_claimed_group_is_read_back_as_it_was_scored(
     database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
 ) -> None:
