@@ -114,6 +114,13 @@ class Node:
         self.branch = 1 + max((child.branch for child in parent.children), default=-1)
         parent.children.append(self)
 
+    def is_above(self, other: Node) -> bool:
+        """Return True when this node is the other one, or an ancestor of it."""
+        node: Node | None = other
+        while node is not None and node is not self:
+            node = node.parent
+        return node is self
+
     def settle(self, session: Session, segment: int) -> list[Place]:
         """Give this node and all below it their session and turn number. Returns: their places."""
         by = segment - self.segment

@@ -59,6 +59,8 @@ class SessionTree:
         """Sessions that the client named, by header or trace."""
         self._openings: Counter[str] = Counter()
         """Sessions that begin with each opening."""
+        self._waiting: dict[str, list[Node]] = {}
+        """Restored exchanges whose parent was stored after them, by its exchange id."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -76,6 +78,7 @@ class SessionTree:
         known = self._nodes.get(arrival.exchange_id)
         if known is not None:
             return [known.place()]
+        self._waiting.clear()
         self._forget(now)
         search = Search(self._indexes, arrival)
         parent, how, exact = search.find()
@@ -95,7 +98,7 @@ class SessionTree:
 
     def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
         """Remember an exchange whose place is known, after a restart. In the order in which they
-        were placed.
+        were stored: a parent that came late comes after its children.
 
         now: when it was placed.
         """
@@ -118,6 +121,13 @@ class SessionTree:
         node.shares_opening = place.shares_opening
         self._add(node, search, parent, place.how, exact=place.how in EXACT)
         node.turn, node.branch, node.segment = place.turn, place.branch, place.segment
+        if parent is None and place.parent is not None:
+            self._waiting.setdefault(place.parent, []).append(node)
+        for child in self._waiting.pop(node.exchange_id, ()):
+            # Damage may have made a circle: a node never stands under itself.
+            if child.exchange_id in self._nodes and not child.is_above(node):
+                child.parent = node
+                node.children.append(child)
 
     def _add(
         self, node: Node, search: Search, parent: Node | None, how: How, *, exact: bool

@@ -227,6 +227,38 @@ def test_a_restart_goes_on_with_the_same_sessions(kit: Kit) -> None:
     assert rows(kit)[THIRD] == (FIRST, SECOND, 2, False)
 
 
+def test_after_a_restart_a_late_parent_moves_also_what_was_stored_before_its_own_parent(
+    kit: Kit,
+) -> None:
+    before = Sessions(held_out_rate=RATE)
+    take(kit, before, turn(kit, THIRD, 2, about=TRAINED), turn(kit, SECOND, 1, about=TRAINED))
+    assert rows(kit)[THIRD] == (SECOND, SECOND, 1, False)
+    sessions = Sessions(held_out_rate=RATE)
+    sessions.restore(kit.database, now=6.0)
+
+    take(kit, sessions, turn(kit, FIRST, 0, about=TRAINED), now=6.0)
+
+    assert rows(kit)[SECOND] == (FIRST, FIRST, 1, False)
+    assert rows(kit)[THIRD] == (FIRST, SECOND, 2, False)
+
+
+def test_parents_in_a_circle_which_only_damage_makes_stop_no_restart(kit: Kit) -> None:
+    before = Sessions(held_out_rate=RATE)
+    take(kit, before, turn(kit, SECOND, 1, about=TRAINED), turn(kit, THIRD, 2, about=TRAINED))
+    with kit.database.write() as session:
+        session.execute(
+            update(ExchangeRow).where(ExchangeRow.exchange_id == SECOND).values(parent_id=THIRD)
+        )
+    sessions = Sessions(held_out_rate=RATE)
+
+    assert sessions.restore(kit.database, now=6.0) == 2
+    take(kit, sessions, turn(kit, "ex_5", 4, about=TRAINED), now=6.0)
+    take(kit, sessions, turn(kit, FOURTH, 3, about=TRAINED), now=6.0)
+
+    assert rows(kit)[FOURTH] == (SECOND, THIRD, 2, False)
+    assert rows(kit)["ex_5"] == (SECOND, FOURTH, 3, False)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.99])
 def test_a_session_stays_on_its_side_when_the_rate_changes(kit: Kit, rate: float) -> None:
     for about, name in ((TRAINED, "trained"), (HELD_OUT, "held_out")):
