@@ -16,29 +16,9 @@ from sidecar.forwarding.__main__ import forward_until
 from sidecar.forwarding.dead_letters import DeadLetters
 from sidecar.forwarding.forward import Forwarder, partition_key
 from sidecar.forwarding.report import Report, Tally
-from sidecar.records import Exchange, Sampling, Timings, encode_exchange
+from sidecar.records import encode_exchange
+from support.exchanges import make_plain_exchange
 from support.memory_sender import MemorySender
-
-
-def exchange(name: str, **changes: Any) -> Exchange:
-    values: dict[str, Any] = {
-        "exchange_id": name,
-        "surface": "chat",
-        "public_model": "m",
-        "adapter": "base",
-        "arm": "champion",
-        "propensity": 1.0,
-        "replica": "r",
-        "session_key": f"m:{name}",
-        "request": b"{}",
-        "choices": (),
-        "sampling": Sampling(),
-        "stream": False,
-        "status": 200,
-        "outcome": "ok",
-        "timings": Timings(started_at=0.0),
-    }
-    return Exchange(**{**values, **changes})
 
 
 class Kit:
@@ -64,7 +44,7 @@ class Kit:
         return self.sender
 
     def write(self, *names: str, **changes: Any) -> None:
-        self.outbox.write([exchange(name, **changes) for name in names])
+        self.outbox.write([make_plain_exchange(name, **changes) for name in names])
 
     @property
     def sent(self) -> list[str]:
@@ -128,7 +108,7 @@ def test_a_record_that_no_topic_takes_is_set_aside_and_blocks_nothing(kit: Kit) 
 
     assert kit.forwarder.step() == 3
 
-    size = len(encode_exchange(exchange("big", request=b"x" * 3_000)))
+    size = len(encode_exchange(make_plain_exchange("big", request=b"x" * 3_000)))
     assert (kit.sent, kit.waiting) == (["a", "c"], [])
     assert kit.dead() == [("big", "MessageSizeTooLargeError", size)]
     assert kit.sender.announced == [("big", size)]
@@ -182,7 +162,7 @@ def test_a_record_that_cannot_be_read_is_forwarded_for_ingest_to_put_aside(kit: 
 
 def test_all_exchanges_of_one_caller_have_one_key_whatever_their_sessions() -> None:
     def key(by: Any, **changes: Any) -> bytes | None:
-        return partition_key(encode_exchange(exchange("a", **changes)), by)
+        return partition_key(encode_exchange(make_plain_exchange("a", **changes)), by)
 
     same = {"project": "p", "key_id": "k", "user": "u"}
     assert key("caller", **same, session_key="m:1") == key("caller", **same, session_key="m:2")

@@ -15,30 +15,10 @@ from sidecar.forwarding.process import ForwardingProcess, forwarding_process
 from sidecar.metrics.forwarding import ForwardingMetrics
 from sidecar.metrics.hot import MetricSet
 from sidecar.metrics.table import MetricTable
-from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Bus, Settings
+from support.exchanges import make_plain_exchange
 
 SECRET = "s3cret-value"
-
-
-def exchange(name: str) -> Exchange:
-    return Exchange(
-        exchange_id=name,
-        surface="chat",
-        public_model="m",
-        adapter="base",
-        arm="champion",
-        propensity=1.0,
-        replica="r",
-        session_key="h:s",
-        request=b"{}",
-        choices=(),
-        sampling=Sampling(),
-        stream=False,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=0.0),
-    )
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -57,7 +37,7 @@ async def test_it_is_counted_and_started_again_and_loses_nothing_while_kafka_is_
         f'sasl_username = "u"\nsasl_password = "{SECRET}"\n'
     )
     outbox = Outbox(tmp_path / "state" / "outbox.db", max_rows=10)
-    outbox.write([exchange("a"), exchange("b")])
+    outbox.write([make_plain_exchange("a"), make_plain_exchange("b")])
     registry = CollectorRegistry()
     process = ForwardingProcess(config, ForwardingMetrics(MetricSet(registry, MetricTable())))
 
@@ -71,7 +51,7 @@ async def test_it_is_counted_and_started_again_and_loses_nothing_while_kafka_is_
     os.kill(first, signal.SIGKILL)
     await until(lambda: value("sidecar_forward_restarts_total") == 1)
     await until(lambda: process.pid not in (None, first))
-    outbox.write([exchange("c")])
+    outbox.write([make_plain_exchange("c")])
     await until(lambda: value("sidecar_forward_waiting") == 3)
     await process.stop()
     outbox.close()
