@@ -5,6 +5,7 @@ from __future__ import annotations
 from deploy.preflight.findings import Finding, error
 from deploy.preflight.judge import check_judge
 from deploy.preflight.places import check_places
+from deploy.preflight.store import check_store
 from deploy.preflight.vllm import check_replicas
 from learner.ready import why_not_ready
 from sidecar.processes.state_lock import holder
@@ -20,6 +21,7 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
     running: the sidecar runs with this `state_dir` already.
     """
     found = list(check_places(settings, running=running))
+    found += check_store(settings.store.url)
     found += [finding async for finding in check_replicas(settings)]
     if settings.groups.rate > 0 and (judged := await check_judge(settings.judge)) is not None:
         found.append(judged)

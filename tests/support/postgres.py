@@ -144,10 +144,10 @@ class Databases:
         self._names: list[str] = []
         self._template: str | None = None
 
-    def new(self, *, migrated: bool = True) -> str:
+    def new(self, *, migrated: bool = True, encoding: str = "UTF8") -> str:
         """Make a database. Returns: its URL."""
         if not migrated:
-            return self._make("template0")
+            return self._make("template0", encoding)
         if self._template is None:
             url = self._make("template0")
             with closing(Database(url)) as database:
@@ -166,9 +166,9 @@ class Databases:
         for name in list(self._names):
             self.drop(self._server.set(database=name).render_as_string(hide_password=False))
 
-    def _make(self, template: str) -> str:
+    def _make(self, template: str, encoding: str = "UTF8") -> str:
         name = f"sidecar_test_{os.getpid()}_{next(_number)}"
-        self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}" ENCODING \'UTF8\'')
+        self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}" ENCODING \'{encoding}\'')
         self._names.append(name)
         return self._server.set(database=name).render_as_string(hide_password=False)
 

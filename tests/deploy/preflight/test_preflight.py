@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
+from sqlalchemy import make_url
 
 from deploy.cli.main import main
 from deploy.preflight.run import preflight, runs_already
+from sidecar.errors import StoreError
 from sidecar.processes.state_lock import only_one
 from sidecar.settings import Settings, load_settings
+from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+from support.postgres import OVERRIDE, Databases
 
 WITH_TOKEN_IDS = {"prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
 LORA = b"# HELP vllm:lora_requests_info Running stats\n"
@@ -249,3 +255,42 @@ def test_the_command_prints_each_and_fails(
     file.write_text(file.read_text().replace('"other"', f'"{MODEL}"'))
     assert main(["--config", str(file), "config", "check", "--online"]) == 0
     assert capsys.readouterr().out.endswith("settings are sound, and can run here\n")
+
+
+def test_a_postgres_that_is_away_or_of_another_encoding_or_shut_is_an_error(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints], postgres: Databases
+) -> None:
+    def found(url: str) -> list[tuple[str, str, str]]:
+        return [
+            one
+            for one in check(settings_with(tmp_path, vllm[0], store={"url": url}))
+            if one[1] == "store.url"
+        ]
+
+    sound = postgres.new(migrated=False)
+    latin = postgres.new(migrated=False, encoding="LATIN1")
+
+    assert found(sound) == []
+    ((level, _, why),) = found("postgresql://joe:s3cret@127.0.0.1:1/x")
+    assert level == "error"
+    assert "refused" in why
+    assert "s3cret" not in why
+    ((_, _, why),) = found(latin)
+    assert "the encoding of the database is LATIN1" in why
+    with closing(Database(latin)) as database, pytest.raises(StoreError, match="is LATIN1, which"):
+        database.upgrade()
+    if OVERRIDE in os.environ:
+        return  # no role is made on somebody's server
+    with closing(Database(sound)) as database, database.write() as session:
+        for statement in (
+            "CREATE ROLE guest LOGIN",
+            "REVOKE CREATE ON SCHEMA public FROM PUBLIC",
+        ):
+            session.execute(sqlalchemy.text(statement))
+    guest = make_url(sound).set(username="guest").render_as_string(hide_password=False)
+    ((_, _, why),) = found(guest)
+    assert "its user may not make tables there" in why
+    with closing(Database(sound)) as database, database.write() as session:
+        session.execute(sqlalchemy.text("DROP ROLE guest"))
+    for url in (sound, latin):
+        postgres.drop(url)
