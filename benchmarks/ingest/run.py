@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.ingest import live, memory, throughput
+from benchmarks.ingest import live, memory, sizes, throughput
 from benchmarks.ingest.cells import ROOT, Json
 from benchmarks.results import Target, at_least, at_most
 
@@ -21,6 +21,8 @@ COLUMNS = (
     *("what", "records", "records_per_s", "cpu_us_per_record", "idle_mb", "peak_mb"),
     *(f"rss_mb_{fifth}" for fifth in range(1, 6)),
     *("growth", "rebuild_s", "p50_s", "p99_s", "max_s"),
+    *("bytes", "request_body", "prompt_token_ids", "base_id", "sampling", "timings"),
+    *("message_body", "token_ids", "logprobs", "encode_us", "store_us", "read_us"),
     *("times", "lost", "doubled", "undecided", "stored_while_full"),
 )
 RECORDS_PER_S = 2_000.0
@@ -30,6 +32,11 @@ LONG_MB = 150.0
 """Memory that records with long prompts may add: 4 MB on the bus, 32 MB in a portion of records,
 as much again that Python and SQLite have freed and keep, and a vocabulary."""
 LATENCY_S = 2.0
+CPU_OF_DELTAS = 1.25
+"""CPU of storing and of reading once, over that of rows that are compressed alone. Storing takes as
+much or less; reading takes twice as much, because it decodes bases too."""
+SMALLER = 5.0
+"""Times by which an exchange of multi-turn traffic is smaller than one that is compressed alone."""
 
 
 @dataclass(slots=True)
@@ -72,6 +79,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--many", type=int, default=200_000, help="records of the memory part")
     parser.add_argument("--long", type=int, default=100, help="records with long prompts")
+    parser.add_argument("--requests", type=int, default=1_500, help="of each mix of sizes")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the latency part")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--before", type=Path, help="checkout of an older version to compare with")
@@ -131,6 +139,25 @@ def _disk(folder: Path, options: argparse.Namespace, found: Found) -> None:
     _nothing_lost(live.full_disk(folder, rate=200.0), found)
 
 
+def _sizes(folder: Path, options: argparse.Namespace, found: Found) -> None:
+    folder.mkdir()
+    try:
+        pairs = list(sizes.measure(folder, BENCH / "data", requests=options.requests))
+    except OSError as error:
+        why = f"no data ({error}); run benchmarks/sessions/setup"
+        found.targets.append(at_least("bytes an exchange", None, SMALLER, why))
+        return
+    for ours, peer in pairs:
+        found.rows += [ours, peer]
+        mix = ours["what"].partition(": ")[2]
+        smaller = peer["bytes"] / ours["bytes"]
+        cpu = [one["store_us"] + one["read_us"] for one in (ours, peer)]
+        found.targets += [
+            at_least(f"{mix}: times smaller than rows compressed alone", smaller, SMALLER),
+            at_most(f"{mix}: CPU to store and read over theirs", cpu[0] / cpu[1], CPU_OF_DELTAS),
+        ]
+
+
 def _nothing_lost(row: Json, found: Found) -> None:
     found.rows.append(row)
     for what in ("lost", "doubled", "undecided"):
@@ -144,4 +171,5 @@ PARTS: Mapping[str, Callable[[Path, argparse.Namespace, Found], None]] = {
     "kills": _kills,
     "disk": _disk,
     "memory": _memory,
+    "sizes": _sizes,
 }

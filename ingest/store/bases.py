@@ -147,10 +147,11 @@ def _encode_row(
     row: Row, content: Content, bases: Mapping[str, Content], cache: ContentCache
 ) -> None:
     exchange_id, parent = row["exchange_id"], row.get("parent_id")
-    mark = _mark(row, content)
+    mark = b""
     base_id = parent
     base = cache.get(parent) or bases.get(parent) if parent is not None else None
     if base is None or not _has_room(base, content):
+        mark = _mark(row, content)
         base_id = cache.opening(mark)
         base = cache.get(base_id) if base_id not in (None, exchange_id) else None
     if base is not None and not _has_room(base, content):
@@ -160,7 +161,7 @@ def _encode_row(
     if base is not None and differs:
         content = replace(content, links=base.links + 1, chain_bytes=base.chain_bytes + base.size)
     else:
-        cache.set_opening(mark, exchange_id)
+        cache.set_opening(mark or _mark(row, content), exchange_id)
     cache.put(exchange_id, content)
 
 

@@ -13,7 +13,7 @@ costs itself and the rows that have it below them, each named by its own damage.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -81,8 +81,9 @@ def load_contents(
     cache = content_cache(session)
     contents = Contents()
     links = load_links(session, wanted)
-    for group in _groups([one for one in wanted if one in links], links, cache):
-        _Reading(session, cache, contents, links, as_bases).read(group)
+    reading = _Reading(session, cache, contents, as_bases)
+    for group, needed in _groups([one for one in wanted if one in links], links, cache):
+        reading.read(group, needed)
     return contents
 
 
@@ -107,34 +108,42 @@ def load_links(session: Session, exchange_ids: Sequence[str]) -> dict[str, Link]
 
 def _groups(
     exchange_ids: Sequence[str], links: Mapping[str, Link], cache: ContentCache
-) -> Iterator[list[str]]:
-    """Divide the exchanges so that what is fetched for a group is bounded in bytes."""
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Divide the exchanges so that what is fetched for a group is bounded in bytes.
+
+    Yields: the group, and what must be fetched for it: it and all below that is not in the cache.
+    """
     group: list[str] = []
-    fetched: set[str] = set()
+    needed: dict[str, None] = {}
     total = 0
     for exchange_id in exchange_ids:
-        new = [one for one in _chain(exchange_id, links, cache) if one not in fetched]
+        new = _not_known(exchange_id, links, needed, cache)
         size = sum(links[one].stored_bytes for one in new)
         if group and total + size > FETCHED_BYTES:
-            yield group
-            group, fetched, total = [], set(), 0
+            yield group, list(needed)
+            group, needed, total = [], {}, 0
+            new = _not_known(exchange_id, links, needed, cache)
+            size = sum(links[one].stored_bytes for one in new)
         group.append(exchange_id)
-        fetched.update(new)
+        needed.update(dict.fromkeys(new))
         total += size
     if group:
-        yield group
+        yield group, list(needed)
 
 
-def _chain(exchange_id: str, links: Mapping[str, Link], cache: ContentCache) -> Iterator[str]:
-    """The exchange and what is below it, down to what is in the cache."""
+def _not_known(
+    exchange_id: str, links: Mapping[str, Link], needed: Collection[str], cache: ContentCache
+) -> list[str]:
+    """The exchange and what is below it, down to what is needed anyway or in the cache."""
+    found: list[str] = []
     one: str | None = exchange_id
-    for _ in range(2 * MAX_LINKS):  # damaged ids may lead in a circle
-        if one is None or one not in links:
-            return
-        yield one
+    while one is not None and one in links and one not in needed:
+        found.append(one)
         one = links[one].base_id
-        if one is not None and cache.get(one) is not None:
-            return
+        # Damaged ids may lead in a circle.
+        if len(found) > 2 * MAX_LINKS or (one is not None and cache.get(one) is not None):
+            break
+    return found
 
 
 class _Reading:
@@ -145,19 +154,19 @@ class _Reading:
         session: Session,
         cache: ContentCache,
         contents: Contents,
-        links: Mapping[str, Link],
         as_bases: bool,
     ) -> None:
         self._as_bases = as_bases
         self._session, self._cache = session, cache
-        self._contents, self._links = contents, links
+        self._contents = contents
         self._rows: dict[str, _Stored] = {}
         self._replies: dict[str, list[Reply]] = {}
 
-    def read(self, group: Sequence[str]) -> None:
+    def read(self, group: Sequence[str], needed: Sequence[str]) -> None:
         """Add the contents of the group, or their damage."""
-        chains = [list(_chain(one, self._links, self._cache)) for one in group]
-        self._fetch(list(dict.fromkeys(one for chain in chains for one in chain)))
+        self._rows.clear()
+        self._replies.clear()
+        self._fetch(needed)
         for exchange_id in group:
             self._decode(exchange_id)
 

@@ -2,7 +2,7 @@
 
 `docs/data-dictionary.md` says what each column means; comments here only say what a name cannot.
 Migrations are made from these classes; a test compares both. Times are unix seconds (float). Bodies
-are zlib-compressed JSON (`body` columns), token arrays are packed (`sidecar.store.arrays`). No
+are compressed JSON (`body` columns), token arrays are packed (`sidecar.store.arrays`). No
 foreign key cascades: a record is kept or deleted on purpose, never as a side effect.
 """
 

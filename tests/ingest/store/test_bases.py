@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -24,6 +24,7 @@ from sidecar.store.database import Database
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.ingest_kit import Kit
 
+pytestmark = pytest.mark.both_stores
 SYSTEM = " ".join(f"rule {Random(1).getrandbits(20)} {number}" for number in range(200))
 SYSTEM_IDS = tuple(Random(1).choices(range(49_000), k=1_500))
 
@@ -98,9 +99,22 @@ def load(database: Database, exchange_id: str) -> Exchange | None:
 
 
 @pytest.fixture
-def cold(kit: Kit) -> Database:
-    """The same store, as a process sees it that has just begun."""
-    return Database(kit.database.url)
+def open_again(kit: Kit) -> Iterator[Callable[[], Database]]:
+    """Open the same store, as a process does that has just begun."""
+    opened: list[Database] = []
+
+    def open_one() -> Database:
+        opened.append(Database(kit.database.url))
+        return opened[-1]
+
+    yield open_one
+    for database in opened:
+        database.close()
+
+
+@pytest.fixture
+def cold(open_again: Callable[[], Database]) -> Database:
+    return open_again()
 
 
 def test_a_turn_takes_the_bytes_of_what_is_new(kit: Kit) -> None:
@@ -114,12 +128,14 @@ def test_a_turn_takes_the_bytes_of_what_is_new(kit: Kit) -> None:
     assert [load(kit.database, one.exchange_id) for one in talk] == talk
 
 
-def test_a_process_that_has_just_begun_reads_them_too(kit: Kit, cold: Database) -> None:
+def test_a_process_that_has_just_begun_reads_them_too(
+    kit: Kit, cold: Database, open_again: Callable[[], Database]
+) -> None:
     talk = turns(kit, "a", 2 * MAX_LINKS + 5)
     store(kit, talk)
 
     assert load(cold, talk[-1].exchange_id) == talk[-1]
-    with Database(kit.database.url).read() as session:
+    with open_again().read() as session:
         batch = load_by_selection(session, "new", limit=100)
     assert [one.exchange for one in batch] == talk
     # It also continues them.
@@ -232,7 +248,9 @@ def test_a_damaged_base_id_is_damage(kit: Kit, cold: Database, base: str) -> Non
         contents["a3"]
 
 
-def test_rows_of_an_older_version_are_read_and_continued(kit: Kit) -> None:
+def test_rows_of_an_older_version_are_read_and_continued(
+    kit: Kit, open_again: Callable[[], Database]
+) -> None:
     talk = turns(kit, "a", 3)
     store(kit, talk[:2])
     with kit.database.write() as session:
@@ -246,7 +264,7 @@ def test_rows_of_an_older_version_are_read_and_continued(kit: Kit) -> None:
                     base_id=None,
                 )
             )
-    cold = Kit(Database(kit.database.url))
+    cold = Kit(open_again())
 
     store(cold, talk[2:], parent="a1")
 
@@ -280,7 +298,9 @@ def remove(kit: Kit, names: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("gone", [["a0"], ["a3"], ["a2", "a3", "a4"], ["a0", "a1"]])
-def test_what_stands_on_an_exchange_outlives_it(kit: Kit, gone: list[str]) -> None:
+def test_what_stands_on_an_exchange_outlives_it(
+    kit: Kit, gone: list[str], open_again: Callable[[], Database]
+) -> None:
     talk = turns(kit, "a", 7)
     store(kit, talk)
     branches = [
@@ -293,14 +313,14 @@ def test_what_stands_on_an_exchange_outlives_it(kit: Kit, gone: list[str]) -> No
     remove(kit, gone)
 
     left = [one for one in [*talk, *branches] if one.exchange_id not in gone]
-    for database in (kit.database, Database(kit.database.url)):
+    for database in (kit.database, open_again()):
         assert [load(database, one.exchange_id) for one in left] == left
     found = bases(kit)
     assert set(found) == {one.exchange_id for one in left}
     assert {name for name in found.values() if name} <= set(found)
     later = turns(kit, "b", 1)
     store(kit, later)  # nothing remembered leads to what is gone
-    assert load(Database(kit.database.url), "b0") == later[0]
+    assert load(open_again(), "b0") == later[0]
 
 
 def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
@@ -330,10 +350,12 @@ def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
     assert not contents.damage
 
 
-def test_a_base_that_another_process_deleted_is_not_used(kit: Kit) -> None:
+def test_a_base_that_another_process_deleted_is_not_used(
+    kit: Kit, open_again: Callable[[], Database]
+) -> None:
     talk = turns(kit, "a", 3)
     store(kit, talk[:2])
-    other = Kit(Database(kit.database.url))
+    other = Kit(open_again())
     remove(other, ["a0", "a1"])
 
     store(kit, talk[2:], parent="a1")  # its cache still has a1
@@ -342,7 +364,9 @@ def test_a_base_that_another_process_deleted_is_not_used(kit: Kit) -> None:
     assert load(other.database, "a2") == talk[2]
 
 
-def test_a_base_whose_transaction_failed_is_not_used(kit: Kit) -> None:
+def test_a_base_whose_transaction_failed_is_not_used(
+    kit: Kit, open_again: Callable[[], Database]
+) -> None:
     talk = turns(kit, "a", 2)
     broken = kit.exchange("broken", prompt_token_ids=(-(2**40),))
 
@@ -356,7 +380,7 @@ def test_a_base_whose_transaction_failed_is_not_used(kit: Kit) -> None:
     store(kit, talk[1:], parent="a0")
 
     assert bases(kit) == {"a1": None}
-    assert load(Database(kit.database.url), "a1") == talk[1]
+    assert load(open_again(), "a1") == talk[1]
 
 
 def test_an_exchange_that_moves_keeps_its_base(kit: Kit, cold: Database) -> None:
