@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from deploy.admin.auth import RefusalReason
 from deploy.engine.reconcile import EngineView
 from deploy.registry import canaries, learner_switches, routing_writer
+from deploy.registry.tallies import exchanges_by_selection
 from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
 from sidecar.store.database import Database
@@ -27,7 +28,6 @@ from sidecar.store.models import (
     AdapterRow,
     CanaryRow,
     CounterRow,
-    ExchangeRow,
     GroupRow,
     RunRow,
 )
@@ -70,7 +70,6 @@ class StoreCollector(Collector):
     def _tallies(self, session: Session) -> Iterator[Metric]:
         tallies = (
             ("groups", "Groups, by status.", "status", GroupRow.status, ()),
-            ("exchanges", "Exchanges, by selection.", "selection", ExchangeRow.selection, ()),
             (
                 "runs",
                 "Training runs, by status.",
@@ -99,6 +98,12 @@ class StoreCollector(Collector):
             for value, number in rows:
                 family.add_metric([str(value)], number)
             yield family
+        family = GaugeMetricFamily(
+            "sidecar_exchanges", "Exchanges, by selection.", labels=["selection"]
+        )
+        for selection, number in exchanges_by_selection(session).items():
+            family.add_metric([selection], number)
+        yield family
 
     def _singles(self, session: Session) -> Iterator[Metric]:
         engine = self._engine()

@@ -31,7 +31,7 @@ from deploy.admin.out import BusOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
-from deploy.registry import canaries, learner_switches, routing_writer, versions
+from deploy.registry import canaries, learner_switches, routing_writer, tallies, versions
 from ingest.intake.bus_report import read_state
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
@@ -41,7 +41,6 @@ from sidecar.store.models import (
     AliasRow,
     CanaryRow,
     CounterRow,
-    ExchangeRow,
     GateComparisonRow,
     GroupRow,
     RunRow,
@@ -91,7 +90,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 control={name: LoopOut.of(view) for name, view in context.loops().items()},
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=_tally(session, GroupRow.status),
-                exchanges=session.scalar(select(func.count()).select_from(ExchangeRow)) or 0,
+                exchanges=tallies.exchanges(session),
                 bus=_bus(session),
                 token_check=_token_check(session),
             )
@@ -106,7 +105,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 else:
                     log.warning("counter_unreadable", stage=row.stage, reason=row.reason)
             return FunnelOut(
-                exchanges=_tally(session, ExchangeRow.selection),
+                exchanges=tallies.exchanges_by_selection(session),
                 groups=_tally(session, GroupRow.status),
                 groups_by_reason=_tally(session, GroupRow.reason, GroupRow.reason.is_not(None)),
                 runs=_tally(session, RunRow.status, RunRow.model == model),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, select, text
 from sqlalchemy.orm import Session
 
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison
-from ingest.grouping.selection import CHOSEN_SURFACES, HELD_OUT
 from sidecar.store.contents import Contents, load_contents
 from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
+from sidecar.store.models.capture import EXAMINED
+
+EXAMINED_AT_MOST = 20_000
+"""Newest held-out exchanges among which the gate looks for sessions: a session of any length must
+not make it read them all. With ten exchanges a session these are 2,000 sessions."""
+PAGE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +41,20 @@ def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
 
 
 def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOutPrompt]:
-    """List the newest good exchange of each of the newest held-out sessions, the newest first."""
-    newest = (
-        select(func.max(ExchangeRow.seq))
-        .where(
-            ExchangeRow.held_out,
-            # One that is not decided yet may still prove to belong to a session that is trained on.
-            ExchangeRow.selection == HELD_OUT,
-            ExchangeRow.outcome == "ok",
-            ExchangeRow.status == 200,
-            # Sampling fresh answers and judging them need the messages of a chat request.
-            ExchangeRow.surface.in_(CHOSEN_SURFACES),
-            ExchangeRow.public_model == model,
-        )
-        .group_by(ExchangeRow.session_id)
-    )
+    """List the newest good exchange of each of the newest held-out sessions, the newest first.
+
+    Sessions whose last exchange is older than the newest `EXAMINED_AT_MOST` are left out.
+    """
+    newest: dict[str, int] = {}
+    """Session -> `seq` of its newest exchange."""
+    for seq, session_id in _newest_examined(session, model):
+        newest.setdefault(session_id, seq)
+        if len(newest) == limit:
+            break
     statement = (
         select(ExchangeRow.exchange_id, ExchangeRow.session_id)
-        .where(ExchangeRow.seq.in_(newest))
+        .where(ExchangeRow.seq.in_(newest.values()))
         .order_by(ExchangeRow.seq.desc())
-        .limit(limit)
     )
     found = [
         (exchange_id, key)
@@ -69,6 +68,23 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
         )
         for exchange_id, key in found
     ]
+
+
+def _newest_examined(session: Session, model: str) -> Iterator[tuple[int, str]]:
+    """Yield `seq` and session of the exchanges that the gate may ask again, the newest first."""
+    read, page = 0, PAGE
+    before: tuple[ColumnElement[bool], ...] = ()
+    while read < EXAMINED_AT_MOST:
+        rows = session.execute(
+            select(ExchangeRow.seq, ExchangeRow.session_id)
+            .where(text(EXAMINED), ExchangeRow.public_model == model, *before)
+            .order_by(ExchangeRow.seq.desc())
+            .limit(page)
+        ).all()
+        yield from ((seq, session_id) for seq, session_id in rows)
+        if len(rows) < page:
+            return
+        read, before = read + len(rows), (ExchangeRow.seq < rows[-1].seq,)
 
 
 def _request(contents: Contents, exchange_id: str) -> dict[str, Any]:

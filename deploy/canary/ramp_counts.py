@@ -26,7 +26,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, and_, or_, select
+from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import is_short
@@ -35,6 +35,7 @@ from deploy.registry.canary_rule import ArmCounts, RampEvidence
 from sidecar.store.contents import load_contents
 from sidecar.store.database import decompress
 from sidecar.store.models import ChoiceRow, ExchangeRow
+from sidecar.store.models.capture import COUNTED, TAKEN_OVER
 
 WINDOW = 500
 """Newest exchanges of the candidate that are read, and newest turns of an arm whose reply text is
@@ -44,6 +45,8 @@ MOST_TRIES = 3
 fit into `WINDOW` reads this many exchanges for each turn."""
 CHAMPION_WINDOW = 4 * WINDOW
 """The champion answers more: at a weight of 5% this covers 100 of the candidate's exchanges."""
+PAGE = 250
+"""Exchanges read by one query: a step that has just begun needs few."""
 NOT_FOUND = 404
 """Status of a reply when vLLM lost the adapter and no other adapter could answer."""
 
@@ -93,59 +96,88 @@ def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> 
     """Return both arms' counts in the present step of a ramping canary."""
     window = max(WINDOW, MOST_TRIES * step_min_exchanges)
     champion_window = max(CHAMPION_WINDOW, window)
-    since = ExchangeRow.started_at >= canary.step_started_at
-    candidate = _newest(session, canary, canary.candidate, "canary", window, since)
-    champion = _newest(session, canary, canary.champion, "champion", champion_window, since)
+    candidate = _window(session, canary, canary.candidate, "canary", window)
+    champion = _window(session, canary, canary.champion, "champion", champion_window)
     # A full window leaves out older rows of its arm: both arms start at the later window's edge.
-    edge = max(
-        (
-            min(one.seq for one in rows)
-            for rows, limit in ((candidate, window), (champion, champion_window))
-            if len(rows) == limit
-        ),
-        default=0,
-    )
-    compared = [one for one in candidate if one.seq >= edge]
-    champion = [one for one in champion if one.seq >= edge]
+    full = [
+        rows
+        for rows, limit in ((candidate, window), (champion, champion_window))
+        if len(rows) == limit
+    ]
+    edge = max((rows[-1].seq for rows in full), default=0)
+
+    answered = [one for one in candidate if _is_in_step(one, canary)]
+    compared = [one for one in answered if one.seq >= edge]
+    beside = [one for one in champion if _is_in_step(one, canary) and one.seq >= edge]
     earlier: list[Seen] = []
-    lacking = step_min_exchanges - len(_turns(champion))
+    lacking = step_min_exchanges - len(_turns(beside))
     if lacking > 0:
-        before = or_(ExchangeRow.started_at < canary.step_started_at, ExchangeRow.seq < edge)
-        earlier = _newest(session, canary, canary.champion, "champion", window, before)
+        earlier = [one for one in champion if not _is_in_step(one, canary) or one.seq < edge]
+        if champion and len(_turns(earlier)) < lacking:
+            oldest, tries = champion[-1].seq, MOST_TRIES * lacking
+            earlier += _newest(
+                session, canary, canary.champion, "champion", tries, before_seq=oldest
+            )
         earlier = _newest_turns(earlier, lacking)
-    text_edge = max(_text_edge(compared), _text_edge(champion))
+    text_edge = max(_text_edge(compared), _text_edge(beside))
     return RampEvidence(
         candidate=_counts(session, compared, text_edge),
-        champion=_counts(session, champion, text_edge),
+        champion=_counts(session, beside, text_edge),
         champion_before=_counts(session, earlier, _text_edge(earlier)),
-        seen=len(_turns(candidate)),
-        missing_in_a_row=sum(1 for _ in takewhile(lambda one: one.missing, candidate)),
+        seen=len(_turns(answered)),
+        missing_in_a_row=sum(1 for _ in takewhile(lambda one: one.missing, answered)),
     )
+
+
+def _is_in_step(one: Seen, canary: Canary) -> bool:
+    known = isinstance(one.started_at, int | float)  # damaged: of no step
+    return known and one.started_at >= canary.step_started_at
+
+
+def _window(session: Session, canary: Canary, adapter: str, arm: str, limit: int) -> list[Seen]:
+    """List an arm's exchanges, the newest first: up to `limit`, or back to before the step.
+
+    An exchange that began before the step may end within it, so reading ends at a whole page of
+    earlier ones.
+    """
+    found: list[Seen] = []
+    while len(found) < limit:
+        size = min(PAGE, limit - len(found))
+        before_seq = found[-1].seq if found else None
+        page = _newest(session, canary, adapter, arm, size, before_seq=before_seq)
+        found += page
+        if len(page) < size or not any(_is_in_step(one, canary) for one in page):
+            break
+    return found
 
 
 def _newest(
-    session: Session, canary: Canary, adapter: str, arm: str, limit: int, when: ColumnElement[bool]
+    session: Session,
+    canary: Canary,
+    adapter: str,
+    arm: str,
+    limit: int,
+    *,
+    before_seq: int | None = None,
 ) -> list[Seen]:
-    """List the exchanges that an arm answered or was routed to answer, the newest first."""
-    # A request that vLLM refused as a client error does not count for the arm, except that vLLM did
-    # not know the adapter.
-    ours = or_(ExchangeRow.status < 400, ExchangeRow.status == NOT_FOUND, ExchangeRow.status >= 500)
-    failed = ExchangeRow.outcome == "upstream_error"
-    answered = and_(
+    """List the exchanges that an arm answered or was routed to answer, the newest first.
+
+    No time limits the query: a search for exchanges of a step that had few would read all before
+    it. The caller looks at the times of the rows that it gets.
+    """
+    answered = (
+        ExchangeRow.public_model == canary.model,
         ExchangeRow.adapter == adapter,
         ExchangeRow.arm == arm,
-        ExchangeRow.fallback_from == "",
-        or_(failed, ExchangeRow.outcome == "cut", and_(ExchangeRow.outcome == "ok", ours)),
+        text(COUNTED),
     )
-    taken_over = and_(ExchangeRow.fallback_from == adapter, ExchangeRow.outcome != "upstream_error")
+    taken_over = (ExchangeRow.fallback_from == adapter, text(TAKEN_OVER))
+    older = () if before_seq is None else (ExchangeRow.seq < before_seq,)
     found: list[Seen] = []
     # Two queries, each with its own index; one query with OR would scan the table.
     for which in (answered, taken_over):
         statement = (
-            select(*_COLUMNS)
-            .where(ExchangeRow.public_model == canary.model, which, when)
-            .order_by(ExchangeRow.seq.desc())
-            .limit(limit)
+            select(*_COLUMNS).where(*which, *older).order_by(ExchangeRow.seq.desc()).limit(limit)
         )
         found += [Seen(*row) for row in session.execute(statement)]
     return sorted(found, reverse=True)[:limit]

@@ -22,7 +22,7 @@ def begin_next(
     active = canaries.active(session, model)
     if active is not None:
         return active
-    waiting = [one for one in versions.versions(session, model) if one.state == "registered"]
+    waiting = versions.versions(session, model, state="registered")
     tried: AdapterVersion | None = None
     for version in waiting:
         fallen = _rolled_back_ancestor(session, version)
@@ -43,7 +43,7 @@ def has_waiting(session: Session, model: str) -> bool:
     """Return True when `begin_next` would begin a canary or retire an adapter."""
     if canaries.active(session, model) is not None:
         return False
-    return any(one.state == "registered" for one in versions.versions(session, model))
+    return versions.any_in(session, model, "registered")
 
 
 def _rolled_back_ancestor(session: Session, version: AdapterVersion) -> str | None:

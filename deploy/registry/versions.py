@@ -96,12 +96,22 @@ def document_digests(session: Session, name: str) -> dict[str, str]:
     return {file: recorded[key] for file, key in keys.items() if key in recorded}
 
 
-def versions(session: Session, model: str) -> list[AdapterVersion]:
-    """List every version of a model, the newest first."""
+def versions(
+    session: Session, model: str, *, state: AdapterState | None = None
+) -> list[AdapterVersion]:
+    """List the versions of a model, or those of one state, the newest first."""
     statement = (
         select(AdapterRow).where(AdapterRow.model == model).order_by(AdapterRow.version.desc())
     )
+    if state is not None:
+        statement = statement.where(AdapterRow.state == state)
     return [to_version(row) for row in session.scalars(statement)]
+
+
+def any_in(session: Session, model: str, state: AdapterState) -> bool:
+    """Return True when a version of the model is in this state."""
+    statement = select(AdapterRow.name).where(AdapterRow.model == model, AdapterRow.state == state)
+    return session.scalar(statement.limit(1)) is not None
 
 
 def aliases_of(session: Session, model: str) -> dict[str, str]:

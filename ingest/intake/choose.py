@@ -76,7 +76,8 @@ def choose_backlog(database: Database, rules: Rules, *, model: str, now: float) 
     Returns: the number of exchanges decided.
     """
     with database.write() as session:
-        room = rules.max_pending_groups - count_pending(session, live_adapters(session, model))
+        most = rules.max_pending_groups
+        room = most - count_pending(session, live_adapters(session, model), most=most)
         if room <= 0:
             return 0
         batch = _readable(
@@ -122,7 +123,7 @@ def decide(
         return
     standing = Standing(
         live_adapters=live,
-        pending_groups=count_pending(session, live),
+        pending_groups=count_pending(session, live, most=rules.max_pending_groups),
         groups_by_session=count_by_session(
             session,
             [stored.session_id for stored in batch],

@@ -107,7 +107,7 @@ def newest_scored(session: Session) -> str | None:
     return session.scalar(
         select(GroupRow.group_id)
         .where(GroupRow.scored_at.is_not(None))
-        .order_by(GroupRow.seq.desc())
+        .order_by(GroupRow.scored_at.desc())
         .limit(1)
     )
 

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, insert, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    TextClause,
+    and_,
+    insert,
+    select,
+    text,
+    tuple_,
+    update,
+)
 from sqlalchemy.orm import Session, defer
 
 from ingest.errors import UnreadableExchangesError
@@ -21,6 +31,7 @@ from sidecar.store.contents import load_contents
 from sidecar.store.database import DAMAGE, check_id
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.store.models.capture import IN_TURN, UNDECIDED
 
 NEW = "new"
 """`exchange.selection` of an exchange that selection has not examined."""
@@ -169,7 +180,7 @@ def any_settled(session: Session, selection: str, settled: Settled) -> bool:
     """True when the oldest exchange with this value of `selection` has settled."""
     oldest = session.execute(
         select(ExchangeRow.stored_at)
-        .where(ExchangeRow.selection == selection)
+        .where(*_undecided(selection))
         .order_by(ExchangeRow.seq)
         .limit(1)
     ).first()
@@ -187,6 +198,7 @@ def load_by_selection(
 ) -> list[StoredExchange]:
     """Read up to `limit` exchanges with this value of `selection`, the oldest first by default.
 
+    selection: "new" or "backlog"; no index finds the others.
     settled: those for which it is False are left out; they count towards the limit.
     limit_bytes: of requests and replies as they were sent, which hold all token ids as text: read,
         an exchange takes at most nine times as much. The first one is read however large it is.
@@ -199,7 +211,7 @@ def load_by_selection(
             ExchangeRow.stored_at,
             ExchangeRow.request_bytes + ExchangeRow.reply_bytes,
         )
-        .where(ExchangeRow.selection == selection)
+        .where(*_undecided(selection))
         .order_by(order)
         .limit(limit)
     )
@@ -274,11 +286,15 @@ def dead_letter(session: Session, payload: bytes, *, reason: str, now: float) ->
     session.flush()
 
 
+def _undecided(selection: str) -> tuple[ColumnElement[bool], TextClause]:
+    return ExchangeRow.selection == selection, text(UNDECIDED)
+
+
 def _of_turns(turns: Collection[tuple[str, str]]) -> ColumnElement[bool]:
     # The turn id alone finds them by its index; the project tells two of one id apart.
     ids = {turn_id for _, turn_id in turns}
     pairs = tuple_(ExchangeRow.project, ExchangeRow.turn_id).in_(sorted(turns))
-    return and_(ExchangeRow.turn_id.in_(sorted(ids)), pairs)
+    return and_(text(IN_TURN), ExchangeRow.turn_id.in_(sorted(ids)), pairs)
 
 
 def _check_indices(indices: Sequence[int]) -> None:

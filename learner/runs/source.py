@@ -88,9 +88,13 @@ def count_fresh(session: Session, *, model: str, parent: str, max_age: int) -> i
     return sum(groups for age, groups in ages if age is not None and age <= max_age)
 
 
-def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> None:
-    """Move groups from `scored` to `claimed`, for this run."""
-    _move(session, group_ids, SCORED, status=CLAIMED, run_id=run_id)
+def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> list[str]:
+    """Move groups from `scored` to `claimed`, for this run. Returns: those that were scored."""
+    return [
+        group_id
+        for group_id in group_ids
+        if _move(session, [group_id], SCORED, status=CLAIMED, run_id=run_id)
+    ]
 
 
 def load(
@@ -181,8 +185,8 @@ def give_back(session: Session, run_id: str, group_ids: Iterable[str] | None = N
 
 
 def _parents(session: Session, model: str) -> dict[str, str]:
-    versions = session.scalars(select(AdapterRow).where(AdapterRow.model == model))
-    return {version.name: version.parent for version in versions}
+    versions = select(AdapterRow.name, AdapterRow.parent).where(AdapterRow.model == model)
+    return {row.name: row.parent for row in session.execute(versions)}
 
 
 def _move(session: Session, group_ids: Iterable[str], before: str, **values: str | None) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +52,8 @@ log = structlog.get_logger()
 tracer = trace.get_tracer("learner")
 
 LIBRARIES = ("learning-sidecar", "torch", "transformers", "peft", "safetensors")
+DROPPED_AT_ONCE = 200
+"""Groups dropped in one transaction: others wait for the write lock."""
 WORK_PREFIX = ".run-"
 """Prefix of the folder that a run writes into, beside the published ones."""
 TRIED_AGAIN = ("out_of_memory",)
@@ -73,8 +75,10 @@ class _Material:
     parent: Parent
     scored: tuple[ScoredGroup, ...]
     selection: Selection
+    unclaimed: Mapping[str, str]
+    """Group id -> reason, for groups that the run dropped and did not claim."""
     dropped: Mapping[str, str]
-    """Group id -> reason, for every group that the run left out."""
+    """Group id -> reason, for claimed groups that the run left out."""
     texts: Mapping[str, str]
     """Group id -> details of the reason, if any."""
     samplers: Mapping[str, Parent]
@@ -82,7 +86,12 @@ class _Material:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {"used": len(self.selection.groups), **Counter(self.dropped.values())}
+        return {"used": len(self.selection.groups), **Counter(self.left_out.values())}
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Group id -> reason, for every group that the run left out."""
+        return {**self.unclaimed, **self.dropped}
 
     def without(self, faults: Mapping[str, Fault]) -> _Material:
         """Return the material without the groups that the trainer left out."""
@@ -185,29 +194,27 @@ class Run:
                 remove_folder(folder)
 
     def _claim(self, parent: Parent) -> _Material:
-        settings = self._settings.learner
-        with self._database.write() as session:
+        settings, model = self._settings.learner, self._settings.serving.model
+        # Read before the write lock is taken: many groups may wait. A group that leaves `scored`
+        # meanwhile is neither dropped nor claimed.
+        with self._database.read() as session:
             waiting = source.waiting_groups(
-                session,
-                model=self._settings.serving.model,
-                parent=parent.name,
-                max_age=settings.max_age_versions,
+                session, model=model, parent=parent.name, max_age=settings.max_age_versions
             )
-            taken, given_up = retry.choose(
+            chosen, given_up = retry.choose(
                 waiting.fresh,
                 waiting.failures,
                 least=settings.min_groups,
                 most=settings.max_groups,
-                after_failure=last_failed(session, self._settings.serving.model),
+                after_failure=last_failed(session, model),
             )
-            left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
-            texts = dict.fromkeys(given_up, "too many newer groups of failed runs wait")
-            source.drop(session, self.run_id, left, before=SCORED, texts=texts)
-            source.claim(session, self.run_id, taken)
+        left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
+        self._drop_unclaimed(left, given_up)
+        with self._database.write() as session:
+            taken = source.claim(session, self.run_id, chosen)
+        with self._database.read() as session:
             scored, broken = source.load(session, taken, pack_tokens=settings.pack_tokens)
-            samplers = source.samplers(
-                session, self._settings.serving.model, (g.group.adapter for g in scored)
-            )
+            samplers = source.samplers(session, model, (g.group.adapter for g in scored))
         selection = select_groups(
             scored, min_spread=settings.min_spread, pack_tokens=settings.pack_tokens
         )
@@ -216,7 +223,8 @@ class Run:
             parent=parent,
             scored=tuple(g for g in scored if g.group.group_id not in useless),
             selection=selection,
-            dropped={**left, **useless},
+            unclaimed=left,
+            dropped=useless,
             texts={g: fault.text for g, fault in broken.items()},
             samplers=samplers,
         )
@@ -230,6 +238,15 @@ class Run:
             self._skip(material, fresh=len(waiting.fresh))
         return material
 
+    def _drop_unclaimed(self, left: Mapping[str, str], given_up: Collection[str]) -> None:
+        """Drop waiting groups that no run will learn from, a few at a time."""
+        texts = dict.fromkeys(given_up, "too many newer groups of failed runs wait")
+        reasons = list(left.items())
+        for at in range(0, len(reasons), DROPPED_AT_ONCE):
+            with self._database.write() as session:
+                some = dict(reasons[at : at + DROPPED_AT_ONCE])
+                source.drop(session, self.run_id, some, before=SCORED, texts=texts)
+
     def _skip(self, material: _Material, *, fresh: int | None = None) -> None:
         """End the run without a result. Raises: NothingToLearnError, always.
 
@@ -241,7 +258,7 @@ class Run:
             if fresh is not None and fresh < needed
             else "no group was usable"
         )
-        drops = Counter(material.dropped.values())
+        drops = Counter(material.left_out.values())
         if drops:
             reason += "; dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(drops.items()))
         with self._database.write() as session:
@@ -283,7 +300,7 @@ class Run:
             base_model_path=self._settings.serving.base_model_path,
             parent=material.parent,
             groups=material.scored,
-            dropped=material.dropped,
+            dropped=material.left_out,
             settings=self._settings.learner,
             outcome=outcome,
             libraries={name: version(name) for name in LIBRARIES},

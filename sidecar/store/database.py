@@ -53,6 +53,9 @@ from sidecar.store.values import REPLACEMENT
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
 
+_STATISTICS = ("sqlite_stat1", "sqlite_stat4")
+"""Tables of SQLite's ANALYZE. Statistics of a store that has grown since make its planner read
+whole tables (docs/log.md, 2026-11-22), and fresh ones choose no better plan than none."""
 MIGRATIONS = Path(__file__).with_name("migrations")
 DAMAGE = (zlib.error, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 """Errors of reading a row whose body, array, number or text is damaged."""
@@ -103,6 +106,8 @@ class Database:
     def upgrade(self) -> None:
         """Migrate the schema to this version's revision. Every process may call it at its start.
 
+        Statistics that somebody made for SQLite's planner are removed: see `_STATISTICS`.
+
         Raises: StoreError.
         """
         # Imported here: a process that does not migrate need not wait for the import.
@@ -118,6 +123,9 @@ class Database:
                 config.set_main_option("script_location", str(MIGRATIONS))
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
+                if connection.dialect.name == "sqlite":
+                    for name in _STATISTICS:
+                        connection.exec_driver_sql(f"DROP TABLE IF EXISTS {name}")
         except SQLAlchemyError as error:
             raise StoreError(
                 f"store {self._shown_url}: cannot be upgraded: {describe(error)}"

@@ -32,7 +32,7 @@ from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
-from sidecar.store.database import Database, compress
+from sidecar.store.database import Database, compress, count
 from sidecar.store.models import (
     AdapterRow,
     AuditRow,
@@ -233,6 +233,9 @@ class World:
         with self.database.write() as session:
             session.add(row)
             session.flush()
+            count(session, "consume", "stored")
+            if held_out:
+                count(session, "selection", "held_out")
             if content is not None:
                 message = {"role": "assistant", "content": content}
                 session.add(

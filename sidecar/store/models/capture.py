@@ -4,29 +4,63 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, Index, String, Text, text
+from sqlalchemy import ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from sidecar.store.models.base import Base
+from sidecar.store.models.base import Base, partial_index
 from sidecar.store.tables import WIDE
+
+# Conditions of partial indexes, which queries state in these words (`sqlalchemy.text`).
+UNDECIDED = "selection IN ('new', 'backlog')"
+"""Exchanges that selection still decides."""
+IN_TURN = "turn_id <> ''"
+COUNTED = (
+    "fallback_from = '' AND (outcome IN ('upstream_error', 'cut') OR (outcome = 'ok' AND "
+    "(status < 400 OR status = 404 OR status >= 500)))"
+)
+"""Exchanges that count for the arm that answered. A request that vLLM refused as a client error
+does not, except that vLLM did not know the adapter (404)."""
+TAKEN_OVER = "fallback_from <> '' AND outcome <> 'upstream_error'"
+"""Exchanges that another adapter answered in place of the routed one."""
+EXAMINED = (
+    "held_out AND selection = 'held_out' AND outcome = 'ok' AND status = 200 AND surface = 'chat'"
+)
+"""Exchanges whose prompts the gate may ask again: sampling fresh answers and judging them need the
+messages of a chat request (`ingest.grouping.selection.CHOSEN_SURFACES`). One that is not decided
+yet may still prove to belong to a session that is trained on."""
 
 
 class ExchangeRow(Base):
-    """One captured exchange."""
+    """One captured exchange.
+
+    Each index costs every insert, so each has queries that need it: tests/rooms/test_query_plans.py
+    checks both.
+    """
 
     __tablename__ = "exchange"
+    __table_args__ = (
+        Index("ix_exchange_session", "session_id", "held_out"),
+        partial_index("ix_exchange_turn", "turn_id", where=IN_TURN),
+        partial_index("ix_exchange_undecided", "selection", "seq", where=UNDECIDED),
+        partial_index(
+            "ix_exchange_counted", "public_model", "adapter", "arm", "seq", where=COUNTED
+        ),
+        partial_index("ix_exchange_taken_over", "fallback_from", "seq", where=TAKEN_OVER),
+        partial_index("ix_exchange_base_id", "base_id", where="base_id IS NOT NULL"),
+        partial_index("ix_exchange_examined", "public_model", "seq", "session_id", where=EXAMINED),
+    )
     seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     exchange_id: Mapped[str] = mapped_column(String(64), unique=True)
     stored_at: Mapped[float]
-    started_at: Mapped[float] = mapped_column(index=True)
+    started_at: Mapped[float]
     surface: Mapped[str] = mapped_column(String(16))
     public_model: Mapped[str] = mapped_column(String(255))
-    adapter: Mapped[str] = mapped_column(String(255), index=True)
+    adapter: Mapped[str] = mapped_column(String(255))
     arm: Mapped[str] = mapped_column(String(16))
     propensity: Mapped[float]
     replica: Mapped[str] = mapped_column(String(255))
-    session_key: Mapped[str] = mapped_column(String(255), index=True)
-    session_id: Mapped[str] = mapped_column(String(255), default="", server_default="", index=True)
+    session_key: Mapped[str] = mapped_column(String(255))
+    session_id: Mapped[str] = mapped_column(String(255), default="", server_default="")
     """The session that its content belongs to; in older rows, `session_key`."""
     parent_id: Mapped[str | None] = mapped_column(String(64))
     """The exchange that this one continues."""
@@ -52,19 +86,15 @@ class ExchangeRow(Base):
     project: Mapped[str] = mapped_column(String(64))
     user: Mapped[str] = mapped_column(String(255))
     key_id: Mapped[str] = mapped_column(String(64), default="")
-    turn_id: Mapped[str] = mapped_column(String(64), default="", index=True)
+    turn_id: Mapped[str] = mapped_column(String(64), default="")
     """The same for a request and its retries; empty: a turn of its own."""
     retry_count: Mapped[int] = mapped_column(default=0)
     request_bytes: Mapped[int] = mapped_column(WIDE, default=0)
     reply_bytes: Mapped[int] = mapped_column(WIDE, default=0)
-    fallback_from: Mapped[str] = mapped_column(String(255), default="", index=True)
+    fallback_from: Mapped[str] = mapped_column(String(255), default="")
     """The adapter that vLLM did not know; another one answered in its place."""
-    selection: Mapped[str] = mapped_column(String(64), default="new", index=True)
+    selection: Mapped[str] = mapped_column(String(64), default="new")
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
-    # Not `postgresql_where` too: SQLAlchemy would import that dialect in every process.
-    __table_args__ = (
-        Index("ix_exchange_base_id", "base_id", sqlite_where=text("base_id IS NOT NULL")),
-    )
 
 
 class ChoiceRow(Base):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, String, Text
+from sqlalchemy import ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from sidecar.store.models.base import Base
+from sidecar.store.models.base import Base, partial_index
 from sidecar.store.tables import WIDE
 
 
@@ -19,15 +19,22 @@ class GroupRow(Base):
     """
 
     __tablename__ = "answer_group"
+    __table_args__ = (
+        Index("ix_answer_group_session", "session_id", "created_at"),
+        Index("ix_answer_group_status", "status", "seq"),
+        partial_index("ix_answer_group_run", "run_id", where="run_id IS NOT NULL"),
+        partial_index("ix_answer_group_reason", "reason", "seq", where="reason IS NOT NULL"),
+        partial_index("ix_answer_group_scored_at", "scored_at", where="scored_at IS NOT NULL"),
+    )
     seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     group_id: Mapped[str] = mapped_column(String(64), unique=True)
     exchange_id: Mapped[str] = mapped_column(
         String(64), ForeignKey("exchange.exchange_id"), unique=True
     )
-    session_key: Mapped[str] = mapped_column(String(255), index=True)
-    session_id: Mapped[str] = mapped_column(String(255), default="", server_default="", index=True)
+    session_key: Mapped[str] = mapped_column(String(255))
+    session_id: Mapped[str] = mapped_column(String(255), default="", server_default="")
     adapter: Mapped[str] = mapped_column(String(255))
-    status: Mapped[str] = mapped_column(String(16), index=True)
+    status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
     sampling_attempts: Mapped[int] = mapped_column(default=0)
     """Rounds of sampling that ended with candidates missing."""
@@ -48,7 +55,7 @@ class GroupRow(Base):
     scored_at: Mapped[float | None]
     judge_model: Mapped[str | None] = mapped_column(String(255))
     rubric_hash: Mapped[str | None] = mapped_column(String(64))
-    run_id: Mapped[str | None] = mapped_column(String(64), index=True)
+    run_id: Mapped[str | None] = mapped_column(String(64))
     learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
     """Runs that failed, or may have failed, because of this group."""
 

@@ -16,7 +16,10 @@ class AdapterRow(Base):
     or rejected, rolled_back."""
 
     __tablename__ = "adapter_version"
-    __table_args__ = (UniqueConstraint("model", "version"),)
+    __table_args__ = (
+        UniqueConstraint("model", "version"),
+        Index("ix_adapter_version_state", "model", "state", "version"),
+    )
     name: Mapped[str] = mapped_column(String(255), primary_key=True)
     """vLLM name `<model>--v<version>-<digest12>`; never used twice."""
     model: Mapped[str] = mapped_column(String(255))
@@ -26,7 +29,7 @@ class AdapterRow(Base):
     """Absolute path of the PEFT folder, as vLLM sees it."""
     parent: Mapped[str] = mapped_column(String(255))
     run_id: Mapped[str | None] = mapped_column(String(64))
-    state: Mapped[str] = mapped_column(String(16), index=True)
+    state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
     created_at: Mapped[float]
 
@@ -45,6 +48,7 @@ class AuditRow(Base):
     """Append-only: every change of an alias, a canary or the learner's state, by whom and why."""
 
     __tablename__ = "audit"
+    __table_args__ = (Index("ix_audit_subject", "subject", "seq"),)
     seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     at: Mapped[float]
     actor: Mapped[str] = mapped_column(String(128))
@@ -65,11 +69,15 @@ class CanaryRow(Base):
     """
 
     __tablename__ = "canary"
+    __table_args__ = (
+        Index("ix_canary_created_at", "model", "created_at", "canary_id"),
+        Index("ix_canary_state", "model", "state", "created_at"),
+    )
     canary_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    model: Mapped[str] = mapped_column(String(255), index=True)
+    model: Mapped[str] = mapped_column(String(255))
     candidate: Mapped[str] = mapped_column(String(255), unique=True)
     champion: Mapped[str] = mapped_column(String(255))
-    state: Mapped[str] = mapped_column(String(16), index=True)
+    state: Mapped[str] = mapped_column(String(16))
     paused: Mapped[bool] = mapped_column(default=False)
     reason: Mapped[str | None] = mapped_column(Text)
     step: Mapped[int] = mapped_column(default=0)

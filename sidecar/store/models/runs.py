@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import String, Text
+from sqlalchemy import Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
@@ -14,9 +14,14 @@ class RunRow(Base):
     """One training run. status: running -> finished | failed | skipped."""
 
     __tablename__ = "training_run"
+    __table_args__ = (
+        Index("ix_training_run_started_at", "model", "started_at", "run_id"),
+        Index("ix_training_run_ended_at", "model", "ended_at", "started_at"),
+        Index("ix_training_run_status", "status", "model"),
+    )
     run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    model: Mapped[str] = mapped_column(String(255), index=True)
-    status: Mapped[str] = mapped_column(String(16), index=True)
+    model: Mapped[str] = mapped_column(String(255))
+    status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
     started_at: Mapped[float]
     heartbeat_at: Mapped[float]

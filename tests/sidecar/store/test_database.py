@@ -53,6 +53,18 @@ def test_two_hundred_transactions_that_count_in_opposite_orders_do_not_deadlock(
 
 
 @both
+def test_rows_that_are_inserted_together_keep_their_values(new_store: NewStore) -> None:
+    database = new_store()
+
+    with database.write() as session:
+        session.add_all(DeadLetterRow(at=1.0, reason=name, payload=b"x") for name in ("ab", "cd"))
+
+    with database.read() as session:
+        found = session.execute(select(DeadLetterRow.reason, DeadLetterRow.payload)).all()
+    assert [tuple(row) for row in found] == [("ab", b"x"), ("cd", b"x")]
+
+
+@both
 def test_what_a_writer_read_stays_true_until_it_commits(new_store: NewStore) -> None:
     database = new_store()
 

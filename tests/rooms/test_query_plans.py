@@ -1,0 +1,230 @@
+"""At 200,000 exchanges no statement reads a table from end to end, and none does much work.
+
+All statements that the processes issue are watched (`support.store_use` runs each entry point), so
+a new query is tested without being listed. A function that issues statements and was not run fails
+a test of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sidecar.store.tables import METADATA
+from support.large_store import make_large_store
+from support.statements import ROOMS, ROOT, Statement, Watch, plan_of, watching
+from support.store_use import use_store
+
+SMALL = {
+    "alembic_version",
+    "alias",
+    "api_key",
+    "breaker_trip",
+    "counter",  # a row for each stage and reason, and one a day
+    "flag",
+    "routing_table",
+}
+"""Tables that do not grow with traffic or time. Any other table counts as growing."""
+MOST_STEPS = 100_000
+"""Steps of SQLite's machine for one statement. To read a row and test it takes some 5 to 50, so
+this is a window of a few thousand rows, and less than a pass over any index of `exchange`."""
+
+TALLY = "counts rows by state in an index alone, for a person or a scrape, without the write lock"
+NEWEST = "the newest rows up to a limit, in the order of the table"
+GATE = "the prompts of one gate"
+LISTING = "a person's listing by a rare value, in a process of its own, without the write lock"
+SCANS = {
+    "deploy/admin/reads.py:_tally": TALLY,
+    "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
+    "deploy/admin/records.py:_add_groups.<locals>.groups": NEWEST,
+    "deploy/admin/records.py:_add_history.<locals>.audit": NEWEST,
+    "ingest/store/sessions.py:newest_exchanges": NEWEST,
+    "ingest/best_of/store.py:any_scores": "one row",
+    "ingest/best_of/store.py:oldest_scores": "in the order of an index, with a limit",
+    "ingest/store/listing.py:_seqs": LISTING,
+    "ingest/store/listing.py:newest_scored_groups": LISTING,
+}
+"""Functions that may pass over a whole table or index -> why."""
+SORTS = {
+    "deploy/admin/reads.py:_tally": "a row for each state",
+    "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",
+    "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
+    "deploy/canary/gate_store.py:comparisons": GATE,
+    "deploy/registry/lineage.py:_canary": GATE,
+    "ingest/store/exchanges.py:_load": "the exchanges of one batch's turns",
+    "ingest/store/exchanges.py:_stored": "the choices of one batch",
+    "ingest/store/exchanges.py:turns_with": "the turns of one batch",
+    "ingest/ruler/attempts.py:claim_for_judge": "groups.max_pending_groups limits what waits",
+    "ingest/store/listing.py:_seqs": "the exchanges of one session",
+    "ingest/store/rows.py:load_rows": "the exchanges of one session",
+    "learner/runs/source.py:count_fresh": "the groups that wait for the learner",
+}
+"""Functions whose statement may sort outside an index -> what bounds the rows."""
+WORK = {
+    "deploy/admin/reads.py:_tally": TALLY,
+    "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
+    "ingest/store/sessions.py:newest_exchanges": "once, at the start of ingest",
+    "ingest/store/listing.py:_seqs": LISTING,
+}
+"""Functions that may take more than `MOST_STEPS` -> why."""
+OF_A_FEW_ROWS = "reads tables of a few rows, and is watched by the tests of its module"
+CONNECTION = "prepares a connection"
+NOT_RUN = {
+    "sidecar/access/key_source.py:KeySource.read": OF_A_FEW_ROWS,
+    "sidecar/routing/breaker_report.py:TripReader.read": OF_A_FEW_ROWS,
+    "sidecar/routing/breaker_report.py:TripReporter._write": OF_A_FEW_ROWS,
+    "sidecar/routing/source.py:RoutingSource.read": OF_A_FEW_ROWS,
+    "sidecar/store/engines.py:_open_sqlite.<locals>._prepare": CONNECTION,
+    "sidecar/store/postgres.py:lock_writers": CONNECTION,
+    "sidecar/store/postgres.py:open_postgres.<locals>._limit": CONNECTION,
+}
+"""Functions that ask the store and that `support.store_use` does not run -> why."""
+OTHER_FILES = ("sidecar/capture/outbox", "sidecar/forwarding/dead_letters")
+"""Beginnings of modules whose connections are to other files than the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    watch: Watch
+    before: Path
+    """The large store as it was before the processes used it."""
+
+    @property
+    def statements(self) -> list[Statement]:
+        return list(self.watch.seen.values())
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    folder = tmp_path_factory.mktemp("large")
+    before, used = folder / "before.db", folder / "used"
+    used.mkdir()
+    make_large_store(before)
+    shutil.copy(before, used / "store.db")
+    with watching() as watch:
+        use_store(used)
+    return Watched(watch=watch, before=before)
+
+
+@pytest.fixture
+def planner(watched: Watched) -> Iterator[sqlite3.Connection]:
+    """The large store. It has no statistics, as any store (`sidecar.store.database`)."""
+    with closing(sqlite3.connect(watched.before)) as connection:
+        yield connection
+
+
+def test_no_growing_table_is_read_or_sorted_from_end_to_end(
+    watched: Watched, planner: sqlite3.Connection
+) -> None:
+    found = [
+        f"{one}\n    -> {' | '.join(lines)}"
+        for one in watched.statements
+        for lines in (plan_of(planner, one),)
+        if (_scans(lines) and not _allowed(one, SCANS))
+        or (_sorts(lines) and not _allowed(one, SORTS))
+    ]
+
+    assert found == [], "\n".join(found)
+
+
+def test_no_statement_does_much_work(watched: Watched) -> None:
+    found = [
+        f"{one}\n    -> {one.steps} steps"
+        for one in watched.statements
+        if one.steps > MOST_STEPS and not _allowed(one, WORK)
+    ]
+
+    assert found == [], "\n".join(found)
+
+
+def test_every_index_of_a_growing_table_serves_a_statement(
+    watched: Watched, planner: sqlite3.Connection
+) -> None:
+    plans = "\n".join(line for one in watched.statements for line in plan_of(planner, one))
+
+    unused = {
+        index.name
+        for name, table in METADATA.tables.items()
+        if name not in SMALL
+        for index in table.indexes
+        if not re.search(rf"INDEX {index.name}\b", plans)
+    }
+
+    assert unused == set()
+
+
+def test_every_function_that_asks_the_store_was_run(watched: Watched) -> None:
+    modules = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    found = {name for path in modules for name in _asking(path)}
+    asking = {name for name in found if not name.startswith(OTHER_FILES)}
+
+    assert asking - watched.watch.functions - set(NOT_RUN) == set()
+    assert set(NOT_RUN) <= asking
+
+
+def test_what_is_allowed_is_needed(watched: Watched, planner: sqlite3.Connection) -> None:
+    plans = [(one, plan_of(planner, one)) for one in watched.statements]
+    needed = {
+        "scans": {f for one, lines in plans if _scans(lines) for f in one.functions},
+        "sorts": {f for one, lines in plans if _sorts(lines) for f in one.functions},
+        "work": {f for one, _ in plans if one.steps > MOST_STEPS for f in one.functions},
+    }
+
+    assert set(SCANS) <= needed["scans"]
+    assert set(SORTS) <= needed["sorts"]
+    assert set(WORK) <= needed["work"]
+
+
+def _allowed(one: Statement, functions: dict[str, str]) -> bool:
+    return not functions.keys().isdisjoint(one.functions)
+
+
+def _scans(plan: Sequence[str]) -> bool:
+    return any(line.startswith("SCAN") and _growing(line) for line in plan)
+
+
+def _sorts(plan: Sequence[str]) -> bool:
+    sorts = any(line.startswith("USE TEMP B-TREE") for line in plan)
+    return sorts and any(map(_growing, plan))
+
+
+def _growing(line: str) -> bool:
+    """Whether a line of a plan is about a table that grows."""
+    found = re.match(r"(?:SCAN|SEARCH) (\w+)", line)
+    # SQLAlchemy names a subquery anon_1 and a second use of a table exchange_1.
+    table = re.sub(r"_\d+$", "", found[1]) if found is not None else ""
+    return table in METADATA.tables and table not in SMALL
+
+
+def _asking(path: Path) -> Iterator[str]:
+    """Name the functions of a module that issue statements."""
+    stack: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), "")]
+    while stack:
+        node, name = stack.pop()
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.ClassDef):
+                inner = f"{name}{child.name}."
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = f"{name}{child.name}.<locals>."
+            elif isinstance(child, ast.Call) and _asks(child) and name.endswith(".<locals>."):
+                yield f"{path.relative_to(ROOT)}:{name.removesuffix('.<locals>.')}"
+            stack.append((child, inner))
+
+
+def _asks(call: ast.Call) -> bool:
+    called = call.func
+    return (
+        isinstance(called, ast.Attribute)
+        and called.attr in ("execute", "scalar", "scalars", "get", "get_one", "merge")
+        and isinstance(called.value, ast.Name)
+        and called.value.id in ("session", "connection")
+    )

@@ -1,0 +1,452 @@
+"""Every way in which the processes use the store, each run once over a large one.
+
+Nothing is asserted here: `tests/rooms/test_query_plans.py` looks at the statements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sqlalchemy import update
+
+from deploy.admin.app import create_app
+from deploy.admin.context import AdminContext
+from deploy.canary.controller import Controller
+from deploy.canary.gate import Gate
+from deploy.cli.main import main
+from deploy.engine.fleet import Fleet
+from deploy.engine.reconcile import Reconciler
+from deploy.engine.validation import ServingLimits
+from deploy.registry import routing_writer
+from ingest.best_of.groups import answers_digest
+from ingest.best_of.questions import BestOfJudge
+from ingest.best_of.store import BestOfScores, save_scores
+from ingest.errors import (
+    EngineDownError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+    SamplingError,
+)
+from ingest.grouping.engine_facts import EngineFacts
+from ingest.intake.loop import Intake
+from ingest.ruler.judging import JudgingWorker
+from ingest.sampling.worker import SamplingWorker
+from ingest.store.bases import rebase_children
+from ingest.store.rows import load_rows
+from ingest.vllm.watch import EngineWatch
+from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
+from learner.errors import LearnerError
+from learner.records import StepMetrics, TrainingJob, TrainingOutcome
+from learner.runs.runs import open_run
+from learner.runs.schedule import Schedule
+from learner.runs.train import Run
+from sidecar.records import Choice, Exchange, encode_exchange
+from sidecar.scoring.wire import Material
+from sidecar.settings import Bus, Groups, Serving, Settings, Store
+from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import Learner as LearnerSettings
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, BreakerTripRow, CanaryRow, ExchangeRow, GroupRow
+from support.clock import Clock
+from support.fake_control import FakeControl
+from support.fake_judge import FakeJudge, Reply, score_by_content
+from support.fake_load import FakeRoom, ScriptedLoad
+from support.fake_sampler import FakeSampler
+from support.ingest_kit import MemoryBus, make_choice, make_exchange
+from support.large_store import EXCHANGES, MODEL, NOW, adapter, exchange_id
+
+VERSIONS = EXCHANGES // 2_000
+CHAMPION, CANDIDATE = adapter(VERSIONS - 1), adapter(VERSIONS)
+GROUP_EXCHANGE = exchange_id(160 * 8)
+"""An exchange that has a group."""
+CANARY = f"canary-{VERSIONS}"
+
+
+class _Use:
+    """A store, its settings, and a clock that the processes share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"sqlite:///{folder}/store.db"
+        self.database = Database(self.url)
+        self.clock = Clock(NOW + 1.0)
+        self.settings = Settings(
+            serving=Serving(model=MODEL, sampling_defaults={}, grammar="as_asked"),
+            bus=Bus(batch=20),
+            store=Store(url=self.url),
+            groups=Groups(size=4, rate=1.0, max_pending_groups=150),
+            judge=JudgeSettings(model="scripted", rubric="Be good.", concurrency=4),
+            learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
+        )
+
+    def change(self, row: type[Any], values: Mapping[str, Any], *where: Any) -> None:
+        with self.database.write() as session:
+            session.execute(update(row).where(*where).values(**values))
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def use_store(folder: Path) -> None:
+    """Run all processes over `folder`/store.db, which `make_large_store` wrote."""
+    use = _Use(folder)
+    try:
+        use.database.upgrade()
+        with use.database.write() as session:
+            routing_writer.initialise(session, MODEL, now=NOW, actor="control")
+        _ingest(use)
+        asyncio.run(_score(use))
+        _learn(use)
+        asyncio.run(_control(use))
+        _commands(use)
+    finally:
+        use.close()
+
+
+# --- ingest
+
+
+def _ingest(use: _Use) -> None:
+    retried, unreadable = _of_turns(use.folder)
+    with use.database.write() as session:
+        save_scores(session, _scores("best-of"))
+    use.change(ExchangeRow, {"request_body": b"?"}, ExchangeRow.exchange_id == unreadable)
+    late, early = _conversation("late", 1), _conversation("early", 0)
+    exchanges = [
+        *(_exchange(f"new-{number}") for number in range(20)),
+        _exchange("retry", turn_id=retried, retry_count=1),
+        _exchange(exchange_id(5)),
+        _exchange("best-of", choices=(make_choice("good"), make_choice("bad", index=1))),
+        late,
+        early,
+    ]
+    at_once = use.settings.groups.model_copy(update={"settle_s": 0.0})
+    for groups in (at_once, use.settings.groups):
+        settings = use.settings.model_copy(update={"groups": groups})
+        bus = MemoryBus([b"\xc1", *map(encode_exchange, exchanges)])
+        watch = EngineWatch(
+            settings.serving,
+            ask=lambda *_: EngineFacts(defaults=frozenset(), grammar="as_asked"),
+            start=lambda work: work(),
+        )
+        intake = Intake(bus, use.database, settings, now=use.clock, engine=watch)
+        for _ in range(5):
+            intake.step()
+            use.clock.now += 30.0
+        exchanges = [*(_exchange(f"then-{number}") for number in range(20)), *exchanges[-6:]]
+    with use.database.read() as session:
+        load_rows(session, "late")
+    with use.database.write() as session:
+        rebase_children(session, ["early"], limit=2)
+
+
+def _of_turns(folder: Path) -> tuple[str, str]:
+    """Return a turn that waits in the backlog, and an exchange that selection has not seen."""
+    with sqlite3.connect(folder / "store.db") as connection:
+        (turn,) = connection.execute(
+            "SELECT turn_id FROM exchange WHERE turn_id LIKE 'try-%' AND selection = 'backlog'"
+        ).fetchone()
+        (new,) = connection.execute(
+            "SELECT exchange_id FROM exchange WHERE selection = 'new' ORDER BY seq"
+        ).fetchone()
+    connection.close()
+    return turn, new
+
+
+def _exchange(name: str, **changes: Any) -> Exchange:
+    return make_exchange(name, public_model=MODEL, adapter=CHAMPION, **{"turn_id": name, **changes})
+
+
+def _conversation(name: str, turns: int) -> Exchange:
+    messages = []
+    for number in range(turns):
+        messages.append({"role": "user", "content": f"Question {number} of a conversation"})
+        messages.append({"role": "assistant", "content": f"Answer {number} of a conversation"})
+    messages.append({"role": "user", "content": f"Question {turns} of a conversation"})
+    reply = {"role": "assistant", "content": f"Answer {turns} of a conversation"}
+    return _exchange(
+        name,
+        request={"model": MODEL, "messages": messages},
+        choices=(Choice(index=0, message=json.dumps(reply).encode()),),
+    )
+
+
+def _scores(name: str) -> BestOfScores:
+    shown = [{"role": "assistant", "content": text} for text in ("good", "bad")]
+    return BestOfScores(
+        exchange_id=name,
+        at=NOW,
+        answers_digest=answers_digest(shown),
+        scores=(0.9, 0.1),
+        explanations=("", ""),
+        judge_model="scripted",
+        rubric_hash="rubric",
+    )
+
+
+# --- score
+
+
+async def _score(use: _Use) -> None:
+    samplers = FakeSampler(EngineDownError("away")), FakeSampler(SamplingError("broken"))
+    for sampler in (*samplers, FakeSampler()):
+        sampling = SamplingWorker(
+            use.database,
+            sampler,
+            ScriptedLoad(0),
+            use.settings.groups,
+            model=MODEL,
+            now=use.clock,
+        )
+        await sampling.step()
+        use.clock.now += 600.0
+    use.change(
+        GroupRow,
+        {"judging_since": NOW},
+        GroupRow.seq == GroupRow.seq,
+        GroupRow.status == "sampled",
+        GroupRow.created_at > NOW - 60.0,
+    )
+    scores = score_by_content({}, otherwise=0.5)
+    away, rejected = JudgeUnavailableError("away"), JudgeRejectedError("no")
+    scripts: list[tuple[Reply, ...]] = [(scores,), (away,), (rejected, scores), ("rubbish",)]
+    for script in scripts:
+        judge = FakeJudge(*script, model="scripted")
+        worker = JudgingWorker(use.database, judge, use.settings.judge, clock=use.clock)
+        for _ in range(1 if script == (scores,) else 3):
+            await worker.step()
+            use.clock.now += 400.0
+    await _best_of(use)
+
+
+async def _best_of(use: _Use) -> None:
+    best_of = BestOfJudge(use.database, FakeJudge(model="scripted"), use.settings, clock=use.clock)
+    for name in ("asked", exchange_id(EXCHANGES - 60)):
+        answers = tuple(
+            json.dumps({"role": "assistant", "content": text}).encode() for text in ("a", "b")
+        )
+        request = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+        await best_of.decide(
+            Material(exchange_id=name, request=request, answers=answers, keep=True)
+        )
+        await best_of.settled()
+    with use.database.write() as session:
+        for name in (exchange_id(EXCHANGES - 61), "never-came"):
+            save_scores(session, _scores(name))
+    use.clock.now += 86_400.0
+    await best_of.sweep()
+
+
+# --- learn
+
+
+class _Trainer:
+    """Writes a folder, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def train(self, job: TrainingJob) -> TrainingOutcome:
+        job.report(job.groups[0].group_id)
+        if self._error is not None:
+            raise self._error
+        (job.folder / CONFIG).write_text("{}")
+        (job.folder / WEIGHTS).write_bytes(b"weights")
+        numbers = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
+        return TrainingOutcome(
+            metrics=(StepMetrics(**numbers),), drift=None, algorithm={"loss": "none"}
+        )
+
+
+class _Child:
+    def exit_code(self) -> int | None:
+        return 1
+
+    def stop(self) -> None:
+        """It has ended."""
+
+
+def _learn(use: _Use) -> None:
+    _give_folder(use, CHAMPION)
+    schedule = Schedule(use.settings, use.database, lambda _: _Child(), clock=use.clock)
+    for _ in range(3):
+        schedule.poll()
+        use.clock.now += 3_600.0
+    with use.database.write() as session:
+        open_run(session, run_id="dead", model=MODEL, parent=CHAMPION, settings={}, now=NOW)
+    use.clock.now += 3_600.0
+    for number, error in enumerate((ValueError("broken"), None, None)):
+        run = Run(
+            use.settings,
+            use.database,
+            lambda error=error: _Trainer(error),  # type: ignore[misc]  # bound at once
+            run_id=f"own-{number}",
+            clock=use.clock,
+            heartbeat_s=0.01,
+        )
+        try:
+            run.start()
+        except (LearnerError, ValueError):
+            continue
+
+
+def _give_folder(use: _Use, name: str) -> None:
+    folder = use.folder / name
+    folder.mkdir()
+    (folder / CONFIG).write_text("{}")
+    (folder / WEIGHTS).write_bytes(name.encode())
+    values = {"path": str(folder), "digest": folder_digest(folder)}
+    use.change(AdapterRow, values, AdapterRow.name == name)
+
+
+# --- control
+
+
+async def _control(use: _Use) -> None:
+    control = FakeControl()
+    reconciler = Reconciler(
+        database=use.database, control=control, model=MODEL, max_loras=4, clock=use.clock
+    )
+    await reconciler.reconcile()
+    controller = _controller(use, control)
+    await controller.tick()  # it ramps
+    for state in ("gating", "loading"):
+        use.change(CanaryRow, {"state": state}, CanaryRow.canary_id == CANARY)
+        await controller.tick()
+    await _admin(use, Fleet({"http://vllm": reconciler}))
+    _trip(use)
+    await controller.tick()
+    use.change(CanaryRow, {"state": "inconclusive"}, CanaryRow.canary_id == CANARY)
+    for _ in range(2):  # the learner's adapter begins its canary
+        await controller.tick()
+    await reconciler.reconcile()
+
+
+def _controller(use: _Use, control: FakeControl) -> Controller:
+    rules = use.settings.canary
+    gate = Gate(
+        database=use.database,
+        sampler=FakeSampler(),
+        judge=FakeJudge(model="scripted"),
+        rules=rules,
+        judging=use.settings.judge,
+        room=FakeRoom(),
+        parallel=2,
+        clock=use.clock,
+    )
+    return Controller(
+        database=use.database,
+        replicas={"http://vllm": control},
+        gate=gate,
+        rules=rules,
+        limits=ServingLimits(max_rank=8, bases=frozenset()),
+        model=MODEL,
+        clock=use.clock,
+    )
+
+
+def _trip(use: _Use) -> None:
+    use.change(CanaryRow, {"state": "ramping", "ended_at": None}, CanaryRow.canary_id == CANARY)
+    with use.database.write() as session:
+        session.add(
+            BreakerTripRow(model=MODEL, canary=CANDIDATE, salt="salt", at=NOW, reason="failures")
+        )
+
+
+PATH = {
+    "group_id": f"g-{GROUP_EXCHANGE}",
+    "exchange_id": GROUP_EXCHANGE,
+    "version": str(VERSIONS - 1),
+    "canary_id": CANARY,
+}
+"""A value for each parameter in a path of the admin API."""
+QUERY = {"status": "set_aside", "state": "retired", "reason": "unreadable", "limit": "200"}
+"""A value for each parameter in a query; `cursor` is taken from the page before."""
+ACTIONS = {"canary_id": ("pause", "resume", "promote", "abort"), "": ("pause", "resume", "run")}
+
+
+async def _admin(use: _Use, fleet: Fleet) -> None:
+    """Send each request that the admin API knows. A new one is met by a KeyError above."""
+    context = AdminContext(
+        database=use.database,
+        model=MODEL,
+        rules=use.settings.canary,
+        fleet=fleet,
+        clock=use.clock,
+    )
+    app = create_app(context)
+    paths: dict[str, dict[str, Any]] = app.openapi()["paths"]
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8081") as client:
+        for path, methods in paths.items():
+            if "get" in methods:
+                await _get(client, path, methods["get"].get("parameters", []))
+        for path, methods in paths.items():
+            for posted in _posted(path) if "post" in methods else ():
+                reply = await client.post(posted, json={"reason": "r"}, headers={"if-match": "*"})
+                assert reply.status_code < 500, (posted, reply.text)
+
+
+async def _get(
+    client: httpx.AsyncClient, path: str, parameters: Sequence[Mapping[str, Any]]
+) -> None:
+    path = path.format(**PATH)
+    names = [one["name"] for one in parameters if one["in"] == "query"]
+    page = await _ok(client, path)
+    for name in names:
+        if name != "cursor":
+            await _ok(client, path, **{name: QUERY[name]})
+        elif (cursor := page.json()["next_cursor"]) is not None:
+            await _ok(client, path, cursor=cursor)
+    if {"status", "reason"} <= set(names):
+        await _ok(client, path, status=QUERY["status"], reason=QUERY["reason"])
+
+
+async def _ok(client: httpx.AsyncClient, path: str, **query: str) -> httpx.Response:
+    reply = await client.get(path, params=query)
+    assert reply.status_code == 200, (path, query, reply.text)
+    return reply
+
+
+def _posted(path: str) -> list[str]:
+    if "{action}" not in path:
+        return [path]
+    actions = ACTIONS["canary_id" if "{canary_id}" in path else ""]
+    return [path.format(**PATH, action=action) for action in actions]
+
+
+# --- commands that open the store themselves
+
+
+def _commands(use: _Use) -> None:
+    config = use.folder / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nmodel = "{MODEL}"\n[store]\nurl = "{use.url}"\n[access]\nmode = "keys"\n'
+    )
+
+    def command(*words: str) -> str:
+        out = io.StringIO()
+        with redirect_stdout(out):
+            code = main(["--config", str(config), *words])
+        assert code in (0, None), (words, code)
+        return out.getvalue()
+
+    command("lineage", str(VERSIONS - 1))
+    command("exchanges", "ls", "--user", "nobody")
+    command("exchanges", "ls", "--session", "nobody")
+    command("exchanges", "show", GROUP_EXCHANGE)
+    command(
+        "exchanges", "export", "--form", "art", "--limit", "5", "--out", str(use.folder / "out")
+    )
+    command("keys", "create", "--project", "p")
+    made = json.loads(command("keys", "ls", "-o", "json"))
+    command("keys", "revoke", made["items"][0]["key_id"])
+    command("rollback", "--offline", "--to", "base", "--reason", "r")
