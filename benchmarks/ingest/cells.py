@@ -91,16 +91,19 @@ class Consumer:
         batch: int = 200,
         stay: bool = False,
         weights: Path = WEIGHTS,
+        settle_s: float | None = None,
     ) -> None:
-        """tree: the checkout whose `ingest` is measured."""
+        """tree: the checkout whose `ingest` is measured.
+        settle_s: `groups.settle_s`; None: the version decides when it wants."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process is
+        settle = {} if settle_s is None else {"SIDECAR_GROUPS__SETTLE_S": str(settle_s)}
         command = [sys.executable, "-P", str(CONSUMER), bus, store, "--batch", str(batch)]
         command += ["--model", MODEL]
         if (weights / "tokenizer.json").is_file():
             command += ["--weights", str(weights)]
         self.process = subprocess.Popen(
             [*command, "--stay"] if stay else command,
-            env={**os.environ, "PYTHONPATH": str(tree)},
+            env={**os.environ, "PYTHONPATH": str(tree), **settle},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

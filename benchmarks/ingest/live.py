@@ -23,6 +23,8 @@ from benchmarks.ingest.traffic import MODEL
 from ingest.intake.bus import open_bus
 
 PATIENCE_S = 300.0
+SETTLE_S = 1.0
+"""`groups.settle_s`: so that the accounts need not wait a minute for the last decision."""
 WARM_UP_S = 5.0
 """Ingest loads its tokenizer and asks for vLLM at its first steps; replies of this time do not
 count."""
@@ -43,6 +45,7 @@ def ingest(
         'grammar = "as_asked"',
         f'[bus]\nurl = "{bus}"',
         f'[store]\nurl = "{store}"',
+        f"[groups]\nsettle_s = {SETTLE_S}",
     ]
     config.write_text("\n".join(lines) + "\n")
     with (folder / "ingest.log").open("ab") as log:
@@ -83,14 +86,28 @@ def stored(store: Path) -> Counter[str]:
         return Counter(name for (name,) in connection.execute("SELECT exchange_id FROM exchange"))
 
 
-def drain(bus: Bus, log: Path, seconds: float = PATIENCE_S) -> None:
-    """Wait until the bus is empty. Raises: RuntimeError with the end of the log."""
-    reader, deadline = open_bus(bus.url), time.monotonic() + seconds
+def drain(bus: Bus, store: str, log: Path) -> None:
+    """Wait until the bus is empty and all is decided.
+
+    Raises: RuntimeError with the end of the log.
+    """
+    reader, deadline = open_bus(bus.url), time.monotonic() + PATIENCE_S
     while reader.lag():
         if time.monotonic() > deadline:
             raise RuntimeError(f"the bus is not drained; {log.read_text()[-2000:]}")
         time.sleep(0.05)
     reader.close()
+    path = Path(store.removeprefix("sqlite:///"))
+    while undecided(path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def undecided(store: Path) -> int:
+    """Count the exchanges that selection has not decided."""
+    with closing(sqlite3.connect(store)) as connection:
+        rows = connection.execute("SELECT COUNT(*) FROM exchange WHERE selection = 'new'")
+        number: int = rows.fetchone()[0]
+        return number
 
 
 def latency(folder: Path, *, rate: float, seconds: float, tree: Path = ROOT) -> Json:
@@ -153,7 +170,7 @@ def kills(folder: Path, *, times: int, rate: float) -> Json:
         taken = Counter(stored(folder / "store.db"))
         waiting = _waiting(bus)
         with ingest(folder, bus.url, store):
-            drain(bus, log)
+            drain(bus, store, log)
         return _account("SIGKILL of ingest", times, set(taken) | waiting, folder / "store.db")
 
 
@@ -187,7 +204,7 @@ def full_disk(folder: Path, *, rate: float) -> Json:
             held = len(stored(folder / "store.db"))
             infinite = resource.RLIM_INFINITY
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (infinite, infinite))
-            drain(bus, log)
+            drain(bus, store, log)
         names = set(offered(folder / "offered"))
         row = _account("full disk, freed", 1, names, folder / "store.db")
         return {**row, "stored_while_full": held}
@@ -195,14 +212,11 @@ def full_disk(folder: Path, *, rate: float) -> Json:
 
 def _account(what: str, times: int, expected: set[str], store: Path) -> Json:
     found = stored(store)
-    with closing(sqlite3.connect(store)) as connection:
-        undecided = connection.execute("SELECT COUNT(*) FROM exchange WHERE selection = 'new'")
-        left = undecided.fetchone()[0]
     return {
         "what": what,
         "times": times,
         "records": len(expected),
         "lost": len(expected - set(found)),
         "doubled": sum(number - 1 for number in found.values()),
-        "undecided": left,
+        "undecided": undecided(store),
     }

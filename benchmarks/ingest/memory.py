@@ -28,7 +28,7 @@ def flat(folder: Path, *, records: int, tree: Path = ROOT) -> tuple[Json, Json]:
     with outbox(folder) as bus, sqlite(folder) as store:
         source = exchanges()
         reader = open_bus(bus.url)
-        consumer = Consumer(bus.url, store, tree=tree, stay=True)
+        consumer = Consumer(bus.url, store, tree=tree, stay=True, settle_s=1.0)
         next(consumer.lines())
         samples: list[tuple[int, float, float]] = []  # records, MB, CPU seconds
         try:

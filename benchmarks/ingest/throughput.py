@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -16,33 +17,50 @@ BATCH = 200
 PEER = "executemany"
 
 
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A version of ingest, and when it decides."""
+
+    tree: Path
+    """Its checkout."""
+    settle_s: float | None
+    """`groups.settle_s`; None where there is no such setting."""
+
+
+AT_ONCE = Contender(ROOT, 0.0)
+"""Exchanges are decided in the transaction that stores them."""
+LATER = Contender(ROOT, 0.001)
+"""Exchanges are read from the store to be decided, as with the default of a minute."""
+
+
 def measure(
-    folder: Path, *, records: int, rounds: int, trees: Mapping[str, Path]
+    folder: Path, *, records: int, rounds: int, contenders: Mapping[str, Contender]
 ) -> tuple[list[Json], list[Json]]:
     """Measure each bus with each store, by turns with the peer.
 
-    trees: contender -> the checkout whose ingest it is.
     Returns: the figures of each round, and their medians by contender.
     """
     found: list[Json] = []
     for number in range(rounds):
         for bus in BUSES:
             for store in STORES:
-                for name, tree in trees.items():
+                for name, contender in contenders.items():
                     place = folder / f"{bus}-{store}-{name}-{number}"
                     place.mkdir()
-                    figures = _consume(place, bus, store, records=records, tree=tree)
+                    figures = _consume(place, bus, store, records=records, contender=contender)
                     found.append(_row(f"{name}: {bus} to {store}", number, records, figures))
-                    if tree == ROOT and store == "sqlite":
+                    if contender is AT_ONCE and store == "sqlite":
                         figures = _peer(place)
                         found.append(_row(f"{PEER}: {bus} to {store}", number, records, figures))
     return found, _medians(found)
 
 
-def _consume(place: Path, bus: str, store: str, *, records: int, tree: Path) -> Json:
+def _consume(place: Path, bus: str, store: str, *, records: int, contender: Contender) -> Json:
     with BUSES[bus](place) as source, STORES[store](place) as url:
         source.fill(exchanges(), records)
-        consumer = Consumer(source.url, url, tree=tree, batch=BATCH)
+        consumer = Consumer(
+            source.url, url, tree=contender.tree, settle_s=contender.settle_s, batch=BATCH
+        )
         try:
             return consumer.until_done()
         finally:
