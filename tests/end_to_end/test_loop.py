@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from demo.rollback import live_rollback
 from demo.rounds import Round, RoundWatcher
 from demo.stack import ENGINE_PYTHON, MODEL, MODEL_FOLDER, Addresses, Stack, free_port
 from demo.traffic import Traffic
+from sidecar.store.contents import load_contents
+from sidecar.store.database import Database
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1200)]
 
@@ -181,20 +184,25 @@ def test_every_request_was_served_and_nothing_leaked(story: Story) -> None:
 
 def test_exchanges_carry_exact_ids_and_log_probabilities(story: Story) -> None:
     rows = story.rows(
-        "SELECT e.prompt_token_ids, c.token_ids, c.logprobs, e.completion_tokens, e.adapter,"
+        "SELECT e.exchange_id, c.token_ids, c.logprobs, e.completion_tokens, e.adapter,"
         " e.sampling FROM exchange e JOIN choice c USING (exchange_id)"
         " WHERE e.outcome = 'ok' AND e.untrainable_reason IS NULL"
     )
 
     assert len(rows) > 20
-    for prompt, ids, logprobs, completion_tokens, adapter, sampling in rows:
-        assert len(prompt) >= 4 * 20
+    with (
+        closing(Database(f"sqlite:///{story.stack.folder / 'store.db'}")) as database,
+        database.read() as session,
+    ):
+        contents = load_contents(session, [row[0] for row in rows])
+    for exchange_id, ids, logprobs, completion_tokens, adapter, sampling in rows:
+        assert len(contents[exchange_id].prompt_ids) >= 4 * 20
         assert len(ids) == len(logprobs) > 0
         assert completion_tokens in (None, len(ids) // 4)
         assert adapter == "base" or adapter.startswith(f"{MODEL}--v")
         asked = json.loads(sampling)
         by_customer = asked["max_tokens"] == MAX_TOKENS  # the rollback's watchers ask for 8
-        assert asked["temperature"] == (1.0 if by_customer else None)
+        assert asked.get("temperature") == (1.0 if by_customer else None)
 
 
 def test_streamed_and_plain_tools_and_turns_were_all_captured(story: Story) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -324,7 +323,7 @@ def test_what_stands_on_an_exchange_outlives_it(
 
 
 def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
-    kit: Kit, tmp_path: Path
+    kit: Kit, cold: Database
 ) -> None:
     marker = "".join(Random(2).choices("abcdefghijklmnopqrstuvwxyz", k=40))
     first = turns(kit, "a", 3)
@@ -342,7 +341,7 @@ def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
 
     remove(kit, ["a0", "a1", "a2"])
 
-    with kit.database.read() as session:
+    with cold.read() as session:
         contents = load_contents(session, ["b0", "b1", "b2"])
         kept = session.scalars(select(ExchangeRow.request_body)).all()
     assert all(marker.encode() not in contents[f"b{n}"].request for n in range(3))
