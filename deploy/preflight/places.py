@@ -12,6 +12,7 @@ from sqlalchemy import make_url
 
 from deploy.preflight.findings import Finding, error
 from sidecar.settings import Settings
+from sidecar.settings.bus_url import outbox_file
 
 
 def check_places(settings: Settings, *, running: bool) -> Iterator[Finding]:
@@ -40,10 +41,10 @@ def _folders(settings: Settings) -> dict[str, Path]:
         "state_dir": settings.state_dir,
         "learner.adapters_dir": settings.learner.adapters_dir,
     }
-    for name, url in (("store.url", settings.store.url), ("bus.url", settings.bus.url)):
-        parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite" and parsed.database:
-            found[name] = Path(parsed.database).parent
+    found["bus.url"] = outbox_file(settings.bus.url, settings.state_dir).parent
+    store = make_url(settings.store.url)
+    if store.get_backend_name() == "sqlite" and store.database:
+        found["store.url"] = Path(store.database).parent
     if settings.telemetry.spans_file:
         found["telemetry.spans_file"] = Path(settings.telemetry.spans_file).parent
     return found

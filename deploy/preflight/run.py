@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error
 from deploy.preflight.judge import check_judge
 from deploy.preflight.places import check_places
@@ -22,6 +25,8 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
     """
     found = list(check_places(settings, running=running))
     found += check_store(settings.store.url)
+    if (bus := await asyncio.to_thread(check_bus, settings)) is not None:
+        found.append(bus)
     found += [finding async for finding in check_replicas(settings)]
     if settings.groups.rate > 0 and (judged := await check_judge(settings.judge)) is not None:
         found.append(judged)

@@ -49,6 +49,19 @@ def ensure_topics(place: KafkaUrl, kafka: Kafka) -> None:
         admin.close()
 
 
+def missing_topics(place: KafkaUrl, kafka: Kafka) -> list[str]:
+    """Return the topics that the brokers do not have. Raises: KafkaError of the library."""
+    from kafka import KafkaAdminClient
+
+    names = [place.topic, place.dead_letters]
+    admin = open_client(KafkaAdminClient, connection_config(place, kafka, "admin"))
+    try:
+        found = {one["name"] for one in admin.describe_topics(names) if not one["error_code"]}
+    finally:
+        admin.close()
+    return [name for name in names if name not in found]
+
+
 def wanted(name: str, place: KafkaUrl, kafka: Kafka) -> dict[str, Any]:  # Any: the library's
     """Return how a topic is created. Pure."""
     return {
