@@ -37,7 +37,9 @@ _LATER = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 def prepare(connection: sqlite3.Connection) -> None:
     """Set up a connection. Call it before the first table is made and before WAL mode is set."""
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # no effect on a file with tables
+    if _number(connection, "page_count") == 0:
+        # It has no effect on a file with tables, and would wait there for the lock of writers.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
 
 

@@ -322,6 +322,7 @@ async def test_a_damaged_count_of_tokens_begins_again_and_still_limits_the_day(
     settings = {"tokens_per_day": 15, "concurrency": 3}
     with kit.database.write() as session:
         spend_tokens(session, 15, now=NOON)
+    with kit.database.write() as session:
         session.execute(text(f"UPDATE counter SET count = {stored} WHERE reason = '2026-11-21'"))
 
     assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5 tokens
@@ -413,10 +414,10 @@ async def test_what_was_sampled_is_stored_when_the_store_comes_back(
     worker = make_worker(kit.FakeSampler())
     write, refusals = Database.write, iter([False, True])  # claim, then the first try to store
 
-    def sometimes(database: Database) -> AbstractContextManager[Session]:
+    def sometimes(database: Database, **options: bool) -> AbstractContextManager[Session]:
         if next(refusals, False):
             raise StoreError("locked")
-        return write(database)
+        return write(database, **options)
 
     monkeypatch.setattr(Database, "write", sometimes)
 
