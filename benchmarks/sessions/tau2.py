@@ -18,7 +18,7 @@ from benchmarks.sessions.tasks import Call, JsonObject, Task, Turn, in_steps, to
 
 DOMAINS = ("airline", "retail", "banking", "telecom")
 TELECOM_TASKS = 355
-"""Of 2,285, evenly spaced."""
+"""Tasks that are taken, evenly spaced, of the 2,285 in the package."""
 TELECOM_OPENING = "Hi, I have a problem with my phone."
 BANKING_OPENING = "Hi, I need help with my account."
 GREETING = "Hi! How can I help you today?"

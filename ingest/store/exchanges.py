@@ -36,7 +36,7 @@ from sidecar.store.models.capture import IN_TURN, UNDECIDED
 NEW = "new"
 """`exchange.selection` of an exchange that selection has not examined."""
 READ_BYTES = 8 * 2**20
-"""Of requests and replies that are read from the store at once."""
+"""Bytes of requests and replies that are read from the store at once."""
 Settled = Callable[[Any], bool]  # Any: what the column holds
 """Whether an exchange may be decided that was stored then (`stored_at`)."""
 DELTAS = ("request", "prompt_token_ids")

@@ -35,21 +35,22 @@ class Kafka(Section):
     create_topics: bool = True
     """Create topics that are missing. False: somebody else does, and they are only checked."""
     partitions: Annotated[int, Between(1, 10_000, "each ingest process needs one at least")] = 8
-    """Of a topic that is created: the most ingest processes that can share the work."""
+    """Partitions of a topic that is created: the most ingest processes that can share the work."""
     replication_factor: Annotated[
         int, Between(0, 100, "0 takes the brokers' default.replication.factor")
     ] = 0
-    """Of a topic that is created. Three survive the loss of a broker."""
+    """Replicas of a topic that is created. Three survive the loss of a broker."""
     retention_hours: Annotated[
         int, Between(1, 87_600, "records that ingest has not read by then are lost")
     ] = 168
-    """Of a topic that is created. Also of records that ingest has stored: content of users."""
+    """How long a topic that is created keeps records, including those that ingest has stored. They
+    hold content of users."""
     max_message_bytes: Annotated[
         int,
         Between(10_000, 100_000_000, "brokers refuse a request over 100 MiB by default"),
     ] = 8 * 2**20
-    """Of a topic that is created: the largest compressed batch. An exchange that alone is larger
-    is set aside by the proxy."""
+    """Largest compressed batch that a topic which is created takes. The proxy sets aside an
+    exchange that alone is larger."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = ""
     """Needed with SASL_PLAINTEXT and SASL_SSL."""

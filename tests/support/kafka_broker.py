@@ -28,7 +28,7 @@ UP_S = 100.0
 """A broker answers after 4 s on an idle machine, and after 60 s beside ten busy processes."""
 TLS = ROOT / "tests" / "sidecar" / "tls"
 USER, PASSWORD = "sidecar", "s3cret-of-kafka"
-"""Of the listener with TLS."""
+"""Login at the listener with TLS."""
 QUICK_START = "-XX:TieredStopAtLevel=1"
 """Java compiles quickly and not well, which takes a third of the CPU time for a short life."""
 

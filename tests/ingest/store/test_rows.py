@@ -36,7 +36,7 @@ def store(
 
 
 def trained(kit: Kit) -> list[tuple[list[int], list[str], RowLink | None]]:
-    """Of each row its ids, the exchanges with trainable answers, and its link."""
+    """Return the ids, the exchanges with trainable answers and the link of each row."""
     with kit.database.read() as session:
         found = load_rows(session, "s")
     return [
