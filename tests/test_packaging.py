@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -66,3 +67,37 @@ def test_the_learners_libraries_are_ranges_and_the_engine_is_one_minor_version()
     assert set(operators) == {"torch", "transformers", "peft", "safetensors"}
     assert set(map(frozenset, operators.values())) == {frozenset({">=", "<"})}
     assert EXTRAS["engine-gpu"] == ["vllm>=0.32,<0.33"]
+
+
+def installed_torch(folder: Path, index_has: str) -> tuple[list[str], str]:
+    """What `install_torch` of scripts/setup asks pip for, and what it says."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text(
+        f'#!/bin/sh\nfor last; do :; done\necho "$*" >> {folder}/asked\n[ "$last" = {index_has} ]\n'
+    )
+    python.chmod(0o755)
+    setup = (ROOT / "scripts" / "setup").read_text()
+    function = setup[setup.index("install_torch() {") :].split("\n}\n", 1)[0] + "\n}\n"
+    (version,) = re.findall(r"^TORCH=(\S+)", setup, re.MULTILINE)
+    run = (
+        f'set -eu; TORCH={version}; say() {{ echo "$*"; }}; {function} install_torch {folder} 3>&1'
+    )
+    done = subprocess.run(["bash", "-c", run], check=True, capture_output=True, text=True)
+    return (folder / "asked").read_text().splitlines(), done.stdout
+
+
+def test_the_setup_asks_the_ordinary_index_alone(tmp_path: Path) -> None:
+    """First the CPU build, then the plain one with a line that says what it costs."""
+    for script in (ROOT / "scripts").iterdir():
+        assert not re.search(r"https?://|--(extra-)?index-url", script.read_text()), script.name
+
+    version = f"torch=={pinned('sidecar')['torch']}"
+    asked, told = installed_torch(tmp_path, version)
+    assert (asked, told) == ([f"-m pip install -q --no-deps {version}"], "")
+
+    (tmp_path / "asked").unlink()
+    plain = version.removesuffix("+cpu")
+    asked, told = installed_torch(tmp_path, plain)
+    assert asked == [f"-m pip install -q --no-deps {version}", f"-m pip install -q {plain}"]
+    assert "may be large" in told
