@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, quote_plus, unquote
+from urllib.parse import quote, quote_plus, unquote, urlsplit, urlunsplit
 
 HIDDEN = "**********"
 """The mask, as pydantic shows a `SecretStr`."""
@@ -90,6 +90,34 @@ def hide_in_url(text: str) -> str:
     text = _AUTHORIZATION.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1 {HIDDEN}", text)
     return _PREFIXED.sub(HIDDEN, text)
+
+
+def hide_beside_path(url: str) -> str:
+    """Hide the user information, the whole query and the fragment of one URL."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return HIDDEN
+    _, at, place = parts.netloc.rpartition("@")
+    shown = parts._replace(
+        netloc=f"{HIDDEN}@{place}" if at else place,
+        query=HIDDEN if parts.query else "",
+        fragment=HIDDEN if parts.fragment else "",
+    )
+    return urlunsplit(shown)
+
+
+def values_beside_path(url: str) -> Iterator[str]:
+    """The texts that `hide_beside_path` hides, to look for where a library quotes them."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        yield url
+        return
+    user_information = parts.netloc.rpartition("@")[0]
+    for text in (user_information, parts.password or "", parts.query, parts.fragment):
+        if len(text) >= MIN_KEY:
+            yield text
 
 
 def hide_in_text(text: str) -> str:

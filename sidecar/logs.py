@@ -11,6 +11,7 @@ import sys
 
 import structlog
 
+from sidecar.hiding import hide_values, values_beside_path
 from sidecar.settings import Telemetry
 from sidecar.visible import visible
 
@@ -37,7 +38,21 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
     )
     structlog.contextvars.bind_contextvars(process=process)
     # Libraries log only warnings; their info lines would hide ours.
-    logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Hiding(telemetry))
+    logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler])
+
+
+class _Hiding(logging.Formatter):
+    """Hides what the telemetry URLs hold beside their path: the exporters' libraries quote it."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        super().__init__(logging.BASIC_FORMAT)
+        endpoints = (telemetry.otlp_endpoint, telemetry.otlp_metrics_endpoint)
+        self._secrets = [text for url in endpoints for text in values_beside_path(url)]
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide_values(super().format(record), self._secrets)
 
 
 def _escape(

@@ -9,12 +9,18 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import structlog
-from fastapi import APIRouter, Body, Header, Response
+from fastapi import APIRouter, Body, Depends, Header, Response
 
 from deploy.admin.auth import Caller
 from deploy.admin.context import AdminContext
-from deploy.admin.models import CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
-from deploy.admin.problems import ConflictError, PreconditionRequiredError, StaleError
+from deploy.admin.filters import known_query
+from deploy.admin.models import NO_REASON, CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
+from deploy.admin.problems import (
+    BlankReasonError,
+    ConflictError,
+    PreconditionRequiredError,
+    StaleError,
+)
 from deploy.admin.reads import read_learner
 from deploy.admin.records import naming
 from deploy.engine.reconcile import EngineView
@@ -27,8 +33,6 @@ from sidecar.records import BASE
 
 log = structlog.get_logger()
 
-NO_REASON = "no reason given"
-
 CanaryAction = Literal["pause", "resume", "promote", "abort"]
 IfMatch = Annotated[str | None, Header()]
 Reason = Annotated[ReasonIn | None, Body()]
@@ -36,7 +40,7 @@ Reason = Annotated[ReasonIn | None, Body()]
 
 def action_router(context: AdminContext) -> APIRouter:
     """Return the router of every POST of `/admin/v1`."""
-    router = APIRouter()
+    router = APIRouter(dependencies=[Depends(known_query)])
     _add_rollback(router, context)
     _add_canary_actions(router, context)
     _add_learner_actions(router, context)
@@ -59,7 +63,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
             context.database,
             context.model,
             to=str(wanted.to),
-            reason=wanted.reason or NO_REASON,
+            reason=_not_blank(wanted.reason),
             actor=actor,
             now=context.clock(),
         )
@@ -75,6 +79,17 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
             note=note,
         )
         return RollbackOut.of(result, note)
+
+
+def _reason_in(body: ReasonIn | None) -> str:
+    return NO_REASON if body is None else _not_blank(body.reason)
+
+
+def _not_blank(reason: str) -> str:
+    """Raises: BlankReasonError, because the audit would not say why."""
+    if not reason.strip():
+        raise BlankReasonError("reason: is blank; say why, or leave it out")
+    return reason
 
 
 def until_loaded(adapter: str, engine: EngineView) -> str | None:
@@ -105,7 +120,7 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         if_match: IfMatch = None,
     ) -> CanaryOut:
         """Pause, resume, promote or abort a canary."""
-        reason = (body.reason if body is not None else "") or NO_REASON
+        reason = _reason_in(body)
         canary = _act(context, canary_id, action, reason, actor, if_match)
         context.on_change()
         response.headers["etag"] = canaries.etag(canary)
@@ -148,7 +163,7 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
         if_match: IfMatch = None,
     ) -> LearnerOut:
         """Pause or resume the learner, or request a run now. The ETag comes from GET /learner."""
-        reason = (body.reason if body is not None else "") or NO_REASON
+        reason = _reason_in(body)
         with context.database.write() as session:
             switches = learner_switches.read(session)
             if action != "pause":

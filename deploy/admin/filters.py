@@ -1,10 +1,16 @@
-"""Values that the listings filter by. An unknown one is refused: an empty list would look like an
-answer."""
+"""Query parameters of the admin API, and the values that the listings filter by.
+
+An unknown or doubled one is refused: a list that was not filtered as asked would look like an
+answer.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import get_args
+
+from fastapi import Request
 
 from deploy.errors import DeployError
 from deploy.records import AdapterState
@@ -16,8 +22,31 @@ GROUP_STATUSES = (SAMPLING, SAMPLED, SCORED, CLAIMED, TRAINED, SET_ASIDE, DROPPE
 """In the order in which a group goes through them."""
 
 
+SHOWN = 100
+"""Characters of an unknown name that the refusal repeats."""
+
+
 class UnknownValueError(DeployError, ValueError):
     """The filter has no such value; the message names the known ones."""
+
+
+class BadQueryError(DeployError, ValueError):
+    """The query names a parameter twice, or one that this path does not have."""
+
+
+def known_query(request: Request) -> None:
+    """Refuse a query that would be read otherwise than it was meant. For every path of a router.
+
+    Raises: BadQueryError.
+    """
+    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    takes = f"known: {', '.join(known)}" if known else "this path takes none"
+    times = Counter(name for name, _ in request.query_params.multi_items())
+    for name, count in times.items():
+        if name not in known:
+            raise BadQueryError(f"no such query parameter: {name[:SHOWN]}; {takes}")
+        if count > 1:
+            raise BadQueryError(f"query parameter {name} is given {count} times; give it once")
 
 
 def refuse_unknown(name: str, value: str, known: Collection[str]) -> None:

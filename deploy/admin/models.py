@@ -15,6 +15,7 @@ from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
 
 T = TypeVar("T")
+NO_REASON = "no reason given"
 
 
 class Page(BaseModel, Generic[T]):
@@ -356,7 +357,7 @@ class ReasonIn(BaseModel):
     # Strict: `true` is not a version, and a number is not a reason.
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    reason: str = Field(default="", max_length=2_000)
+    reason: str = Field(default=NO_REASON, max_length=2_000)
 
 
 class RollbackIn(ReasonIn):

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from deploy.admin.auth import ForbiddenError, TooLargeError, TooSlowError, UnauthorizedError
-from deploy.admin.filters import UnknownValueError
+from deploy.admin.filters import BadQueryError, UnknownValueError
 from deploy.admin.json import UnreadableError
 from deploy.admin.models import Problem
 from deploy.admin.paging import BadCursorError
@@ -34,6 +34,10 @@ TYPE_PREFIX = "urn:learning-sidecar:problem:"
 
 class PreconditionRequiredError(DeployError):
     """The change requires `If-Match`."""
+
+
+class BlankReasonError(DeployError, ValueError):
+    """The reason is there and says nothing."""
 
 
 class StaleError(DeployError):
@@ -62,6 +66,8 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     TooLargeError: (413, "too-large", "The body is too large"),
     BadCursorError: (400, "bad-cursor", "Bad cursor"),
     UnknownValueError: (400, "unknown-value", "No such value"),
+    BadQueryError: (400, "bad-query", "Bad query parameters"),
+    BlankReasonError: (400, "blank-reason", "The reason is blank"),
     PreconditionRequiredError: (428, "if-match-needed", "If-Match is required"),
     DamagedRecordError: (500, "damaged-record", "The stored record is damaged"),
     EngineError: (502, "engine-away", "vLLM cannot be reached"),

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import ADAPTER_STATES, refuse_unknown
+from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
 from deploy.admin.models import (
     AdapterOut,
     AliasOut,
@@ -52,7 +52,7 @@ Out = TypeVar("Out")
 
 def read_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for the present state."""
-    router = APIRouter(dependencies=[Depends(caller)])
+    router = APIRouter(dependencies=[Depends(caller), Depends(known_query)])
     _add_overview(router, context)
     _add_adapters(router, context)
     _add_canaries(router, context)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
-from deploy.admin.filters import GROUP_STATUSES, refuse_unknown
+from deploy.admin.filters import GROUP_STATUSES, known_query, refuse_unknown
 from deploy.admin.json import read_stored
 from deploy.admin.models import (
     AnswerOut,
@@ -40,7 +40,7 @@ Out = TypeVar("Out")
 
 def record_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for records."""
-    router = APIRouter(dependencies=[Depends(caller)])
+    router = APIRouter(dependencies=[Depends(caller), Depends(known_query)])
     _add_groups(router, context)
     _add_history(router, context)
     return router

@@ -23,7 +23,7 @@ from deploy.cli.context import admin_client, settings_of
 from deploy.cli.exchanges import exchanges_app
 from deploy.cli.groups import groups_app
 from deploy.cli.keys import keys_app
-from deploy.cli.output import Output, note, print_found, require_store, say, say_json
+from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
 from deploy.supervise.processes import MODULES
 
 app = typer.Typer(
@@ -138,7 +138,7 @@ def status(context: typer.Context, output: Output = "text") -> None:
 @app.command()
 def rollback(
     context: typer.Context,
-    reason: Annotated[str, typer.Option(help="why; kept in the audit")],
+    reason: GivenReason,
     to: Annotated[str, typer.Option(help="version, `previous` or `base`")] = "previous",
     offline: Annotated[
         bool, typer.Option("--offline", help="write the store directly; control may be down")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import admin_client
-from deploy.cli.output import Output, note, print_found, say
+from deploy.cli.output import Output, Reason, note, print_found, say
 from deploy.errors import DeployError, UnknownCanaryError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ canary_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="The canary of a new adapter."
 )
 CanaryId = Annotated[str, typer.Argument(help="its id; default: the newest")]
-Reason = Annotated[str, typer.Option(help="why; kept in the audit")]
 WAIT_EXITS = {"promoted": 0, "rolled_back": 1, "rejected": 1, "inconclusive": 3}
 NOT_ASKED = 4
 TIMED_OUT = 124
@@ -41,17 +40,18 @@ def canary_get(context: typer.Context, canary: CanaryId = "", output: Output = "
     print_found(found, output)
 
 
-def _act(context: typer.Context, action: str, canary: str, reason: str, output: str) -> None:
+def _act(context: typer.Context, action: str, canary: str, reason: str | None, output: str) -> None:
     client = admin_client(context)
     name = canary or str(_newest_canary(client)["canary_id"])
     # Pause and abort never fail on a race; the others must know the state that they change.
     etag = client.etag("/canaries", name) if action in {"resume", "promote"} else None
-    print_found(client.post("/canaries", name, action, body={"reason": reason}, etag=etag), output)
+    body = {} if reason is None else {"reason": reason}
+    print_found(client.post("/canaries", name, action, body=body, etag=etag), output)
 
 
 @canary_app.command("pause")
 def canary_pause(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
 ) -> None:
     """Hold the canary at its present share of the traffic."""
     _act(context, "pause", canary, reason, output)
@@ -59,7 +59,7 @@ def canary_pause(
 
 @canary_app.command("resume")
 def canary_resume(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
 ) -> None:
     """Continue a paused canary."""
     _act(context, "resume", canary, reason, output)
@@ -67,7 +67,7 @@ def canary_resume(
 
 @canary_app.command("promote")
 def canary_promote(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
 ) -> None:
     """Make the candidate champion now, by hand."""
     _act(context, "promote", canary, reason, output)
@@ -75,7 +75,7 @@ def canary_promote(
 
 @canary_app.command("abort")
 def canary_abort(
-    context: typer.Context, canary: CanaryId = "", reason: Reason = "", output: Output = "text"
+    context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"
 ) -> None:
     """End the canary; the champion keeps the traffic."""
     _act(context, "abort", canary, reason, output)

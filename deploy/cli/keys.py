@@ -8,20 +8,24 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, print_found, require_store
+from deploy.cli.output import GivenReason, Output, note, print_found, require_store
 from deploy.cli.times import read_length
 from sidecar.access.keys import PREFIX, ApiKey, FreshKey
-from sidecar.errors import InvalidKeyError
+from sidecar.errors import InvalidKeyError, StoreError
+
+if TYPE_CHECKING:
+    from sidecar.settings import Settings
 
 keys_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="API keys of the data plane."
 )
 ACTOR = "sidecar keys"
+STORE_VARIABLE = "SIDECAR_STORE__URL"
 MOST = 2**53
 """Largest limit of a key: the store holds whole numbers up to 63 bits, JSON readers up to 53."""
 
@@ -50,6 +54,7 @@ def keys_create(
     from sidecar.store.database import Database
 
     settings = settings_of(context)
+    require_place(context, settings)
     now = time.time()
     expires_at = now + seconds_of(expires) if expires else None
 
@@ -108,7 +113,7 @@ def keys_ls(context: typer.Context, output: Output = "text") -> None:
 def keys_revoke(
     context: typer.Context,
     key_id: Annotated[str, typer.Argument(help="its id, or the whole key")],
-    reason: Annotated[str, typer.Option(help="why; kept in the audit")] = "no reason given",
+    reason: GivenReason = "no reason given",
     output: Output = "text",
 ) -> None:
     """Revoke a key for good: proxies refuse it from their next poll of the store."""
@@ -123,6 +128,29 @@ def keys_revoke(
         database.upgrade()
         revoked_at = api_keys.revoke(database, key_id, reason=reason, actor=ACTOR, now=time.time())
     print_found({"key_id": key_id, "revoked_at": revoked_at}, output)
+
+
+def require_place(context: typer.Context, settings: Settings) -> None:
+    """Refuse to make a store where nothing names one: `sidecar up` would look elsewhere for keys.
+
+    Raises: StoreError.
+    """
+    from sidecar.settings import DEFAULT_FILE
+
+    told = (
+        context.obj is not None
+        or DEFAULT_FILE.exists()
+        or any(name.upper() == STORE_VARIABLE for name in os.environ)
+    )
+    if told:
+        return
+    try:
+        require_store(settings.store.url)
+    except StoreError:
+        raise StoreError(
+            f"neither {DEFAULT_FILE.absolute()} nor a store at {settings.store.url} exists; go to "
+            f"the folder of your settings, or name them by --config or {STORE_VARIABLE}"
+        ) from None
 
 
 def seconds_of(text: str) -> int:

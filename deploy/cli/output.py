@@ -31,7 +31,17 @@ def _known_format(value: str) -> str:
     return value
 
 
+def _no_blank_reason(value: str | None) -> str | None:
+    if value is not None and not value.strip():
+        raise typer.BadParameter("is blank; say why, in a word at least", param_hint="--reason")
+    return value
+
+
 Output = Annotated[str, typer.Option("--output", "-o", callback=_known_format, help="text or json")]
+GivenReason = Annotated[str, typer.Option(callback=_no_blank_reason, help="why; kept in the audit")]
+Reason = Annotated[
+    str | None, typer.Option(callback=_no_blank_reason, help="why; kept in the audit")
+]
 
 
 def say(line: str) -> None:

@@ -19,8 +19,10 @@ from pydantic_core import CoreSchema, core_schema
 MAX_PORT = 65_535
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-_DEVICE = re.compile(r"[a-z]+(?::\d{1,4})?")
+_DEVICE = re.compile(r"cpu|mps|cuda(?::\d{1,4})?")
 _MAX_LINE = 500
+_SECRET_MARKS = frozenset("@?#")
+"""Characters beside which a URL may hold a secret: user information, query, fragment."""
 _SHOWN = 40
 """Characters of a refused number that a message quotes."""
 
@@ -104,8 +106,8 @@ def _split(url: str) -> SplitResult:
 
 
 def _quoted(url: str) -> str:
-    """Return the URL for a message, unless it may hold a password."""
-    return "" if "@" in url or len(url) > _MAX_LINE else f"{url} "
+    """Return the URL for a message, unless it may hold a secret."""
+    return "" if not _SECRET_MARKS.isdisjoint(url) or len(url) > _MAX_LINE else f"{url} "
 
 
 def _web_url(url: str) -> str:
@@ -210,7 +212,9 @@ def _no_empty_path(value: object) -> object:
 
 def _device(text: str) -> str:
     if not _DEVICE.fullmatch(text):
-        raise ValueError("is no torch device; give one such as cpu, cuda or cuda:0")
+        raise ValueError(
+            "is no device of the learner; give cpu, cuda, cuda:0 or another card, or mps"
+        )
     return text
 
 

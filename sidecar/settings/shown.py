@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.hiding import HIDDEN, hide_in_command, hide_in_params, hide_in_url, is_secret_name
+from sidecar.hiding import (
+    HIDDEN,
+    hide_beside_path,
+    hide_in_command,
+    hide_in_params,
+    hide_in_url,
+    is_secret_name,
+)
 from sidecar.settings.sections import Settings
 
 SET = "(set)"
@@ -18,6 +25,8 @@ def shown_settings(settings: Settings) -> dict[str, Any]:  # Any: JSON
     shown["engine"]["command"] = hide_in_command(settings.engine.command)
     shown["engine"]["env"] = dict.fromkeys(settings.engine.env, SET)
     shown["admin"]["tokens"] = [SET for _ in settings.admin.tokens]
+    for name in ("otlp_endpoint", "otlp_metrics_endpoint"):
+        shown["telemetry"][name] = hide_beside_path(getattr(settings.telemetry, name))
     return shown
 
 

@@ -221,7 +221,15 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ("[learner]\nmin_groups = 65", "setting learner.min_groups is 65 and learner.max_groups"),
         ("[learner]\nmin_groups = 20\n[groups]\nmax_pending_groups = 19", "so no run would ever"),
         ("[learner]\ninterval_s = -5", "setting learner.interval_s: -5 is out of range; give 1 to"),
-        ('[learner]\ndevice = "cuda:x"', "setting learner.device: is no torch device"),
+        ('[learner]\ndevice = "cuda:x"', "setting learner.device: is no device of the learner"),
+        (
+            '[learner]\ndevice = "gpu"',
+            "setting learner.device: is no device of the learner; give cpu",
+        ),
+        (
+            '[learner]\ndevice = "auto"',
+            "setting learner.device: is no device of the learner; give cpu",
+        ),
         ('[admin]\nhost = "[::1]"', "setting admin.host: write an IPv6 address without brackets"),
         ('[admin]\nhost = "http://x"', "setting admin.host: is no address and no host name"),
         ('[admin]\nhost = "127.0.0.999"', "setting admin.host: is no address and no host name"),

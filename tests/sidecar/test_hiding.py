@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
+import structlog
 from pydantic import ValidationError
 
 from sidecar.hiding import (
@@ -16,7 +18,8 @@ from sidecar.hiding import (
     hide_in_url,
     is_secret_name,
 )
-from sidecar.settings import Settings, shown_settings
+from sidecar.logs import configure_logging
+from sidecar.settings import Settings, Telemetry, shown_settings
 
 S = "s3cr3t"
 DIGEST = "0123456789abcdef" * 4
@@ -168,7 +171,10 @@ def test_settings_are_shown_without_any_secret() -> None:
                 "api_base": f"https://h/v1?code=1&token={S}",
                 "params": {"api_key": S, "extra_headers": {"x": S}, "temperature": 0.5},
             },
-            "telemetry": {"otlp_endpoint": f"https://u:{S}@h/v1/traces"},
+            "telemetry": {
+                "otlp_endpoint": f"https://{S}@h/v1/traces?dataset={S}#{S}",
+                "otlp_metrics_endpoint": f"https://u:{S}@h/v1/metrics?{S}",
+            },
             "admin": {"tokens": [DIGEST, "f" * 64]},
         }
     )
@@ -180,7 +186,32 @@ def test_settings_are_shown_without_any_secret() -> None:
     assert shown["admin"]["tokens"] == ["(set)", "(set)"]
     assert shown["engine"] == {"command": ["vllm", "--api-key", HIDDEN], "env": {"X": "(set)"}}
     assert shown["judge"]["params"]["temperature"] == 0.5
+    assert shown["telemetry"]["otlp_endpoint"] == f"https://{HIDDEN}@h/v1/traces?{HIDDEN}#{HIDDEN}"
     assert shown["proxy"]["port"] == 8080
+
+
+def test_what_a_library_logs_about_a_telemetry_url_holds_no_part_that_may_be_a_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """urllib3 logs the path with the query when a collector cannot be reached."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    level = logging.root.level
+    telemetry = Telemetry(otlp_endpoint=f"https://joe:{S}@h/v1/traces?dataset={S}#{S}")
+    try:
+        configure_logging(telemetry, "proxy")
+        logging.getLogger("urllib3").warning("Retrying: %s", f"/v1/traces?dataset={S}")
+        try:
+            raise ConnectionError(f"https://joe:{S}@h/v1/traces")
+        except ConnectionError:
+            logging.getLogger("opentelemetry").exception("not exported")
+    finally:
+        logging.root.setLevel(level)
+        structlog.reset_defaults()
+
+    told = capsys.readouterr().err
+    assert "Retrying: /v1/traces?" in told
+    assert "not exported" in told
+    assert S not in told
 
 
 def test_a_setting_that_is_refused_does_not_echo_what_stood_there() -> None:

@@ -56,6 +56,34 @@ def assert_problem(reply: httpx.Response, status: int, slug: str) -> dict[str, A
     return body
 
 
+async def test_a_listing_refuses_a_query_that_it_would_not_obey(api: Api) -> None:
+    """`?state=promoted` on a listing without that filter would answer every row."""
+    unknown = await api.client.get("/admin/v1/canaries?limit=2&state=promoted")
+    doubled = await api.client.get("/admin/v1/groups?status=scored&status=set_aside")
+    none_taken = await api.client.post("/admin/v1/rollback?to=base")
+
+    said = assert_problem(unknown, 400, "bad-query")["detail"]
+    assert said == "no such query parameter: state; known: limit, cursor"
+    said = assert_problem(doubled, 400, "bad-query")["detail"]
+    assert said == "query parameter status is given 2 times; give it once"
+    said = assert_problem(none_taken, 400, "bad-query")["detail"]
+    assert said == "no such query parameter: to; this path takes none"
+    assert (await api.get("/groups", limit=2, status="scored")).status_code == 200
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t\n\u00a0"])
+async def test_a_blank_reason_is_refused_and_a_missing_one_is_not(
+    world: World, api: Api, blank: str
+) -> None:
+    ramping(world)
+    canary_id = (await api.get("/canaries")).json()["items"][0]["canary_id"]
+
+    for path in ("/rollback", f"/canaries/{canary_id}/pause", f"/canaries/{canary_id}/abort"):
+        assert_problem(await api.post(path, {"reason": blank}), 400, "blank-reason")
+
+    assert (await api.post(f"/canaries/{canary_id}/pause")).json()["paused"] is True
+
+
 async def test_status_says_what_serves_and_what_is_on_canary(world: World, api: Api) -> None:
     first = world.register(1)
     world.promote(first)

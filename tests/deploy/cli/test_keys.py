@@ -59,6 +59,24 @@ def keys(config: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(config, capsys)
 
 
+def test_no_store_is_made_in_a_folder_that_has_no_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its key would be in a store that no proxy reads."""
+    monkeypatch.chdir(tmp_path)
+    create = ["keys", "create", "--project", "shop"]
+
+    code = main(create)
+
+    err = capsys.readouterr().err
+    assert code == 1
+    assert f"{tmp_path}/sidecar.toml" in err
+    assert "sqlite:///.sidecar/store.db" in err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "sidecar.toml").write_text('[access]\nmode = "keys"\n')
+    assert main(create) == 0, "also before the first `sidecar up`"
+
+
 def test_a_key_is_shown_when_it_is_made_and_never_again(keys: Command, database: Database) -> None:
     made = keys.json("create", "--project", "shop", "--name", "till 3")
     said = keys.err

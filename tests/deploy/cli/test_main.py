@@ -402,6 +402,20 @@ def test_a_usage_error_is_one_line_that_names_the_help(
     assert (shown.out, shown.err) == ("", expected)
 
 
+@pytest.mark.parametrize(
+    "command", ["rollback", "rollback --offline", "canary pause", "canary abort", "keys revoke k"]
+)
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_a_blank_reason_is_bad_use(
+    capsys: pytest.CaptureFixture[str], command: str, blank: str
+) -> None:
+    assert main([*command.split(), "--reason", blank]) == 2
+
+    assert "'--reason': is blank; say why" in capsys.readouterr().err.replace(
+        "--reason:", "'--reason':"
+    )
+
+
 @pytest.mark.parametrize("command", ["", "canary"])
 def test_a_command_without_its_subcommand_prints_its_help(
     capsys: pytest.CaptureFixture[str], command: str
