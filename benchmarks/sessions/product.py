@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from benchmarks.sessions.records import HELD_OUT, Found, SentRequest, Side
 from ingest.grouping.held_out import is_held_out
 from ingest.sessions.arrival import conversation_of, replies_of
+from ingest.sessions.memory import RequestReader
 from ingest.sessions.records import Arrival, Place
 from ingest.sessions.tree import SessionTree
 
@@ -14,6 +15,7 @@ from ingest.sessions.tree import SessionTree
 def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
     """Read each exchange and place it, as the ingest process does."""
     tree = SessionTree(is_held_out=lambda name: is_held_out(name, HELD_OUT))
+    reader = RequestReader()
     for one in stream:
         arrival = Arrival(
             exchange_id=one.exchange_id,
@@ -24,8 +26,8 @@ def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
             session_header=f"h:{one.session_header}" if one.session_header else "",
             trace_id=one.trace_id,
             turn_id="",
-            conversation=conversation_of(one.request),
-            replies=replies_of(one.replies),
+            conversation=conversation_of(one.request, reader),
+            replies=replies_of(one.replies, reader),
         )
         for place in tree.place(arrival, now=one.handed_at):
             yield Found(

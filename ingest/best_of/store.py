@@ -60,6 +60,8 @@ def save_scores(session: Session, scores: BestOfScores) -> bool:
 
 def load_scores(session: Session, exchange_ids: Sequence[str]) -> dict[str, BestOfScores]:
     """Return the scores that wait for these exchanges, by exchange id; damaged ones are removed."""
+    if not any_scores(session):
+        return {}  # nearly always
     rows = session.scalars(
         select(BestOfScoreRow).where(BestOfScoreRow.exchange_id.in_(exchange_ids))
     )

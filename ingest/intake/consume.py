@@ -24,7 +24,6 @@ from sqlalchemy.orm import Session
 
 from ingest.intake.bus import BusReader, Envelope
 from ingest.intake.placing import Sessions
-from ingest.sessions.arrival import arrival_of
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -132,7 +131,7 @@ class _Readiness:
             rows = rows_of(exchange, now=self.now)
         except UNREADABLE as error:
             return _Record(envelope, error=error)
-        place, held_out = self.sessions.place(arrival_of(exchange), now=self.now)
+        place, held_out = self.sessions.place(exchange, now=self.now)
         if place.shares_opening:
             exchange = msgspec.structs.replace(exchange, untrainable_reason=SHARED_OPENING)
         rows.put(place, exchange, held_out=held_out)
@@ -225,7 +224,8 @@ def _store(
             decided=len(new) if decide is not None else 0,
         )
         if new and decide is not None:
-            decide(session, _as_stored(session, new))
+            stored = [record.stored for record in new if record.stored is not None]
+            decide(session, _as_moved(session, stored) if sessions.moved else stored)
         counts = Counter((TOKEN_STAGE, record.tokens) for record in new)
         counts.update((BOUND_STAGE, reason) for record in new for reason in record.bounded)
         for outcome in (STORED, REPEATED, POISON):
@@ -256,10 +256,9 @@ def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
     return list(found.values())
 
 
-def _as_stored(session: Session, records: Sequence[_Record]) -> list[StoredExchange]:
+def _as_moved(session: Session, found: Sequence[StoredExchange]) -> list[StoredExchange]:
     """Return exchanges as the store has them now: a later one of the same batch may have moved an
     earlier one to another session."""
-    found = [record.stored for record in records if record.stored is not None]
     sessions = sessions_of(session, [stored.exchange.exchange_id for stored in found])
     return [
         replace(stored, place=replace(stored.place, session=name), held_out=held_out)

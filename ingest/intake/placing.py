@@ -7,9 +7,11 @@ from sqlalchemy.orm import Session
 
 from ingest.grouping.held_out import is_held_out
 from ingest.sessions.arrival import arrival_of
-from ingest.sessions.records import Arrival, Place
+from ingest.sessions.memory import RequestReader
+from ingest.sessions.records import Place
 from ingest.sessions.tree import TTL_S, SessionTree
 from ingest.store import sessions as store
+from sidecar.records import Exchange
 from sidecar.store.database import Database, count
 
 RESTORED = 20_000
@@ -29,6 +31,7 @@ class Sessions:
 
     def __init__(self, *, held_out_rate: float) -> None:
         """held_out_rate: share of sessions that are held out from training, 0..1."""
+        self._reader = RequestReader()
         self._tree = SessionTree(is_held_out=lambda name: is_held_out(name, held_out_rate))
         self._moves: dict[str, Place] = {}
         """Exchanges that moved, until the store has it."""
@@ -46,7 +49,8 @@ class Sessions:
                 for one in page:
                     # A clock that was fast for a while must not keep an exchange for ever.
                     stored_at = min(one.stored_at, now)
-                    self._tree.restore(arrival_of(one.exchange), one.place, now=stored_at)
+                    arrival = arrival_of(one.exchange, self._reader)
+                    self._tree.restore(arrival, one.place, now=stored_at)
                 found += len(page)
                 damaged += unreadable
         if damaged:
@@ -56,12 +60,17 @@ class Sessions:
             log.info("sessions_restored", exchanges=found, unreadable=damaged)
         return found
 
-    def place(self, arrival: Arrival, *, now: float) -> tuple[Place, bool]:
+    def place(self, exchange: Exchange, *, now: float) -> tuple[Place, bool]:
         """Return the place of an exchange, and whether it is held out."""
-        own, *moved = self._tree.place(arrival, now=now)
+        own, *moved = self._tree.place(arrival_of(exchange, self._reader), now=now)
         for place in moved:
             self._moves[place.exchange_id] = place
         return own, own.held_out and not own.shares_opening
+
+    @property
+    def moved(self) -> bool:
+        """`place` has moved exchanges, which is not stored yet."""
+        return bool(self._moves)
 
     def save_moves(self, session: Session) -> None:
         """Store the moves that `place` caused, in the caller's transaction."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ingest.sessions.memory import RequestReader
 from ingest.sessions.messages import (
     Conversation,
     JsonObject,
@@ -25,9 +26,12 @@ Content = TypeVar("Content")
 NOTHING = Conversation((), "", ())
 
 
-def arrival_of(exchange: Exchange) -> Arrival:
+def arrival_of(exchange: Exchange, reader: RequestReader | None = None) -> Arrival:
     """Read an exchange. Never raises: a request or an answer that is no JSON object repeats
-    nothing."""
+    nothing.
+
+    reader: remembers what earlier requests said. The result is the same without it.
+    """
     key = exchange.session_key
     return Arrival(
         exchange_id=exchange.exchange_id,
@@ -38,20 +42,37 @@ def arrival_of(exchange: Exchange) -> Arrival:
         session_header=key if key.startswith(NAMED) else "",
         trace_id=exchange.trace_id,
         turn_id=exchange.turn_id,
-        conversation=conversation_of(exchange.request),
-        replies=replies_of(choice.message for choice in exchange.choices),
+        conversation=conversation_of(exchange.request, reader),
+        replies=replies_of((choice.message for choice in exchange.choices), reader),
     )
 
 
-def conversation_of(request: bytes) -> Conversation:
+def conversation_of(request: bytes, reader: RequestReader | None = None) -> Conversation:
     """Read the body of a request, JSON. Never raises, as `arrival_of`."""
-    return _read(read_conversation, _object(request)) or NOTHING
+    known = None if reader is None else _remembered(reader.read, request)
+    return known or _read(read_conversation, _object(request)) or NOTHING
 
 
-def replies_of(messages: Iterable[bytes]) -> tuple[Message, ...]:
+def replies_of(
+    messages: Iterable[bytes], reader: RequestReader | None = None
+) -> tuple[Message, ...]:
     """Read the answers of a request, each JSON. Never raises, as `arrival_of`."""
-    read = (_read(read_reply, _object(message)) for message in messages)
+    read = (_reply(message, reader) for message in messages)
     return tuple(reply for reply in read if reply is not None)
+
+
+def _reply(message: bytes, reader: RequestReader | None) -> Message | None:
+    known = None if reader is None else _remembered(reader.read_reply, message)
+    return known or _read(read_reply, _object(message))
+
+
+def _remembered(read: Callable[[bytes], Content | None], data: bytes) -> Content | None:
+    """None: to be read as a whole. `json` reads some that `msgspec` refuses: halves of surrogate
+    pairs, NaN."""
+    try:
+        return read(data)
+    except UNREADABLE_JSON:
+        return None
 
 
 def _read(read: Callable[[JsonObject], Content], value: JsonObject | None) -> Content | None:

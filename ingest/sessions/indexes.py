@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container, Sequence
 from typing import Final
 
-from ingest.sessions.node import Node
+from ingest.sessions.node import Key, Node
 
 KINDS: Final = range(8)
 SAME_KEY: Final = 32
@@ -22,29 +22,49 @@ class Indexes:
     """Nodes by kind and key."""
 
     def __init__(self) -> None:
-        self._nodes: tuple[dict[bytes, list[Node]], ...] = tuple({} for _ in KINDS)
+        self._nodes: tuple[dict[Key, Node | list[Node]], ...] = tuple({} for _ in KINDS)
+        """A list only where a key has several nodes: nearly all have one."""
 
     def __len__(self) -> int:
-        return sum(len(nodes) for index in self._nodes for nodes in index.values())
+        found = (under for index in self._nodes for under in index.values())
+        return sum(len(under) if isinstance(under, list) else 1 for under in found)
 
-    def under(self, index: int, key: bytes | None) -> list[Node]:
+    def under(self, index: int, key: Key | None) -> Sequence[Node]:
         """The nodes under a key, the oldest first. key: None has none."""
-        return self._nodes[index].get(key, []) if key is not None else []
+        found = self._nodes[index].get(key) if key is not None else None
+        if found is None:
+            return ()
+        return found if isinstance(found, list) else (found,)
 
-    def add(self, index: int, key: bytes, node: Node) -> None:
-        """Remember a node; the oldest under this key gives way."""
-        under = self._nodes[index].setdefault(key, [])
-        if len(under) == SAME_KEY:
-            under.pop(0).keys.remove((index, key))
-        under.append(node)
-        node.keys.append((index, key))
+    def add(self, index: int, keys: Collection[Key], node: Node) -> None:
+        """Remember a node under these keys, each given once; the oldest under a key gives way."""
+        nodes = self._nodes[index]
+        for key in keys:
+            under = nodes.setdefault(key, node)
+            if under is node:
+                continue
+            if not isinstance(under, list):
+                nodes[key] = [under, node]
+                continue
+            if len(under) == SAME_KEY:
+                del under[0]
+            under.append(node)
+        node.keys.append((index, keys))
 
     def forget(self, node: Node, kinds: Container[int] = KINDS) -> None:
         """Forget a node under all its keys of these kinds."""
-        for index, key in node.keys:
+        for index, keys in node.keys:
             if index in kinds:
-                under = self._nodes[index][key]
-                under.remove(node)
-                if not under:
-                    del self._nodes[index][key]
+                for key in keys:
+                    self._remove(self._nodes[index], key, node)
         node.keys = [one for one in node.keys if one[0] not in kinds]
+
+    @staticmethod
+    def _remove(nodes: dict[Key, Node | list[Node]], key: Key, node: Node) -> None:
+        under = nodes.get(key)
+        if under is node:
+            del nodes[key]
+        elif isinstance(under, list) and node in under:  # else it gave way to a younger one
+            under.remove(node)
+            if len(under) == 1:
+                nodes[key] = under[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Final
@@ -22,6 +22,7 @@ ARGUMENT: Final = 16
 """Characters from which an argument of a call may be the task of another agent."""
 ARGUMENTS: Final = 16
 """Arguments of a reply that are remembered."""
+_AND_A_SPACE: Final[Callable[[int], int]] = (1).__add__
 
 
 def chain(scope: bytes, messages: Sequence[Message]) -> list[bytes]:
@@ -48,20 +49,19 @@ def calls(scope: bytes, message: Message) -> bytes | None:
     return _mark(link(scope, message), "\x00".join(message.ids))
 
 
-def shingles(scope: bytes, text: str) -> Iterator[bytes]:
+def shingles(scope: bytes, text: str) -> Iterator[int]:
     """Yield marks of runs of `WORDS` words, about every second one, chosen by their own hash: so a
     text is found again inside another one, whatever stands around it (Schleimer et al., Winnowing,
     SIGMOD 2003)."""
     data = text.encode("utf-8", "replace")
     # Where the word after each one begins. Slices of the text cost half of joining words again.
-    after = list(accumulate(len(word) + 1 for word in data.split(b" ")))
+    after = list(accumulate(map(_AND_A_SPACE, map(len, data.split(b" ")))))
     seed = int.from_bytes(scope, "big")
-    begin = 0
-    for at in range(len(after) - WORDS + 1):
-        mark = xxh3_64_intdigest(data[begin : after[at + WORDS - 1] - 1], seed)
-        if mark & 1:
-            yield mark.to_bytes(8, "big")
-        begin = after[at]
+    return (
+        mark
+        for begin, end in zip((0, *after), after[WORDS - 1 :], strict=False)
+        if (mark := xxh3_64_intdigest(data[begin : end - 1], seed)) & 1
+    )
 
 
 def whole(scope: bytes, text: str) -> bytes | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -20,6 +20,11 @@ import msgspec
 
 JsonObject = dict[str, Any]  # Any: what a client or vLLM wrote
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+SYSTEM_KEYS: Final = ("system", "instructions")
+LIST_KEYS: Final = ("messages", "input")
+MESSAGE_KEYS: Final = (*SYSTEM_KEYS, *LIST_KEYS, "prompt")
+"""Keys of a request that hold messages, in the order in which they are read."""
+TOOL_KEYS: Final = ("tools", "functions")
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 _REASONING: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
 _UNSENT: Final = frozenset({"cache_control", "id", "call_id", "tool_use_id", "annotations"})
@@ -40,6 +45,12 @@ class Message:
     """
     ids: tuple[str, ...] = ()
     """Ids of the calls. No part of the content: some clients write their own."""
+    _digest: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Each request that repeats the message needs it.
+        parts = [self.role, self.text, *(part for call in self.calls for part in call)]
+        object.__setattr__(self, "_digest", digest_of("\x00".join(parts)))
 
     @property
     def length(self) -> int:
@@ -48,8 +59,7 @@ class Message:
 
     def digest(self) -> bytes:
         """8 bytes that name the content."""
-        parts = [self.role, self.text, *(part for call in self.calls for part in call)]
-        return digest_of("\x00".join(parts))
+        return self._digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +82,52 @@ def digest_of(text: str) -> bytes:
 def read_conversation(request: JsonObject) -> Conversation:
     """Read a request of any surface. Parts of an unknown form are compared as JSON; nothing
     raises."""
+    found: list[Message] = []
+    for key in MESSAGE_KEYS:
+        if key in request:
+            found += read_messages(key, request[key])
+    tools = (name for key in TOOL_KEYS for name in read_tools(request.get(key)))
+    return join(found, tools)
+
+
+def join(found: Iterable[Message], tools: Iterable[str]) -> Conversation:
+    """Make the conversation of the messages of a request, in order, and the names of its tools."""
     system: list[str] = []
     messages: list[Message] = []
-    for role, item in _items(request):
-        for message in _messages(role, item):
-            if message.role in SYSTEM_ROLES:
-                system.append(message.text)
-            else:
-                _append(messages, message)
-    return Conversation(tuple(messages), "\n".join(system), _tools(request))
+    for message in found:
+        if message.role in SYSTEM_ROLES:
+            system.append(message.text)
+        else:
+            _append(messages, message)
+    return Conversation(tuple(messages), "\n".join(system), tuple(sorted(set(tools))))
+
+
+def read_messages(key: str, value: Any) -> Iterator[Message]:  # Any: what the client wrote
+    """Yield the messages in the value of one of the `MESSAGE_KEYS`."""
+    if key in SYSTEM_KEYS:
+        if value:
+            yield from _messages("system", {"content": value})
+    elif isinstance(value, str):
+        yield from _messages("user", {"content": value})
+    elif isinstance(value, list):
+        if key == "prompt":  # texts or token ids
+            yield from _messages("user", {"content": _json(value)})
+        else:
+            for item in value:
+                yield from read_item(item)
+
+
+def read_item(item: Any) -> Iterator[Message]:  # Any: what the client wrote
+    """Yield the messages of one item of a list of messages."""
+    yield from _messages(str(item.get("role") or "") if isinstance(item, dict) else "user", item)
+
+
+def read_tools(tools: Any) -> Iterator[str]:  # Any: what the client wrote
+    """Yield the names in the value of one of the `TOOL_KEYS`."""
+    for tool in _objects(tools):
+        function = tool.get("function")
+        named = function if isinstance(function, dict) else tool
+        yield str(named.get("name") or tool.get("type"))
 
 
 def read_reply(message: JsonObject) -> Message:
@@ -89,23 +136,6 @@ def read_reply(message: JsonObject) -> Message:
     for one in _messages("assistant", message):
         _append(found, one)
     return found[0] if found else Message("assistant", "")
-
-
-def _items(request: JsonObject) -> Iterator[tuple[str, Any]]:  # Any: what the client wrote
-    """Yield each message or item of a request with its role."""
-    for key in ("system", "instructions"):
-        if request.get(key):
-            yield "system", {"content": request[key]}
-    for key in ("messages", "input", "prompt"):
-        value = request.get(key)
-        if isinstance(value, str):
-            yield "user", {"content": value}
-        elif isinstance(value, list):
-            if key == "prompt":  # texts or token ids
-                yield "user", {"content": _json(value)}
-                continue
-            for item in value:
-                yield (str(item.get("role") or "") if isinstance(item, dict) else "user"), item
 
 
 def _messages(role: str, item: Any) -> Iterator[Message]:  # Any: what the client wrote
@@ -215,12 +245,3 @@ def _json(value: Any) -> str:  # Any: what the client wrote
 
 def _objects(value: Any) -> Iterable[JsonObject]:  # Any: what the client wrote
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else ()
-
-
-def _tools(request: JsonObject) -> tuple[str, ...]:
-    names = set()
-    for tool in (*_objects(request.get("tools")), *_objects(request.get("functions"))):
-        function = tool.get("function")
-        named = function if isinstance(function, dict) else tool
-        names.add(str(named.get("name") or tool.get("type")))
-    return tuple(sorted(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Final
 
 from ingest.sessions.messages import Conversation, digest_of
@@ -14,6 +15,12 @@ _LINES: Final = 12
 SAME, ALIKE, OTHER = 2, 1, 0
 """How alike two agents are: the same system prompt and tools; the same but for numbers, or half of
 the lines; neither."""
+
+
+Key = bytes | int
+"""A mark of `ingest.sessions.marks`."""
+MAX_AGENTS: Final = 1_000
+"""Agents remembered by `Agents`, in 2 kB each."""
 
 
 class Agent:
@@ -43,6 +50,23 @@ class Agent:
             return ALIKE
         both = len(self._lines & other._lines)
         return ALIKE if 2 * both >= max(len(self._lines), len(other._lines), 1) else OTHER
+
+
+class Agents:
+    """The agents met last: most exchanges come from one that is known."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[bytes, tuple[str, ...]], Agent] = {}
+
+    def of(self, conversation: Conversation) -> Agent:
+        """Return the agent of a conversation."""
+        key = (digest_of(conversation.system), conversation.tools)
+        agent = self._found.get(key)
+        if agent is None:
+            if len(self._found) == MAX_AGENTS:
+                del self._found[next(iter(self._found))]
+            agent = self._found[key] = Agent(conversation)
+        return agent
 
 
 class Session:
@@ -99,8 +123,8 @@ class Node:
         self.exact = False
         """The parent is the exchange whose reply the request repeats last."""
         self.how: How = "root"
-        self.keys: list[tuple[int, bytes]] = []
-        """Where the indexes hold this node: number of the index, key."""
+        self.keys: list[tuple[int, Collection[Key]]] = []
+        """Where the indexes hold this node: number of the index, keys."""
         self.shares_opening = False
         self.quotes = 0
         """Parts of the reply that are remembered."""

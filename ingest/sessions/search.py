@@ -19,7 +19,7 @@ from ingest.sessions.indexes import (
     Indexes,
 )
 from ingest.sessions.messages import digest_of
-from ingest.sessions.node import ALIKE, Agent, Node, Session
+from ingest.sessions.node import ALIKE, Agent, Key, Node, Session
 from ingest.sessions.records import Arrival, How
 
 SKEW_S: Final = 1.0
@@ -29,13 +29,14 @@ SKEW_S: Final = 1.0
 class Search:
     """The search for the place of one exchange."""
 
-    def __init__(self, indexes: Indexes, arrival: Arrival) -> None:
+    def __init__(self, indexes: Indexes, arrival: Arrival, agent: Agent) -> None:
+        """agent: who sends this request."""
         self._indexes = indexes
         self._arrival = arrival
         self.session: Session | None = None
         """Found without a parent."""
         self._messages = arrival.conversation.messages
-        self.agent = Agent(arrival.conversation)
+        self.agent = agent
         owner = (arrival.project, arrival.key_id, arrival.user)
         self._owner = digest_of("\x00".join(owner))
         self._scope = digest_of("\x00".join((*owner, arrival.session_header)))
@@ -107,14 +108,13 @@ class Search:
     def register(self, node: Node) -> list[bytes]:
         """Remember the exchange. Returns: its `answered` digests."""
         indexes, whole = self._indexes, self._chain[-1]
-        indexes.add(ASKED, whole, node)
+        indexes.add(ASKED, (whole,), node)
         answered = list(dict.fromkeys(marks.link(whole, reply) for reply in self._arrival.replies))
-        for key in answered:
-            indexes.add(ANSWERED, key, node)
+        indexes.add(ANSWERED, answered, node)
         if self._replied and not node.exact:
-            indexes.add(WANTED, self._chain[self._replied[-1]], node)
+            indexes.add(WANTED, (self._chain[self._replied[-1]],), node)
         new = self._messages[self._replied[-1] if node.exact and self._replied else 0 :]
-        found: dict[int, set[bytes]] = defaultdict(set)
+        found: dict[int, set[Key]] = defaultdict(set)
         for message in new[-traces.SEARCHED :]:
             if message.role != "assistant" and message.length >= marks.LONG:
                 found[HEARD].add(marks.link(self._scope, message))
@@ -128,8 +128,8 @@ class Search:
             found[QUOTED].update(quotes)
         node.quotes = len(found[QUOTED])
         for index, keys in found.items():
-            for key in keys:
-                indexes.add(index, key, node)
+            # A set takes several times the memory.
+            indexes.add(index, tuple(keys), node)
         return answered
 
     def _retried(self) -> Node | None:

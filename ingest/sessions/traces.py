@@ -74,9 +74,9 @@ def quoted(indexes: Indexes, scope: bytes, texts: Iterable[str], before: Before)
     return max(whole, key=lambda node: (size[node.session], node.at), default=None)
 
 
-def _parts(scope: bytes, texts: Iterable[str]) -> Iterable[bytes]:
+def _parts(scope: bytes, texts: Iterable[str]) -> Iterable[int]:
     """The marks of parts of the texts, each once."""
-    found: dict[bytes, None] = {}
+    found: dict[int, None] = {}
     left = TEXT_SEARCHED
     for text in texts:
         found.update(dict.fromkeys(marks.shingles(scope, text[-left:])))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ingest.sessions.indexes import GUESSED, WANTED, Indexes
-from ingest.sessions.node import Node, Session
+from ingest.sessions.node import Agents, Node, Session
 from ingest.sessions.records import Arrival, How, Place
 from ingest.sessions.search import Search
 
@@ -52,6 +52,7 @@ class SessionTree:
         self._ttl_s = ttl_s
         self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._indexes = Indexes()
+        self._agents = Agents()
         self._guessed: deque[Node] = deque()
         """Nodes that parts of their texts name, the oldest first."""
         self._sessions: dict[str, Session] = {}
@@ -80,7 +81,7 @@ class SessionTree:
             return [known.place()]
         self._waiting.clear()
         self._forget(now)
-        search = Search(self._indexes, arrival)
+        search = Search(self._indexes, arrival, self._agents.of(arrival.conversation))
         parent, how, exact = search.find()
         if how == "root" and any(name in self._named for name in search.names):
             how = "header" if arrival.session_header else "trace"
@@ -105,7 +106,7 @@ class SessionTree:
         if arrival.exchange_id in self._nodes:
             return
         self._forget(now)
-        search = Search(self._indexes, arrival)
+        search = Search(self._indexes, arrival, self._agents.of(arrival.conversation))
         parent = self._nodes.get(place.parent) if place.parent is not None else None
         session = self._sessions.get(place.session)
         # What was stored counts, not the rule: it may be another one since.

@@ -69,7 +69,9 @@ def encode_contents(session: Session, rows: Sequence[tuple[Row, Content]]) -> No
     own = {row["exchange_id"] for row, _ in rows}
     named = (row.get("parent_id") for row, _ in rows)
     parents = {name for name in named if name is not None and name not in own}
-    bases = load_contents(session, sorted(parents), as_bases=True).found if parents else {}
+    bases = {name: known for name in parents if (known := cache.get(name)) is not None}
+    if missing := sorted(parents - bases.keys()):
+        bases |= load_contents(session, missing, as_bases=True).found
     for row, content in rows:
         _encode_row(row, content, bases, cache)
 
@@ -149,7 +151,7 @@ def _encode_row(
     exchange_id, parent = row["exchange_id"], row.get("parent_id")
     mark = b""
     base_id = parent
-    base = cache.get(parent) or bases.get(parent) if parent is not None else None
+    base = bases.get(parent) or cache.get(parent) if parent is not None else None
     if base is None or not _has_room(base, content):
         mark = _mark(row, content)
         base_id = cache.opening(mark)

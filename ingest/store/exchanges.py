@@ -15,7 +15,6 @@ from sqlalchemy import (
     insert,
     select,
     text,
-    tuple_,
     update,
 )
 from sqlalchemy.orm import Session, defer
@@ -233,16 +232,17 @@ def load_of_turns(
 ) -> list[StoredExchange]:
     """Read the exchanges of these turns (project, turn id) that have this value of `selection`.
 
-    Raises: UnreadableExchangesError.
+    selection: as for `load_by_selection`. Raises: UnreadableExchangesError.
     """
-    if not turns:
+    if not turns or not any_settled(session, selection, lambda _: True):
         return []
-    return _load(
+    found = _load(
         session,
         select(ExchangeRow)
         .where(_of_turns(turns), ExchangeRow.selection == selection)
         .order_by(ExchangeRow.seq),
     )
+    return [one for one in found if (one.exchange.project, one.exchange.turn_id) in turns]
 
 
 def turns_with(
@@ -256,7 +256,7 @@ def turns_with(
         .where(_of_turns(turns), ExchangeRow.selection.in_(selections))
         .distinct()
     )
-    return {(project, turn_id) for project, turn_id in rows}
+    return {(project, turn_id) for project, turn_id in rows}.intersection(turns)
 
 
 def set_selection(session: Session, exchange_ids: Sequence[str], selection: str) -> None:
@@ -291,10 +291,10 @@ def _undecided(selection: str) -> tuple[ColumnElement[bool], TextClause]:
 
 
 def _of_turns(turns: Collection[tuple[str, str]]) -> ColumnElement[bool]:
-    # The turn id alone finds them by its index; the project tells two of one id apart.
+    # The caller tells projects apart: no two of them are likely to have a turn id in common, and
+    # pairs make the statement three times as long.
     ids = {turn_id for _, turn_id in turns}
-    pairs = tuple_(ExchangeRow.project, ExchangeRow.turn_id).in_(sorted(turns))
-    return and_(text(IN_TURN), ExchangeRow.turn_id.in_(sorted(ids)), pairs)
+    return and_(text(IN_TURN), ExchangeRow.turn_id.in_(sorted(ids)))
 
 
 def _check_indices(indices: Sequence[int]) -> None:
@@ -324,6 +324,8 @@ def _damage(session: Session, seq: int) -> str | None:
 
 
 def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchange]:
+    if not rows:
+        return []
     choices: dict[str, list[ChoiceRow]] = {row.exchange_id: [] for row in rows}
     found = session.scalars(
         select(ChoiceRow).where(ChoiceRow.exchange_id.in_(choices)).order_by(ChoiceRow.index)

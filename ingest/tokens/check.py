@@ -77,7 +77,7 @@ def check_exchange(exchange: Exchange, vocabulary: Vocabulary) -> CheckOutcome:
         return NOT_CHECKED
     if not exchange.choices or not all(choice.token_ids for choice in exchange.choices):
         return NOT_CHECKED
-    request, prompt = _object(exchange.request), exchange.prompt_token_ids
+    request, prompt = _options(exchange.request), exchange.prompt_token_ids
     outcomes = {check_answer(choice, request, prompt, vocabulary) for choice in exchange.choices}
     if DISAGREES in outcomes:
         return DISAGREES
@@ -118,7 +118,8 @@ def _texts(
 ) -> Iterator[str]:
     """Yield the texts that vLLM may have shown for these ids, the usual one first."""
     decode = vocabulary.decoder.decode
-    ends = vocabulary.added.union(_whole_numbers(request.get("stop_token_ids")))
+    stops = _whole_numbers(request.get("stop_token_ids"))
+    ends = vocabulary.added.union(stops) if stops else vocabulary.added
     hidden = request.get("skip_special_tokens") is not False
     bodies = [ids, ids[:-1]] if ids[-1] in ends else [ids]
     # Some tool parsers have special tokens shown although the request does not ask for it.
@@ -208,6 +209,26 @@ def _whole_numbers(value: object) -> list[int]:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+class _Options(msgspec.Struct):
+    """The members of a request that say how ids become text. The messages are not read."""
+
+    echo: Any = None  # Any: what the client wrote, as below
+    stop_token_ids: Any = None
+    skip_special_tokens: Any = None
+    stop: Any = None
+    include_stop_str_in_output: Any = None
+
+
+_decode_options = msgspec.json.Decoder(_Options).decode
+
+
+def _options(request: bytes) -> Mapping[str, Any]:
+    try:
+        return msgspec.structs.asdict(_decode_options(request))
+    except NOT_JSON:
+        return {}
 
 
 def _object(data: bytes) -> Mapping[str, Any]:

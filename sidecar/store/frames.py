@@ -10,6 +10,7 @@ The size is read from the frame and compared with a limit before memory is taken
 
 from __future__ import annotations
 
+import threading
 import zlib
 
 import zstandard
@@ -34,6 +35,17 @@ _MOST_INFLATED = 1_032
 _UNKNOWN = zstandard.CONTENTSIZE_UNKNOWN
 
 
+class _Compressors(threading.local):
+    """A compressor serves one thread at a time, and takes longer to make than a short value to
+    compress."""
+
+    def __init__(self) -> None:
+        self.alone = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+
+
+_compressors = _Compressors()
+
+
 def compress(value: bytes, base: bytes = b"") -> bytes:
     """Compress a value; base: bytes that it repeats, which `decompress` must be given again.
 
@@ -42,7 +54,7 @@ def compress(value: bytes, base: bytes = b"") -> bytes:
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f"has {len(value)} bytes, over the limit of {MAX_VALUE_BYTES}")
     if not base:
-        return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(value)
+        return _compressors.alone.compress(value)
     if len(value) + len(base) <= _ORDINARY_BYTES:
         compressor = zstandard.ZstdCompressor(
             level=LEVEL, write_checksum=True, dict_data=_dictionary(base)

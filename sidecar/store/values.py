@@ -17,6 +17,10 @@ REPLACEMENT = "\ufffd"
 """What stands for a character that a store cannot hold, and for bytes that are not UTF-8."""
 
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+"""`json.dumps` makes an encoder at each call with other arguments than its own."""
+
+
 def is_storable_text(value: str) -> bool:
     """Return True for a text that every store holds as it is."""
     if "\0" in value:
@@ -56,7 +60,9 @@ def storable_parameters(parameters: Any) -> Any:  # Any: as the driver takes the
 def _are_storable(values: Collection[Any]) -> bool:
     # One check of all texts together: each statement of ingest comes here.
     texts = "".join([value for value in values if type(value) is str])
-    return is_storable_text(texts) and not any(value != value for value in values)
+    return is_storable_text(texts) and not [
+        value for value in values if type(value) is float and value != value
+    ]
 
 
 def _storable(value: Any) -> Any:  # Any: a parameter of a statement
@@ -68,7 +74,7 @@ def _storable(value: Any) -> Any:  # Any: a parameter of a statement
 def to_json(value: Any) -> str:  # Any: JSON
     """Encode a JSON column: numbers that are not finite become null."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return _encode(value)
     except ValueError:
         return json.dumps(_finite(value))
 

@@ -18,7 +18,6 @@ from ingest.intake import placing
 from ingest.intake.choose import choose_new
 from ingest.intake.consume import consume
 from ingest.intake.placing import Sessions
-from ingest.sessions.arrival import arrival_of
 from ingest.sessions.tree import COMMON, TTL_S
 from ingest.store import sessions as store
 from ingest.store.groups import load_group
@@ -49,8 +48,8 @@ def topics(held_out: bool, **named: str) -> Iterator[str]:
     """Things that a conversation may be about, of which it is held out, or is not."""
     for number in range(200):
         topic = f"thing {number}"
-        arrival = arrival_of(turn(Kit, "x", 0, about=topic, **named))
-        if Sessions(held_out_rate=RATE).place(arrival, now=1.0)[1] == held_out:
+        exchange = turn(Kit, "x", 0, about=topic, **named)
+        if Sessions(held_out_rate=RATE).place(exchange, now=1.0)[1] == held_out:
             yield topic
 
 
@@ -156,8 +155,8 @@ def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(kit: Kit) -
     sides: dict[str, list[bool]] = {}
     for one, name in ((sessions, "before"), (restarted, "after")):
         for number in range(3 * COMMON):
-            arrival = arrival_of(turn(kit, f"{name}_{number}", 1, about=TRAINED))
-            place, held_out = one.place(arrival, now=6.0)
+            exchange = turn(kit, f"{name}_{number}", 1, about=TRAINED)
+            place, held_out = one.place(exchange, now=6.0)
             assert place.session == f"first_{number}"
             sides.setdefault(name, []).append(held_out)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.sessions.arrival import NOTHING, arrival_of
+from ingest.sessions.memory import ENTRY_BYTES, Memory, RequestReader
 from ingest.sessions.messages import JsonObject, Message, read_conversation, read_reply
 from ingest.sessions.records import Arrival
 from ingest.sessions.tree import SessionTree
@@ -150,10 +151,23 @@ VALUES = st.recursive(
 )
 
 
+SHARED = RequestReader(max_bytes=20_000)
+
+
 @settings(deadline=None, max_examples=500)
 @given(st.dictionaries(KEYS, VALUES, max_size=6), st.lists(VALUES, max_size=2))
 def test_no_json_raises(request_body: dict[str, Any], replies: list[Any]) -> None:
     tree = SessionTree()
+    exchange = make_exchange(
+        "x",
+        request=json.dumps(request_body).encode(),
+        choices=tuple(
+            Choice(index=index, message=json.dumps(reply).encode())
+            for index, reply in enumerate(replies)
+        ),
+    )
+    for _ in range(2):  # what is read first, and what is remembered
+        assert arrival_of(exchange, SHARED) == arrival_of(exchange)
     for number in range(3):
         found = arrival(
             json.dumps(request_body).encode(), *(json.dumps(x).encode() for x in replies)
@@ -169,3 +183,20 @@ def test_no_json_raises(request_body: dict[str, Any], replies: list[Any]) -> Non
         )
 
     assert len(tree) == 3
+
+
+def test_each_part_is_read_once_while_it_is_remembered() -> None:
+    read: list[Any] = []
+
+    def words(value: Any) -> list[str]:
+        read.append(value)
+        return [str(value)]
+
+    memory = Memory(words, len, max_bytes=3 * (ENTRY_BYTES + 10))
+    long = json.dumps("x" * 5_000).encode()
+    for part in (b"1", b"2", b"1", b"3", b"1", b"4", b"1", b"2"):
+        assert memory(part) == (part.decode(),)
+    assert memory(long) == ("x" * 5_000,)
+    assert read == [1, 2, 3, 4, 2, "x" * 5_000]  # "2" was used least recently when "4" came
+    assert memory(b"1") == ("1",)
+    assert read[-1] == 1, "the long part is over the limit alone, and takes the place of all"
