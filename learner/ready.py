@@ -28,9 +28,6 @@ def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def _why_no_base(path: str) -> str:
-    from learner.errors import LearnerError
-    from learner.grpo.adapter_io import refuse_quantised
-
     if not path:
         return "it is empty; name the folder or hub name of the weights that vLLM serves"
     folder = Path(path)
@@ -40,6 +37,10 @@ def _why_no_base(path: str) -> str:
         return f"{folder} has no config.json; name the folder of the weights that vLLM serves"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         return f"{folder} has no *.safetensors; name the folder of the weights that vLLM serves"
+    # Imported here: torch and peft take seconds to load, and the checks above need neither.
+    from learner.errors import LearnerError
+    from learner.grpo.adapter_io import refuse_quantised
+
     try:
         refuse_quantised(path)
     except LearnerError as problem:
@@ -69,6 +70,8 @@ def _neither(path: str) -> str:
 
 
 def _why_no_device(name: str) -> str:
+    if name == "cpu":
+        return ""  # torch always has it, and takes seconds to load
     from learner.errors import DeviceError
     from learner.grpo.adapter_io import open_device
 

@@ -43,11 +43,11 @@ class Desired:
     wanted: tuple[str, ...]
     """Names to load, the most urgent first."""
     paths: Mapping[str, str]
-    """Name -> folder of every version, the oldest first."""
+    """Name -> folder of every version that is wanted or loaded, the oldest first."""
     rejected: frozenset[str]
     """Adapters that never had traffic and never will: they need no grace period."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Name -> registered digest of every version."""
+    """Name -> registered digest, of the same versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +90,25 @@ def make_plan(
     return Plan(load=load, unload=(*rejected, *due[: max(0, excess)]))
 
 
-def read_desired(database: Database, model: str) -> Desired:
-    """Read from the store which adapters should be loaded."""
+def read_desired(database: Database, model: str, loaded: Collection[str] = ()) -> Desired:
+    """Read from the store which adapters should be loaded.
+
+    loaded: what vLLM lists; of the registered versions, only these and the wanted ones are read.
+    """
     with database.read() as session:
         aliases = versions.aliases_of(session, model)
         table = routing_writer.current(session, model)
         canary = canaries.active(session, model)
-        registered = versions.versions(session, model)
-    names = [aliases.get("champion", BASE)]
-    if table is not None:
-        names += [table.champion, table.canary or BASE]
-    if canary is not None and canary.phase != "loading":
-        names.append(canary.candidate)
-    names.append(aliases.get("previous", BASE))
+        names = [aliases.get("champion", BASE)]
+        if table is not None:
+            names += [table.champion, table.canary or BASE]
+        if canary is not None and canary.phase != "loading":
+            names.append(canary.candidate)
+        names.append(aliases.get("previous", BASE))
+        wanted = tuple(dict.fromkeys(name for name in names if name != BASE))
+        registered = versions.named(session, model, {*wanted, *loaded})
     return Desired(
-        wanted=tuple(dict.fromkeys(name for name in names if name != BASE)),
+        wanted=wanted,
         paths={one.name: one.path for one in reversed(registered)},
         rejected=frozenset(one.name for one in registered if one.state == "rejected"),
         digests={one.name: one.digest for one in registered},
@@ -139,13 +143,13 @@ class Reconciler:
 
     async def reconcile(self) -> Plan:
         """Reconcile once. Never raises for vLLM: errors are logged and kept in `view`."""
-        desired = await asyncio.to_thread(read_desired, self._database, self._model)
         try:
             loaded = await self._control.loaded()
         except EngineError as error:
             self._say_away(str(error))
             return Plan(load=(), unload=())
         self._say_back()
+        desired = await asyncio.to_thread(read_desired, self._database, self._model, loaded)
         loaded -= await self._unload_altered(loaded)
         plan = self._plan(desired, loaded)
         done = [name for name in plan.load if await self._load(name, desired)]

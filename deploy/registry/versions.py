@@ -11,6 +11,7 @@ name is used once and never again; the aliases move:
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import cast
 
 from sqlalchemy import select
@@ -105,6 +106,16 @@ def versions(
     )
     if state is not None:
         statement = statement.where(AdapterRow.state == state)
+    return [to_version(row) for row in session.scalars(statement)]
+
+
+def named(session: Session, model: str, names: Collection[str]) -> list[AdapterVersion]:
+    """List those of these versions that the model has, the newest first."""
+    statement = (
+        select(AdapterRow)
+        .where(AdapterRow.name.in_(sorted(names)), AdapterRow.model == model)
+        .order_by(AdapterRow.version.desc())
+    )
     return [to_version(row) for row in session.scalars(statement)]
 
 

@@ -9,7 +9,7 @@ then the answer as a choice of chat completions; the reward is the judge's score
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -67,7 +67,7 @@ def prompt_completion(stored: StoredExchange) -> Object | None:
     complete = exchange.outcome == "ok" and exchange.status == 200
     if exchange.surface != "chat" or not complete or answer is None:
         return None
-    return _trl_row(request, lambda: {"completion": [_trl_message(_json(answer.message))]})
+    return _trl_row(request, {"completion": [_trl_message(_json(answer.message))]})
 
 
 def preference(scored: ScoredGroup) -> Object | None:
@@ -80,7 +80,7 @@ def preference(scored: ScoredGroup) -> Object | None:
         return None
     return _trl_row(
         _json(scored.group.request),
-        lambda: {
+        {
             "chosen": [_trl_message(_json(best.message))],
             "rejected": [_trl_message(_json(worst.message))],
             "score_chosen": high,
@@ -128,11 +128,11 @@ def _choice(answer: Answer | Choice) -> Object:
     }
 
 
-def _trl_row(request: Any, answers: Callable[[], Object]) -> Object | None:  # Any: JSON
+def _trl_row(request: Any, answers: Object) -> Object | None:  # Any: JSON
     messages = request.get("messages") if isinstance(request, dict) else None
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         return None
-    row: Object = {"prompt": [_trl_message(one) for one in messages], **answers()}
+    row: Object = {"prompt": [_trl_message(one) for one in messages], **answers}
     if request.get("tools"):
         row["tools"] = request["tools"]
     return row

@@ -12,8 +12,6 @@ from sidecar.capture.outbox import OutboxReader
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.settings import Kafka, OutboxUrl, read_bus_url
 
-__all__ = ["BATCH_BYTES", "BusReader", "Envelope", "OutboxBus", "open_bus"]
-
 
 class OutboxBus:
     """The embedded bus: the proxy's outbox file, with one reader at a time."""

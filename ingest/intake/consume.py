@@ -22,8 +22,8 @@ import structlog
 from sqlalchemy.exc import StatementError
 from sqlalchemy.orm import Session
 
-from ingest.intake.bus import BusReader, Envelope
 from ingest.intake.placing import Sessions
+from ingest.intake.reader import BusReader, Envelope
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,

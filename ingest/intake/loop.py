@@ -17,11 +17,11 @@ import structlog
 from ingest.errors import BusError
 from ingest.grouping import engine_facts
 from ingest.grouping.rules import rules_of
-from ingest.intake.bus import BusReader
 from ingest.intake.bus_report import BusReport
 from ingest.intake.choose import choose_backlog, choose_new, decide
 from ingest.intake.consume import Decide, consume
 from ingest.intake.placing import Sessions
+from ingest.intake.reader import BusReader
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from ingest.errors import UnreadableExchangesError
@@ -17,6 +17,9 @@ from sidecar.store.models import ExchangeRow, GroupRow
 
 PAGE = 64
 """Exchanges that are in memory at once: their bodies may have 32 MB each, and mostly have 10 kB."""
+WINDOW = 5_000
+"""Rows that one read transaction looks through for those that are wanted: a long one would keep an
+SQLite file from shrinking, and PostgreSQL from cleaning up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +51,15 @@ def newest_exchanges(
     left = limit
     while left is None or left > 0:
         with database.read() as session:
-            seqs = _seqs(session, wanted, before, PAGE if left is None else min(PAGE, left))
+            window = _window(session, wanted, before)
+            if window is None:
+                return
+            size = PAGE if left is None else min(PAGE, left)
+            seqs = _seqs(session, wanted, window, size)
             found, damage = _load(session, seqs)
         yield from reversed(found)
         yield from (Unreadable(f"exchange {seq}", why) for seq, why in damage.items())
-        if not seqs:
-            return
-        before = seqs[-1]
+        before = seqs[-1] if len(seqs) == size else window.start
         left = None if left is None else left - len(seqs)
 
 
@@ -86,7 +91,22 @@ def newest_scored_groups(
         left = None if left is None else left - len(rows)
 
 
-def _seqs(session: Session, wanted: Wanted, before: int | None, limit: int) -> list[int]:
+def _window(session: Session, wanted: Wanted, before: int | None) -> range | None:
+    """The next rows to look through, by `seq`; None when there are no older ones.
+
+    A session's rows are found by an index, so all of them are one window.
+    """
+    statement = select(func.max(ExchangeRow.seq))
+    if before is not None:
+        statement = statement.where(ExchangeRow.seq < before)
+    newest = session.scalar(statement)
+    if newest is None:
+        return None
+    oldest = 0 if wanted.session is not None else max(0, newest + 1 - WINDOW)
+    return range(oldest, newest + 1)
+
+
+def _seqs(session: Session, wanted: Wanted, window: range, limit: int) -> list[int]:
     columns: Mapping[str, ColumnElement[bool] | None] = {
         "session": ExchangeRow.session_id == wanted.session,
         "user": ExchangeRow.user == wanted.user,
@@ -100,8 +120,7 @@ def _seqs(session: Session, wanted: Wanted, before: int | None, limit: int) -> l
         for name, rule in columns.items()
         if rule is not None and getattr(wanted, name) is not None
     ]
-    if before is not None:
-        given.append(ExchangeRow.seq < before)
+    given += [ExchangeRow.seq >= window.start, ExchangeRow.seq < window.stop]
     statement = select(ExchangeRow.seq).where(*given).order_by(ExchangeRow.seq.desc())
     return list(session.scalars(statement.limit(limit)))
 

@@ -1,15 +1,17 @@
 """Make an adapter folder immutable, and give it a version and a name.
 
-There are two steps, because files and rows cannot change in one transaction: first the folder moves
-to its final place under its digest (written, synced, renamed, read-only), then one transaction adds
-the row. A crash in between leaves a folder without a row; it is never served, and the next
-publication of the same files replaces it.
+Files and rows cannot change in one transaction. First the files are made read-only, synced and
+hashed (`seal`), which takes long and needs no lock. Then, under the store's write lock, the folder
+is renamed to its final place under its digest (`place`), and the row is added (`register`). A crash
+before the row leaves a folder without one; it is never served, and the next publication of the same
+files replaces it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -32,36 +34,66 @@ def find_published(session: Session, model: str, digest: str) -> Candidate | Non
     return _candidate(row) if row is not None else None
 
 
-def seal(folder: Path, adapters_dir: Path) -> tuple[str, Path]:
-    """Move a finished folder to `<adapters_dir>/<digest>`, atomically.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """A finished folder: read-only files, synced to disk."""
 
-    folder: on the same file system as `adapters_dir`; gone afterwards. No row may refer to its
-        digest yet (`find_published`): a folder already at the target is an orphan and is replaced.
-    Returns: the digest and the absolute path; the files are read-only and synced to disk.
+    folder: Path
+    digest: str
+    lineage_sha256: str
+    card_sha256: str
+
+
+def seal(folder: Path) -> Sealed:
+    """Make a finished folder's files read-only, sync them to disk, and hash them.
+
+    It takes as long as the disk needs: call it without the store's write lock.
     Raises: OSError when the disk refuses.
     """
-    digest = folder_digest(folder)
-    target = adapters_dir.resolve() / digest
     for path in folder.iterdir():
         path.chmod(0o444)
         _sync(path)
     _sync(folder)
+    return Sealed(
+        folder=folder,
+        digest=folder_digest(folder),
+        lineage_sha256=file_digest(folder / LINEAGE),
+        card_sha256=file_digest(folder / CARD),
+    )
+
+
+def place(sealed: Sealed, adapters_dir: Path) -> Path:
+    """Move a sealed folder to `<adapters_dir>/<digest>`, atomically.
+
+    The folder must be on the same file system as `adapters_dir`, and no row may refer to its digest
+    yet (`find_published`): a folder already at the target is an orphan and is replaced.
+    Returns: the absolute path. Raises: OSError when the disk refuses.
+    """
+    folder, target = sealed.folder, adapters_dir.resolve() / sealed.digest
     if target.exists():
         remove_folder(target)
     folder.rename(target)
     target.chmod(0o555)
     _sync(target.parent)
-    return digest, target
+    return target
 
 
 def register(
-    session: Session, *, model: str, parent: str, run_id: str, digest: str, path: Path, now: float
+    session: Session,
+    *,
+    model: str,
+    parent: str,
+    run_id: str,
+    sealed: Sealed,
+    path: Path,
+    now: float,
 ) -> Candidate:
     """Add the next version of the model, in the caller's write transaction."""
     # Without a damaged row, whose text or huge number has no successor.
     of_model = (AdapterRow.model == model, AdapterRow.version < VERSIONS)
     newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_model))
     version = (newest or 0) + 1
+    digest = sealed.digest
     row = AdapterRow(
         name=f"{model}--v{version}-{digest[:12]}",
         model=model,
@@ -84,8 +116,8 @@ def register(
             after={
                 "state": "registered",
                 "digest": digest,
-                "lineage_sha256": file_digest(path / LINEAGE),
-                "card_sha256": file_digest(path / CARD),
+                "lineage_sha256": sealed.lineage_sha256,
+                "card_sha256": sealed.card_sha256,
             },
             reason=f"trained by run {run_id} from {parent}",
         )

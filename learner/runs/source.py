@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import ScoredGroup
@@ -31,6 +31,8 @@ MOST_PACKS = 16
 """The answers of a group together may have MOST_TOKENS tokens, or MOST_PACKS times
 `learner.pack_tokens`. A larger group is not read: its arrays would fill the memory before they
 could be checked."""
+LOOKED_AT = 4096
+"""Waiting groups that are looked at to decide whether a run starts."""
 DETAIL_LENGTH = 500
 """Longest detail of a reason, in characters."""
 
@@ -77,15 +79,25 @@ def waiting_groups(session: Session, *, model: str, parent: str, max_age: int) -
 
 
 def count_fresh(session: Session, *, model: str, parent: str, max_age: int) -> int:
-    """Count the groups that a run from `parent` would find; cheaper than `waiting_groups`."""
+    """Count the groups that a run from `parent` would find, of the newest `LOOKED_AT` ones.
+
+    It is asked every few seconds, and any number of groups may wait while the learner is paused.
+    Older groups than those do not start a run: the adapters that serve now make new ones.
+    """
     parents = _parents(session, model)
-    rows = session.execute(
-        select(GroupRow.adapter, func.count())
+    newest = session.scalars(
+        select(GroupRow.adapter)
         .where(GroupRow.status == SCORED)
-        .group_by(GroupRow.adapter)
-    ).all()
-    ages = [(runs_between(parents, parent, adapter), groups) for adapter, groups in rows]
-    return sum(groups for age, groups in ages if age is not None and age <= max_age)
+        .order_by(GroupRow.seq.desc())
+        .limit(LOOKED_AT)
+    )
+    waiting = Counter(newest)
+    ages = {adapter: runs_between(parents, parent, adapter) for adapter in waiting}
+    return sum(
+        groups
+        for adapter, groups in waiting.items()
+        if (age := ages[adapter]) is not None and age <= max_age
+    )
 
 
 def claim(session: Session, run_id: str, group_ids: Iterable[str]) -> list[str]:

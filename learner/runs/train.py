@@ -23,14 +23,14 @@ from sqlalchemy.orm import Session
 
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED, SCORED
-from learner.adapter_folder import CARD, LINEAGE, folder_digest
+from learner.adapter_folder import CARD, LINEAGE
 from learner.errors import AlteredParentError, NothingToLearnError, RunStoppedError
 from learner.explain import explain
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.runs import retry, source
 from learner.runs.blame import FAILED_RUNS, blame, blame_for_error
 from learner.runs.lineage import build_lineage, render_card, render_lineage
-from learner.runs.publish import find_published, register, remove_folder, seal
+from learner.runs.publish import find_published, place, register, remove_folder, seal
 from learner.runs.runs import (
     HEARTBEAT_S,
     Heartbeat,
@@ -308,21 +308,22 @@ class Run:
         (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
         (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
         model = self._settings.serving.model
+        sealed = seal(folder)
         with self._database.write() as session:
             # The write lock prevents a second publication of the same files while they move.
-            candidate = find_published(session, model, folder_digest(folder))
+            candidate = find_published(session, model, sealed.digest)
             reason = None
             if candidate is not None:
                 reason = f"the weights are those of {candidate.adapter}: not registered again"
                 log.warning("adapter_known", run_id=self.run_id, adapter=candidate.adapter)
             else:
-                digest, path = seal(folder, self._settings.learner.adapters_dir)
+                path = place(sealed, self._settings.learner.adapters_dir)
                 candidate = register(
                     session,
                     model=model,
                     parent=material.parent.name,
                     run_id=self.run_id,
-                    digest=digest,
+                    sealed=sealed,
                     path=path,
                     now=now,
                 )

@@ -14,7 +14,7 @@ never refills twice for the same time; tokens of a day that has begun for a key 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,8 +23,15 @@ MINUTE_S = 60.0
 CLOCK_SKEW_S = 1.0
 """A reading at most this much older comes from the same clock, read earlier; an older one means
 that the clock was set back."""
+MAX_TOKENS = 2**53
+"""Most tokens that a key is charged in a day: no reply costs as many, and every reader of JSON
+holds that number exactly. A reply that tells more is damaged, or vLLM is not what answers."""
 SWEEP_AT = 4096
 """Records in `MemoryLimiter` from which on it looks for records that may be forgotten."""
+
+
+Count = Callable[[str], None]
+"""Counts one event by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +128,15 @@ def take(usage: Usage, allowance: Allowance, now: float) -> tuple[Usage, Standin
 def charge(usage: Usage, allowance: Allowance, tokens: int, now: float) -> Usage:
     """Add the tokens of a finished reply; they count for the day in which it ended."""
     usage = _brought_to(usage, allowance, now)
-    return Usage(usage.at, usage.requests, usage.day, usage.tokens + tokens)
+    return Usage(usage.at, usage.requests, usage.day, min(usage.tokens + tokens, MAX_TOKENS))
+
+
+def believed(tokens: int, lost: Count) -> int:
+    """The tokens of a reply, at most `MAX_TOKENS`; what is more is counted as `too_large`."""
+    if tokens <= MAX_TOKENS:
+        return tokens
+    lost("too_large")
+    return MAX_TOKENS
 
 
 def _brought_to(usage: Usage, allowance: Allowance, now: float) -> Usage:
@@ -152,7 +167,9 @@ class MemoryLimiter:
     a client cannot make it grow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Count = lambda _: None) -> None:
+        """lost: counts tokens that are not charged, as `believed` does."""
+        self._lost = lost
         self._usages: dict[str, Usage] = {}
         self._sweep_at = SWEEP_AT
 
@@ -162,6 +179,7 @@ class MemoryLimiter:
         return standing
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
+        tokens = believed(tokens, self._lost)
         self._usages[key_id] = charge(self._usage(key_id, allowance, now), allowance, tokens, now)
 
     def records(self) -> list[tuple[str, Usage]]:

@@ -21,16 +21,26 @@ from typing import Annotated, Protocol
 import msgspec
 import structlog
 
-from sidecar.access.limits import Limiter, MemoryLimiter, Usage, is_spent_record
-from sidecar.access.limits_table import Count, TableLimiter
+from sidecar.access.limits import (
+    MAX_TOKENS,
+    Count,
+    Limiter,
+    MemoryLimiter,
+    Usage,
+    is_spent_record,
+)
+from sidecar.access.limits_table import TableLimiter
 from sidecar.metrics.hot import LabelledCounter
 from sidecar.metrics.proxy import Metrics
 from sidecar.settings import Settings
 
 log = structlog.get_logger()
 SAVE_S = 5.0
+MAX_BYTES = 4 * 2**20
+"""Size of a file that is read or written: over 50,000 keys that were used within a day. The start
+waits for the reading, and the shared table has 16,384 slots."""
 _KeyId = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]{1,16}\Z")]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Line = tuple[_KeyId, float, Annotated[float, msgspec.Meta(ge=0)], _Count, _Count]
 
 
@@ -49,7 +59,8 @@ class LimitsFile:
         self, path: Path, counts: Counts, *, lost: Count, clock: Callable[[], float] = time.time
     ) -> None:
         """lost: counts usage that is gone: `unreadable` (the whole file), `line` (one key), and
-        `not_saved` (a write that failed: a restart before the next one forgets it)."""
+        `not_saved` (a write that failed, or had no room for all keys: a restart before the next
+        one forgets it)."""
         self._path = path
         self._counts = counts
         self._lost = lost
@@ -71,15 +82,25 @@ class LimitsFile:
 
     def _load(self) -> None:
         try:
-            lines = self._path.read_bytes().splitlines()
+            with self._path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
             return
         except OSError as error:
             log.warning("limits_unreadable", path=str(self._path), why=str(error))
             self._lost("unreadable")
             return
+        if len(data) > MAX_BYTES:
+            log.error(
+                "limits_too_large",
+                path=str(self._path),
+                max_bytes=MAX_BYTES,
+                to_do="every key begins anew; remove the file if no sidecar wrote it",
+            )
+            self._lost("unreadable")
+            return
         records = []
-        for line in lines:
+        for line in data.splitlines():
             try:
                 key_id, *usage = msgspec.json.decode(line, type=_Line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -113,9 +134,15 @@ class LimitsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        size = 0
         with os.fdopen(descriptor, "wb") as file:
             for key_id, usage in records:
-                file.write(msgspec.json.encode((key_id, *usage)) + b"\n")
+                line = msgspec.json.encode((key_id, *usage)) + b"\n"
+                size += len(line)
+                if size > MAX_BYTES:
+                    self._lost("not_saved")
+                    break
+                file.write(line)
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self._path)
@@ -137,7 +164,7 @@ def open_limits(
     if table is not None:
         unchecked = counted(metrics.limits_unchecked, "limits_unchecked")
         return TableLimiter(table, unchecked=unchecked, lost=lost), None
-    memory = MemoryLimiter()
+    memory = MemoryLimiter(lost)
     if settings.access.mode != "keys":
         return memory, None
     return memory, LimitsFile(limits_path(settings), memory, lost=lost, clock=clock)

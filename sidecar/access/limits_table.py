@@ -20,14 +20,16 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sidecar.access.limits import (
     Allowance,
+    Count,
     MemoryLimiter,
     Standing,
     Usage,
+    believed,
     charge,
     fresh,
     is_spent_record,
@@ -56,9 +58,6 @@ _CHECKSUM = struct.Struct("<I")
 _USED_BYTES = _RECORD.size + _CHECKSUM.size
 _EMPTY = bytes(_USED_BYTES)
 
-Count = Callable[[str], None]
-"""Counts one event by reason."""
-
 
 class _Slot(NamedTuple):
     owner: bytes
@@ -86,7 +85,8 @@ class TableLimiter:
     ) -> None:
         """descriptor: memory of at least one region, of `sidecar.metrics.table.shared_memory`.
         unchecked: counts a request or charge that the worker's own memory decided: `full`,
-        `locked`, `lock_failed`. lost: counts a damaged slot, `torn`: its key begins anew."""
+        `locked`, `lock_failed`. lost: counts a damaged slot, `torn`: its key begins anew; and what
+        `believed` counts."""
         self._fd = descriptor
         self._table = map_regions(descriptor)[0]
         self._unchecked = unchecked
@@ -124,6 +124,7 @@ class TableLimiter:
             self._unlock()
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
+        tokens = believed(tokens, self._lost)
         place = self._enter(key_id, now)
         if place == _NO_SLOT:
             self._memory.charge(key_id, allowance, tokens, now)

@@ -16,8 +16,7 @@ from deploy.engine.reconcile import EngineView
 from deploy.registry import api_keys
 from deploy.registry.lineage import render_lineage, trace_lineage
 from deploy.registry.rollback import rollback
-from learner.adapter_folder import CARD, LINEAGE
-from learner.runs.publish import register
+from learner.runs.publish import Sealed, register
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.store.database import count
 from sidecar.store.models import (
@@ -364,12 +363,11 @@ def test_a_version_that_is_no_number_holds_up_no_registration(world: World, tmp_
         world.register(number)
     damage(world, AdapterRow, "version", "version = 2", "'soon'")
     damage(world, AdapterRow, "version", "version = 3", str(2**63 - 1))
-    for file in (LINEAGE, CARD):
-        (tmp_path / file).write_text("made")
+    sealed = Sealed(folder=tmp_path, digest="0" * 64, lineage_sha256="1" * 64, card_sha256="2" * 64)
 
     with world.database.write() as session:
         made = register(
-            session, model="m", parent="base", run_id="r", digest="0" * 64, path=tmp_path, now=1.0
+            session, model="m", parent="base", run_id="r", sealed=sealed, path=tmp_path, now=1.0
         )
 
     assert made.version == 2

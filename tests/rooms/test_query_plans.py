@@ -65,7 +65,6 @@ SORTS = {
     "ingest/ruler/attempts.py:claim_for_judge": "groups.max_pending_groups limits what waits",
     "ingest/store/listing.py:_seqs": "the exchanges of one session",
     "ingest/store/rows.py:load_rows": "the exchanges of one session",
-    "learner/runs/source.py:count_fresh": "the groups that wait for the learner",
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {

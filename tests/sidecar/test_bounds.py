@@ -13,24 +13,9 @@ from sidecar.bounds import bound
 from sidecar.errors import UnstorableError
 from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.store.models import ChoiceRow, ExchangeRow
+from support.exchanges import make_plain_exchange
 
-PLAIN = Exchange(
-    exchange_id="e1",
-    surface="chat",
-    public_model="m",
-    adapter="base",
-    arm="champion",
-    propensity=1.0,
-    replica="http://127.0.0.1:8000",
-    session_key="h:s",
-    request=b"{}",
-    choices=(Choice(index=0, message=b"{}", finish_reason="stop"),),
-    sampling=Sampling(temperature=1.0),
-    stream=False,
-    status=200,
-    outcome="ok",
-    timings=Timings(started_at=1.0),
-)
+PLAIN = make_plain_exchange("e1", choices=(Choice(index=0, message=b"{}", finish_reason="stop"),))
 
 
 def length(column: KeyedColumnElement[Any]) -> int | None:

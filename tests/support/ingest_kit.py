@@ -17,8 +17,8 @@ from sqlalchemy import delete, func, select
 
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.grouping.selection import Rules, group_id_of
-from ingest.intake.bus import BATCH_BYTES, BusReader, Envelope
 from ingest.intake.choose import choose_new
+from ingest.intake.reader import BATCH_BYTES, BusReader, Envelope
 from ingest.store.exchanges import save_exchange
 from sidecar.forwarding.report import Tally
 from sidecar.forwarding.topics import ensure_topics

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text, update
+from sqlalchemy.orm import Session
 
 from deploy.cli.main import main
 from ingest.grouping.selection import group_id_of
@@ -68,6 +70,32 @@ def test_the_newest_are_listed_over_pages_and_by_session(
     assert [line.split()[0] for line in out.splitlines()] == ["e4", "e3", "e2", "e1"]
     assert "'question 4'" in out
     assert [one["exchange_id"] for one in json.loads(of_one)] == ["e3", "e1"]
+
+
+def test_a_rare_value_is_looked_for_a_window_of_rows_at_a_time(
+    database: Database, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One transaction over the whole table would last as long as the table is large."""
+    monkeypatch.setattr(listing, "WINDOW", 3)
+    for number in range(11):
+        save(database, number, user="ann" if number in (1, 2, 9) else "bob")
+    begun: list[Database] = []
+    read = Database.read
+
+    def counted(store: Database) -> AbstractContextManager[Session]:
+        begun.append(store)
+        return read(store)
+
+    monkeypatch.setattr(Database, "read", counted)
+
+    _, out, _ = run("ls", "--user", "ann")
+    passes = len(begun)
+    _, newest, _ = run("ls", "--user", "ann", "--limit", "1")
+
+    assert [line.split()[0] for line in out.splitlines()] == ["e9", "e2", "e1"]
+    assert passes == 5, "four windows of three rows, and the end"
+    assert newest.split()[0] == "e9"
+    assert len(begun) == passes + 1
 
 
 def test_one_is_shown_with_its_messages_and_answers(database: Database, run: Run) -> None:

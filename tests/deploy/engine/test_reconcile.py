@@ -101,6 +101,18 @@ def test_champion_candidate_and_previous_are_wanted(world: World) -> None:
     assert read_desired(world.database, "m").wanted == (second, third, first)
 
 
+def test_only_versions_that_are_wanted_or_loaded_are_read(world: World) -> None:
+    """It is read every two seconds for each replica, and versions are never deleted."""
+    first, second, third, fourth = (world.register(version) for version in (1, 2, 3, 4))
+    world.promote(second)
+
+    desired = read_desired(world.database, "m", {first, "somebody-elses"})
+
+    assert list(desired.paths) == [first, second]
+    assert desired.digests.keys() == {first, second}
+    assert desired.paths.keys().isdisjoint({third, fourth})
+
+
 def test_a_candidate_that_is_not_validated_yet_is_not_loaded(world: World) -> None:
     begin(world, world.register(1))
 

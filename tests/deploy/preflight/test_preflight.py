@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -231,6 +233,23 @@ def test_what_the_learner_lacks_is_an_error(
     assert error[:2] == ("error", setting)
     assert words in error[2]
     assert judge[1] == "judge.model"
+
+
+@pytest.mark.parametrize("base", ["", "/no/such/folder", "{empty}"])
+def test_a_base_that_is_not_there_is_told_without_loading_torch(tmp_path: Path, base: str) -> None:
+    """It takes 11 s on a small machine."""
+    program = (
+        "import sys; from learner.ready import why_not_ready; from sidecar.settings import *; "
+        "(told,) = why_not_ready(Settings(serving=Serving(base_model_path=sys.argv[1]))); "
+        "assert told[0] == 'serving.base_model_path'; print({'torch', 'peft'} & set(sys.modules))"
+    )
+    path = base.replace("{empty}", str(tmp_path))
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], check=True, capture_output=True, text=True
+    )
+
+    assert done.stdout == "set()\n"
 
 
 def test_the_command_prints_each_and_fails(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ingest.errors import BusError
-from ingest.intake.bus import Envelope, open_bus
+from ingest.intake.bus import open_bus
+from ingest.intake.reader import Envelope
 from sidecar.records import decode_exchange, encode_exchange
 from support.ingest_kit import FillBus, Kit
 

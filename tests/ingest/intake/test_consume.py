@@ -9,9 +9,10 @@ from sqlalchemy import func, select
 
 from ingest.grouping.held_out import is_held_out
 from ingest.intake import consume as consuming
-from ingest.intake.bus import BusReader, open_bus
+from ingest.intake.bus import open_bus
 from ingest.intake.consume import Consumed, consume
 from ingest.intake.placing import Sessions
+from ingest.intake.reader import BusReader
 from ingest.store.exchanges import load_exchange
 from sidecar.capture.outbox import Outbox
 from sidecar.errors import StoreError

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
-from learner.runs.publish import find_published, register, seal
+from learner.runs.publish import find_published, place, register, seal
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AuditRow
 
@@ -45,7 +45,8 @@ def test_the_digest_names_what_is_served_and_not_the_story_of_the_run(tmp_path: 
 def test_a_sealed_folder_is_whole_and_read_only(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "adapters" / ".run-1")
 
-    digest, path = seal(folder, tmp_path / "adapters")
+    sealed = seal(folder)
+    digest, path = sealed.digest, place(sealed, tmp_path / "adapters")
 
     assert path == tmp_path / "adapters" / digest
     assert path.is_absolute()
@@ -58,9 +59,9 @@ def test_a_sealed_folder_is_whole_and_read_only(tmp_path: Path) -> None:
 
 def test_an_orphan_of_a_crash_is_replaced(tmp_path: Path) -> None:
     adapters = tmp_path / "adapters"
-    seal(write_folder(adapters / ".run-1", lineage='{"run_id": "1"}'), adapters)
+    place(seal(write_folder(adapters / ".run-1", lineage='{"run_id": "1"}')), adapters)
 
-    _, path = seal(write_folder(adapters / ".run-2", lineage='{"run_id": "2"}'), adapters)
+    path = place(seal(write_folder(adapters / ".run-2", lineage='{"run_id": "2"}')), adapters)
 
     assert (path / LINEAGE).read_text() == '{"run_id": "2"}'
     assert [entry.name for entry in adapters.iterdir()] == [path.name]
@@ -77,7 +78,7 @@ def test_a_folder_that_cannot_be_moved_leaves_nothing_under_the_digest(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        seal(folder, adapters)
+        place(seal(folder), adapters)
 
     assert [entry.name for entry in adapters.iterdir()] == [".run-1"]
 
@@ -88,7 +89,8 @@ def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
 ) -> None:
     put_version(1)
     put_version(7, state="rejected")
-    digest, path = seal(write_folder(tmp_path / "adapters" / ".run-1"), tmp_path / "adapters")
+    sealed = seal(write_folder(tmp_path / "adapters" / ".run-1"))
+    digest, path = sealed.digest, place(sealed, tmp_path / "adapters")
 
     with database.write() as session:
         candidate = register(
@@ -96,7 +98,7 @@ def test_the_next_version_gets_a_name_of_its_own_and_an_audit_row(
             model="m",
             parent="base",
             run_id="r1",
-            digest=digest,
+            sealed=sealed,
             path=path,
             now=5.0,
         )

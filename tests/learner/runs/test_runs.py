@@ -12,6 +12,7 @@ from sqlalchemy import select, text
 
 from learner.errors import ParentError, RunInProgressError, RunStoppedError
 from learner.records import Parent
+from learner.runs import source
 from learner.runs.retry import choose
 from learner.runs.runs import LEASE_S, Heartbeat, abandon, end_run, find_parent, open_run
 from learner.runs.source import (
@@ -220,6 +221,22 @@ def test_groups_wait_newest_first_and_old_ones_are_stale(
     assert waiting.fresh == ("new", "two", "one")
     assert waiting.stale == {"old": "stale", "ghost": "unknown_adapter"}
     assert fresh == 3
+
+
+@pytest.mark.both_stores
+def test_of_many_waiting_groups_the_newest_are_looked_at(
+    database: Database,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked every few seconds, and groups of best-of-N answers wait without a limit."""
+    monkeypatch.setattr(source, "LOOKED_AT", 2)
+    for group_id in ("a", "b", "c"):
+        put_group(scored_group([0.0, 1.0], group_id=group_id))
+
+    with database.read() as session:
+        assert count_fresh(session, model="m", parent="base", max_age=2) == 2
 
 
 @pytest.mark.both_stores

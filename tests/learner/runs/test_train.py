@@ -22,11 +22,12 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import TrainingJob
+from learner.runs import publish, train
 from learner.runs.runs import abandon
 from learner.runs.train import Run, Trainer
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
-from sidecar.store.database import Database
+from sidecar.store.database import Database, set_flag
 from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
 from support.clock import Clock
 
@@ -454,6 +455,27 @@ def test_the_same_weights_are_not_registered_twice(
     row = run_row(database, "r2")
     assert (row.status, row.adapter) == ("finished", first.adapter)
     assert "not registered again" in (row.reason or "")
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_an_adapter_is_hashed_and_synced_while_others_may_write(
+    database: Database, new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds on a slow disk, and ingest waits for the write lock."""
+    sealed: list[Path] = []
+
+    def seal(folder: Path, *more: Path) -> Any:
+        with database.write() as session:
+            set_flag(session, "another", "1", now=1.0)
+        sealed.append(folder)
+        return publish.seal(folder, *more)
+
+    monkeypatch.setattr(train, "seal", seal)
+
+    candidate = new_run().start()
+
+    assert len(sealed) == 1
+    assert folder_digest(candidate.path) == candidate.digest
 
 
 @pytest.mark.usefixtures("two_groups")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from sidecar.access import limits_file
 from sidecar.access.limits import DAY_S, Allowance, MemoryLimiter, Usage
-from sidecar.access.limits_file import LimitsFile, open_limits
+from sidecar.access.limits_file import MAX_BYTES, LimitsFile, open_limits
 from sidecar.access.limits_table import TableLimiter
 from sidecar.metrics.proxy import Metrics
 from sidecar.metrics.table import shared_memory
@@ -206,3 +207,34 @@ async def test_what_is_lost_is_a_metric_and_logged_once_for_each_reason(tmp_path
     value = metrics.registry.get_sample_value
     assert value("sidecar_limits_lost_total", {"reason": "line"}) == 2
     assert [(line["event"], line["reason"]) for line in lines] == [("limits_lost", "line")]
+
+
+async def test_a_file_that_is_too_large_is_refused_unread_and_in_one_line(
+    path: Path, lost: Counter[str]
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b'["key",1.0,1.0,20000,60]\n'.ljust(MAX_BYTES + 1, b"\n"))
+    limiter = memory()
+
+    with capture_logs() as logs:
+        file = await kept(path, limiter, lost)
+        await file.stop()
+
+    assert limiter.records() == []
+    assert lost == {"unreadable": 1}
+    assert [(one["event"], one["max_bytes"]) for one in logs] == [("limits_too_large", 4 * 2**20)]
+
+
+async def test_a_file_holds_no_more_than_is_read_again(
+    path: Path, lost: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits_file, "MAX_BYTES", 100)
+    limiter = memory()
+    limiter.restore([(f"key{number}", SPENT) for number in range(9)])
+    file = await kept(path, limiter, lost)
+    await file.stop()
+    after = memory()
+    await (await kept(path, after, Counter())).stop()
+
+    assert lost == {"not_saved": 1}
+    assert 0 < len(after.records()) < 9

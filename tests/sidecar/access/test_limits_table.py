@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.access.limits import DAY_S, Allowance, Usage
+from sidecar.access.limits import DAY_S, MAX_TOKENS, Allowance, Usage
 from sidecar.access.limits_table import LOCK_PAUSE_S, SLOT_BYTES, SLOTS, WINDOW, TableLimiter
 from sidecar.metrics.table import map_regions, shared_memory
 
@@ -330,6 +330,21 @@ import fcntl, sys
 fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB, 0, 0)
 print("free")
 """
+
+
+@pytest.mark.parametrize("told", [2**63, 10**400])
+def test_a_reply_that_tells_more_tokens_than_a_slot_holds_is_charged_what_it_holds(
+    opened: Open, seen: Seen, told: int
+) -> None:
+    limiter = opened()
+    daily = Allowance(tokens_per_day=MAX_TOKENS)
+
+    limiter.charge("a", daily, told, NOON)
+    limiter.charge("a", daily, told, NOON)
+
+    assert limiter.records() == [("a", Usage(NOON, 0.0, 20_000, MAX_TOKENS))]
+    assert limiter.take("a", daily, NOON).refused == "tokens_per_day"
+    assert seen.lost == {"too_large": 2}
 
 
 def test_no_lock_is_left_behind(memory: int, opened: Open) -> None:

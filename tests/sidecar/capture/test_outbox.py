@@ -14,28 +14,9 @@ from msgspec.structs import replace
 
 from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
 from sidecar.errors import OutboxError, SettingsError
-from sidecar.records import Exchange, Sampling, Timings, decode_exchange
+from sidecar.records import decode_exchange
+from support.exchanges import make_plain_exchange
 from support.proxy_kit import Wire
-
-
-def _exchange(name: str) -> Exchange:
-    return Exchange(
-        exchange_id=name,
-        surface="chat",
-        public_model="m",
-        adapter="base",
-        arm="champion",
-        propensity=1.0,
-        replica="r",
-        session_key="h:s",
-        request=b"{}",
-        choices=(),
-        sampling=Sampling(),
-        stream=False,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=0.0),
-    )
 
 
 def _names(path: Path, after: int = 0, limit: int = 100) -> list[str]:
@@ -73,17 +54,17 @@ class TestEverySink:
     def test_keeps_what_it_says_in_order(self, sink: Any) -> None:
         target, names = sink
 
-        assert target.write([_exchange("a"), _exchange("b")]) == 2
-        assert target.write([_exchange("c")]) == 1
+        assert target.write([make_plain_exchange("a"), make_plain_exchange("b")]) == 2
+        assert target.write([make_plain_exchange("c")]) == 1
 
         assert names() == ["a", "b", "c"]
 
     def test_keeps_the_front_of_a_batch_when_it_is_nearly_full(self, sink: Any) -> None:
         target, names = sink
-        target.write([_exchange("a"), _exchange("b")])
+        target.write([make_plain_exchange("a"), make_plain_exchange("b")])
 
-        assert target.write([_exchange("c"), _exchange("d")]) == 1
-        assert target.write([_exchange("e")]) == 0
+        assert target.write([make_plain_exchange("c"), make_plain_exchange("d")]) == 1
+        assert target.write([make_plain_exchange("e")]) == 0
 
         assert names() == ["a", "b", "c"]
 
@@ -97,7 +78,7 @@ class TestEverySink:
 def test_the_reader_goes_on_after_a_position_and_deletes_up_to_one(
     outbox: Outbox, path: Path
 ) -> None:
-    outbox.write([_exchange(name) for name in "abc"])
+    outbox.write([make_plain_exchange(name) for name in "abc"])
     reader = OutboxReader(path)
 
     assert [(row.seq, row.exchange_id, row.at) for row in reader.read(0, 2)] == [
@@ -114,73 +95,75 @@ def test_the_reader_goes_on_after_a_position_and_deletes_up_to_one(
 
 
 def test_reading_makes_room_and_numbers_are_never_used_twice(outbox: Outbox, path: Path) -> None:
-    outbox.write([_exchange(name) for name in "abc"])
+    outbox.write([make_plain_exchange(name) for name in "abc"])
     reader = OutboxReader(path)
     reader.delete_through(3)
 
-    assert outbox.write([_exchange("d")]) == 1
+    assert outbox.write([make_plain_exchange("d")]) == 1
     assert [row.seq for row in reader.read(0, 9)] == [4]
 
     reader.close()
 
 
 def test_what_users_wrote_is_for_the_owner_only(outbox: Outbox, path: Path) -> None:
-    outbox.write([_exchange("a")])
+    outbox.write([make_plain_exchange("a")])
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_locked_outbox_is_said_to_be_locked_and_recovers(outbox: Outbox, path: Path) -> None:
-    outbox.write([_exchange("a")])
+    outbox.write([make_plain_exchange("a")])
     locker = sqlite3.connect(path, isolation_level=None)
     locker.execute("BEGIN IMMEDIATE")
 
     with pytest.raises(OutboxError) as raised:
-        outbox.write([_exchange("b")])
+        outbox.write([make_plain_exchange("b")])
     assert raised.value.reason == "locked"
 
     locker.execute("ROLLBACK")
     locker.close()
-    assert outbox.write([_exchange("c")]) == 1
+    assert outbox.write([make_plain_exchange("c")]) == 1
     assert _names(path) == ["a", "c"]
 
 
 def test_a_full_disk_is_said_to_be_full_and_recovers(outbox: Outbox, path: Path) -> None:
     """SQLite's own page limit gives the same error as a disk without room."""
-    outbox.write([_exchange("a")])
+    outbox.write([make_plain_exchange("a")])
     with outbox._file.connection() as connection:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
-    fat = replace(_exchange("b"), request=b"x" * 100_000)
+    fat = replace(make_plain_exchange("b"), request=b"x" * 100_000)
 
     with pytest.raises(OutboxError) as raised:
         outbox.write([fat])
     assert raised.value.reason == "disk_full"
 
-    assert outbox.write([_exchange("c")]) == 1  # the file was opened anew, without the limit
+    assert (
+        outbox.write([make_plain_exchange("c")]) == 1
+    )  # the file was opened anew, without the limit
     assert _names(path) == ["a", "c"]
 
 
 def test_a_read_only_outbox_is_said_to_be_read_only_and_recovers(
     outbox: Outbox, path: Path
 ) -> None:
-    outbox.write([_exchange("a")])
+    outbox.write([make_plain_exchange("a")])
     with outbox._file.connection() as connection:
         connection.execute("PRAGMA query_only = ON")
 
     with pytest.raises(OutboxError) as raised:
-        outbox.write([_exchange("b")])
+        outbox.write([make_plain_exchange("b")])
     assert raised.value.reason == "read_only"
 
-    assert outbox.write([_exchange("c")]) == 1
+    assert outbox.write([make_plain_exchange("c")]) == 1
     assert _names(path) == ["a", "c"]
 
 
 def test_a_deleted_directory_is_made_again(outbox: Outbox, path: Path) -> None:
-    outbox.write([_exchange("a")])
+    outbox.write([make_plain_exchange("a")])
     shutil.rmtree(path.parent)
 
-    assert outbox.write([_exchange("b")]) == 1
+    assert outbox.write([make_plain_exchange("b")]) == 1
 
     assert _names(path) == ["b"]
 
@@ -191,15 +174,15 @@ def test_what_went_unread_with_a_deleted_file_is_counted_once(
 ) -> None:
     gone: list[int] = []
     writers = [Outbox(path, max_rows=9, on_rows_gone=gone.append) for _ in range(2)]
-    writers[0].write([_exchange("a"), _exchange("b")])
-    writers[1].write([_exchange("c")])
+    writers[0].write([make_plain_exchange("a"), make_plain_exchange("b")])
+    writers[1].write([make_plain_exchange("c")])
     reader = OutboxReader(path)
     reader.delete_through(1)
     for suffix in {"", "-wal", "-shm"} - set(leave):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     for writer, name in zip(writers, "de", strict=True):
-        assert writer.write([_exchange(name)]) == 1
+        assert writer.write([make_plain_exchange(name)]) == 1
 
     assert sum(gone) == 2
     assert [row.exchange_id for row in reader.read(0, 9)] == ["d", "e"]
@@ -216,7 +199,7 @@ def test_the_number_of_rows_is_found_without_reading_the_table(path: Path) -> No
     outbox = Outbox(path, max_rows=999)
     steps: list[int] = []
     for more in (2, 200):
-        outbox.write([_exchange("a")] * more)
+        outbox.write([make_plain_exchange("a")] * more)
         steps.append(0)
         with outbox._file.connection() as connection:
             connection.set_progress_handler(lambda: steps.__setitem__(-1, steps[-1] + 1), 1)
@@ -259,7 +242,7 @@ def test_a_file_that_is_no_database_is_said_to_be_corrupt(outbox: Outbox, path: 
     path.write_bytes(b"this is not a database, and long enough for SQLite to read a header")
 
     with pytest.raises(OutboxError) as raised:
-        outbox.write([_exchange("a")])
+        outbox.write([make_plain_exchange("a")])
 
     assert raised.value.reason == "corrupt"
 
@@ -269,7 +252,7 @@ def test_a_place_that_cannot_be_made_is_said_to_be_unreachable(tmp_path: Path) -
     outbox = Outbox(tmp_path / "file" / "outbox.db", max_rows=3)
 
     with pytest.raises(OutboxError) as raised:
-        outbox.write([_exchange("a")])
+        outbox.write([make_plain_exchange("a")])
 
     assert raised.value.reason == "unreachable"
 

@@ -12,30 +12,15 @@ import pytest
 
 from sidecar.capture import outbox_space
 from sidecar.capture.outbox import Outbox, OutboxReader
-from sidecar.records import Exchange, Sampling, Timings
+from sidecar.records import Exchange
+from support.exchanges import make_plain_exchange
 
 MB = 2**20
 BODY = random.Random(1).randbytes(100_000)
 
 
 def _exchange(name: str, body: bytes = BODY) -> Exchange:
-    return Exchange(
-        exchange_id=name,
-        surface="chat",
-        public_model="m",
-        adapter="base",
-        arm="champion",
-        propensity=1.0,
-        replica="r",
-        session_key="h:s",
-        request=body,
-        choices=(),
-        sampling=Sampling(),
-        stream=False,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=0.0),
-    )
+    return make_plain_exchange(name, request=body)
 
 
 @pytest.fixture

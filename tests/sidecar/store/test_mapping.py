@@ -10,6 +10,7 @@ from sidecar.records import Choice, Exchange, Sampling, Timings
 from sidecar.store.database import compress
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, ExchangeRow
+from support.exchanges import make_plain_exchange
 
 PLACE = {"session_id", "parent_id", "turn", "branch", "segment", "placed_by"}
 FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "selection", *PLACE}
@@ -66,23 +67,7 @@ def test_a_value_is_encoded_by_the_type_of_its_field() -> None:
 
 def test_a_struct_is_stored_as_a_json_object() -> None:
     mapping = RowMapping(Exchange, ExchangeRow, other_tables=ELSEWHERE)
-    exchange = Exchange(
-        exchange_id="e",
-        surface="chat",
-        public_model="m",
-        adapter="base",
-        arm="champion",
-        propensity=1.0,
-        replica="http://v",
-        session_key="s",
-        request=b"{}",
-        choices=(),
-        sampling=Sampling(seed=7),
-        stream=False,
-        status=200,
-        outcome="ok",
-        timings=Timings(started_at=1.5),
-    )
+    exchange = make_plain_exchange("e", sampling=Sampling(seed=7), timings=Timings(started_at=1.5))
 
     row = mapping.to_row(exchange)
 
