@@ -49,7 +49,6 @@ SCANS = {
     "ingest/store/sessions.py:newest_exchanges": NEWEST,
     "ingest/best_of/store.py:any_scores": "one row",
     "ingest/best_of/store.py:oldest_scores": "in the order of an index, with a limit",
-    "ingest/store/listing.py:_seqs": LISTING,
     "ingest/store/listing.py:newest_scored_groups": LISTING,
 }
 """Functions that may pass over a whole table or index -> why."""
@@ -71,7 +70,6 @@ WORK = {
     "deploy/admin/reads.py:_tally": TALLY,
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
     "ingest/store/sessions.py:newest_exchanges": "once, at the start of ingest",
-    "ingest/store/listing.py:_seqs": LISTING,
 }
 """Functions that may take more than `MOST_STEPS` -> why."""
 OF_A_FEW_ROWS = "reads tables of a few rows, and is watched by the tests of its module"
