@@ -7,14 +7,15 @@ from typing import Final
 
 from ingest.sessions.node import Key, Node
 
-KINDS: Final = range(8)
+KINDS: Final = range(10)
 SAME_KEY: Final = 32
 """Nodes remembered under one key, the newest."""
-ANSWERED, ASKED, REPLIED, HEARD, QUOTED, CALLED, CALL_IDS, WANTED = KINDS
+ANSWERED, ASKED, REPLIED, HEARD, QUOTED, CALLED, CALL_IDS, TOLD, GIVEN, WANTED = KINDS
 """Kinds of keys: the conversation with its reply; without it; the reply wherever it stands; a
 tool's result or a user's message wherever it stands; parts of a reply; an argument of its calls;
-the ids of its calls; the `ANSWERED` that the parent of the exchange would have."""
-GUESSED: Final = frozenset({HEARD, QUOTED, CALLED})
+the ids of its calls; parts of users' messages; parts of tools' results; the `ANSWERED`
+that the parent of the exchange would have."""
+GUESSED: Final = frozenset({HEARD, QUOTED, TOLD, GIVEN, CALLED})
 """The many keys of a node; they serve while its conversation goes on."""
 
 
@@ -47,7 +48,9 @@ class Indexes:
                 nodes[key] = [under, node]
                 continue
             if len(under) == SAME_KEY:
-                del under[0]
+                parts = under.pop(0).parts
+                if index in parts:
+                    parts[index] -= 1
             under.append(node)
         node.keys.append((index, keys))
 

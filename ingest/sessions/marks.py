@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Final
@@ -17,7 +17,11 @@ LONG: Final = 24
 WORDS: Final = 6
 """Words of a shingle."""
 SHINGLES: Final = 24
-"""Shingles of a reply, or of a tool's result, that are remembered."""
+"""Shingles of a reply, of a user's message or of a tool's result that are remembered."""
+FEW: Final = 4
+"""Of a text with fewer chosen shingles, this many are remembered, chosen or not."""
+HEARD_CHARS: Final = 2_048
+"""Characters at the beginning, and as many at the end, of a message from which they are taken."""
 ARGUMENT: Final = 16
 """Characters from which an argument of a call may be the task of another agent."""
 ARGUMENTS: Final = 16
@@ -50,18 +54,45 @@ def calls(scope: bytes, message: Message) -> bytes | None:
 
 
 def shingles(scope: bytes, text: str) -> Iterator[int]:
-    """Yield marks of runs of `WORDS` words, about every second one, chosen by their own hash: so a
-    text is found again inside another one, whatever stands around it (Schleimer et al., Winnowing,
-    SIGMOD 2003)."""
+    """Yield the mark of each run of `WORDS` words."""
     data = text.encode("utf-8", "replace")
     # Where the word after each one begins. Slices of the text cost half of joining words again.
     after = list(accumulate(map(_AND_A_SPACE, map(len, data.split(b" ")))))
     seed = int.from_bytes(scope, "big")
     return (
-        mark
+        xxh3_64_intdigest(data[begin : end - 1], seed)
         for begin, end in zip((0, *after), after[WORDS - 1 :], strict=False)
-        if (mark := xxh3_64_intdigest(data[begin : end - 1], seed)) & 1
     )
+
+
+def of_reply(scope: bytes, text: str) -> list[int]:
+    """Return the first marks of a text, about every second one, chosen by their own value: so it is
+    found again inside another text, whatever stands around it (Schleimer et al., Winnowing, SIGMOD
+    2003)."""
+    return _chosen(shingles(scope, text))
+
+
+def of_heard(scope: bytes, text: str) -> list[int]:
+    """Return about every second mark of the beginning and the end of a text, the lowest ones of a
+    long text: they come from all parts, so texts that begin alike have different ones."""
+    if len(text) > 2 * HEARD_CHARS:
+        text = f"{text[:HEARD_CHARS]} {text[-HEARD_CHARS:]}"
+    return _chosen(sorted(set(shingles(scope, text))))
+
+
+def _chosen(found: Iterable[int]) -> list[int]:
+    """Return the first `SHINGLES` odd marks; others too where there are few."""
+    chosen: list[int] = []
+    others: list[int] = []
+    for mark in found:
+        if mark & 1:
+            chosen.append(mark)
+            if len(chosen) == SHINGLES:
+                break
+        elif len(others) < FEW:
+            others.append(mark)
+    chosen += others[: max(0, FEW - len(chosen))]
+    return list(dict.fromkeys(chosen))
 
 
 def whole(scope: bytes, text: str) -> bytes | None:

@@ -99,8 +99,8 @@ class Node:
         "how",
         "keys",
         "parent",
+        "parts",
         "placed_at",
-        "quotes",
         "segment",
         "session",
         "shares_opening",
@@ -126,8 +126,8 @@ class Node:
         self.keys: list[tuple[int, Collection[Key]]] = []
         """Where the indexes hold this node: number of the index, keys."""
         self.shares_opening = False
-        self.quotes = 0
-        """Parts of the reply that are remembered."""
+        self.parts: dict[int, int] = {}
+        """Number of marks under which parts of its texts are remembered, by kind of index."""
         session.nodes[self] = None
 
     def join(self, parent: Node, how: How) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import islice
 from typing import Final
 
 from ingest.sessions import marks, traces
@@ -12,9 +11,11 @@ from ingest.sessions.indexes import (
     ASKED,
     CALL_IDS,
     CALLED,
+    GIVEN,
     HEARD,
     QUOTED,
     REPLIED,
+    TOLD,
     WANTED,
     Indexes,
 )
@@ -24,6 +25,9 @@ from ingest.sessions.records import Arrival, How
 
 SKEW_S: Final = 1.0
 """How far the clocks of two proxies may be apart: a parent begins before its child."""
+
+PIECES: Final = 4
+"""Parts of a reply that are searched for in its own prompt."""
 
 
 class Search:
@@ -118,19 +122,42 @@ class Search:
         for message in new[-traces.SEARCHED :]:
             if message.role != "assistant" and message.length >= marks.LONG:
                 found[HEARD].add(marks.link(self._scope, message))
+        if node.how != "kept" or self._replied:  # else it is a record of what others heard
+            heard = self._messages[self._replied[-1] if self._replied else 0 :]
+            for message in heard[-traces.SEARCHED :]:
+                parts = found[GIVEN if message.role == "tool" else TOLD]
+                if len(parts) < marks.SHINGLES:
+                    parts.update(marks.of_heard(self._scope, message.text))
         for reply in self._arrival.replies:
             found[REPLIED].add(marks.link(self._scope, reply))
             by_ids = marks.calls(self._scope, reply)
             if by_ids is not None:
                 found[CALL_IDS].add(by_ids)
             found[CALLED].update(marks.arguments(self._scope, reply))
-            quotes = islice(marks.shingles(self._scope, reply.text), marks.SHINGLES)
-            found[QUOTED].update(quotes)
-        node.quotes = len(found[QUOTED])
+            if not self._dictates(reply.text):
+                found[QUOTED].update(marks.of_reply(self._scope, reply.text))
+        node.parts = {kind: len(found[kind]) for kind in (QUOTED, GIVEN, TOLD)}
         for index, keys in found.items():
             # A set takes several times the memory.
             indexes.add(index, tuple(keys), node)
         return answered
+
+    def _dictates(self, reply: str) -> bool:
+        """Return whether the prompt holds the reply, or half of it: then the reply stands in every
+        request with this prompt, and names no conversation."""
+        size = max(1, -(-len(reply) // PIECES))
+        pieces = [reply[at : at + size] for at in range(0, len(reply), size)]
+        texts = [self._arrival.conversation.system]
+        texts += [one.text for one in self._messages[: traces.SEARCHED] if one.role != "assistant"]
+        left = traces.TEXT_SEARCHED
+        for text in texts:
+            pieces = [piece for piece in pieces if piece not in text[:left]]
+            left -= len(text)
+            if 2 * len(pieces) <= PIECES:
+                return True
+            if left <= 0:
+                break
+        return False
 
     def _retried(self) -> Node | None:
         """Return the newest exchange that this one repeats because it got no reply, or because the

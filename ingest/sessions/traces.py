@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ingest.sessions import marks
-from ingest.sessions.indexes import HEARD, QUOTED, REPLIED, Indexes
+from ingest.sessions.indexes import GIVEN, HEARD, QUOTED, REPLIED, TOLD, Indexes
 from ingest.sessions.messages import Message
 from ingest.sessions.node import Node, Session
 
@@ -28,6 +28,7 @@ KNOWN: Final = 0.9
 one."""
 CERTAIN: Final = 64
 """Characters of a long message; a shorter one counts in proportion."""
+_KINDS: Final = (QUOTED, GIVEN, TOLD)
 Before = Callable[[Node], bool]
 """Whether a node began before the request."""
 
@@ -57,29 +58,54 @@ def kept(
 
 
 def quoted(indexes: Indexes, scope: bytes, texts: Iterable[str], before: Before) -> Node | None:
-    """Return whose reply is repeated within another text: a summary, or a record of the
-    conversation. Of the session with the most such replies the newest one counts."""
-    found: dict[Node, int] = defaultdict(int)
-    for mark in _parts(scope, texts):
-        for node in indexes.under(QUOTED, mark):
-            found[node] += 1
-    whole = [
-        node
-        for node, parts in found.items()
-        if parts >= PARTS and parts >= WHOLE * node.quotes and before(node)
-    ]
-    size: dict[Session, int] = defaultdict(int)
-    for node in whole:
-        size[node.session] += 1
-    return max(whole, key=lambda node: (size[node.session], node.at), default=None)
+    """Return the exchange with which a conversation ends that is repeated within another text: a
+    summary of it, or a record.
+
+    A session is repeated when one of its replies is. An agent may answer in a few words, or with
+    calls alone: then it is repeated when a user's message is, with a short reply or a tool's
+    result. Of several sessions the one counts of which most is repeated; parts that several hold
+    count less. In this session it is the exchange whose reply, or whose tools' results, are
+    repeated last in the text.
+    """
+    under = {
+        (kind, at): nodes
+        for mark, at in _parts(scope, texts).items()
+        for kind in _KINDS
+        if (nodes := [node for node in indexes.under(kind, mark) if before(node)])
+    }
+    found: dict[tuple[int, Node], list[int]] = defaultdict(list)
+    for (kind, at), nodes in under.items():
+        for node in nodes:
+            found[kind, node].append(at)
+    whole = {one for one, places in found.items() if len(places) >= WHOLE * one[1].parts[one[0]]}
+    ends: dict[Node, int] = {}
+    known: set[Session] = set()
+    for kind, node in whole:
+        if kind != TOLD:
+            ends[node] = max(ends.get(node, 0), *found[kind, node], 0)
+        if kind != GIVEN and len(found[kind, node]) >= PARTS:
+            known.add(node.session)
+    weights: dict[Session, float] = defaultdict(float)
+    for (kind, _), nodes in under.items():
+        sessions = {node.session for node in nodes if (kind, node) in whole}
+        for session in sessions:
+            weights[session] += 1 / len(sessions)
+    return max(
+        (node for node in ends if node.session in known),
+        key=lambda node: (weights[node.session], ends[node], node.at),
+        default=None,
+    )
 
 
-def _parts(scope: bytes, texts: Iterable[str]) -> Iterable[int]:
-    """The marks of parts of the texts, each once."""
-    found: dict[int, None] = {}
+def _parts(scope: bytes, texts: Iterable[str]) -> dict[int, int]:
+    """Return the marks of all parts of the texts, and where each stands last: its number."""
+    found: dict[int, int] = {}
     left = TEXT_SEARCHED
+    at = 0
     for text in texts:
-        found.update(dict.fromkeys(marks.shingles(scope, text[-left:])))
+        for mark in marks.shingles(scope, text[-left:]):
+            found[mark] = at
+            at += 1
         left -= len(text)
         if left <= 0:
             break

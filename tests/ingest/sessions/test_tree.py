@@ -260,3 +260,62 @@ def test_parts_of_texts_are_remembered_of_the_newest_exchanges_only(
 
     assert sidecar.parent(quoted) is None
     assert sidecar.parent(continued) == first
+
+
+def test_a_record_of_short_answers_and_calls_is_linked_to_its_end(sidecar: Sidecar) -> None:
+    task = asks(TASK)
+    first = sidecar.send([task], calls("seats", '{"from":"Boston"}'))
+    heard = result('{"seats": 12, "price": 199, "currency": "USD", "flight": "UA 523 of Monday"}')
+    turns = [task, calls("seats", '{"from":"Boston"}'), heard]
+    last = sidecar.send(turns, "Twelve seats are left for you.")
+    other = sidecar.send([asks("Which rules hold for dogs on the flights to Denver, please?")])
+    record = f"Human: {TASK}\nAI: [seats]\nTool: {heard['content']}\nAI: Twelve seats are left."
+    after = sidecar.send([asks(f"Sum this up:\n\n{record}")], system="You sum up.")
+
+    assert sidecar.parent(after) == last
+    assert sidecar.session(after) == first != sidecar.session(other)
+
+
+def test_of_tasks_that_begin_alike_the_one_that_a_record_repeats_is_found(
+    sidecar: Sidecar,
+) -> None:
+    same = "I want to exchange the water bottle and the desk lamp of my last order, please, and "
+    tasks = [
+        f"{same}the {kind} lamp should be {how} than the one before, if you have one of these."
+        for kind in ("big", "small", "red", "old")
+        for how in ("brighter", "darker", "cheaper")
+    ]
+    answer = "Sure. About the water bottle and the desk lamp: here is what I can do."
+    sent = [sidecar.send([asks(task)], answer) for task in tasks]
+    records = [
+        sidecar.send([asks(f"Sum this up: User: {task} Agent: {answer}")], "The user exchanges.")
+        for task in tasks
+    ]
+
+    assert [sidecar.parent(record) for record in records] == sent
+
+
+def test_an_answer_that_many_gave_is_found_by_its_other_parts(sidecar: Sidecar) -> None:
+    closing = "Here is what I can say about it. Is there anything else that I can do for you?"
+    first = sidecar.send([asks(TASK)], f"The flight to Denver costs 199 dollars today. {closing}")
+    for number in range(40):
+        sidecar.send([asks(f"Question {number} of the day.")], f"Answer {number}. {closing}")
+    record = f"Sum this up: The flight to Denver costs 199 dollars today. {closing}"
+
+    assert sidecar.parent(sidecar.send([asks(record)])) == first
+
+
+@pytest.mark.parametrize("where", ["system", "user"])
+def test_an_answer_that_the_prompt_dictates_joins_nothing(sidecar: Sidecar, where: str) -> None:
+    canned = "I am sorry, the information is not available in the given context."
+    rule = f"Answer from the context. If it is not there, say: {canned} Be short."
+    sessions = set()
+    for number in range(5):
+        question = f"Question {number}: what does paragraph {number} of the contract say?"
+        if where == "system":
+            sent = sidecar.send([asks(question)], canned, system=rule)
+        else:
+            sent = sidecar.send([asks(f"{rule} {question}")], canned)
+        sessions.add(sidecar.session(sent))
+
+    assert len(sessions) == 5
