@@ -1,4 +1,4 @@
-"""The FastAPI application behind the relay: health, metrics and the model list.
+"""The FastAPI application behind the relay: health, metrics, the model list and feedback.
 
 It listens on a unix socket only; the relay is its only client.
 """
@@ -13,14 +13,21 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sidecar.access.admission import Keys
+from sidecar.feedback.door import FeedbackDoor
+from sidecar.feedback.reading import FeedbackRefusedError
+from sidecar.feedback.record import Kind
 from sidecar.metrics.proxy import Metrics
 from sidecar.relay.flight.context import Routing
-from sidecar.relay.surface.refusals import upstream_failed
+from sidecar.relay.surface.refusals import upstream_failed, vllm_error
 from sidecar.relay.upstream.watch import ReplicaWatch
 
 
 def make_app(
-    metrics: Metrics, routing: Routing, watch: ReplicaWatch, keys: Keys | None = None
+    metrics: Metrics,
+    routing: Routing,
+    watch: ReplicaWatch,
+    keys: Keys | None = None,
+    feedback: FeedbackDoor | None = None,
 ) -> FastAPI:
     """Build the application. keys: None when `access.mode` is not `keys`."""
     # Spans of scrapes and health checks would outnumber those of model requests.
@@ -76,7 +83,37 @@ def make_app(
             body = public_only(body, routing.table.model)
         return JSONResponse(body, status_code=reply.status)
 
+    if feedback is not None:
+        _add_feedback(app, feedback)
     return app
+
+
+def _add_feedback(app: FastAPI, door: FeedbackDoor) -> None:
+    @app.post("/sidecar/v1/feedback")
+    async def feedback(request: Request) -> Response:
+        """How good an answer, a session or a trace was."""
+        return await _take(door, "feedback", request)
+
+    @app.post("/sidecar/v1/outcomes")
+    async def outcomes(request: Request) -> Response:
+        """How a task ended."""
+        return await _take(door, "outcome", request)
+
+
+async def _take(door: FeedbackDoor, kind: Kind, request: Request) -> Response:
+    headers: dict[bytes, bytes] = {}
+    for name, value in request.headers.raw:
+        headers.setdefault(name.lower(), value)
+    try:
+        accepted = await door.take(kind, await request.body(), headers)
+    except FeedbackRefusedError as error:
+        kinds = {401: "Unauthorized", 403: "Forbidden", 503: "ServiceUnavailableError"}
+        kind_of_error = kinds.get(error.status, "Bad Request")
+        refusal = vllm_error(error.status, str(error), kind=kind_of_error, param=error.param)
+        extra = {"retry-after": "1"} if error.status == 503 else None
+        return Response(refusal.body, error.status, extra, media_type="application/json")
+    body = {"id": accepted.feedback_id, "status": "queued"}
+    return JSONResponse(body, status_code=202)
 
 
 def public_only(body: dict[str, Any], model: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from sidecar.capture.recorder import Capture, ExchangeSink
 from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.capture.yielding import Yielding
 from sidecar.errors import SettingsError
+from sidecar.feedback.door import FeedbackDoor
+from sidecar.feedback.writer import FeedbackWriter
 from sidecar.metrics.loop_lag import LoopLag
 from sidecar.metrics.proxy import Metrics
 from sidecar.metrics.table import MetricTable
@@ -146,11 +148,24 @@ class Proxy:
                 outgoing_trace=propagation.outgoing if traced else None,
             )
         )
+        self._feedback = FeedbackDoor(
+            FeedbackWriter(
+                Outbox(
+                    bus,
+                    max_rows=settings.bus.max_rows,
+                    max_bytes=settings.bus.max_bytes,
+                    on_rows_gone=self.metrics.outbox_rows_gone.inc,
+                )
+            ),
+            self.metrics,
+            may_ask=self._watch.status_of_key if settings.access.mode == "upstream" else None,
+            clock=clock,
+        )
         self._parent = ParentLine(handover, self._relay) if handover is not None else None
         self._lag = LoopLag(self.metrics.event_loop_lag, self._table.give_sign)
         self._app_server = _AppServer(
             uvicorn.Config(
-                make_app(self.metrics, self.routing, self._watch, self._keys),
+                make_app(self.metrics, self.routing, self._watch, self._keys, self._feedback),
                 log_config=None,
                 access_log=False,
                 date_header=False,
@@ -196,6 +211,7 @@ class Proxy:
         self._lag.stop()
         self._app_server.stopping.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._feedback.stop()
         await self._watch.stop()
         self.routing.stop()
         await asyncio.to_thread(self._reporter.stop)

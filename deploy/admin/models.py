@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.admin.out import BusOut, Out
+from deploy.admin.out import BusOut, FeedbackOut, Out, SignalOut
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
@@ -230,6 +230,10 @@ class ExchangeOut(Out):
     fallback_from: str
     """Adapter that vLLM did not know, when another one answered instead; else empty."""
     group_id: str | None
+    feedback: list[FeedbackOut]
+    """Of the exchange, its trace and its session."""
+    outcomes: list[FeedbackOut]
+    signals: list[SignalOut]
     request: dict[str, Any]
     choices: list[ChoiceOut]
 
@@ -331,6 +335,10 @@ class StatusOut(Out):
     groups: dict[str, int]
     """Number of groups by status."""
     exchanges: int
+    feedback: dict[str, int]
+    """Feedback and outcomes: what became of them, as the counter of this stage."""
+    signals: dict[str, int]
+    """Implicit signals by kind."""
     bus: BusOut | None
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""

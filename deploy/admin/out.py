@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -9,6 +11,73 @@ class Out(BaseModel):
     """A part of a reply. JSON has no infinity: a number without end is a damaged one."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+class FeedbackOut(Out):
+    """One piece of feedback, or one outcome."""
+
+    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
+
+    feedback_id: str
+    target_kind: str
+    target: str
+    source: str
+    received_at: float
+    score: float | None
+    success: bool | None
+    reward: float | None
+    cost: float | None
+    label: str
+    comment: str
+    counts: bool
+    """It is the newest of its source on this target."""
+
+
+class SignalOut(Out):
+    """What the traffic itself tells of an answer."""
+
+    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
+
+    kind: str
+    exchange_id: str
+    by_id: str | None
+    """The exchange that shows it; null: that none came shows it."""
+    at: float
+    evidence: dict[str, Any]
+
+
+class TurnOut(Out):
+    """One exchange of a session."""
+
+    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
+
+    exchange_id: str
+    started_at: float
+    parent_id: str | None
+    turn: int
+    branch: int
+    segment: int
+    placed_by: str
+    held_out: bool
+    adapter: str
+    status: int
+    outcome: str
+    selection: str
+
+
+class SessionOut(Out):
+    """A page of a session's exchanges, the newest stored first, and what was told of it."""
+
+    session_id: str
+    exchanges: list[TurnOut]
+    damaged: list[str]
+    """Exchanges of this page that cannot be shown."""
+    next_cursor: str | None
+    """Value of `cursor` for the next page; null on the last page."""
+    feedback: list[FeedbackOut]
+    """Of the session, its exchanges and its traces; the newest 1,000."""
+    outcomes: list[FeedbackOut]
+    signals: list[SignalOut]
 
 
 class BusOut(Out):

@@ -32,6 +32,8 @@ from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, new
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
 from deploy.registry import canaries, learner_switches, routing_writer, tallies, versions
+from ingest.feedback.placing import STAGE as FEEDBACK
+from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
@@ -91,6 +93,8 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=_tally(session, GroupRow.status),
                 exchanges=tallies.exchanges(session),
+                feedback=tallies.of_stage(session, FEEDBACK),
+                signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
                 token_check=_token_check(session),
             )

@@ -26,8 +26,10 @@ from deploy.admin.models import (
     Page,
     RunOut,
 )
+from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.errors import DamagedRecordError, UnknownRecordError
+from ingest.feedback.reading import Told, told_of, told_of_session
 from sidecar.store.arrays import unpack_ids
 from sidecar.store.contents import load_contents
 from sidecar.store.database import DAMAGE, decompress
@@ -36,6 +38,10 @@ from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, Gr
 log = structlog.get_logger()
 Row = TypeVar("Row")
 Out = TypeVar("Out")
+_MADE = frozenset(
+    {"prompt_tokens", "group_id", "request", "choices", "feedback", "outcomes", "signals"}
+)
+"""Fields of an exchange's reply that are no column of its row."""
 
 
 def record_router(context: AdminContext) -> APIRouter:
@@ -43,6 +49,7 @@ def record_router(context: AdminContext) -> APIRouter:
     router = APIRouter(dependencies=[Depends(caller), Depends(known_query)])
     _add_groups(router, context)
     _add_history(router, context)
+    _add_sessions(router, context)
     return router
 
 
@@ -125,6 +132,49 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         )
 
 
+def _add_sessions(router: APIRouter, context: AdminContext) -> None:
+    database = context.database
+
+    # A client may call its session `a/b`; `:path` takes the slash.
+    @router.get("/sessions/{session_id:path}")
+    def session_read(
+        session_id: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
+    ) -> SessionOut:
+        columns = [getattr(ExchangeRow, name) for name in TurnOut.model_fields]
+        statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == session_id)
+        statement = newest_first(statement, limit=limit, cursor=cursor, key={ExchangeRow.seq: int})
+        with database.read() as session:
+            rows = session.execute(statement).all()
+            if not rows and cursor is None:
+                raise UnknownRecordError(f"no session {session_id}; an exchange names its own")
+            page = page_of(
+                rows,
+                limit,
+                show=TurnOut.model_validate,
+                name=lambda row: f"exchange {row.exchange_id}",
+                cursor=lambda row: encode_cursor(row.seq),
+            )
+            with naming(f"what was told of session {session_id}"):
+                return SessionOut(
+                    session_id=session_id,
+                    exchanges=page.items,
+                    damaged=page.damaged,
+                    next_cursor=page.next_cursor,
+                    **_told(told_of_session(session, session_id)),
+                )
+
+
+def _told(told: Told) -> dict[str, Any]:
+    shown: dict[str, list[FeedbackOut]] = {"feedback": [], "outcome": []}
+    for one in told.feedback:
+        shown.setdefault(one.kind, []).append(FeedbackOut.model_validate(one))
+    return {
+        "feedback": shown["feedback"],
+        "outcomes": shown["outcome"],
+        "signals": list(map(SignalOut.model_validate, told.signals)),
+    }
+
+
 def run_out(row: RunRow) -> RunOut:
     """Convert a run's row to its reply."""
     return RunOut(**{name: getattr(row, name) for name in RunOut.model_fields})
@@ -197,16 +247,13 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         select(ChoiceRow).where(ChoiceRow.exchange_id == exchange_id).order_by(ChoiceRow.index)
     )
     group = select(GroupRow.group_id).where(GroupRow.exchange_id == exchange_id)
-    plain = {
-        name: getattr(row, name)
-        for name in ExchangeOut.model_fields
-        if name not in {"prompt_tokens", "group_id", "request", "choices"}
-    }
+    plain = {name: getattr(row, name) for name in ExchangeOut.model_fields if name not in _MADE}
     content = load_contents(session, [exchange_id])[exchange_id]
     return ExchangeOut(
         **plain,
         prompt_tokens=len(unpack_ids(content.prompt_ids)),
         group_id=session.scalar(group),
+        **_told(told_of(session, [exchange_id]).get(exchange_id, Told())),
         request=read_stored(content.request),
         choices=[
             ChoiceOut(

@@ -47,7 +47,11 @@ def exchanges_ls(
     with _store(context) as database:
         wanted = _wanted(session, user, adapter, since)
         records = newest_exchanges(database, wanted, limit=limit)
-        found = [exchange_object(one) for one in _sound(records)]
+        whole = output == "json"  # a line of text tells nothing of feedback
+        found = [
+            exchange_object(one, _told(database, one)) if whole else exchange_object(one)
+            for one in _sound(records)
+        ]
     if output == "json":
         say_json(found)
         return
@@ -64,9 +68,10 @@ def exchanges_ls(
 
 @exchanges_app.command("show")
 def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "text") -> None:
-    """One exchange: its record, the messages, the answers."""
+    """One exchange: its record, what was told of it, the messages, the answers."""
     from ingest.errors import UnreadableExchangesError
     from ingest.export.forms import exchange_object
+    from ingest.feedback.reading import Told, told_of
     from ingest.store.exchanges import load_exchange
 
     with _store(context) as database, database.read() as session:
@@ -75,16 +80,22 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
         except UnreadableExchangesError as error:
             note(f"exchange {exchange_id} is damaged: {'; '.join(error.damage.values())}")
             raise typer.Exit(1) from None
+        told = told_of(session, [exchange_id]).get(exchange_id, Told())
     if stored is None:
         note(f"no exchange {exchange_id}; `sidecar exchanges ls` names them")
         raise typer.Exit(1)
-    found = exchange_object(stored)
+    found = exchange_object(stored, told)
     if output == "json":
         say_json(found)
         return
     request, answers = found.pop("request"), found.pop("answers")
+    told_lines = [f"feedback: {_words(one)}" for one in found.pop("feedback")]
+    told_lines += [f"outcome: {_words(one)}" for one in found.pop("outcomes")]
+    told_lines += [f"signal: {_words(one)}" for one in found.pop("signals")]
     for name, value in found.items():
         say(f"{name}: {shown_time(value, time.time()) if name == 'at' else value}")
+    for line in told_lines:
+        say(line)
     messages = request.get("messages") if isinstance(request, dict) else None
     for message in messages if isinstance(messages, list) else [request]:
         _say_message("asked", message)
@@ -126,30 +137,51 @@ def exchanges_export(
         wanted = _wanted(session, user, adapter, since, held_out=None if held_out else False)
         if form in ("jsonl", "trl-sft"):
             write = forms.exchange_object if form == "jsonl" else forms.prompt_completion
-            _export(newest_exchanges(database, wanted, limit=limit), write, file, written)
+            records = newest_exchanges(database, wanted, limit=limit)
+            _export(database, records, write, file, written)
         else:
             if user:
                 note("--user is of exchanges; a group is found by its session")
                 raise typer.Exit(2)
             write_group = forms.preference if form == "trl-preference" else forms.art_group
-            _export(newest_scored_groups(database, wanted, limit=limit), write_group, file, written)
+            groups = newest_scored_groups(database, wanted, limit=limit)
+            _export(database, groups, write_group, file, written)
     left = f", {written['left_out']} left out (not in this form)" if written["left_out"] else ""
     note(f"wrote {written['lines']} lines{left}")
 
 
 def _export(
+    database: Any,
     records: Iterator[Any],
-    form: Callable[[Any], dict[str, Any] | None],
+    form: Callable[[Any, Any], dict[str, Any] | None],
     file: TextIO,
     written: Counter[str],
 ) -> None:
     for record in _sound(records):
-        line = form(record)
+        line = form(record, _told(database, record))
         if line is None:
             written["left_out"] += 1
             continue
         file.write(json.dumps(line) + "\n")
         written["lines"] += 1
+
+
+def _told(database: Any, record: Any) -> Any:
+    """What was told of an exchange, or of the exchange of a scored group."""
+    from ingest.feedback.reading import Told, told_of
+
+    of = record.group if hasattr(record, "group") else record.exchange
+    with database.read() as session:
+        return told_of(session, [of.exchange_id]).get(of.exchange_id, Told())
+
+
+def _words(one: dict[str, Any]) -> str:
+    """The members that say something, in one line."""
+    return ", ".join(
+        f"{name} {shown_time(value, time.time()) if name.endswith('at') else value}"
+        for name, value in one.items()
+        if value not in (None, "", {})
+    )
 
 
 def _sound(records: Iterator[Any]) -> Iterator[Any]:

@@ -86,6 +86,8 @@ class Status(msgspec.Struct):
     exchanges: int
     bus: Bus | None
     token_check: str
+    feedback: dict[str, int] = {}
+    signals: dict[str, int] = {}
 
 
 def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of the admin API
@@ -105,6 +107,7 @@ def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of th
         *_control(status.control),
         f"Adapters: {_tally(status.adapters)}.",
         f"Recorded: {_count(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
+        *_told(status.feedback, status.signals),
         *_bus(status.bus, now),
         *_token_check(status.token_check),
     ]
@@ -195,6 +198,18 @@ def _bus(bus: Bus | None, now: float) -> Iterator[str]:
     else:
         waiting = _count(bus.lag or 0, "record")
         yield f"Bus: {waiting} waiting to be stored, {shown_age(now - bus.at)}."
+
+
+def _told(feedback: Mapping[str, int], signals: Mapping[str, int]) -> Iterator[str]:
+    if feedback:
+        scores, outcomes = (feedback.get(f"stored_{kind}", 0) for kind in ("feedback", "outcome"))
+        joined = feedback.get("joined", 0)
+        yield (
+            f"Feedback: {_count(scores, 'score')} and {_count(outcomes, 'outcome')}; {joined:,} of "
+            "them are joined to exchanges."
+        )
+    if signals:
+        yield f"Signals: {_tally(signals)}."
 
 
 def _token_check(text: str) -> Iterator[str]:

@@ -19,15 +19,20 @@ def exchanges(session: Session) -> int:
     return row.count if row is not None and isinstance(row.count, int) else 0
 
 
+def of_stage(session: Session, stage: str) -> dict[str, int]:
+    """Return the counters of one stage by reason, without zeros and damaged ones."""
+    rows = session.scalars(
+        select(CounterRow).where(CounterRow.stage == stage).order_by(CounterRow.reason)
+    )
+    return {row.reason: row.count for row in rows if isinstance(row.count, int) and row.count}
+
+
 def exchanges_by_selection(session: Session) -> dict[str, int]:
     """Return the number of exchanges by what selection decided, and of those it has not seen.
 
     Those that wait to be seen are counted themselves: they are few while ingest works.
     """
-    decided = session.scalars(
-        select(CounterRow).where(CounterRow.stage == SELECTION).order_by(CounterRow.reason)
-    )
-    found = {row.reason: row.count for row in decided if isinstance(row.count, int) and row.count}
+    found = of_stage(session, SELECTION)
     waiting = session.scalar(
         select(func.count())
         .select_from(ExchangeRow)

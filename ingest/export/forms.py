@@ -1,5 +1,8 @@
 """Write exchanges and scored groups as JSON objects: our own form, TRL's, ART's. Pure.
 
+Each carries what was told of the exchange (`ingest.feedback.reading`): our own form all of it, the
+others its summary, which is about the answer that the agent got.
+
 TRL: conversational "prompt-completion" and "preference" rows (its page "Dataset formats and
 types"), with tools in `tools` and the arguments of tool calls as objects, for chat templates.
 ART 0.5: one object for each group, with the fields of `art.Trajectory`: the request's messages and
@@ -14,15 +17,17 @@ from typing import Any
 
 import msgspec
 
+from ingest.feedback.reading import Told
 from ingest.records import Answer, ScoredGroup
 from ingest.store.exchanges import StoredExchange
 from sidecar.records import Choice
 
 Object = dict[str, Any]
 """A JSON object. Any: JSON."""
+NOTHING = Told()
 
 
-def exchange_object(stored: StoredExchange) -> Object:
+def exchange_object(stored: StoredExchange, told: Told = NOTHING) -> Object:
     """The whole record, with bodies as JSON and without token ids (their number instead)."""
     exchange = stored.exchange
     return {
@@ -51,12 +56,13 @@ def exchange_object(stored: StoredExchange) -> Object:
         "timings": msgspec.to_builtins(exchange.timings),
         "prompt_tokens": len(exchange.prompt_token_ids),
         "completion_tokens": exchange.completion_tokens,
+        **told.objects(),
         "request": _json(exchange.request),
         "answers": [_choice(choice) for choice in exchange.choices],
     }
 
 
-def prompt_completion(stored: StoredExchange) -> Object | None:
+def prompt_completion(stored: StoredExchange, told: Told = NOTHING) -> Object | None:
     """TRL's "prompt-completion": what was asked, and the answer that the agent got.
 
     None: the exchange is no chat, or has no complete answer.
@@ -67,10 +73,11 @@ def prompt_completion(stored: StoredExchange) -> Object | None:
     complete = exchange.outcome == "ok" and exchange.status == 200
     if exchange.surface != "chat" or not complete or answer is None:
         return None
-    return _trl_row(request, {"completion": [_trl_message(_json(answer.message))]})
+    completion = [_trl_message(_json(answer.message))]
+    return _trl_row(request, {"completion": completion, **told.summary()})
 
 
-def preference(scored: ScoredGroup) -> Object | None:
+def preference(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
     """TRL's "preference": the best and the worst answer of a group; None when they tie."""
     by_score = sorted(
         zip(scored.scores, scored.group.answers, strict=True), key=lambda pair: pair[0]
@@ -85,11 +92,12 @@ def preference(scored: ScoredGroup) -> Object | None:
             "rejected": [_trl_message(_json(worst.message))],
             "score_chosen": high,
             "score_rejected": low,
+            **told.summary(),
         },
     )
 
 
-def art_group(scored: ScoredGroup) -> Object | None:
+def art_group(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
     """ART's trajectory group; None when the request has no messages."""
     request = _json(scored.group.request)
     messages = request.get("messages") if isinstance(request, dict) else None
@@ -107,6 +115,7 @@ def art_group(scored: ScoredGroup) -> Object | None:
                     "adapter": scored.group.adapter,
                     "origin": answer.origin,
                     "judge_model": scored.judge_model,
+                    **(_metadata(told) if answer.origin == "served" else {}),
                 },
                 "messages_and_choices": [*messages, _choice(answer)],
                 "tools": request.get("tools"),
@@ -118,6 +127,13 @@ def art_group(scored: ScoredGroup) -> Object | None:
             )
         ]
     }
+
+
+def _metadata(told: Told) -> Object:
+    """The summary as plain values, which is all that ART's metadata takes; without nulls."""
+    found = told.summary()
+    found["signals"] = ",".join(found["signals"])
+    return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def _choice(answer: Answer | Choice) -> Object:

@@ -22,8 +22,13 @@ import structlog
 from sqlalchemy.exc import StatementError
 from sqlalchemy.orm import Session
 
+from ingest.feedback.deriving import Placed, derive
+from ingest.feedback.placing import Arrived, Conflict, join_waiting, save_feedback
+from ingest.feedback.signals import Signal, tool_error
+from ingest.feedback.store import save_signals, withdraw_abandonments
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader, Envelope
+from ingest.sessions.records import NO_KIN, Kin
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -38,6 +43,7 @@ from ingest.store.exchanges import (
 from ingest.store.places import SHARED_OPENING
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
+from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
 from sidecar.records import Exchange, decode_exchange
 from sidecar.store.database import Database, count
 
@@ -63,23 +69,26 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumed:
-    """Outcome of a batch; the first three numbers add up to the records read."""
+    """Outcome of a batch; all numbers but `decided` add up to the records read."""
 
     stored: int = 0
     repeated: int = 0
     poison: int = 0
+    feedback: int = 0
+    """Feedback and outcomes, whatever became of them (`ingest.feedback.placing`)."""
     decided: int = 0
     """Exchanges that selection decided, of those stored."""
 
     @property
     def read(self) -> int:
-        return self.stored + self.repeated + self.poison
+        return self.stored + self.repeated + self.poison + self.feedback
 
     def __add__(self, other: Consumed) -> Consumed:
         return Consumed(
             stored=self.stored + other.stored,
             repeated=self.repeated + other.repeated,
             poison=self.poison + other.poison,
+            feedback=self.feedback + other.feedback,
             decided=self.decided + other.decided,
         )
 
@@ -94,12 +103,16 @@ class _Record:
 
     envelope: Envelope
     stored: StoredExchange | None = None
-    """None: it cannot be read or stored."""
+    """None: it is feedback, or cannot be read or stored."""
     rows: ExchangeRows | None = None
     tokens: str = NOT_CHECKED
     error: Exception | None = None
     bounded: tuple[str, ...] = ()
     """What was changed for the store to hold it, as `sidecar.bounds.bound` says."""
+    feedback: Feedback | None = None
+    kin: Kin = NO_KIN
+    tool_error: str | None = None
+    """By which rule the request says that a tool failed (`ingest.feedback.signals`)."""
 
     @property
     def size(self) -> int:
@@ -124,6 +137,8 @@ class _Readiness:
 
     def __call__(self, envelope: Envelope) -> _Record:
         try:
+            if is_feedback(envelope.payload):
+                return _Record(envelope, feedback=decode_feedback(envelope.payload))
             exchange, bounded = bound(decode_exchange(envelope.payload))
             tokens = self.check_tokens(exchange)
             if tokens == DISAGREES and exchange.untrainable_reason is None:
@@ -131,14 +146,23 @@ class _Readiness:
             rows = rows_of(exchange, now=self.now)
         except UNREADABLE as error:
             return _Record(envelope, error=error)
-        place, held_out = self.sessions.place(exchange, now=self.now)
+        arrival = self.sessions.read(exchange)
+        place, held_out = self.sessions.place(exchange, now=self.now, arrival=arrival)
         if place.shares_opening:
             exchange = msgspec.structs.replace(exchange, untrainable_reason=SHARED_OPENING)
         rows.put(place, exchange, held_out=held_out)
         stored = StoredExchange(
             exchange=exchange, held_out=held_out, selection=NEW, place=place, stored_at=self.now
         )
-        return _Record(envelope, stored, rows, tokens, bounded=bounded)
+        return _Record(
+            envelope,
+            stored,
+            rows,
+            tokens,
+            bounded=bounded,
+            kin=self.sessions.kin(exchange.exchange_id),
+            tool_error=tool_error(arrival.conversation.messages, exchange.request),
+        )
 
 
 def consume(
@@ -206,11 +230,17 @@ def _store(
 ) -> Consumed:
     with database.read() as session:
         encode_exchanges(session, [one.rows for one in records if one.rows is not None])
+        signals = _signals(session, records)
+    feedback = [one.feedback for one in records if one.feedback is not None]
     # A batch that is not decided may be stored beside that of another consumer: if both store one
-    # exchange, the database refuses a row, and the records are stored one by one.
-    with database.write(alone=decide is not None) as session:
+    # exchange, the database refuses a row, and the records are stored one by one. Feedback is not:
+    # an exchange that is stored meanwhile would never be joined.
+    with database.write(alone=decide is not None or bool(feedback)) as session:
         new = _not_stored(session, records)
         insert_exchanges(session, [record.rows for record in new if record.rows is not None])
+        _tell(session, new, signals)
+        conflicts = save_feedback(session, feedback, now=now)
+        _keep_conflicts(session, records, conflicts, now=now)
         poison = 0
         for record in records:
             if record.error is not None:
@@ -219,8 +249,9 @@ def _store(
         sessions.save_moves(session)
         consumed = Consumed(
             stored=len(new),
-            repeated=len(records) - len(new) - poison,
+            repeated=len(records) - len(new) - poison - len(feedback),
             poison=poison,
+            feedback=len(feedback),
             decided=len(new) if decide is not None else 0,
         )
         if new and decide is not None:
@@ -243,6 +274,50 @@ def _store(
                 stream=exchange.stream,
             )
     return consumed
+
+
+def _signals(session: Session, records: Sequence[_Record]) -> list[Signal]:
+    placed = [
+        Placed(record.stored, record.kin, record.tool_error)
+        for record in records
+        if record.stored is not None and (record.tool_error or record.kin is not NO_KIN)
+    ]
+    return derive(session, placed) if placed else []
+
+
+def _tell(session: Session, new: Sequence[_Record], signals: Sequence[Signal]) -> None:
+    """Join what was told of exchanges before they came, and store what they tell themselves."""
+    stored = [record.stored for record in new if record.stored is not None]
+    if not stored:
+        return
+    join_waiting(
+        session,
+        [
+            Arrived(
+                exchange_id=one.exchange.exchange_id,
+                session_id=one.place.session,
+                session_key=one.exchange.session_key,
+                trace_id=one.exchange.trace_id,
+                project=one.exchange.project,
+            )
+            for one in stored
+        ],
+    )
+    began: dict[str, list[float]] = {}
+    for one in stored:
+        began.setdefault(one.place.session, []).append(one.exchange.timings.started_at)
+    withdraw_abandonments(session, began)
+    save_signals(session, signals)
+
+
+def _keep_conflicts(
+    session: Session, records: Sequence[_Record], conflicts: Sequence[Conflict], *, now: float
+) -> None:
+    by_record = {id(record.feedback): record for record in records}
+    for conflict in conflicts:
+        log.warning("feedback_conflict", why=conflict.message)
+        payload = by_record[id(conflict.feedback)].envelope.payload
+        dead_letter(session, payload, reason=conflict.message, now=now)
 
 
 def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:

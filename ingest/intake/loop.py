@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 
 from ingest.errors import BusError
+from ingest.feedback.abandonment import PAGE, find_abandoned
 from ingest.grouping import engine_facts
 from ingest.grouping.rules import rules_of
 from ingest.intake.bus_report import BusReport
@@ -30,6 +31,8 @@ from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
 
 BACKLOG_INTERVAL_S = 2.0
+ABANDONED_INTERVAL_S = 10.0
+"""Seconds between two looks for abandoned sessions, once the pass has caught up."""
 PAUSES = Backoff(first_s=0.5, last_s=30.0)
 """Pauses between attempts while the bus or the store is unreachable."""
 
@@ -61,6 +64,8 @@ class Intake:
         self._rules = rules_of(settings)
         self._now = now
         self._backlog_due = 0.0
+        self._abandoned_after_s = settings.feedback.abandoned_after_s
+        self._abandoned_due = 0.0
         self._prepared = False
         self._restored: int | None = None
         """The bus's epoch at which the sessions were read from the store."""
@@ -138,8 +143,12 @@ class Intake:
                 stored=consumed.stored,
                 repeated=consumed.repeated,
                 poison=consumed.poison,
+                feedback=consumed.feedback,
                 decided=consumed.decided,
             )
+        if now >= self._abandoned_due:
+            seen = find_abandoned(self._database, after_s=self._abandoned_after_s, now=now)
+            self._abandoned_due = now if seen == PAGE else now + ABANDONED_INTERVAL_S
         if not self._engine.ready:
             return consumed.read
         decided = consumed.decided

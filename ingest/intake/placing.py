@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from ingest.grouping.held_out import is_held_out
 from ingest.sessions.arrival import arrival_of
 from ingest.sessions.memory import RequestReader
-from ingest.sessions.records import Place
+from ingest.sessions.records import Arrival, Kin, Place
 from ingest.sessions.tree import TTL_S, SessionTree
 from ingest.store import sessions as store
 from sidecar.records import Exchange
@@ -60,9 +60,18 @@ class Sessions:
             log.info("sessions_restored", exchanges=found, unreadable=damaged)
         return found
 
-    def place(self, exchange: Exchange, *, now: float) -> tuple[Place, bool]:
-        """Return the place of an exchange, and whether it is held out."""
-        own, *moved = self._tree.place(arrival_of(exchange, self._reader), now=now)
+    def read(self, exchange: Exchange) -> Arrival:
+        """Read an exchange as `place` needs it."""
+        return arrival_of(exchange, self._reader)
+
+    def place(
+        self, exchange: Exchange, *, now: float, arrival: Arrival | None = None
+    ) -> tuple[Place, bool]:
+        """Return the place of an exchange, and whether it is held out.
+
+        arrival: what `read` returned, if the caller has it.
+        """
+        own, *moved = self._tree.place(arrival or self.read(exchange), now=now)
         for place in moved:
             self._moves[place.exchange_id] = place
         return own, own.held_out and not own.shares_opening
@@ -71,6 +80,10 @@ class Sessions:
     def moved(self) -> bool:
         """`place` has moved exchanges, which is not stored yet."""
         return bool(self._moves)
+
+    def kin(self, exchange_id: str) -> Kin:
+        """Return who stands beside a placed exchange and below it."""
+        return self._tree.kin(exchange_id)
 
     def save_moves(self, session: Session) -> None:
         """Store the moves that `place` caused, in the caller's transaction."""

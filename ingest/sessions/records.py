@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ingest.sessions.messages import Conversation, Message
 
@@ -33,6 +33,19 @@ class Arrival:
     conversation: Conversation
     replies: tuple[Message, ...]
     """One for each choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """Other exchanges that stand beside or below one that is placed now, by their ids."""
+
+    siblings: tuple[str, ...] = ()
+    """Nearest in time of those that continue the same exchange, or begin the same session."""
+    adopted: tuple[str, ...] = ()
+    """Those that arrived before it and continue it, the newest."""
+
+
+NO_KIN: Final = Kin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Final
 
 from ingest.sessions.indexes import GUESSED, WANTED, Indexes
 from ingest.sessions.node import Agents, Node, Session
-from ingest.sessions.records import Arrival, How, Place
+from ingest.sessions.records import NO_KIN, Arrival, How, Kin, Place
 from ingest.sessions.search import Search
 
 MAX_NODES: Final = 50_000
@@ -31,6 +31,10 @@ TTL_S: Final = 24 * 3600.0
 """A conversation that pauses for longer begins a new session."""
 COMMON: Final = 8
 """Sessions of a day from which an opening is common: a greeting, or a task that a timer starts."""
+KIN: Final = 16
+"""Siblings of an exchange that `kin` names."""
+KIN_OF: Final = 64
+"""Exchanges under one parent, or without one in a session, among which they are looked for."""
 EXACT: Final = frozenset({"answered", "asked"})
 """The parent is the exchange whose reply the request repeats last. A retry is taken for one that
 may still have to be moved."""
@@ -96,6 +100,26 @@ class SessionTree:
         answered = self._add(node, search, parent, how, exact=exact)
         moved = self._adopt(node, answered)
         return [node.place(), *moved]
+
+    def kin(self, exchange_id: str) -> Kin:
+        """Return who stands beside an exchange and below it."""
+        node = self._nodes.get(exchange_id)
+        if node is None:
+            return NO_KIN
+        children = node.children
+        adopted = tuple(one.exchange_id for one in children[-KIN:]) if children else ()
+        parent = node.parent
+        if parent is None:
+            nodes = node.session.nodes
+            alone = len(nodes) == 1 or len(nodes) > KIN_OF
+            family = [] if alone else [one for one in nodes if one.parent is None]
+        else:
+            family = parent.children[-KIN_OF:]
+        if len(family) < 2:
+            return Kin((), adopted) if adopted else NO_KIN
+        others = [one for one in family if one is not node]
+        others.sort(key=lambda one: abs(one.at - node.at))
+        return Kin(tuple(one.exchange_id for one in others[:KIN]), adopted)
 
     def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
         """Remember an exchange whose place is known, after a restart. In the order in which they

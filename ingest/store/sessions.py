@@ -11,7 +11,7 @@ from ingest.sessions.records import Place
 from ingest.store.exchanges import StoredExchange
 from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
 from ingest.store.places import place_columns
-from sidecar.store.models import ExchangeRow, GroupRow
+from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow
 
 
 def newest_exchanges(
@@ -53,12 +53,13 @@ def save_moves(session: Session, moves: Iterable[Place]) -> None:
             .values(place_columns(place))
             .execution_options(synchronize_session=False)
         )
-        session.execute(
-            update(GroupRow)
-            .where(GroupRow.exchange_id == place.exchange_id)
-            .values(session_id=place.session)
-            .execution_options(synchronize_session=False)
-        )
+        for row in (GroupRow, FeedbackRow, SignalRow):
+            session.execute(
+                update(row)
+                .where(row.exchange_id == place.exchange_id)
+                .values(session_id=place.session)
+                .execution_options(synchronize_session=False)
+            )
     if trained:
         session.execute(
             update(ExchangeRow)

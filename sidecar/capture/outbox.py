@@ -57,10 +57,12 @@ class OutboxRow:
 
     seq: int
     exchange_id: str
+    """Id of the record: of an exchange, or of feedback."""
     at: float
     """When the record was written, unix seconds."""
     payload: bytes
-    """The exchange, packed by `sidecar.records.encode_exchange`."""
+    """The exchange, packed by `sidecar.records.encode_exchange`, or the feedback, packed by
+    `sidecar.feedback.record.encode_feedback`."""
 
 
 def outbox_path(url: str, state_dir: Path) -> Path:
@@ -159,9 +161,16 @@ class Outbox:
         Returns: how many were stored, from the front of the batch; fewer when the outbox is full.
         Raises: OutboxError when none was stored.
         """
-        at = self._clock()
         # Encode before the transaction, so that other writers do not wait for it.
-        rows = [(item.exchange_id, at, encode_exchange(item)) for item in exchanges]
+        return self.append([(item.exchange_id, encode_exchange(item)) for item in exchanges])
+
+    def append(self, records: Sequence[tuple[str, bytes]]) -> int:
+        """Store packed records, each with its id, in one transaction.
+
+        Returns and raises: as `write`.
+        """
+        at = self._clock()
+        rows = [(name, at, payload) for name, payload in records]
         with self._file.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])

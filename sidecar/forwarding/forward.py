@@ -15,6 +15,7 @@ import structlog
 
 from sidecar.capture.outbox import OutboxReader, OutboxRow
 from sidecar.errors import ForwardingError
+from sidecar.feedback.record import decode_feedback, is_feedback
 from sidecar.forwarding.dead_letters import DeadLetters
 from sidecar.forwarding.report import Tally
 from sidecar.forwarding.sender import Failure, Record, Sender
@@ -119,9 +120,13 @@ def partition_key(payload: bytes, by: PartitionBy) -> bytes | None:
     """Return the key of a record; None when it cannot be read: ingest puts it aside. Pure.
 
     The session tree never joins exchanges of two projects, API keys or users, so records keyed by
-    the three keep every session in one partition, whatever changes in the conversation.
+    the three keep every session in one partition, whatever changes in the conversation. Feedback
+    may come before its exchange, so its partition does not matter; its target keeps it in order.
     """
     try:
+        if is_feedback(payload):
+            feedback = decode_feedback(payload)
+            return "\0".join((feedback.project, feedback.target)).encode()
         exchange = decode_exchange(payload)
     except (msgspec.MsgspecError, ValueError):
         return None

@@ -87,6 +87,15 @@ class Metrics:
         self._access(make)
         self._best_of(make)
         self._breaker(make)
+        self._feedback(make)
+
+    def _feedback(self, make: MetricSet) -> None:
+        self.feedback_accepted = make.labelled_counter(
+            "sidecar_feedback_accepted", "Feedback and outcomes written to the outbox.", ["kind"]
+        )
+        self.feedback_refused = make.labelled_counter(
+            "sidecar_feedback_refused", "Feedback and outcomes refused, by reason.", ["reason"]
+        )
 
     def _upstreams(self, make: MetricSet) -> None:
         self.upstream_retries = make.counter(

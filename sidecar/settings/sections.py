@@ -173,6 +173,16 @@ class Bus(Section):
     ] = 200
 
 
+class Feedback(Section):
+    """What the traffic itself tells of answers (docs/feedback.md)."""
+
+    abandoned_after_s: Annotated[
+        float, Between(1, 604_800, "a session that pauses for longer has ended anyway", "s")
+    ] = 1_800.0
+    """A session that was left in the middle counts as abandoned when nothing followed for so long,
+    in seconds."""
+
+
 class Store(Section):
     url: Name = "sqlite:///.sidecar/store.db"
     """Any SQLAlchemy URL; SQLite is the one that is tested in this release."""
@@ -222,6 +232,7 @@ class Settings(BaseSettings):
     capture: Capture = Capture()
     bus: Bus = Bus()
     kafka: Kafka = Kafka()
+    feedback: Feedback = Feedback()
     store: Store = Store()
     groups: Groups = Groups()
     judge: Judge = Judge()

@@ -41,6 +41,7 @@ TALLY = "counts rows by state in an index alone, for a person or a scrape, witho
 NEWEST = "the newest rows up to a limit, in the order of the table"
 GATE = "the prompts of one gate"
 LISTING = "a person's listing by a rare value, in a process of its own, without the write lock"
+OF_SESSION = "the exchanges of one session"
 SCANS = {
     "deploy/admin/reads.py:_tally": TALLY,
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
@@ -58,6 +59,8 @@ SORTS = {
     "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
     "deploy/canary/gate_store.py:comparisons": GATE,
     "deploy/registry/lineage.py:_canary": GATE,
+    "deploy/admin/records.py:_add_sessions.<locals>.session_read": OF_SESSION,
+    "ingest/feedback/deriving.py:derive_session": OF_SESSION,
     "ingest/store/exchanges.py:_load": "the exchanges of one batch's turns",
     "ingest/store/exchanges.py:_stored": "the choices of one batch",
     "ingest/store/exchanges.py:turns_with": "the turns of one batch",

@@ -20,9 +20,10 @@ from ingest.grouping.selection import Rules, group_id_of
 from ingest.intake.choose import choose_new
 from ingest.intake.reader import BATCH_BYTES, BusReader, Envelope
 from ingest.store.exchanges import save_exchange
+from sidecar.feedback.record import Feedback, encode_feedback
 from sidecar.forwarding.report import Tally
 from sidecar.forwarding.topics import ensure_topics
-from sidecar.records import Choice, Exchange, Sampling, Timings
+from sidecar.records import Choice, Exchange, Sampling, Timings, encode_exchange
 from sidecar.routing.table import RoutingTable, encode_table
 from sidecar.settings import Kafka as KafkaSettings
 from sidecar.settings import KafkaUrl, read_bus_url
@@ -34,6 +35,7 @@ from sidecar.store.models import (
     ExchangeRow,
     GroupRow,
     RoutingRow,
+    SignalRow,
 )
 from support.fake_load import ScriptedLoad
 from support.fake_sampler import FakeSampler
@@ -80,6 +82,21 @@ def make_exchange(exchange_id: str = "e1", **changes: Any) -> Exchange:
         status=200,
         outcome="ok",
         timings=Timings(started_at=1_000.0),
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def make_feedback(name: str, target: str = "e1", **changes: Any) -> Feedback:
+    """Good feedback on an exchange, by a user of the default project."""
+    plain = Feedback(
+        feedback_id=name,
+        kind="feedback",
+        target_kind="exchange",
+        target=target,
+        project="default",
+        source="user:bob",
+        received_at=1.0,
+        score=1.0,
     )
     return msgspec.structs.replace(plain, **changes)
 
@@ -166,7 +183,7 @@ class Kit:
     def emptied(self) -> Iterator[None]:
         """Nothing in the store at the start: for tests that run many examples on one."""
         with self.database.write() as session:
-            for table in (AnswerRow, GroupRow, ChoiceRow, ExchangeRow, CounterRow):
+            for table in (AnswerRow, GroupRow, ChoiceRow, ExchangeRow, CounterRow, SignalRow):
                 session.execute(delete(table))
         yield
 
@@ -184,7 +201,7 @@ def kit(new_store: NewStore) -> Kit:
     return Kit(new_store())
 
 
-FillBus = Callable[[Sequence[Exchange]], BusReader]
+FillBus = Callable[[Sequence[Exchange | Feedback]], BusReader]
 
 
 @pytest.fixture(params=["memory", "outbox", "kafka"])
@@ -192,17 +209,16 @@ def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillB
     """A function that makes a bus, fake or real, holding these exchanges."""
     from ingest.intake.bus import open_bus
     from sidecar.capture.outbox import Outbox
-    from sidecar.records import encode_exchange
 
     opened: list[BusReader] = []
     broker: Broker | None = None
     if request.param == "kafka":
         broker = request.getfixturevalue("broker")
 
-    def fill(exchanges: Sequence[Exchange]) -> BusReader:
+    def fill(exchanges: Sequence[Exchange | Feedback]) -> BusReader:
         bus: BusReader
         if request.param == "memory":
-            bus = MemoryBus([encode_exchange(exchange) for exchange in exchanges])
+            bus = MemoryBus([payload for _, payload in packed(exchanges)])
         elif broker is not None:
             url = broker.new_url()
             forward(url, exchanges, tmp_path)
@@ -210,7 +226,7 @@ def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillB
             settle(bus, len(exchanges))
         else:
             outbox = Outbox(tmp_path / "outbox.db", max_rows=1_000)
-            outbox.write(exchanges)
+            outbox.append(packed(exchanges))
             outbox.close()
             bus = open_bus(f"sqlite:///{tmp_path}/outbox.db")
         opened.append(bus)
@@ -221,6 +237,16 @@ def filled_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FillB
         bus.close()
 
 
+def packed(records: Sequence[Exchange | Feedback]) -> list[tuple[str, bytes]]:
+    """Each record's id, and its payload on the bus."""
+    return [
+        (one.feedback_id, encode_feedback(one))
+        if isinstance(one, Feedback)
+        else (one.exchange_id, encode_exchange(one))
+        for one in records
+    ]
+
+
 def settle(bus: BusReader, count: int) -> None:
     """Wait until the brokers have given this reader the partitions and `count` records."""
     deadline = time.monotonic() + UP_S
@@ -228,7 +254,9 @@ def settle(bus: BusReader, count: int) -> None:
         assert time.monotonic() < deadline
 
 
-def forward(url: str, exchanges: Sequence[Exchange], folder: Path, **kafka: Any) -> Tally:
+def forward(
+    url: str, exchanges: Sequence[Exchange | Feedback], folder: Path, **kafka: Any
+) -> Tally:
     """Send exchanges by way of an outbox, as a proxy does. Returns: what was counted."""
     from sidecar.capture.outbox import Outbox, OutboxReader
     from sidecar.forwarding.dead_letters import FILE, DeadLetters
@@ -236,7 +264,7 @@ def forward(url: str, exchanges: Sequence[Exchange], folder: Path, **kafka: Any)
     from sidecar.forwarding.sender import KafkaSender
 
     outbox = Outbox(folder / "sent.db", max_rows=100_000)
-    outbox.write(exchanges)
+    outbox.append(packed(exchanges))
     outbox.close()
     settings, place = KafkaSettings(**{"partitions": 2, **kafka}), read_bus_url(url)
     assert isinstance(place, KafkaUrl)

@@ -88,6 +88,8 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         (_ALIASES, {"champion": adapter(versions - 1), "previous": adapter(versions - 2)}),
         (_COUNTERS, {}),
         (_STORED, {}),
+        (_FEEDBACK, {}),
+        (_SIGNAL, {}),
         (_DEAD, {"last": max(1, exchanges // 2_000)}),
     ]
 
@@ -113,10 +115,10 @@ SELECT
   printf('k:%016x', s * 2654435761 % 4294967296), printf('s:%016x', s * 2654435761 % 4294967296),
   held, :request, iif(:filler = 0, :ids, randomblob(4 * (:filler / 4))),
   '{{"temperature": 1.0, "max_tokens": 16}}',
-  printf('{{"started_at": %f}}', at - 1.0), 0,
+  printf('{{"started_at": %f, "total_s": 0.5}}', at - 1.0), 0,
   CASE WHEN luck < 5 THEN 502 WHEN luck < 15 THEN 400 ELSE 200 END,
   CASE WHEN luck < 5 THEN 'upstream_error' WHEN luck BETWEEN 15 AND 30 THEN 'cut' ELSE 'ok' END,
-  3, '', 'default', '', '',
+  3, iif(i % 8 = 0, printf('%032x', i), ''), 'default', '', '',
   CASE luck WHEN 31 THEN printf('try-%024x', i) WHEN 32 THEN '' ELSE printf('ex_%026d', i) END,
   0, 400, 900, iif(canary AND luck = 40, {_adapter_sql("v + 1")}, ''),
   CASE
@@ -225,6 +227,21 @@ SELECT 'selection', selection, count(*) FROM exchange WHERE selection <> 'new' G
 _STORED = (
     "INSERT INTO counter (stage, reason, count) SELECT 'consume', 'stored', count(*) FROM exchange"
 )
+
+# Half of it names its exchange, a quarter its session, a quarter an exchange that never came.
+_FEEDBACK = """
+INSERT INTO feedback (feedback_id, kind, target_kind, target, project, key_id, source, received_at,
+  stored_at, score, label, comment, exchange_id, session_id)
+SELECT 'fb_' || seq, 'feedback', iif(seq % 4 = 1, 'session', 'exchange'),
+  iif(seq % 4 = 1, session_id, exchange_id || iif(seq % 4 = 3, '-gone', '')), 'default', '', '',
+  stored_at, stored_at, 1.0, '', '', iif(seq % 4 = 3, NULL, exchange_id),
+  iif(seq % 4 = 3, NULL, session_id)
+FROM exchange
+"""
+_SIGNAL = """
+INSERT INTO signal (exchange_id, kind, session_id, by_id, at, evidence)
+SELECT exchange_id, 'retry', session_id, exchange_id, stored_at, '{}' FROM exchange
+"""
 
 _DEAD = f"""
 {_NUMBERS}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from sqlalchemy import update
 
 from deploy.admin.app import create_app
@@ -35,6 +36,7 @@ from ingest.errors import (
     JudgeUnavailableError,
     SamplingError,
 )
+from ingest.feedback.deriving import derive_session
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.loop import Intake
 from ingest.ruler.judging import JudgingWorker
@@ -48,6 +50,7 @@ from learner.records import StepMetrics, TrainingJob, TrainingOutcome
 from learner.runs.runs import open_run
 from learner.runs.schedule import Schedule
 from learner.runs.train import Run
+from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
 from sidecar.records import Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
 from sidecar.settings import Bus, Groups, Serving, Settings, Store
@@ -127,11 +130,20 @@ def _ingest(use: _Use) -> None:
         _exchange("best-of", choices=(make_choice("good"), make_choice("bad", index=1))),
         late,
         early,
+        msgspec.structs.replace(early, exchange_id="early-again", turn_id="again"),
+        *_tool_failed(),
+    ]
+    told = [
+        _feedback("exchange", exchange_id(7)),
+        _feedback("exchange", "never-comes"),
+        _feedback("session", "early"),
+        _feedback("session", "h:named"),
+        _feedback("trace", f"{8:032x}"),
     ]
     at_once = use.settings.groups.model_copy(update={"settle_s": 0.0})
     for groups in (at_once, use.settings.groups):
         settings = use.settings.model_copy(update={"groups": groups})
-        bus = MemoryBus([b"\xc1", *map(encode_exchange, exchanges)])
+        bus = MemoryBus([b"\xc1", *map(encode_feedback, told), *map(encode_exchange, exchanges)])
         watch = EngineWatch(
             settings.serving,
             ask=lambda *_: EngineFacts(defaults=frozenset(), grammar="as_asked"),
@@ -144,8 +156,34 @@ def _ingest(use: _Use) -> None:
         exchanges = [*(_exchange(f"then-{number}") for number in range(20)), *exchanges[-6:]]
     with use.database.read() as session:
         load_rows(session, "late")
+        derive_session(session, "early")
     with use.database.write() as session:
         rebase_children(session, ["early"], limit=2)
+
+
+def _feedback(kind: TargetKind, target: str) -> Feedback:
+    return Feedback(
+        feedback_id=f"fb_{kind}_{target}",
+        kind="feedback",
+        target_kind=kind,
+        target=target,
+        project="default",
+        received_at=NOW,
+        score=1.0,
+    )
+
+
+def _tool_failed() -> list[Exchange]:
+    """A call whose tool fails, and the request that says so, which arrives first."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "Look for the parcel of the customer"}]
+    reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "Error: no such parcel"}
+    answer = Choice(index=0, message=json.dumps(reply).encode(), finish_reason="tool_calls")
+    return [
+        _exchange("after-call", request={"messages": [*asked, reply, result]}),
+        _exchange("call", request={"messages": asked}, choices=(answer,)),
+    ]
 
 
 def _of_turns(folder: Path) -> tuple[str, str]:
@@ -364,6 +402,7 @@ def _trip(use: _Use) -> None:
 PATH = {
     "group_id": f"g-{GROUP_EXCHANGE}",
     "exchange_id": GROUP_EXCHANGE,
+    "session_id": "early",
     "version": str(VERSIONS - 1),
     "canary_id": CANARY,
 }

@@ -29,6 +29,7 @@ from sidecar.relay.surface.refusals import (
     Refusal,
     bodies_full,
     denied,
+    feedback_too_large,
     no_such_path,
     takes_no_body,
     too_busy,
@@ -39,6 +40,8 @@ from sidecar.relay.surface.surfaces import SurfaceRule
 from sidecar.routing.assignment import CompiledRouting, pinned_assignment
 
 CAPTURE_HEADER: Final = b"x-sidecar-capture"
+OWN_PATHS: Final = b"/sidecar/"
+"""Where the paths of the sidecar's own API begin that need a key."""
 NOBODY: Final = Admission()
 """For the sidecar's own application, which needs no key."""
 
@@ -62,7 +65,9 @@ def reject(head: RequestHead, admitted: Admission | Refusal, *, long: bool) -> R
     """
     if isinstance(admitted, Refusal):
         return replace(admitted, close=True)
-    return takes_no_body() if head.where is Destination.APP and long else None
+    if head.where is not Destination.APP or not long:
+        return None
+    return feedback_too_large() if head.target.startswith(OWN_PATHS) else takes_no_body()
 
 
 def no_room(context: RelayContext, head: RequestHead, reason: str, *, close: bool) -> Refusal:
@@ -118,7 +123,7 @@ def receive(
 
 
 def _asks_for_key(head: RequestHead) -> bool:
-    return head.where is not Destination.APP or head.target.startswith(b"/v1/")
+    return head.where is not Destination.APP or head.target.startswith((b"/v1/", OWN_PATHS))
 
 
 def _surface(where: Destination | SurfaceRule) -> Surface:

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Final
 
 from sidecar.access.admission import Keep
+from sidecar.access.header_names import OWN_KEY_ID, OWN_PROJECT, OWN_USER
 from sidecar.errors import UpstreamError
 from sidecar.relay.best_of.exchange import BestOf, BestOfConnection
 from sidecar.relay.flight.client_request import SentHead
@@ -275,6 +276,9 @@ class UpstreamAttempt:
         head, instead = record.request.head, record.admission.replace_authorization
         if length == 0 and head.method != b"POST":
             return b"%b\r\n\r\n" % self._head_lines(replica, instead, encoding, None)
+        if replica is context.app:
+            lines = self._head_lines(replica, instead, encoding, None) + self._sender_lines()
+            return b"%b\r\nContent-Length: %d\r\n\r\n" % (lines, length)
         if record.plan is not None and context.outgoing_trace is not None:
             came = head.headers.aside.get(TRACEPARENT)
             own = record.own_traceparent = context.outgoing_trace(came)
@@ -285,6 +289,18 @@ class UpstreamAttempt:
             lines = self._head_lines(replica, instead, encoding, None)
             sent = head.sent = SentHead(replica, instead, encoding, lines + b"\r\nContent-Length: ")
         return b"%b%d\r\n\r\n" % (sent.up_to_length, length)
+
+    def _sender_lines(self) -> bytes:
+        """The lines that tell the sidecar's own application who sends the request."""
+        admission = self._record.admission
+        lines = b"\r\n%b: %b\r\n%b: %b" % (
+            OWN_PROJECT,
+            admission.project.encode(),
+            OWN_KEY_ID,
+            admission.key_id.encode(),
+        )
+        user = self._record.request.head.headers.aside.get(OWN_USER)
+        return lines if user is None else lines + b"\r\n%b: %b" % (OWN_USER, user)
 
     def _head_lines(
         self, replica: Replica, instead: bytes | Keep | None, encoding: bool, own: bytes | None

@@ -13,7 +13,11 @@ from sidecar.relay.surface.surfaces import BY_PATH, SurfaceRule
 
 PROBE_PATHS: Final = frozenset({b"/health", b"/ping"})
 """vLLM's health, which needs no key in vLLM either. The application answers for all replicas."""
-APP_PATHS: Final = frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"}) | PROBE_PATHS
+FEEDBACK_PATHS: Final = frozenset({b"/sidecar/v1/feedback", b"/sidecar/v1/outcomes"})
+"""What clients tell of answers. These paths need a key, and take a short body."""
+APP_PATHS: Final = (
+    frozenset({b"/healthz", b"/readyz", b"/metrics", b"/v1/models"}) | PROBE_PATHS | FEEDBACK_PATHS
+)
 VLLM_PATHS: Final = frozenset({b"/version", b"/load", b"/tokenize", b"/detokenize"})
 """Paths of vLLM that change nothing there and sample nothing."""
 _PATHS: Final = APP_PATHS | VLLM_PATHS | frozenset(BY_PATH)

@@ -145,6 +145,12 @@ def takes_no_body() -> Refusal:
     return vllm_error(413, "This path takes no body.", kind="Bad Request", close=True)
 
 
+def feedback_too_large() -> Refusal:
+    """A long body on a path of feedback, which is refused before all of it is here."""
+    message = "The body of feedback is too long: shorten the comment."
+    return vllm_error(413, message, kind="Bad Request", param="comment", close=True)
+
+
 def too_slow() -> Refusal:
     return vllm_error(408, "The request did not arrive in time.", kind="Bad Request", close=True)
 

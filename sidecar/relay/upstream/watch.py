@@ -58,6 +58,13 @@ class ReplicaWatch:
         pairs = zip(self._replicas, self.statuses, strict=True)
         return next((status for replica, status in pairs if replica.healthy), self.statuses[0])
 
+    async def status_of_key(self, authorization: bytes | None) -> int | None:
+        """Ask vLLM whether it knows this `Authorization`. Returns: the status of its reply; None:
+        it gave none."""
+        sent = None if authorization is None else authorization.decode("utf-8", "surrogateescape")
+        reply = await self.healthiest().models(sent)
+        return None if reply is None else reply.status
+
     async def _follow(self, replica: Replica, status: VllmStatus, early: asyncio.Event) -> None:
         failed = 0
         up = self._metrics.replica_up.labels(replica.url)

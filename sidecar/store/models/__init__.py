@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sidecar.store.models.base import Base
 from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.store.models.feedback import FeedbackRow, SignalRow
 from sidecar.store.models.groups import AnswerRow, BestOfScoreRow, GroupRow, JudgeCallRow
 from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow
 from sidecar.store.models.registry import (
@@ -36,10 +37,12 @@ __all__ = [
     "CounterRow",
     "DeadLetterRow",
     "ExchangeRow",
+    "FeedbackRow",
     "FlagRow",
     "GateComparisonRow",
     "GroupRow",
     "JudgeCallRow",
     "RoutingRow",
     "RunRow",
+    "SignalRow",
 ]

@@ -20,9 +20,13 @@ from deploy.registry import transitions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from deploy.supervise.loops import LoopView
+from ingest.feedback.placing import save_feedback
+from ingest.feedback.signals import Signal
+from ingest.feedback.store import save_signals
 from sidecar.store.database import compress, set_flag
-from sidecar.store.models import AnswerRow, AuditRow, GroupRow
+from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow
 from support.finished_run import finished_run
+from support.ingest_kit import make_feedback
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Api, World
@@ -284,6 +288,57 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
     assert exchange["choices"][0]["message"]["content"] == "An answer."
 
 
+def tell(world: World, exchange_id: str, session_id: str) -> None:
+    records = [
+        make_feedback("f1", exchange_id, score=-1.0),
+        make_feedback("f2", exchange_id, score=0.5, received_at=2.0, comment="Better."),
+        make_feedback("o1", session_id, target_kind="session", kind="outcome", success=True),
+    ]
+    signal = Signal(
+        kind="regeneration",
+        exchange_id=exchange_id,
+        by_id="later",
+        session_id=session_id,
+        at=3.0,
+        evidence={"after_s": 1.0},
+    )
+    with world.database.write() as session:
+        assert save_feedback(session, records, now=1.0) == []
+        save_signals(session, [signal])
+
+
+async def test_what_was_told_of_an_exchange_and_of_its_session_is_shown(
+    world: World, api: Api
+) -> None:
+    add_groups(world, 2)
+    exchange_id = (await api.get("/groups/g0")).json()["exchange_id"]
+    session_id = (await api.get(f"/exchanges/{exchange_id}")).json()["session_id"]
+    with world.database.write() as session:
+        row = session.scalars(
+            select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id)
+        ).one()
+        row.session_id = session_id = "h:a/b"
+    tell(world, exchange_id, session_id)
+
+    exchange = (await api.get(f"/exchanges/{exchange_id}")).json()
+    of_session = (await api.get(f"/sessions/{session_id}")).json()
+    status = (await api.get("/status")).json()
+
+    for shown in (exchange, of_session):
+        assert [(one["score"], one["counts"]) for one in shown["feedback"]] == [
+            (-1.0, False),
+            (0.5, True),
+        ]
+        assert [one["success"] for one in shown["outcomes"]] == [True]
+        assert [(one["kind"], one["by_id"]) for one in shown["signals"]] == [
+            ("regeneration", "later")
+        ]
+    assert [one["exchange_id"] for one in of_session["exchanges"]] == [exchange_id]
+    assert of_session["next_cursor"] is None
+    assert status["feedback"] == {"joined": 3, "stored_feedback": 2, "stored_outcome": 1}
+    assert status["signals"] == {"regeneration": 1}
+
+
 async def test_funnel_counts_where_records_stop(world: World, api: Api) -> None:
     add_groups(world, 2)
     world.hold_out(3)
@@ -303,6 +358,7 @@ async def test_funnel_counts_where_records_stop(world: World, api: Api) -> None:
         ("/canaries/nope/evidence", "unknown-canary"),
         ("/groups/nope", "unknown-record"),
         ("/exchanges/nope", "unknown-record"),
+        ("/sessions/nope", "unknown-record"),
         ("/nope", "no-such-path"),
     ],
 )
@@ -732,6 +788,7 @@ async def test_openapi_names_every_path(api: Api) -> None:
         "/groups/{group_id}",
         "/runs",
         "/exchanges/{exchange_id}",
+        "/sessions/{session_id}",
         "/audit",
         "/funnel",
         "/rollback",

@@ -13,6 +13,9 @@ from sqlalchemy import text, update
 from sqlalchemy.orm import Session
 
 from deploy.cli.main import main
+from ingest.feedback.placing import save_feedback
+from ingest.feedback.signals import Signal
+from ingest.feedback.store import save_signals
 from ingest.grouping.selection import group_id_of
 from ingest.records import Answer, Group
 from ingest.store import listing
@@ -20,7 +23,7 @@ from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, mark_scored, save_group
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
-from support.ingest_kit import make_exchange, message
+from support.ingest_kit import make_exchange, make_feedback, message
 from support.migrated_store import open_migrated
 
 Run = Callable[..., tuple[int, str, str]]
@@ -111,6 +114,37 @@ def test_one_is_shown_with_its_messages_and_answers(database: Database, run: Run
         "",
         "sidecar: no exchange e9; `sidecar exchanges ls` names them\n",
     )
+
+
+def tell(database: Database, exchange_id: str) -> None:
+    records = [
+        make_feedback("f1", exchange_id, label="wrong", score=-1.0),
+        make_feedback("o1", exchange_id, kind="outcome", score=None, success=False, cost=0.5),
+    ]
+    signal = Signal(
+        kind="retry", exchange_id=exchange_id, by_id="e2", session_id="s1", at=3.0, evidence={}
+    )
+    with database.write() as session:
+        save_feedback(session, records, now=1.0)
+        save_signals(session, [signal])
+
+
+def test_what_was_told_of_an_exchange_is_shown_and_exported(database: Database, run: Run) -> None:
+    save(database, 1)
+    tell(database, "e1")
+
+    _, out, _ = run("show", "e1")
+    _, lines, _ = run("export")
+    _, row, _ = run("export", "--form", "trl-sft")
+
+    for word in ("feedback: ", "score -1.0", "label wrong", "outcome: ", "cost 0.5", "signal: "):
+        assert word in out
+    whole, summary = json.loads(lines), json.loads(row)
+    assert [one["score"] for one in whole["feedback"]] == [-1.0]
+    assert [one["success"] for one in whole["outcomes"]] == [False]
+    assert [one["by_id"] for one in whole["signals"]] == ["e2"]
+    assert (summary["feedback_score"], summary["success"]) == (-1.0, False)
+    assert (summary["reward"], summary["signals"]) == (None, ["retry"])
 
 
 def test_an_export_is_a_private_file_without_held_out_sessions(

@@ -46,6 +46,8 @@ def status(**changes: Any) -> Any:
         "adapters": {"champion": 1, "retired": 2},
         "groups": {"scored": 12},
         "exchanges": 1_240,
+        "feedback": {},
+        "signals": {},
         "bus": BusOut(lag=3, error="", at=NOW - 4.0),
         "token_check": "on",
     }
@@ -191,6 +193,16 @@ def test_what_needs_attention_is_said_with_its_reason() -> None:
         "Bus: 3 records waiting to be stored, 4 s ago.",
         "Token check: off: no tokenizer",
     ]
+
+
+def test_feedback_and_signals_are_counted() -> None:
+    feedback = {"joined": 2, "stored_feedback": 3, "stored_outcome": 1}
+
+    lines = status_lines(status(feedback=feedback, signals={"retry": 4}), NOW)
+
+    assert lines is not None
+    told = "Feedback: 3 scores and 1 outcome; 2 of them are joined to exchanges."
+    assert lines[-3:-1] == [told, "Signals: 4 retry."]
 
 
 def test_before_any_adapter_the_base_model_answers() -> None:

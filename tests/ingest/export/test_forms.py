@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types.chat.chat_completion import Choice as ChatChoice
 
 from ingest.export.forms import art_group, exchange_object, preference, prompt_completion
+from ingest.feedback.reading import FeedbackEntry, SignalEntry, Told
 from ingest.records import Answer, Group, ScoredGroup
 from ingest.sessions.records import Place
 from ingest.store.exchanges import StoredExchange
@@ -119,6 +121,45 @@ def test_the_best_and_the_worst_answer_are_a_preference() -> None:
     assert row["chosen"][0]["content"] == "answer 1"
     assert row["rejected"][0]["content"] == "answer 2"
     assert (row["score_chosen"], row["score_rejected"]) == (0.9, 0.1)
+
+
+TOLD = Told(
+    feedback=(
+        FeedbackEntry(
+            feedback_id="f1",
+            kind="feedback",
+            target_kind="exchange",
+            target="e1",
+            source="",
+            received_at=1.0,
+            score=0.5,
+            success=None,
+            reward=None,
+            cost=None,
+            label="",
+            comment="",
+        ),
+    ),
+    signals=(SignalEntry(kind="retry", exchange_id="e1", by_id="e2", at=2.0, evidence={}),),
+)
+
+
+def test_groups_carry_what_was_told_of_the_served_answer() -> None:
+    sampled = scored(0.25, 0.75)
+    first, second = sampled.group.answers
+    served = replace(
+        sampled, group=replace(sampled.group, answers=(replace(first, origin="served"), second))
+    )
+
+    row, group = preference(served, TOLD), art_group(served, TOLD)
+
+    assert row is not None
+    assert (row["feedback_score"], row["signals"]) == (0.5, ["retry"])
+    assert group is not None
+    metadata = [one["metadata"] for one in group["trajectories"]]
+    assert (metadata[0]["feedback_score"], metadata[0]["signals"]) == (0.5, "retry")
+    assert "success" not in metadata[0]
+    assert "feedback_score" not in metadata[1]
 
 
 def test_a_tie_is_no_preference() -> None:

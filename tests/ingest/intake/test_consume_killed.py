@@ -15,12 +15,16 @@ import pytest
 from sqlalchemy import select
 
 from sidecar.capture.outbox import Outbox
-from sidecar.store.models import ChoiceRow, ExchangeRow, GroupRow
-from support.ingest_kit import Kit
+from sidecar.feedback.record import Feedback
+from sidecar.records import Exchange
+from sidecar.store.models import ChoiceRow, ExchangeRow, FeedbackRow, GroupRow
+from support.ingest_kit import Kit, make_feedback, packed
 
 CHILD = Path(__file__).with_name("consuming_child.py")
 RECORDS = 300
 KILLS = 3
+TOLD = 20
+"""Feedback is about the exchanges from this one on; every second comes before its exchange."""
 
 
 @pytest.fixture
@@ -59,12 +63,20 @@ def ended(nursery: subprocess.Popen[str]) -> str:
     return line
 
 
+def with_feedback(kit: Kit, names: list[str]) -> list[Exchange | Feedback]:
+    records: list[Exchange | Feedback] = []
+    for number, name in enumerate(names):
+        pair = (kit.exchange(name), make_feedback(f"fb_{name}", name))
+        records += pair[:1] if number < TOLD else pair if number % 2 else pair[::-1]
+    return records
+
+
 def test_kills_lose_nothing_and_double_nothing(
     nursery: subprocess.Popen[str], kit: Kit, tmp_path: Path
 ) -> None:
     names = [f"e{number}" for number in range(RECORDS)]
-    outbox = Outbox(tmp_path / "outbox.db", max_rows=RECORDS)
-    outbox.write([kit.exchange(name) for name in names])
+    outbox = Outbox(tmp_path / "outbox.db", max_rows=2 * RECORDS)
+    outbox.append(packed(with_feedback(kit, names)))
     outbox.close()
     rng = random.Random(5)
 
@@ -85,10 +97,13 @@ def test_kills_lose_nothing_and_double_nothing(
         stored = list(session.scalars(select(ExchangeRow.exchange_id).order_by(ExchangeRow.seq)))
         choices = list(session.scalars(select(ChoiceRow.exchange_id)))
         states = set(session.scalars(select(ExchangeRow.selection)))
+        feedback = list(session.scalars(select(FeedbackRow.exchange_id)))
         grouped = list(session.scalars(select(GroupRow.exchange_id)))
     assert stored == names
     assert sorted(choices) == sorted(names)
     assert "new" not in states
+    assert sorted(str(one) for one in feedback) == sorted(names[TOLD:])
+    assert kit.counts("feedback")["joined"] == len(feedback)
     assert len(grouped) == len(set(grouped)) == kit.counts("selection")["chosen"]
     # The batch that the store had and the bus did not came again. Every other one came once.
     consumed = kit.counts("consume")

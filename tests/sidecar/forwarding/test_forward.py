@@ -12,6 +12,7 @@ import pytest
 
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.errors import ForwardingError
+from sidecar.feedback.record import Feedback, encode_feedback
 from sidecar.forwarding.__main__ import forward_until
 from sidecar.forwarding.dead_letters import DeadLetters
 from sidecar.forwarding.forward import Forwarder, partition_key
@@ -171,6 +172,24 @@ def test_all_exchanges_of_one_caller_have_one_key_whatever_their_sessions() -> N
     assert key("caller", user="a\0b") != key("caller", key_id="a", user="b")
     assert key("session", session_key="m:1") == key("session", session_key="m:1", user="u")
     assert key("session", session_key="m:1") != key("session", session_key="m:2")
+
+
+def test_feedback_on_one_target_has_one_key_in_its_project() -> None:
+    def key(project: str, target: str) -> bytes | None:
+        record = Feedback(
+            feedback_id="fb_1",
+            kind="feedback",
+            target_kind="session",
+            target=target,
+            project=project,
+            received_at=1.0,
+            score=1.0,
+        )
+        return partition_key(encode_feedback(record), "caller")
+
+    assert key("p", "s") == key("p", "s")
+    assert len({key("p", "s"), key("p", "t"), key("q", "s")}) == 3
+    assert partition_key(b"\x81\xa6record\xa8feedback", "caller") is None
 
 
 def test_a_broker_that_is_away_is_counted_and_asked_again(

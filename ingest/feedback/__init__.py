@@ -1,0 +1,1 @@
+"""Feedback, outcomes and implicit signals: stored, joined to exchanges, derived, read back."""

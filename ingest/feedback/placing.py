@@ -1,0 +1,166 @@
+"""Store feedback and join it to its exchange, whichever of the two comes first.
+
+Feedback is joined only to exchanges of its own project. What names another project's exchange, or
+one that never comes, stays in the table and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from sqlalchemy import select, text, update
+from sqlalchemy.orm import Session
+
+from ingest.sessions.arrival import NAMED
+from sidecar.feedback.record import Feedback
+from sidecar.store.database import count, insert_into
+from sidecar.store.models import ExchangeRow, FeedbackRow
+from sidecar.store.models.capture import IN_TRACE
+
+STAGE = "feedback"
+"""Stage of the counters of this module."""
+STORED, REPEATED, CONFLICT = "stored_", "repeated", "conflict"
+JOINED, OTHER_PROJECT = "joined", "other_project"
+"""Reasons of the counters; `STORED` is followed by the kind."""
+_FIELDS = tuple(name for name in Feedback.__struct_fields__ if name != "received_at")
+"""Two deliveries under one idempotency key differ in the time at which they were received."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """An exchange that was stored just now."""
+
+    exchange_id: str
+    session_id: str
+    session_key: str
+    trace_id: str
+    project: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What feedback may name it by."""
+        named = self.session_key if self.session_key.startswith(NAMED) else ""
+        found = (self.exchange_id, self.session_id, named, self.trace_id)
+        return tuple(name for name in found if name)
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Feedback whose id is that of other feedback: the client used an idempotency key twice."""
+
+    feedback: Feedback
+    message: str
+
+
+def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) -> list[Conflict]:
+    """Store feedback and join what names an exchange that is stored. Counts each once.
+
+    In the caller's write transaction, which must be alone, so that no exchange is stored meanwhile.
+    Returns: what is not stored, because its id has another content.
+    """
+    if not records:
+        return []
+    stored = _stored(session, [record.feedback_id for record in records])
+    fresh: dict[str, Feedback] = {}
+    conflicts: list[Conflict] = []
+    counts: Counter[str] = Counter()
+    for record in records:
+        content = _content(record)
+        known = stored.setdefault(record.feedback_id, content)
+        if known is content:
+            fresh[record.feedback_id] = record
+        elif known == content:
+            counts[REPEATED] += 1
+        else:
+            counts[CONFLICT] += 1
+            conflicts.append(Conflict(record, f"{record.feedback_id} has another content already"))
+    for record in fresh.values():
+        found = _find(session, record)
+        joined = found is not None and found.project == record.project
+        counts[STORED + record.kind] += 1
+        counts[JOINED] += joined
+        counts[OTHER_PROJECT] += found is not None and not joined
+        values = msgspec.structs.asdict(record)
+        values["exchange_id"] = found.exchange_id if found is not None and joined else None
+        values["session_id"] = found.session_id if found is not None and joined else None
+        session.execute(insert_into(session, FeedbackRow).values(**values, stored_at=now))
+    _count(session, counts)
+    return conflicts
+
+
+def join_waiting(session: Session, arrived: Sequence[Arrived]) -> None:
+    """Join feedback that came before its exchange. In the transaction that stored the exchanges,
+    before their moves are stored (`ingest.store.sessions.save_moves`)."""
+    by_name: dict[str, list[Arrived]] = {}
+    for one in arrived:
+        for name in one.names:
+            by_name.setdefault(name, []).append(one)
+    if not by_name:
+        return
+    waiting = session.execute(
+        select(
+            FeedbackRow.seq, FeedbackRow.target_kind, FeedbackRow.target, FeedbackRow.project
+        ).where(FeedbackRow.target.in_(sorted(by_name)), FeedbackRow.exchange_id.is_(None))
+    ).all()
+    counts: Counter[str] = Counter()
+    for seq, kind, target, project in waiting:
+        candidates = [one for one in by_name[target] if _is_named(one, kind, target)]
+        own = next((one for one in candidates if one.project == project), None)
+        if own is None:
+            counts[OTHER_PROJECT] += bool(candidates)
+            continue
+        counts[JOINED] += 1
+        session.execute(
+            update(FeedbackRow)
+            .where(FeedbackRow.seq == seq)
+            .values(exchange_id=own.exchange_id, session_id=own.session_id)
+            .execution_options(synchronize_session=False)
+        )
+    _count(session, counts)
+
+
+def _is_named(one: Arrived, kind: str, target: str) -> bool:
+    if kind == "exchange":
+        return one.exchange_id == target
+    if kind == "trace":
+        return one.trace_id == target
+    return target in (one.session_id, one.exchange_id, one.session_key)
+
+
+def _stored(session: Session, ids: Iterable[str]) -> dict[str, tuple[object, ...]]:
+    columns = [getattr(FeedbackRow, name) for name in _FIELDS]
+    rows = session.execute(select(*columns).where(FeedbackRow.feedback_id.in_(sorted(set(ids)))))
+    return {row[_FIELDS.index("feedback_id")]: tuple(row) for row in rows}
+
+
+def _content(record: Feedback) -> tuple[object, ...]:
+    return tuple(getattr(record, name) for name in _FIELDS)
+
+
+def _find(session: Session, record: Feedback) -> Arrived | None:
+    """Return a stored exchange that the feedback names; of its own project if there is one."""
+    target = record.target
+    statement = select(
+        ExchangeRow.exchange_id,
+        ExchangeRow.session_id,
+        ExchangeRow.session_key,
+        ExchangeRow.trace_id,
+        ExchangeRow.project,
+    ).limit(1)
+    if record.target_kind == "trace":
+        of_trace = statement.where(text(IN_TRACE), ExchangeRow.trace_id == target)
+        row = session.execute(of_trace.where(ExchangeRow.project == record.project)).first()
+    elif record.target_kind == "exchange" or not target.startswith(NAMED):
+        # A session that no client named has the id of its first exchange, wherever that is now.
+        row = session.execute(statement.where(ExchangeRow.exchange_id == target)).first()
+    else:
+        row = session.execute(statement.where(ExchangeRow.session_id == target)).first()
+    return None if row is None else Arrived(**row._mapping)
+
+
+def _count(session: Session, counts: Counter[str]) -> None:
+    for reason, number in counts.items():
+        count(session, STAGE, reason, number)

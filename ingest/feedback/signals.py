@@ -1,0 +1,204 @@
+"""What the traffic itself tells of an answer: the rules. Pure.
+
+Each signal is about one answer, is shown by a later exchange, and follows from the structure of the
+conversation: which exchange continues which, what was asked, whether a reply came. No rule reads
+what users write; one small rule reads what tools return (`tool_error`). docs/feedback.md states
+each rule for people.
+
+The same exchanges give the same signals in whatever order they arrive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ingest.sessions.arrival import arrival_of
+from ingest.sessions.marks import chain
+from ingest.sessions.messages import Message
+from sidecar.errors import UNREADABLE_JSON
+from sidecar.records import Exchange
+
+SignalKind = Literal["regeneration", "correction", "retry", "tool_error", "abandonment"]
+NEXT: Final = 8
+"""Later siblings that are compared with an exchange: a fan-out of hundreds stays cheap."""
+ALIKE: Final = 0.5
+"""Share of common runs of three characters from which a message is an edit of another one."""
+COMPARED: Final = 2_000
+"""Characters of a message that are compared."""
+_ERROR_WORDS: Final = ("error:", "exception:", "traceback (most recent call last)")
+"""How programs begin a message of failure, in lower case."""
+_LONGEST_JSON: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """One signal. At most one of each kind is kept for an exchange."""
+
+    kind: SignalKind
+    exchange_id: str
+    """The answer that it is about."""
+    by_id: str | None
+    """The exchange that shows it."""
+    session_id: str
+    at: float
+    """When it showed, Unix seconds: when `by_id` began."""
+    evidence: dict[str, Any]  # Any: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """An exchange as the rules need it."""
+
+    exchange_id: str
+    session_id: str
+    parent: str | None
+    began_at: float
+    ended_at: float
+    answered: bool
+    """It got a complete answer."""
+    turn_id: str
+    before: bytes
+    """Digest of the conversation without its last message."""
+    asked: bytes
+    """Digest of the conversation."""
+    said: str | None
+    """The last message, if a user wrote it."""
+
+
+def turn_of(exchange: Exchange, *, session_id: str, parent: str | None) -> Turn:
+    """Read an exchange as the rules need it."""
+    messages = arrival_of(exchange).conversation.messages
+    links = chain(b"", messages)
+    last = messages[-1] if messages else None
+    return Turn(
+        exchange_id=exchange.exchange_id,
+        session_id=session_id,
+        parent=parent,
+        began_at=exchange.timings.started_at,
+        ended_at=exchange.timings.started_at + exchange.timings.total_s,
+        answered=exchange.outcome == "ok" and exchange.status == 200 and bool(exchange.choices),
+        turn_id=exchange.turn_id,
+        before=links[-2] if messages else links[-1],
+        asked=links[-1],
+        said=last.text if last is not None and last.role == "user" else None,
+    )
+
+
+def between(siblings: Sequence[Turn]) -> list[Signal]:
+    """Return the signals of exchanges of one session that continue the same exchange.
+
+    Of each kind the first later sibling that shows it counts.
+    """
+    order = sorted(siblings, key=lambda turn: (turn.began_at, turn.exchange_id))
+    found: list[Signal] = []
+    for place, turn in enumerate(order):
+        kinds: set[str] = set()
+        for later in order[place + 1 : place + 1 + NEXT]:
+            signal = _shown(turn, later)
+            if signal is not None and signal.kind not in kinds:
+                kinds.add(signal.kind)
+                found.append(signal)
+    return found
+
+
+def _shown(turn: Turn, later: Turn) -> Signal | None:
+    """What `later` shows about `turn`, which has the same parent and began before it."""
+    after_s = round(later.began_at - turn.ended_at, 3)
+    same_turn = bool(turn.turn_id) and turn.turn_id == later.turn_id
+    if turn.asked == later.asked:
+        if not turn.answered or same_turn:
+            reason = "same_turn" if same_turn else "no_answer"
+            return _signal("retry", turn, later, {"reason": reason})
+        if after_s >= 0:
+            return _signal("regeneration", turn, later, {"after_s": after_s})
+        return None
+    if turn.said is None or later.said is None or turn.before != later.before:
+        return None
+    if turn.parent is None or not turn.answered or after_s < 0:
+        return None
+    likeness = alike(turn.said, later.said)
+    if likeness < ALIKE:
+        return None
+    return _signal("correction", turn, later, {"after_s": after_s, "alike": round(likeness, 3)})
+
+
+def _signal(kind: SignalKind, turn: Turn, later: Turn, evidence: dict[str, Any]) -> Signal:
+    return Signal(
+        kind=kind,
+        exchange_id=turn.exchange_id,
+        by_id=later.exchange_id,
+        session_id=turn.session_id,
+        at=later.began_at,
+        evidence=evidence,
+    )
+
+
+def alike(left: str, right: str) -> float:
+    """Return how alike two texts are, 0..1: the Dice coefficient of their runs of three characters.
+    It knows no language."""
+    grams = [
+        Counter(text[at : at + 3] for at in range(max(1, len(text) - 2)))
+        for text in (left[:COMPARED].casefold(), right[:COMPARED].casefold())
+    ]
+    both = sum((grams[0] & grams[1]).values())
+    return 2 * both / (sum(grams[0].values()) + sum(grams[1].values()))
+
+
+def tool_error(messages: Sequence[Message], request: bytes) -> str | None:
+    """Return by which rule the request says that a tool failed after the last answer; None when it
+    says no such thing. messages: canonical, of the request.
+
+    `flag`: a result with `is_error` (Messages API). `json`: a result that is a JSON object which
+    says `isError` or `is_error`, has an `error`, `success` or `ok` that is false, or the `status`
+    "error". `text`: a result that begins with "Error:", "Exception:" or a Python traceback.
+    """
+    results: list[Message] = []
+    for message in reversed(messages):
+        if message.role == "assistant":
+            break
+        if message.role == "tool":
+            results.append(message)
+    if not results:
+        return None
+    if b'"is_error"' in request and _has_flag(request):
+        return "flag"
+    if any(_is_error_object(result.text) for result in results):
+        return "json"
+    if any(result.text[:64].casefold().startswith(_ERROR_WORDS) for result in results):
+        return "text"
+    return None
+
+
+def _has_flag(request: bytes) -> bool:
+    """Whether the last message has a tool result that is marked as an error."""
+    try:
+        content = msgspec.json.decode(request)["messages"][-1]["content"]
+    except (*UNREADABLE_JSON, LookupError, TypeError):
+        return False
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and part.get("is_error") is True for part in parts)
+
+
+def _is_error_object(text: str) -> bool:
+    if not text.startswith("{") or len(text) > _LONGEST_JSON:
+        return False
+    try:
+        value = json.loads(text)
+    except UNREADABLE_JSON:
+        return False
+    if not isinstance(value, dict):
+        return False
+    return bool(
+        value.get("isError") is True
+        or value.get("is_error") is True
+        or value.get("error")
+        or value.get("success") is False
+        or value.get("ok") is False
+        or value.get("status") == "error"
+    )

@@ -1,0 +1,184 @@
+"""Feedback and its exchange: late, before, repeated, contradictory, of another project."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from sqlalchemy import select
+
+from ingest.feedback.reading import Told, told_of, told_of_session
+from ingest.intake.consume import Consumed, consume
+from ingest.intake.placing import Sessions
+from ingest.intake.reader import BusReader
+from sidecar.feedback.record import Feedback, encode_feedback
+from sidecar.records import Exchange
+from sidecar.store.models import DeadLetterRow, FeedbackRow
+from support.ingest_kit import FillBus, Kit, make_feedback, packed
+
+pytestmark = pytest.mark.both_stores
+Record = Exchange | Feedback
+
+
+def take(kit: Kit, *records: Record, sessions: Sessions | None = None) -> Consumed:
+    return drain(kit, kit.MemoryBus([payload for _, payload in packed(records)]), sessions)
+
+
+def drain(kit: Kit, bus: BusReader, sessions: Sessions | None = None) -> Consumed:
+    consumed = Consumed()
+    while bus.lag():
+        consumed += consume(
+            bus,
+            kit.database,
+            limit=100,
+            sessions=sessions or Sessions(held_out_rate=0.0),
+            now=5.0,
+        )
+    return consumed
+
+
+def told(kit: Kit, name: str = "e1") -> Told:
+    with kit.database.read() as session:
+        return told_of(session, [name])[name]
+
+
+def scores(found: Told) -> list[tuple[float | None, bool]]:
+    return [(one.score, one.counts) for one in found.feedback]
+
+
+@pytest.mark.parametrize("first", ["exchange", "feedback"])
+def test_feedback_is_joined_whichever_comes_first(kit: Kit, first: str) -> None:
+    records: list[Sequence[Record]] = [[kit.exchange("e1")], [make_feedback("f1")]]
+
+    for batch in records if first == "exchange" else records[::-1]:
+        take(kit, *batch)
+
+    assert scores(told(kit)) == [(1.0, True)]
+    assert kit.counts("feedback") == {"stored_feedback": 1, "joined": 1}
+
+
+def test_feedback_in_the_batch_of_its_exchange_is_joined(kit: Kit) -> None:
+    consumed = take(kit, make_feedback("f1"), kit.exchange("e1"), make_feedback("f2", score=0.0))
+
+    assert (consumed.stored, consumed.feedback, consumed.read) == (1, 2, 3)
+    assert kit.counts("feedback") == {"stored_feedback": 2, "joined": 2}
+
+
+def test_a_repeated_delivery_changes_nothing(kit: Kit) -> None:
+    batch: list[Record] = [
+        kit.exchange("e1"),
+        make_feedback("f1"),
+        make_feedback("f1", received_at=2.0),
+    ]
+
+    take(kit, *batch)
+    take(kit, *batch)
+
+    assert scores(told(kit)) == [(1.0, True)]
+    assert kit.counts("feedback") == {"stored_feedback": 1, "joined": 1, "repeated": 3}
+
+
+def test_all_contradictory_feedback_is_kept_and_the_newest_of_a_source_counts(kit: Kit) -> None:
+    take(
+        kit,
+        kit.exchange("e1"),
+        make_feedback("f3", score=-1.0, received_at=3.0),
+        make_feedback("f1", score=1.0, received_at=1.0),
+        make_feedback("f2", score=0.5, received_at=2.0, source="user:eve"),
+    )
+
+    found = told(kit)
+
+    assert scores(found) == [(1.0, False), (0.5, True), (-1.0, True)]
+    assert found.summary()["feedback_score"] == -0.25
+
+
+def test_an_idempotency_key_with_another_content_is_put_aside_and_counted(kit: Kit) -> None:
+    other = make_feedback("f1", score=-1.0)
+
+    take(kit, kit.exchange("e1"), make_feedback("f1"))
+    take(kit, other)
+
+    assert scores(told(kit)) == [(1.0, True)]
+    assert kit.counts("feedback")["conflict"] == 1
+    with kit.database.read() as session:
+        letter = session.scalars(select(DeadLetterRow)).one()
+    assert letter.payload == encode_feedback(other)
+
+
+@pytest.mark.parametrize("first", ["exchange", "feedback"])
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("exchange", "e1"), ("session", "h:shop/s"), ("session", "e1"), ("trace", "ab" * 16)],
+)
+def test_no_key_of_another_project_reaches_an_exchange(
+    kit: Kit, first: str, kind: str, target: str
+) -> None:
+    theirs = kit.exchange(
+        "e1",
+        project="shop",
+        session_key="h:shop/s" if target != "e1" else "m:1",
+        trace_id="ab" * 16,
+    )
+    records: list[Record] = [theirs, make_feedback("f1", target, target_kind=kind, project="mail")]
+
+    for record in records if first == "exchange" else records[::-1]:
+        take(kit, record)
+
+    assert told(kit) == Told()
+    assert "joined" not in kit.counts("feedback")
+    with kit.database.read() as session:
+        row = session.scalars(select(FeedbackRow)).one()
+    assert (row.exchange_id, row.session_id) == (None, None)
+
+
+@pytest.mark.parametrize("first", ["exchange", "feedback"])
+@pytest.mark.parametrize(("kind", "target"), [("session", "h:s"), ("trace", "cd" * 16)])
+def test_sessions_and_traces_are_targets_too(kit: Kit, first: str, kind: str, target: str) -> None:
+    exchange = kit.exchange("e1", session_key="h:s", trace_id="cd" * 16)
+    outcome = make_feedback(
+        "f1", target, target_kind=kind, kind="outcome", score=None, success=True
+    )
+
+    records: list[Record] = [exchange, outcome]
+
+    for record in records if first == "exchange" else records[::-1]:
+        take(kit, record)
+
+    assert told(kit).summary()["success"] is True
+    with kit.database.read() as session:
+        assert [one.target for one in told_of_session(session, "h:s").feedback] == [target]
+
+
+def test_a_session_that_becomes_part_of_another_keeps_its_make_feedback(kit: Kit) -> None:
+    opening = {"messages": [{"role": "user", "content": "How do I return a parcel to you?"}]}
+    answer = {"role": "assistant", "content": "served"}
+    later = {"messages": [*opening["messages"], answer, {"role": "user", "content": "And shoes?"}]}
+    sessions = Sessions(held_out_rate=0.0)
+
+    take(kit, kit.exchange("late", request=later), sessions=sessions)
+    take(kit, make_feedback("f1", "late", target_kind="session"), sessions=sessions)
+    take(kit, kit.exchange("early", request=opening), sessions=sessions)
+
+    with kit.database.read() as session:
+        assert len(told_of_session(session, "early").feedback) == 1
+        assert told_of_session(session, "late") == Told()
+
+
+def test_feedback_comes_through_every_bus(filled_bus: FillBus, kit: Kit) -> None:
+    bus = filled_bus([kit.exchange("e1"), make_feedback("f1"), make_feedback("f2", "e2")])
+
+    drain(kit, bus)
+
+    assert scores(told(kit)) == [(1.0, True)]
+    assert kit.counts("feedback") == {"stored_feedback": 2, "joined": 1}
+    assert kit.counts("consume") == {"stored": 1}
+
+
+def test_feedback_that_no_store_can_hold_is_put_aside_alone(kit: Kit) -> None:
+    bad = make_feedback("f1", comment="\0")
+
+    consumed = take(kit, bad, make_feedback("f2"), kit.exchange("e1"))
+
+    assert (consumed.poison, consumed.feedback, consumed.stored) == (1, 1, 1)
+    assert scores(told(kit)) == [(1.0, True)]

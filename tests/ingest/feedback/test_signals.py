@@ -1,0 +1,252 @@
+"""Each implicit signal: what shows it, what does not, in whatever order the exchanges arrive."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import select
+
+from ingest.feedback.abandonment import find_abandoned
+from ingest.feedback.deriving import derive_session
+from ingest.feedback.reading import told_of
+from ingest.feedback.signals import alike, tool_error
+from ingest.intake.consume import consume
+from ingest.intake.placing import Sessions
+from ingest.sessions.arrival import conversation_of
+from sidecar.records import Exchange, Timings, encode_exchange
+from sidecar.store.models import SignalRow
+from support.ingest_kit import Kit, make_choice, make_exchange
+
+both_stores = pytest.mark.both_stores
+SYSTEM = {"role": "system", "content": "You help customers of a shop."}
+OPENING = {"role": "user", "content": "How do I return a parcel?"}
+ANSWER = {"role": "assistant", "content": "served"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+Found = set[tuple[str, str, str | None]]
+"""Kind, the exchange that the signal is about, the exchange that shows it."""
+
+
+def ask(name: str, at: float, *more: dict[str, Any], **changes: Any) -> Exchange:
+    """A request at a second, whose answer takes one; more: messages after the opening."""
+    return make_exchange(
+        name,
+        request={"messages": [SYSTEM, OPENING, *more]},
+        timings=Timings(started_at=at, total_s=1.0),
+        turn_id=changes.pop("turn_id", name),
+        **changes,
+    )
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def store(kit: Kit, exchanges: Sequence[Exchange], *, now: float = 100.0) -> None:
+    sessions = Sessions(held_out_rate=0.0)
+    for exchange in exchanges:
+        bus = kit.MemoryBus([encode_exchange(exchange)])
+        consume(bus, kit.database, limit=10, sessions=sessions, now=now)
+
+
+def found(kit: Kit) -> Found:
+    with kit.database.read() as session:
+        return {
+            (row.kind, row.exchange_id, row.by_id) for row in session.scalars(select(SignalRow))
+        }
+
+
+FIRST = ask("first", 10.0)
+NEXT = ask("next", 20.0, ANSWER, user("Where is the shop in the city of Bonn?"))
+AGAIN = ask("again", 30.0, ANSWER, user("Where is the shop in the city of Bonn?"))
+EDITED = ask("edited", 30.0, ANSWER, user("Where is the shop in the city of Köln?"))
+OTHER = ask("other", 30.0, ANSWER, user("Thanks, and tell me a joke."))
+FAILED = ask(
+    "failed",
+    30.0,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "Error: no such parcel"},
+)
+CALLING = msgspec.structs.replace(
+    FIRST,
+    choices=(
+        make_choice(
+            message=json.dumps(
+                {"role": "assistant", "content": None, "tool_calls": [CALL]}
+            ).encode(),
+            finish_reason="tool_calls",
+        ),
+    ),
+)
+CASES: dict[str, tuple[list[Exchange], Found]] = {
+    "asked again after the answer": ([FIRST, NEXT, AGAIN], {("regeneration", "next", "again")}),
+    "asked twice at once": (
+        [FIRST, NEXT, msgspec.structs.replace(AGAIN, timings=Timings(started_at=20.5))],
+        set(),
+    ),
+    "asked again by the client's own retry": (
+        [FIRST, NEXT, msgspec.structs.replace(AGAIN, turn_id="next")],
+        {("retry", "next", "again")},
+    ),
+    "asked again without an answer": (
+        [FIRST, msgspec.structs.replace(NEXT, outcome="upstream_error", choices=()), AGAIN],
+        {("retry", "next", "again")},
+    ),
+    "the last message edited": ([FIRST, NEXT, EDITED], {("correction", "next", "edited")}),
+    "another question from the same state": ([FIRST, NEXT, OTHER], set()),
+    "a tool that failed": ([CALLING, FAILED], {("tool_error", "first", "failed")}),
+    "a conversation that goes on": ([FIRST, NEXT], set()),
+}
+
+
+@both_stores
+@pytest.mark.parametrize("case", CASES)
+def test_what_exchanges_show_in_the_order_in_which_they_began(kit: Kit, case: str) -> None:
+    exchanges, expected = CASES[case]
+
+    store(kit, exchanges)
+
+    assert found(kit) == expected
+    assert sum(kit.counts("signal").values()) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "case", ["asked again after the answer", "the last message edited", "a tool that failed"]
+)
+def test_any_order_of_arrival_gives_the_same_signals_and_so_does_the_store(
+    kit: Kit, case: str
+) -> None:
+    exchanges, expected = CASES[case]
+    for order in itertools.permutations(exchanges):
+        with kit.emptied():
+            store(kit, order)
+
+            assert found(kit) == expected, [one.exchange_id for one in order]
+            with kit.database.read() as session:
+                again = derive_session(session, "first")
+            assert {(one.kind, one.exchange_id, one.by_id) for one in again} == expected
+
+
+def test_exchanges_that_come_twice_show_the_same(kit: Kit) -> None:
+    exchanges, expected = CASES["the last message edited"]
+
+    store(kit, [*exchanges, *exchanges])
+
+    assert found(kit) == expected
+    assert kit.counts("signal") == {"correction": 1}
+
+
+def test_a_signal_is_shown_with_its_exchange(kit: Kit) -> None:
+    store(kit, CASES["the last message edited"][0])
+
+    with kit.database.read() as session:
+        (signal,) = told_of(session, ["next"])["next"].signals
+
+    assert (signal.kind, signal.by_id, signal.at) == ("correction", "edited", 30.0)
+    assert signal.evidence["after_s"] == 9.0
+    assert signal.evidence["alike"] > 0.8
+
+
+def test_texts_are_alike_by_runs_of_three_characters() -> None:
+    assert alike("abcd", "abcd") == 1.0
+    assert alike("abcd", "wxyz") == 0.0
+    assert alike("abcd", "abce") == 0.5
+    assert alike("", "") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("Error: no such file", "text"),
+        ("Traceback (most recent call last):\n  File", "text"),
+        ('{"error": "not found"}', "json"),
+        ('{"isError": true, "content": []}', "json"),
+        ('{"success": false}', "json"),
+        ('{"status": "error"}', "json"),
+        ('{"error": null, "rows": []}', None),
+        ('{"success": true}', None),
+        ("No errors were found.", None),
+        ("The error: it was mine", None),
+        ('{"error": "cut', None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_a_tool_failed_when_its_result_says_so(content: str, rule: str | None) -> None:
+    request = json.dumps(
+        {
+            "messages": [
+                OPENING,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": content},
+            ]
+        }
+    ).encode()
+
+    assert tool_error(conversation_of(request).messages, request) == rule
+
+
+def test_a_result_that_is_marked_as_an_error_failed_whatever_it_says() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "Nope", "is_error": True}
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    messages = [
+        OPENING,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    request = json.dumps({"messages": messages}).encode()
+
+    assert tool_error(conversation_of(request).messages, request) == "flag"
+
+
+def pass_over(kit: Kit, now: float) -> Found:
+    while find_abandoned(kit.database, after_s=60.0, now=now):
+        continue
+    return {one for one in found(kit) if one[0] == "abandonment"}
+
+
+CUT = msgspec.structs.replace(NEXT, outcome="cut")
+
+
+@both_stores
+@pytest.mark.parametrize(
+    ("exchanges", "abandoned"),
+    [
+        ([FIRST, CUT], {("abandonment", "next", None)}),
+        ([CALLING], {("abandonment", "first", None)}),
+        ([FIRST, NEXT], set()),
+        ([FIRST, CUT, EDITED], set()),
+        (
+            [FIRST, CUT, ask("late", 500.0, ANSWER, user("Are you there?"))],
+            {("abandonment", "next", None)},
+        ),
+    ],
+)
+def test_a_session_that_was_left_in_the_middle_is_abandoned_after_the_window(
+    kit: Kit, exchanges: list[Exchange], abandoned: Found
+) -> None:
+    store(kit, exchanges, now=1_000.0)
+
+    assert pass_over(kit, 1_059.0) == set()
+    assert pass_over(kit, 1_060.0) == abandoned
+    assert pass_over(kit, 2_000.0) == abandoned
+
+
+@both_stores
+def test_a_record_that_comes_late_withdraws_the_abandonment(kit: Kit) -> None:
+    sessions = Sessions(held_out_rate=0.0)
+
+    def take(exchange: Exchange) -> None:
+        bus = kit.MemoryBus([encode_exchange(exchange)])
+        consume(bus, kit.database, limit=10, sessions=sessions, now=1_000.0)
+
+    take(FIRST)
+    take(CUT)
+    assert len(pass_over(kit, 2_000.0)) == 1
+    take(EDITED)
+
+    assert pass_over(kit, 3_000.0) == set()
+    assert kit.counts("signal") == {"abandonment": 1, "abandonment_withdrawn": 1}
