@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.admin.out import BusOut, FeedbackOut, Out, SignalOut
+from deploy.admin.out import BusOut, FeedbackOut, Out, SignalOut, TroubleOut
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
@@ -340,6 +340,12 @@ class StatusOut(Out):
     signals: dict[str, int]
     """Implicit signals by kind."""
     bus: BusOut | None
+    judge: TroubleOut | None = None
+    """Why the judge gives no scores; null when it does, or has not been asked."""
+    sampling: TroubleOut | None = None
+    """Why no candidates are sampled; null when they are."""
+    dead_letters: int = 0
+    """Number of records that could not be stored, since the store was made."""
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 

@@ -80,6 +80,16 @@ class SessionOut(Out):
     signals: list[SignalOut]
 
 
+class TroubleOut(Out):
+    """Why a worker of ingest waits."""
+
+    since: float
+    """Unix seconds."""
+    why: str
+    until: float | None
+    """When it ends by itself, unix seconds; null when that is not known."""
+
+
 class BusOut(Out):
     """The bus between proxy and ingest, as ingest last saw it."""
 

@@ -27,7 +27,7 @@ from deploy.admin.models import (
     RoutingOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut
+from deploy.admin.out import BusOut, TroubleOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
@@ -35,6 +35,9 @@ from deploy.registry import canaries, learner_switches, routing_writer, tallies,
 from ingest.feedback.placing import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
+from ingest.intake.consume import POISON
+from ingest.intake.consume import STAGE as CONSUMED
+from ingest.store.troubles import JUDGE_WAITS, SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
@@ -96,6 +99,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
+                judge=_trouble(session, JUDGE_WAITS, context.clock()),
+                sampling=_trouble(session, SAMPLING_WAITS, context.clock()),
+                dead_letters=_dead_letters(session),
                 token_check=_token_check(session),
             )
 
@@ -260,6 +266,18 @@ def _token_check(session: Session) -> str:
 def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     rows = session.execute(select(column, func.count()).where(*where).group_by(column))
     return {str(value): number for value, number in rows}
+
+
+def _trouble(session: Session, name: str, now: float) -> TroubleOut | None:
+    found = read_trouble(session, name, now=now)
+    if found is None:
+        return None
+    return TroubleOut(since=found.since, why=found.why, until=found.until)
+
+
+def _dead_letters(session: Session) -> int:
+    row = session.get(CounterRow, (CONSUMED, POISON))
+    return row.count if row is not None and isinstance(row.count, int) else 0
 
 
 def _bus(session: Session) -> BusOut | None:

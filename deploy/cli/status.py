@@ -70,7 +70,13 @@ class Bus(msgspec.Struct):
     at: float
 
 
-class Status(msgspec.Struct):
+class Trouble(msgspec.Struct):
+    since: float
+    why: str
+    until: float | None
+
+
+class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
     model: str
@@ -85,6 +91,9 @@ class Status(msgspec.Struct):
     groups: dict[str, int]
     exchanges: int
     bus: Bus | None
+    judge: Trouble | None = None
+    sampling: Trouble | None = None
+    dead_letters: int = 0
     token_check: str
     feedback: dict[str, int] = {}
     signals: dict[str, int] = {}
@@ -109,6 +118,9 @@ def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of th
         f"Recorded: {_count(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
         *_told(status.feedback, status.signals),
         *_bus(status.bus, now),
+        *_dead_letters(status.dead_letters),
+        *_trouble("Sampling: waits", status.sampling, now),
+        *_trouble("Judge: gives no scores", status.judge, now),
         *_token_check(status.token_check),
     ]
 
@@ -210,6 +222,18 @@ def _told(feedback: Mapping[str, int], signals: Mapping[str, int]) -> Iterator[s
         )
     if signals:
         yield f"Signals: {_tally(signals)}."
+
+
+def _dead_letters(number: int) -> Iterator[str]:
+    if number:
+        yield f"Dead letters: {_count(number, 'record')} could not be stored; see the runbook."
+
+
+def _trouble(doing: str, trouble: Trouble | None, now: float) -> Iterator[str]:
+    if trouble is None:
+        return
+    until = "" if trouble.until is None else f", until {shown_time(trouble.until, now)}"
+    yield f"{doing} since {shown_time(trouble.since, now)}{until}: {trouble.why}"
 
 
 def _token_check(text: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ process, `epoch` changes: what that one stored is then in the store and not in t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ FETCH_BYTES = 16 * 2**20
 PARTITION_FETCH_BYTES = 4 * 2**20
 """What the library holds of records that were not read yet, compressed. A larger batch comes
 alone."""
+DEAD_LETTER_PAUSE_S = 60.0
+"""After a dead letter that could not be sent. Each try may take `REQUEST_S`, twice; a batch of them
+would last longer than `MAX_POLL_INTERVAL_MS`, and the brokers would take the partitions away."""
 REQUEST_S = 5.0
 """How long a commit or a question about offsets may take."""
 
@@ -68,6 +72,8 @@ class KafkaBus:
         self._held: deque[_Held] = deque()
         self._position = 0
         self._epoch = 0
+        self._dead_letters_at = 0.0
+        """Monotonic seconds: when the topic of dead letters is tried again."""
         self._owned: frozenset[int] = frozenset()
         self._gained = False
         """Set by the library's thread: partitions came that this process did not have."""
@@ -147,6 +153,9 @@ class KafkaBus:
     def put_aside(self, envelope: Envelope, reason: str) -> None:
         from kafka.errors import KafkaError
 
+        if time.monotonic() < self._dead_letters_at:
+            log.warning("dead_letter_not_sent", where=envelope.where, why="the topic is away")
+            return
         held = next((one for one in self._held if one.envelope is envelope), None)
         headers = [
             ("reason", without(self._kafka, reason).encode("utf-8", "replace")),
@@ -161,6 +170,7 @@ class KafkaBus:
                 headers=headers,
             ).get(timeout=REQUEST_S)
         except KafkaError as error:
+            self._dead_letters_at = time.monotonic() + DEAD_LETTER_PAUSE_S
             why = describe(error, self._place, self._kafka)
             log.warning("dead_letter_not_sent", where=envelope.where, why=why)
 

@@ -31,6 +31,7 @@ from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.probe import SUBJECT
 from ingest.ruler.ruler import JudgeCall
 from ingest.store.groups import load_group, mark_scored, set_aside
+from ingest.store.troubles import JUDGE_WAITS, MAX_WHY, Trouble, write_trouble
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
@@ -70,6 +71,19 @@ class Judgements:
                 lease_s=self._lease_s,
                 suspects=suspects,
             )
+
+    def tell(self, why: str | None) -> None:
+        """Write why the judge gives no scores, for `sidecar status`; None: it gives them.
+
+        A store that refuses is logged: the log of this process says it too.
+        """
+        now = self._clock()
+        trouble = None if why is None else Trouble(since=now, why=storable(why)[:MAX_WHY])
+        try:
+            with self._database.write(alone=False) as session:
+                write_trouble(session, JUDGE_WAITS, trouble, now=now)
+        except StoreError as error:
+            log.warning("judge_state_not_stored", error=str(error))
 
     def load(self, group_id: str) -> Group | None:
         """Load a group with its exchanges. Returns: None when it is gone."""

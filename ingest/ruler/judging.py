@@ -82,6 +82,7 @@ class JudgingWorker:
         """
         in_flight: dict[asyncio.Task[None], str] = {}
         stopping = asyncio.create_task(stop.wait())
+        await asyncio.to_thread(self._judgements.tell, None)  # what a killed process left there
         try:
             while not stop.is_set():
                 for group_id in await self._claim(self._room() - len(in_flight)):
@@ -173,6 +174,7 @@ class JudgingWorker:
         if self._blame.failed(failed, self._clock()):
             self._logged = failed.reason
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
+            await self._tell(f"{failed.reason}: {failed.detail}")
         if not self._blame.holds(failed.group_id):
             until = self._blame.outage.retry_at + GIVEN_BACK_S
             await asyncio.to_thread(self._judgements.give_back, [failed.group_id], until)
@@ -228,7 +230,7 @@ class JudgingWorker:
 
     async def _clear(self, cleared: Cleared) -> None:
         """The judge works: charge the earlier failures to their groups."""
-        self._say_up(cleared.outage_s)
+        await self._say_up(cleared.outage_s)
         # A group that is being judged again was given back before: its next failure will count.
         faults = [one for one in cleared.own_faults if one.group_id not in self._asking]
         if faults:
@@ -241,7 +243,7 @@ class JudgingWorker:
             longest_s=LONGEST_SETUP_WAIT_S,
             again_failed=failure_of(again) not in (None, DEFECT),
         )
-        self._say_up(doubted.outage_s)
+        await self._say_up(doubted.outage_s)
         if doubted.all_fail and self._logged != ALL_FAIL:
             self._logged = ALL_FAIL
             last = doubted.unproven[-1] if doubted.unproven else None
@@ -252,12 +254,17 @@ class JudgingWorker:
                 error=last.detail if last is not None else "",
                 to_do=f"{ALL_FAIL}: check its length and token limits, and judge.params",
             )
+            await self._tell(ALL_FAIL)
         await asyncio.to_thread(self._judgements.charge, doubted.unproven, proven=False)
 
-    def _say_up(self, outage_s: float | None) -> None:
+    async def _say_up(self, outage_s: float | None) -> None:
         if outage_s is not None:
             self._logged = None
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
+            await self._tell(None)
+
+    async def _tell(self, why: str | None) -> None:
+        await asyncio.to_thread(self._judgements.tell, why)
 
     async def _wait(self, outcome: SetAside | Unanswered) -> None:
         """The judge does not work: charge no group, and pause all."""
@@ -278,6 +285,7 @@ class JudgingWorker:
                 error=outcome.detail,
                 to_do=to_do,
             )
+            await self._tell(f"{outcome.reason}: {outcome.detail}")
         released = [failed.group_id for failed in self._blame.release()]
         until = self._blame.outage.retry_at + GIVEN_BACK_S
         await asyncio.to_thread(self._judgements.give_back, released, until)

@@ -15,6 +15,7 @@ from math import ceil
 from typing import TypeVar
 
 import structlog
+from sqlalchemy.orm import Session
 
 from ingest.errors import SamplingError
 from ingest.grouping.exchangeable import LogprobsMode
@@ -24,6 +25,7 @@ from ingest.sampling.budget import day_of, next_midnight, tokens_spent
 from ingest.sampling.candidates import Attempt, Conclusion
 from ingest.sampling.round import Job, ask, load_job, store_round
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
+from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
 from ingest.vllm.sampler import LoadProbe, Sampler
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
 from sidecar.backoff import Backoff
@@ -77,6 +79,8 @@ class SamplingWorker:
         self._failures = 0
         """Consecutive failures of vLLM or the store; they set the pause."""
         self._day_said = ""
+        self._told = True
+        """The store may say that the budget is spent; at first because of an earlier process."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Complete groups until `stop` is set; then give back those in progress."""
@@ -124,8 +128,11 @@ class SamplingWorker:
         with self._database.write(alone=False) as session:
             spent = tokens_spent(session, now=now)
             if spent >= self._settings.tokens_per_day:
-                self._say_spent(spent, now)
+                self._say_spent(session, spent, now)
                 return []
+            if self._told:
+                self._told = False
+                write_trouble(session, SAMPLING_WAITS, None, now=now)
             lease_s = 2 * self._settings.timeout_s + LEASE_SLACK_S
             names = claim_groups(session, SAMPLING, limit=limit, now=now, lease_s=lease_s)
         return [name for name in names if name not in self._working]
@@ -227,12 +234,16 @@ class SamplingWorker:
             task.result()  # re-raises an unexpected error
         return done
 
-    def _say_spent(self, spent: int, now: float) -> None:
+    def _say_spent(self, session: Session, spent: int, now: float) -> None:
         if self._day_said == day_of(now):
             return
         self._day_said = day_of(now)
-        until = next_midnight(now).isoformat()
-        log.warning("sampling_budget_spent", tokens=spent, waits_until=until)
+        until = next_midnight(now)
+        log.warning("sampling_budget_spent", tokens=spent, waits_until=until.isoformat())
+        why = f"groups.tokens_per_day is spent: {spent} candidate tokens today"
+        trouble = Trouble(since=now, why=why, until=until.timestamp())
+        write_trouble(session, SAMPLING_WAITS, trouble, now=now)
+        self._told = True
 
 
 def _pause_s(failures: int) -> float:

@@ -141,6 +141,8 @@ def decoded_bytes(head: bytes, stored_bytes: int) -> int:
 def _inflate(stored: bytes, limit: int) -> bytes:
     if len(stored) * _MOST_INFLATED <= limit:
         return zlib.decompress(stored)  # half the time of what follows
+    if limit <= 0:  # zlib takes 0 for no limit
+        raise ValueError(f"a zlib stream is longer than {limit} bytes")
     stream = zlib.decompressobj()
     value = stream.decompress(stored, limit)
     if not stream.eof:

@@ -23,7 +23,8 @@ from deploy.supervise.loops import LoopView
 from ingest.feedback.placing import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
-from sidecar.store.database import compress, set_flag
+from ingest.store.troubles import JUDGE_WAITS, SAMPLING_WAITS, Trouble, write_trouble
+from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow
 from support.finished_run import finished_run
 from support.ingest_kit import make_feedback
@@ -58,6 +59,25 @@ def assert_problem(reply: httpx.Response, status: int, slug: str) -> dict[str, A
     assert body["type"] == f"urn:learning-sidecar:problem:{slug}"
     assert body["status"] == status
     return body
+
+
+async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
+    world: World, api: Api
+) -> None:
+    quiet = (await api.get("/status")).json()
+    with world.database.write() as session:
+        now = world.clock()
+        write_trouble(session, JUDGE_WAITS, Trouble(since=now, why="away"), now=now)
+        over = Trouble(since=now - 9.0, why="spent", until=now)
+        write_trouble(session, SAMPLING_WAITS, over, now=now)
+        count(session, "consume", "poison", 2)
+
+    found = (await api.get("/status")).json()
+
+    assert (quiet["judge"], quiet["sampling"], quiet["dead_letters"]) == (None, None, 0)
+    assert found["judge"] == {"since": now, "why": "away", "until": None}
+    assert found["sampling"] is None, "it is over"
+    assert found["dead_letters"] == 2
 
 
 async def test_a_listing_refuses_a_query_that_it_would_not_obey(api: Api) -> None:

@@ -16,8 +16,9 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut
+from deploy.admin.out import BusOut, TroubleOut
 from deploy.cli.status import status_lines
+from deploy.cli.times import shown_time
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 CHAMPION, CANDIDATE = "m--v3-0a0b0c0d0e0f", "m--v4-1a1b1c1d1e1f"
@@ -52,6 +53,24 @@ def status(**changes: Any) -> Any:
         "token_check": "on",
     }
     return StatusOut(**{**fields, **changes}).model_dump(mode="json")
+
+
+def test_what_keeps_judge_and_sampling_from_their_work_has_a_line_each() -> None:
+    judge = TroubleOut(since=NOW - 300, why="unavailable: connection refused", until=None)
+    sampling = TroubleOut(since=NOW - 60, why="spent: 15 tokens", until=NOW + 3_600)
+
+    lines = status_lines(status(judge=judge, sampling=sampling, dead_letters=2), NOW)
+    quiet = status_lines(status(), NOW)
+
+    assert lines is not None
+    assert quiet is not None
+    assert [one for one in lines if one not in quiet] == [
+        "Dead letters: 2 records could not be stored; see the runbook.",
+        f"Sampling: waits since {shown_time(NOW - 60, NOW)}, until "
+        f"{shown_time(NOW + 3_600, NOW)}: spent: 15 tokens",
+        f"Judge: gives no scores since {shown_time(NOW - 300, NOW)}: "
+        "unavailable: connection refused",
+    ]
 
 
 def canary(**changes: Any) -> CanaryOut:

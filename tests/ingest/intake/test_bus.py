@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kafka.errors import KafkaTimeoutError
 
 from ingest.errors import BusError
 from ingest.intake.bus import open_bus
+from ingest.intake.kafka_bus import KafkaBus
 from ingest.intake.reader import Envelope
 from sidecar.records import decode_exchange, encode_exchange
+from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 from support.ingest_kit import FillBus, Kit
 
 
@@ -118,3 +121,23 @@ def test_a_locked_outbox_is_a_bus_error_and_loses_nothing(kit: Kit, tmp_path: Pa
     assert ids(bus.read(1)) == ["a"]
     bus.close()
     outbox.close()
+
+
+def test_a_topic_of_dead_letters_that_is_away_is_not_waited_for_by_every_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wait of 10 s for each would last longer than the brokers wait for this process."""
+    place = read_bus_url("kafka://127.0.0.1:1/exchanges")
+    assert isinstance(place, KafkaUrl)
+    bus = KafkaBus(place, Kafka())
+    tries: list[int] = []
+
+    def away() -> None:
+        tries.append(1)
+        raise KafkaTimeoutError("the topic is away")
+
+    monkeypatch.setattr(bus, "_dead_letters", away)
+    for number in range(200):
+        bus.put_aside(Envelope(position=number, payload=b""), "poison")
+
+    assert len(tries) == 1

@@ -13,6 +13,7 @@ from ingest.errors import JudgeUnavailableError
 from ingest.ruler.judge import Judge, JudgeReply
 from ingest.ruler.judgements import Judgements
 from ingest.store.groups import claim_groups, load_scored_group
+from ingest.store.troubles import JUDGE_WAITS, read_trouble
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from support.clock import Clock
@@ -38,6 +39,10 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
         assert await judging.step() == 2
         assert judge_kit.status(database, "g1") == ("sampled", None)
         assert await judging.step() == 0  # waits
+        with database.read() as session:
+            told = read_trouble(session, JUDGE_WAITS, now=clock.now)
+        assert told is not None
+        assert "connection refused" in told.why
         clock.now += 1.0
         assert await judging.step() == 1  # tries another one, in vain, and waits 2 s now
         assert judge_kit.status(database, "g3") == ("sampled", None)
@@ -53,6 +58,8 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
         clock.now += 2.0
         assert await judging.step() == 1  # and g3 from 1008 on
 
+    with database.read() as session:
+        assert read_trouble(session, JUDGE_WAITS, now=clock.now) is None
     assert [judge_kit.status(database, name)[0] for name in ("g1", "g2", "g3")] == ["scored"] * 3
     assert judge_kit.counts(database, "judge_calls") == {"good": 3, "unanswered": 3}
     assert judge_kit.group_row(database, "g1").attempts == 0

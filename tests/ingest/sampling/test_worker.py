@@ -15,6 +15,7 @@ from ingest.records import Group
 from ingest.sampling.budget import day_of, next_midnight, spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
+from ingest.store.troubles import SAMPLING_WAITS, read_trouble
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
@@ -306,10 +307,17 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
 
     restarted = make_worker(kit.FakeSampler(), **settings)
     assert await restarted.step() == 0
+    with kit.database.read() as session:
+        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+    assert told is not None
+    assert (told.since, told.until) == (NOON, NOON + 12 * 3600)
+    assert told.why == "groups.tokens_per_day is spent: 15 candidate tokens today"
     clock.now = NOON + 12 * 3600 - 1
     assert await restarted.step() == 0
     clock.now = NOON + 12 * 3600
     assert await restarted.step() == 1
+    with kit.database.read() as session:
+        assert read_trouble(session, SAMPLING_WAITS, now=NOON) is None
 
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
 

@@ -107,3 +107,9 @@ def test_the_length_of_a_value_is_known_from_its_head() -> None:
         assert decoded_bytes(head, len(stored)) == decoded_ids(head, len(stored)) == length
     assert decoded_ids(pack_ids(range(9)), 36) == 36
     assert decoded_bytes(zlib.compress(b"x" * 9)[:HEAD_BYTES], 17) == 170
+
+
+def test_a_zlib_stream_is_not_read_where_there_is_no_room_left() -> None:
+    """zlib takes a limit of 0 for none at all."""
+    with pytest.raises(ValueError, match="longer than 0 bytes"):
+        decompress(zlib.compress(bytes(10_000)), limit=0)
