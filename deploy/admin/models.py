@@ -73,12 +73,6 @@ class AdapterOut(Out):
         )
 
 
-class AliasOut(Out):
-    alias: str
-    adapter: str
-    generation: int
-
-
 class CanaryOut(Out):
     """A canary. Its ETag is `"g<generation>"`."""
 

@@ -80,6 +80,12 @@ class SessionOut(Out):
     signals: list[SignalOut]
 
 
+class AliasOut(Out):
+    alias: str
+    adapter: str
+    generation: int
+
+
 class TroubleOut(Out):
     """Why a worker of ingest waits."""
 

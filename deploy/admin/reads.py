@@ -15,7 +15,6 @@ from deploy.admin.context import AdminContext
 from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
 from deploy.admin.models import (
     AdapterOut,
-    AliasOut,
     CanaryOut,
     ComparisonOut,
     EngineOut,
@@ -27,7 +26,7 @@ from deploy.admin.models import (
     RoutingOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut, TroubleOut
+from deploy.admin.out import AliasOut, BusOut, TroubleOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
