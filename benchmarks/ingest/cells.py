@@ -11,15 +11,23 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.ingest.servers import Servers
 from benchmarks.ingest.traffic import MODEL, WEIGHTS
-from sidecar.capture.outbox import Outbox
+from sidecar.capture.outbox import Outbox, OutboxReader
+from sidecar.forwarding.dead_letters import DeadLetters
+from sidecar.forwarding.forward import Forwarder
+from sidecar.forwarding.report import Tally
+from sidecar.forwarding.sender import KafkaSender
+from sidecar.forwarding.topics import ensure_topics
 from sidecar.records import Exchange
+from sidecar.settings import Kafka, KafkaUrl, read_bus_url
 from sidecar.store.database import Database
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,14 +50,18 @@ class Bus:
     url: str
     open_sink: Callable[[], Sink]
 
-    def fill(self, exchanges: Iterator[Exchange], count: int) -> None:
-        """Write this many records. Raises: RuntimeError when the bus takes fewer."""
+    def fill(self, exchanges: Iterator[Exchange], count: int) -> Sink:
+        """Write this many records. Returns: the sink, closed.
+
+        Raises: RuntimeError when the bus takes fewer.
+        """
         sink = self.open_sink()
         for at in range(0, count, FILL):
             batch = [next(exchanges) for _ in range(min(FILL, count - at))]
             if sink.write(batch) < len(batch):
                 raise RuntimeError(f"{self.url} is full after {at} records")
         sink.close()
+        return sink
 
 
 @contextmanager
@@ -75,8 +87,63 @@ def migrated(folder: Path) -> Iterator[str]:
         yield url
 
 
-BUSES: dict[str, Callable[[Path], AbstractContextManager[Bus]]] = {"outbox": outbox}
-STORES: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"sqlite": sqlite}
+@contextmanager
+def kafka(folder: Path, servers: Servers) -> Iterator[Bus]:
+    """A topic of one partition on a broker; filled as the proxy does, through an outbox."""
+    url = servers.new_topic()
+    place = read_bus_url(url)
+    assert isinstance(place, KafkaUrl)
+    ensure_topics(place, Kafka(partitions=1))
+    yield Bus(url, lambda: KafkaSink(place, folder / "waiting.db"))
+
+
+class KafkaSink:
+    """Forwards what is written when it is closed, and measures that."""
+
+    def __init__(self, place: KafkaUrl, path: Path) -> None:
+        self._place, self._path = place, path
+        self._outbox = Outbox(path, max_rows=10_000_000)
+        self._written = 0
+        self.figures: Json = {}
+
+    def write(self, exchanges: Sequence[Exchange]) -> int:
+        self._written += len(exchanges)
+        return self._outbox.write(exchanges)
+
+    def close(self) -> None:
+        self._outbox.close()
+        forwarder = Forwarder(
+            OutboxReader(self._path),
+            lambda: KafkaSender(self._place, Kafka(partitions=1)),
+            DeadLetters(self._path.with_name("dead.db")),
+            Tally(),
+            partition_by="caller",
+        )
+        began, cpu = time.monotonic(), time.process_time()
+        while forwarder.step():
+            pass
+        self.figures = {
+            "wall_s": time.monotonic() - began,
+            "cpu_s": time.process_time() - cpu,
+            "records": self._written,
+        }
+        forwarder.close()
+
+
+@contextmanager
+def postgres(_folder: Path, servers: Servers) -> Iterator[str]:
+    """An empty database on a PostgreSQL that syncs; a new one for each measurement."""
+    yield servers.new_database()
+
+
+BUSES: dict[str, Callable[[Path, Servers], AbstractContextManager[Bus]]] = {
+    "outbox": lambda folder, _: outbox(folder),
+    "kafka": kafka,
+}
+STORES: dict[str, Callable[[Path, Servers], AbstractContextManager[str]]] = {
+    "sqlite": lambda folder, _: sqlite(folder),
+    "postgres": postgres,
+}
 
 
 class Consumer:

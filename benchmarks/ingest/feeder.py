@@ -2,7 +2,8 @@
 
 `python -m benchmarks.ingest.feeder BUS RATE SECONDS LOG PREFIX` offers replies to the real
 recorder, which writes them to the real bus at its flush interval. Each exchange id is written to
-the log with the time of its reply.
+the log with the time of its reply. With MOST as a last argument, it pauses while more records than
+that wait on the bus.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.ingest.traffic import MODEL, exchanges
-from sidecar.capture.outbox import Outbox, outbox_path
+from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
 from sidecar.capture.recorder import Capture
 from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, Exchange, RawCapture
@@ -22,11 +23,19 @@ from sidecar.settings import Capture as CaptureSettings
 ROUTE = Assignment(adapter="base", arm="champion", propensity=1.0, upstream_model=MODEL)
 
 
-def main(url: str, rate: float, seconds: float, log: Path, prefix: str) -> None:
+LOOK_S = 0.2
+"""Between two looks at how many records wait."""
+
+
+def main(
+    url: str, rate: float, seconds: float, log: Path, prefix: str, most: float = float("inf")
+) -> None:
     outbox = Outbox(outbox_path(url, log.parent), max_rows=1_000_000)
     capture = Capture(CaptureSettings(), outbox, Metrics(), None)
     capture.start()
     source = exchanges(prefix=prefix)
+    reader = OutboxReader(outbox_path(url, log.parent))
+    looked = 0.0
     began = time.monotonic()
     with log.open("a") as written:
         number = 0
@@ -38,6 +47,12 @@ def main(url: str, rate: float, seconds: float, log: Path, prefix: str) -> None:
                 number += 1
             written.flush()
             time.sleep(0.002)
+            if most < float("inf") and now - looked > LOOK_S:
+                paused = time.monotonic()
+                while reader.count() > most:
+                    time.sleep(LOOK_S)
+                began += time.monotonic() - paused
+                looked = time.monotonic() - began
     if not capture.stop(60.0):
         sys.exit("the recorder did not write all it was offered")
 
@@ -77,4 +92,6 @@ def _raw(exchange: Exchange) -> RawCapture:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
+    words = sys.argv[1:]
+    limits = map(float, words[5:])
+    main(words[0], float(words[1]), float(words[2]), Path(words[3]), words[4], *limits)

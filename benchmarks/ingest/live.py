@@ -16,13 +16,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from benchmarks.ingest.cells import ROOT, Bus, Json, migrated, outbox
 from benchmarks.ingest.traffic import MODEL
 from ingest.intake.bus import open_bus
 
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
+"""How long nothing may move before an account fails."""
+MOST_WAITING = 2_000
+"""Records that wait while ingest is killed again and again. Without a bound they grow by `rate` for
+as long as ingest takes to start, and the last drain takes longer than all kills together."""
 SETTLE_S = 1.0
 """`groups.settle_s`: so that the accounts need not wait a minute for the last decision."""
 WARM_UP_S = 5.0
@@ -64,10 +69,13 @@ def ingest(
 
 @contextmanager
 def feeder(
-    bus: Bus, log: Path, *, rate: float, seconds: float
+    bus: Bus, log: Path, *, rate: float, seconds: float, most: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "benchmarks.ingest.feeder", bus.url, str(rate), str(seconds)]
-    process = subprocess.Popen([*command, str(log), "live-"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    limits = [] if most is None else [str(most)]
+    process = subprocess.Popen(
+        [*command, str(log), "live-", *limits], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     try:
         yield process
     finally:
@@ -87,19 +95,21 @@ def stored(store: Path) -> Counter[str]:
 
 
 def drain(bus: Bus, store: str, log: Path) -> None:
-    """Wait until the bus is empty and all is decided.
+    """Wait until the bus is empty and all is decided, as long as there is progress.
 
     Raises: RuntimeError with the end of the log.
     """
-    reader, deadline = open_bus(bus.url), time.monotonic() + PATIENCE_S
-    while reader.lag():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the bus is not drained; {log.read_text()[-2000:]}")
-        time.sleep(0.05)
+    reader, path = open_bus(bus.url), Path(store.removeprefix("sqlite:///"))
+    for left in (reader.lag, partial(undecided, path)):
+        least, deadline = left() + 1, time.monotonic() + PATIENCE_S
+        while now := left():
+            if now < least:
+                least, deadline = now, time.monotonic() + PATIENCE_S
+            elif time.monotonic() > deadline:
+                why = f"nothing moves, {now} records wait"
+                raise RuntimeError(f"{why}; {log.read_text()[-2000:]}")
+            time.sleep(0.05)
     reader.close()
-    path = Path(store.removeprefix("sqlite:///"))
-    while undecided(path) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def undecided(store: Path) -> int:
@@ -156,7 +166,8 @@ def kills(folder: Path, *, times: int, rate: float) -> Json:
     rng = random.Random(12)
     log = folder / "ingest.log"
     with outbox(folder) as bus, migrated(folder) as store:
-        with feeder(bus, folder / "offered", rate=rate, seconds=1e6) as feeding:
+        offered_at = folder / "offered"
+        with feeder(bus, offered_at, rate=rate, seconds=1e6, most=MOST_WAITING) as feeding:
             for number in range(times):
                 with ingest(folder, bus.url, store) as process:
                     log.write_bytes(b"")

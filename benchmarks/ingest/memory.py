@@ -11,7 +11,7 @@ from statistics import median
 from benchmarks.ingest.cells import ROOT, Consumer, Json, outbox, sqlite
 from benchmarks.ingest.traffic import exchanges, long_exchanges
 from ingest.intake.bus import open_bus
-from ingest.intake.placing import Sessions
+from ingest.intake.placing import RESTORED, Sessions
 from sidecar.store.database import Database
 
 PART = 5_000
@@ -19,11 +19,8 @@ PART = 5_000
 LONG_TOKENS = 100_000
 
 
-def flat(folder: Path, *, records: int, tree: Path = ROOT) -> tuple[Json, Json]:
-    """Consume many records with one consumer; its memory in each fifth. Then rebuild the sessions.
-
-    Returns: the two rows.
-    """
+def flat(folder: Path, *, records: int, tree: Path = ROOT) -> Json:
+    """Consume many records with one consumer; its memory in each fifth."""
     folder.mkdir()
     with outbox(folder) as bus, sqlite(folder) as store:
         source = exchanges()
@@ -50,15 +47,35 @@ def flat(folder: Path, *, records: int, tree: Path = ROOT) -> tuple[Json, Json]:
         (first, _, before), (last, _, after) = samples[-len(samples) // 5 - 1], samples[-1]
         row["cpu_us_per_record"] = 1e6 * (after - before) / (last - first)
         row["growth"] = row["rss_mb_5"] / row["rss_mb_4"] - 1
-        return row, _rebuild(store)
+        return row
 
 
-def _rebuild(store: str) -> Json:
+def rebuild(folder: Path, *, stored: int) -> Json:
+    """What a restart costs with this many exchanges in the store. The newest `RESTORED` of them are
+    read, whatever there is; they are of this benchmark's traffic, the others are filled in by SQL.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.large_store import make_large_store
+
+    folder.mkdir()
+    make_large_store(folder / "store.db", exchanges=max(1, stored - RESTORED))
+    with outbox(folder) as bus:
+        bus.fill(exchanges(), min(stored, RESTORED))
+        store = f"sqlite:///{folder}/store.db"
+        consumer = Consumer(bus.url, store)
+        try:
+            consumer.until_done()
+        finally:
+            consumer.stop()
+    return _rebuild(store, stored)
+
+
+def _rebuild(store: str, stored: int) -> Json:
     database = Database(store)
     began, cpu = time.monotonic(), time.process_time()
     found = Sessions(held_out_rate=0.1).restore(database, now=time.time())
     row: Json = {
-        "what": "sessions after a restart",
+        "what": f"sessions after a restart, of {stored} exchanges",
         "records": found,
         "rebuild_s": time.monotonic() - began,
         "cpu_us_per_record": 1e6 * (time.process_time() - cpu) / max(1, found),

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.ingest.cells import BUSES, ROOT, STORES, Consumer, Json, migrated
+from benchmarks.ingest.cells import (
+    BUSES,
+    ROOT,
+    STORES,
+    Consumer,
+    Json,
+    KafkaSink,
+    migrated,
+)
+from benchmarks.ingest.servers import NoServerError, Servers
 from benchmarks.ingest.traffic import exchanges
 
 BATCH = 200
 PEER = "executemany"
+FORWARD = "forward"
+CELLS = ("outbox to sqlite", "outbox to postgres", "kafka to sqlite", "kafka to postgres")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +46,67 @@ LATER = Contender(ROOT, 0.001)
 
 
 def measure(
-    folder: Path, *, records: int, rounds: int, contenders: Mapping[str, Contender]
-) -> tuple[list[Json], list[Json]]:
+    folder: Path,
+    *,
+    records: int,
+    rounds: int,
+    contenders: Mapping[str, Contender],
+    cells: Sequence[str] = CELLS,
+) -> tuple[list[Json], list[Json], dict[str, str]]:
     """Measure each bus with each store, by turns with the peer.
 
-    Returns: the figures of each round, and their medians by contender.
+    cells: such as "outbox to sqlite". Only of this one, the first, contenders that decide later and
+        the peer are measured.
+    Returns: the figures of each round, their medians by contender, and why a cell was left out.
     """
     found: list[Json] = []
-    for number in range(rounds):
-        for bus in BUSES:
-            for store in STORES:
-                for name, contender in contenders.items():
-                    place = folder / f"{bus}-{store}-{name}-{number}"
-                    place.mkdir()
-                    figures = _consume(place, bus, store, records=records, contender=contender)
-                    found.append(_row(f"{name}: {bus} to {store}", number, records, figures))
-                    if contender is AT_ONCE and store == "sqlite":
-                        figures = _peer(place)
-                        found.append(_row(f"{PEER}: {bus} to {store}", number, records, figures))
-    return found, _medians(found)
+    missing: dict[str, str] = {}
+    with Servers(folder) as servers:
+        for number in range(rounds):
+            for cell in cells:
+                try:
+                    found += _round(folder, servers, cell, number, records, contenders)
+                except NoServerError as error:
+                    missing[cell] = str(error)
+    return found, _medians(found), missing
 
 
-def _consume(place: Path, bus: str, store: str, *, records: int, contender: Contender) -> Json:
-    with BUSES[bus](place) as source, STORES[store](place) as url:
-        source.fill(exchanges(), records)
+def _round(
+    folder: Path,
+    servers: Servers,
+    cell: str,
+    number: int,
+    records: int,
+    contenders: Mapping[str, Contender],
+) -> list[Json]:
+    bus, _, store = cell.partition(" to ")
+    found: list[Json] = []
+    for name, contender in contenders.items():
+        if contender is LATER and cell != CELLS[0]:
+            continue
+        place = folder / f"{bus}-{store}-{name}-{number}"
+        place.mkdir()
+        figures, filled = _consume(place, servers, bus, store, records, contender)
+        found.append(_row(f"{name}: {cell}", number, records, figures))
+        if filled:
+            found.append(_row(f"{FORWARD} to {bus}, then {store}", number, records, filled))
+        if contender is AT_ONCE and cell == CELLS[0]:
+            found.append(_row(f"{PEER}: {cell}", number, records, _peer(place)))
+        shutil.rmtree(place)
+    return found
+
+
+def _consume(
+    place: Path, servers: Servers, bus: str, store: str, records: int, contender: Contender
+) -> tuple[Json, Json]:
+    """Returns: the figures of ingest, and of the forwarder where there is one."""
+    with BUSES[bus](place, servers) as source, STORES[store](place, servers) as url:
+        sink = source.fill(exchanges(), records)
         consumer = Consumer(
             source.url, url, tree=contender.tree, settle_s=contender.settle_s, batch=BATCH
         )
         try:
-            return consumer.until_done()
+            return consumer.until_done(), sink.figures if isinstance(sink, KafkaSink) else {}
         finally:
             consumer.stop()
 
@@ -80,6 +124,7 @@ def _peer(place: Path) -> Json:
 
 
 def _row(name: str, number: int, records: int, figures: Json) -> Json:
+    records = figures.get("records", records)
     return {
         "what": name,
         "round": number,

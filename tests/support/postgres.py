@@ -56,12 +56,13 @@ class NoPostgresError(Exception):
 class Server:
     """One cluster, made in a new folder. `start`, `stop` and `kill` as often as wanted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, str] = OPTIONS) -> None:
         """folder: empty; its path is short, because a unix socket stands in it.
 
         Raises: NoPostgresError.
         """
         self._folder = folder
+        self._options = options
         self._as = _unprivileged()
         self._binaries = _binaries(folder, own=not self._as)
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,7 +85,7 @@ class Server:
 
     def start(self) -> None:
         """Raises: NoPostgresError when it does not come up."""
-        options = [f"-c{name}={value}" for name, value in OPTIONS.items()]
+        options = [f"-c{name}={value}" for name, value in self._options.items()]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -178,14 +179,14 @@ class Databases:
 
 
 @contextmanager
-def private_server() -> Iterator[Server]:
+def private_server(options: Mapping[str, str] = OPTIONS) -> Iterator[Server]:
     """Start a server in a temporary folder; stop it and remove the folder at the end.
 
     Raises: NoPostgresError.
     """
     folder = Path(tempfile.mkdtemp(prefix="pg-"))
     try:
-        server = Server(folder)
+        server = Server(folder, options)
         try:
             server.start()
             yield server
