@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sidecar.processes.interrupt import one_line_at_interrupt
 
 if TYPE_CHECKING:
+    from sidecar.capture.durable_counts import DurableCounts
     from sidecar.forwarding.process import ForwardingProcess
     from sidecar.proxy import Proxy
     from sidecar.settings import Settings
@@ -105,6 +106,7 @@ def _run_proxy(settings: Settings, worker: str | None, config: Path | None) -> i
     import structlog
     import uvloop
 
+    from sidecar.capture.durable_counts import DurableCounts
     from sidecar.forwarding.process import forwarding_process
     from sidecar.proxy import Proxy
     from sidecar.tracing.spans import GivenIds
@@ -116,20 +118,26 @@ def _run_proxy(settings: Settings, worker: str | None, config: Path | None) -> i
         structlog.contextvars.bind_contextvars(worker=handover.slot)
     tracing = configure_tracing(settings.telemetry, "proxy", GivenIds())
     proxy = Proxy(settings, tracing, handover=handover)
-    forwarder = None  # with several workers, their parent has it
+    forwarder = counts = None  # with several workers, their parent has them
     if handover is None:
         forwarder = forwarding_process(settings, config, proxy.metrics.forwarding)
+        counts = DurableCounts(settings.store.url, lambda: [proxy.metrics_table.read()])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         host = settings.proxy.host
-        runner.run(_serve(proxy, forwarder, host, is_worker=handover is not None))
+        runner.run(_serve(proxy, forwarder, counts, host, is_worker=handover is not None))
     tracing.shutdown()
     return 0
 
 
 async def _serve(
-    proxy: Proxy, forwarder: ForwardingProcess | None, host: str, *, is_worker: bool
+    proxy: Proxy,
+    forwarder: ForwardingProcess | None,
+    counts: DurableCounts | None,
+    host: str,
+    *,
+    is_worker: bool,
 ) -> None:
     from sidecar.processes.readiness import tell_ready
     from sidecar.settings.kinds import base_url
@@ -141,13 +149,17 @@ async def _serve(
     port = await proxy.start(parent_gone=stopping.set)
     if forwarder is not None:
         forwarder.start()
+    if counts is not None:
+        counts.start()
     if not is_worker:  # with several workers, their parent reports readiness
         tell_ready(base_url(host, port))
     _tune_garbage_collection()
     await stopping.wait()
     await proxy.stop()
-    if forwarder is not None:  # last, so that it forwards the last captures
+    if forwarder is not None:  # after the proxy, so that it forwards the last captures
         await forwarder.stop()
+    if counts is not None:
+        await asyncio.to_thread(counts.stop)
 
 
 def _keep_freed_memory() -> None:

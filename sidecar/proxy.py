@@ -68,11 +68,11 @@ class Proxy:
         self._settings = settings
         others: list[memoryview] = []
         shared: memoryview | None = None
-        self._table, row = MetricTable(), 0
+        self.metrics_table, row = MetricTable(), 0
         if handover is not None:
-            self._table, others, shared = handover.table()
+            self.metrics_table, others, shared = handover.table()
             row = handover.slot - 1
-        self.metrics = Metrics(self._table, others)
+        self.metrics = Metrics(self.metrics_table, others)
         self._reporter = TripReporter(settings.store.url, settings.state_dir)
         self.breaker = Breaker(
             self.metrics, shared, row, max(1, len(others)), self._reporter.report
@@ -162,7 +162,7 @@ class Proxy:
             clock=clock,
         )
         self._parent = ParentLine(handover, self._relay) if handover is not None else None
-        self._lag = LoopLag(self.metrics.event_loop_lag, self._table.give_sign)
+        self._lag = LoopLag(self.metrics.event_loop_lag, self.metrics_table.give_sign)
         self._app_server = _AppServer(
             uvicorn.Config(
                 make_app(self.metrics, self.routing, self._watch, self._keys, self._feedback),
@@ -190,7 +190,7 @@ class Proxy:
         self._tasks.append(asyncio.create_task(self._app_server.serve(sockets=[listener])))
         self._lag.start()
         self.metrics.workers_alive.set(1)
-        self._table.open()
+        self.metrics_table.open()
         log.info(
             "proxy_ready", host=self._settings.proxy.host, port=port, compiled=relay_is_compiled()
         )
@@ -222,7 +222,7 @@ class Proxy:
         self._socket_path.unlink(missing_ok=True)
         if self._parent is not None:
             self._parent.close()
-        self._table.close()
+        self.metrics_table.close()
         log.info("proxy_stopped")
 
 

@@ -19,15 +19,15 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import RefusalReason
 from deploy.engine.reconcile import EngineView
+from deploy.funnel.read import read_funnel
+from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
 from deploy.registry import canaries, learner_switches, routing_writer
-from deploy.registry.tallies import exchanges_by_selection
 from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AdapterRow,
     CanaryRow,
-    CounterRow,
     GroupRow,
     RunRow,
 )
@@ -54,10 +54,13 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with self._database.read() as session:
+            found = read_funnel(session, self._model)
             yield from self._tallies(session)
+            yield _exchanges(found.stages)
+            yield from _funnel(found.stages)
             yield from self._singles(session)
             yield from _bus(session)
-            yield _counters(session)
+            yield _counters(found.counters)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
             "Admin API requests refused before routing, by reason, since control started.",
@@ -98,12 +101,6 @@ class StoreCollector(Collector):
             for value, number in rows:
                 family.add_metric([str(value)], number)
             yield family
-        family = GaugeMetricFamily(
-            "sidecar_exchanges", "Exchanges, by selection.", labels=["selection"]
-        )
-        for selection, number in exchanges_by_selection(session).items():
-            family.add_metric([selection], number)
-        yield family
 
     def _singles(self, session: Session) -> Iterator[Metric]:
         engine = self._engine()
@@ -183,13 +180,42 @@ def _bus(session: Session) -> Iterator[Metric]:
     yield from (lag, reachable, at)
 
 
-def _counters(session: Session) -> Metric:
+def _exchanges(stages: tuple[Stage, ...]) -> Metric:
+    family = GaugeMetricFamily(
+        "sidecar_exchanges", "Exchanges, by selection.", labels=["selection"]
+    )
+    for selection, number in exchanges_by_selection(stages).items():
+        family.add_metric([selection], number)
+    return family
+
+
+def _funnel(stages: tuple[Stage, ...]) -> Iterator[Metric]:
+    entered = GaugeMetricFamily(
+        "sidecar_funnel_entered", "Records that entered a stage.", labels=["stage"]
+    )
+    records = GaugeMetricFamily(
+        "sidecar_funnel_records",
+        "Records that entered a stage, by where they are or ended.",
+        labels=["stage", "end"],
+    )
+    for stage in stages:
+        entered.add_metric([stage.name], stage.entered)
+        records.add_metric([stage.name, "passed"], stage.passed)
+        for end, number in (*stage.ended.items(), *stage.waiting.items()):
+            records.add_metric([stage.name, end], number)
+        if stage.unreported:
+            records.add_metric([stage.name, "unreported"], -stage.unreported)
+    yield entered
+    yield records
+
+
+def _counters(counters: Counters) -> Metric:
     family = CounterMetricFamily(
         "sidecar_records", "Records, by stage and outcome.", labels=["stage", "reason"]
     )
-    for row in session.scalars(select(CounterRow)):
-        if isinstance(row.count, int):  # `/admin/v1/funnel` logs a damaged one
-            family.add_metric([str(row.stage), str(row.reason)], row.count)
+    for stage, counts in counters.items():
+        for reason, number in counts.items():
+            family.add_metric([stage, reason], number)
     return family
 
 

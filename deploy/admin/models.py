@@ -344,23 +344,6 @@ class StatusOut(Out):
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 
 
-class FunnelOut(Out):
-    """Counts of records by stage, from request to gradient."""
-
-    exchanges: dict[str, int]
-    """Number of exchanges by outcome of the selection."""
-    groups: dict[str, int]
-    """Number of groups by status."""
-    groups_by_reason: dict[str, int]
-    """Number of groups that were set aside or expired, by reason."""
-    runs: dict[str, int]
-    canaries: dict[str, int]
-    counters: dict[str, dict[str, int]]
-    """Durable counts: stage -> reason -> count."""
-    token_check: str
-    """`on` when token ids are compared with the texts they belong to; else the reason why not."""
-
-
 class ReasonIn(BaseModel):
     # Strict: `true` is not a version, and a number is not a reason.
     model_config = ConfigDict(extra="forbid", strict=True)

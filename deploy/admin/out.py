@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from deploy.funnel.stages import Stage
+
 
 class Out(BaseModel):
     """A part of a reply. JSON has no infinity: a number without end is a damaged one."""
@@ -105,3 +107,61 @@ class BusOut(Out):
     """Why it could not be reached; empty when it could."""
     at: float
     """When that was, unix seconds."""
+
+
+class StageOut(Out):
+    """One stage of the funnel, since the store was made.
+
+    entered + unreported = passed + the sum of ended + the sum of waiting.
+    """
+
+    name: str
+    unit: str
+    """What is counted: requests, exchanges, groups or adapters."""
+    passed_as: str
+    """What a record is called that passed."""
+    entered: int
+    passed: int
+    """Records that went on to the next stage."""
+    ended: dict[str, int]
+    """Records that go no further, by reason."""
+    waiting: dict[str, int]
+    """Records still in the stage, by state."""
+    unreported: int
+    """Records that left the stage without having been counted as they entered it: a process that
+    is killed takes its last seconds of counts along."""
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageOut:
+        return cls(
+            name=stage.name,
+            unit=stage.unit,
+            passed_as=stage.passed_as,
+            entered=stage.entered,
+            passed=stage.passed,
+            ended=dict(stage.ended),
+            waiting=dict(stage.waiting),
+            unreported=stage.unreported,
+        )
+
+
+class FunnelOut(Out):
+    """Counts of records by stage, from request to adapter, since the store was made.
+
+    They come from durable counters: rows that retention deletes stay counted.
+    """
+
+    stages: list[StageOut]
+    """In the order in which a record comes through them."""
+    exchanges: dict[str, int]
+    """Number of exchanges by outcome of the selection."""
+    groups: dict[str, int]
+    """Number of groups by status."""
+    groups_by_reason: dict[str, int]
+    """Number of groups that were set aside or dropped, by reason."""
+    runs: dict[str, int]
+    canaries: dict[str, int]
+    counters: dict[str, dict[str, int]]
+    """Durable counts: stage -> reason -> count."""
+    token_check: str
+    """`on` when token ids are compared with the texts they belong to; else the reason why not."""

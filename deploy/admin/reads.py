@@ -19,17 +19,18 @@ from deploy.admin.models import (
     ComparisonOut,
     EngineOut,
     EvidenceOut,
-    FunnelOut,
     LearnerOut,
     LoopOut,
     Page,
     RoutingOut,
     StatusOut,
 )
-from deploy.admin.out import AliasOut, BusOut, TroubleOut
+from deploy.admin.out import AliasOut, BusOut, FunnelOut, StageOut, TroubleOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
+from deploy.funnel.read import read_funnel
+from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
 from deploy.registry import canaries, learner_switches, routing_writer, tallies, versions
 from ingest.feedback.placing import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
@@ -107,19 +108,15 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
     @router.get("/funnel")
     def funnel() -> FunnelOut:
         with database.read() as session:
-            counters: dict[str, dict[str, int]] = {}
-            for row in session.scalars(select(CounterRow).order_by(CounterRow.stage)):
-                if isinstance(row.count, int):
-                    counters.setdefault(row.stage, {})[row.reason] = row.count
-                else:
-                    log.warning("counter_unreadable", stage=row.stage, reason=row.reason)
+            found = read_funnel(session, model)
             return FunnelOut(
-                exchanges=tallies.exchanges_by_selection(session),
-                groups=_tally(session, GroupRow.status),
-                groups_by_reason=_tally(session, GroupRow.reason, GroupRow.reason.is_not(None)),
+                stages=[StageOut.of(stage) for stage in found.stages],
+                exchanges=exchanges_by_selection(found.stages),
+                groups=groups_by_status(found.stages),
+                groups_by_reason=groups_by_reason(found.stages),
                 runs=_tally(session, RunRow.status, RunRow.model == model),
                 canaries=_tally(session, CanaryRow.state, CanaryRow.model == model),
-                counters=counters,
+                counters=found.counters,
                 token_check=_token_check(session),
             )
 

@@ -20,6 +20,7 @@ from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
 from deploy.cli.context import admin_client, settings_of
+from deploy.cli.doctor import doctor
 from deploy.cli.exchanges import exchanges_app
 from deploy.cli.groups import groups_app
 from deploy.cli.keys import keys_app
@@ -38,6 +39,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
 app.add_typer(exchanges_app, name="exchanges")
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +20,20 @@ def config_init(
     path: Annotated[
         Path | None, typer.Argument(help="default: the file of --config, else ./sidecar.toml")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a file that exists")] = False,
 ) -> None:
-    """Write a settings file with a comment for each setting; never overwrites one."""
-    from deploy.cli.first_settings import FIRST_SETTINGS
+    """Write a settings file with a comment for each setting, readable by its owner only."""
+    from deploy.preflight.first_settings import first_settings
 
     target = path or context.obj or Path("sidecar.toml")
+    text = first_settings()
     try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(FIRST_SETTINGS)
+        if force:
+            target.unlink(missing_ok=True)  # a link is replaced, not followed
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
     except FileExistsError:
-        note(f"{target} exists already and is left as it is; name another file, or remove it")
+        note(f"{target} exists already and is left as it is; name another file, or use --force")
         raise typer.Exit(1) from None
     except OSError as error:
         note(f"{target} cannot be written ({error.strerror}); name a file in a writable folder")

@@ -19,7 +19,8 @@ def check_bus(settings: Settings) -> Finding | None:
         missing = missing_topics(place, kafka)
     except KafkaError as problem:
         why = describe(problem, place, kafka)
-        return error("bus.url", f"{why}; start the brokers, or correct the address or [kafka]")
+        to_do = "start the brokers, or correct the address or [kafka]"
+        return error("bus.url", f"{why}; {to_do}", "kafka_away")
     if missing and not kafka.create_topics:
         names = " and ".join(missing)
         return error(

@@ -18,11 +18,13 @@ class Finding:
     """The setting to change, such as `learner.device`."""
     text: str
     """What is wrong, why, and what to do."""
+    cause: str = ""
+    """A short name of the fault, for programs; empty where nothing asks for it."""
 
 
-def error(setting: str, text: str) -> Finding:
-    return Finding("error", setting, text)
+def error(setting: str, text: str, cause: str = "") -> Finding:
+    return Finding("error", setting, text, cause)
 
 
-def warning(setting: str, text: str) -> Finding:
-    return Finding("warning", setting, text)
+def warning(setting: str, text: str, cause: str = "") -> Finding:
+    return Finding("warning", setting, text, cause)

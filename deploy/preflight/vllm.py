@@ -30,11 +30,14 @@ async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
                         "serving.upstreams",
                         f"{url} does not answer yet; `sidecar up` starts it by engine.command, so "
                         "check again while it runs",
+                        "vllm_away",
                     )
                     continue
                 why = str(problem) or type(problem).__name__
                 yield error(
-                    "serving.upstreams", f"{url} does not answer ({why}); start vLLM, or correct it"
+                    "serving.upstreams",
+                    f"{url} does not answer ({why}); start vLLM, or correct it",
+                    "vllm_away",
                 )
 
 
@@ -55,6 +58,7 @@ async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> Async
             "serving.api_key",
             f"{url} refuses the key ({models.status_code}); set SIDECAR_SERVING__API_KEY to vLLM's "
             "--api-key",
+            "vllm_key",
         )
         return
     names = _names(models)
@@ -69,6 +73,7 @@ async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> Async
             "serving.model",
             f"{url} does not serve {serving.model!r} but {', '.join(names) or 'no model'}; set it "
             "to vLLM's --served-model-name",
+            "vllm_model",
         )
         return
     async for finding in _check_adapters(client, url):
@@ -84,6 +89,7 @@ async def _check_adapters(client: httpx.AsyncClient, url: str) -> AsyncIterator[
             "serving.upstreams",
             f"{url} loads no adapters at run time; start vLLM with "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
+            "no_lora",
         )
     metrics = await client.get("/metrics")
     if metrics.status_code != 200:
@@ -91,9 +97,12 @@ async def _check_adapters(client: httpx.AsyncClient, url: str) -> AsyncIterator[
             "serving.upstreams",
             f"{url}/metrics answers {metrics.status_code}; without it candidates are sampled "
             "beside users' requests, whatever the load, and --enable-lora cannot be checked",
+            "no_load",
         )
     elif LORA_METRIC not in metrics.text:
-        yield error("serving.upstreams", f"{url} runs without --enable-lora; start vLLM with it")
+        yield error(
+            "serving.upstreams", f"{url} runs without --enable-lora; start vLLM with it", "no_lora"
+        )
 
 
 async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> AsyncIterator[Finding]:
@@ -117,6 +126,7 @@ async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> Asyn
             "serving.upstreams",
             f"{url} ignores return_token_ids, so nothing can be learned from its replies; use "
             "vLLM 0.32",
+            "no_token_ids",
         )
 
 

@@ -244,8 +244,7 @@ def _store(
         poison = 0
         for record in records:
             if record.error is not None:
-                _put_aside(session, record.envelope, record.error, now=now)
-                poison += 1
+                poison += _put_aside(session, record.envelope, record.error, now=now)
         sessions.save_moves(session)
         consumed = Consumed(
             stored=len(new),
@@ -316,8 +315,9 @@ def _keep_conflicts(
     by_record = {id(record.feedback): record for record in records}
     for conflict in conflicts:
         log.warning("feedback_conflict", why=conflict.message)
-        payload = by_record[id(conflict.feedback)].envelope.payload
-        dead_letter(session, payload, reason=conflict.message, now=now)
+        envelope = by_record[id(conflict.feedback)].envelope
+        place = envelope.where or str(envelope.position)
+        dead_letter(session, envelope.payload, where=place, reason=conflict.message, now=now)
 
 
 def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
@@ -350,15 +350,17 @@ def _store_alone(
         return _store(database, [record], sessions, decide, now=now), None
     except REFUSED as error:
         with database.write(alone=False) as session:
-            _put_aside(session, record.envelope, error, now=now)
-            count(session, STAGE, POISON)
-        return Consumed(poison=1), error
+            aside = _put_aside(session, record.envelope, error, now=now)
+            count(session, STAGE, POISON if aside else REPEATED)
+        return Consumed(poison=int(aside), repeated=int(not aside)), error
 
 
-def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> None:
+def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> bool:
+    """Keep a record in `dead_letter`. Returns: False when the bus gave it again."""
     reason = _reason(error)
     log.error("record_put_aside", where=envelope.where, reason=reason)
-    dead_letter(session, envelope.payload, reason=reason, now=now)
+    place = envelope.where or str(envelope.position)
+    return dead_letter(session, envelope.payload, where=place, reason=reason, now=now)
 
 
 def _reason(error: Exception) -> str:

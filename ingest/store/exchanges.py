@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -280,10 +281,19 @@ def put_aside(session: Session, seqs: Collection[int], selection: str) -> None:
     )
 
 
-def dead_letter(session: Session, payload: bytes, *, reason: str, now: float) -> None:
-    """Keep the whole of a bus record that cannot be stored as an exchange."""
-    session.add(DeadLetterRow(at=now, reason=reason, payload=payload))
+def dead_letter(session: Session, payload: bytes, *, where: str, reason: str, now: float) -> bool:
+    """Keep the whole of a bus record that cannot be stored as an exchange.
+
+    where: its place on the bus. Returns: False when it came before, from this place; the bus gives
+        it again after a crash. Then nothing changes.
+    """
+    digest = sha256(f"{where}\0".encode() + payload).hexdigest()
+    known = select(DeadLetterRow.seq).where(DeadLetterRow.digest == digest)
+    if session.scalar(known) is not None:
+        return False
+    session.add(DeadLetterRow(at=now, reason=reason, payload=payload, digest=digest))
     session.flush()
+    return True
 
 
 def _undecided(selection: str) -> tuple[ColumnElement[bool], TextClause]:

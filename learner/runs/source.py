@@ -26,6 +26,8 @@ TRAINED = "trained"
 DROPPED = "dropped"
 STAGE = "learn"
 """The learner's stage in the durable counters."""
+NOT_GROUPS = ("parent_altered",)
+"""Reasons of that stage that count runs, not groups; those of `answer_masked_...` count answers."""
 MOST_TOKENS = 1_000_000
 MOST_PACKS = 16
 """The answers of a group together may have MOST_TOKENS tokens, or MOST_PACKS times

@@ -32,6 +32,7 @@ class Kafka(Section):
     project, API key and user; no session is ever split. `session`: of one session key of the proxy;
     spreads better, and splits conversations whose opening changes and that send no header."""
     compression: Literal["none", "gzip", "zstd"] = "zstd"
+    """`none`, `gzip` or `zstd`."""
     create_topics: bool = True
     """Create topics that are missing. False: somebody else does, and they are only checked."""
     partitions: Annotated[int, Between(1, 10_000, "each ingest process needs one at least")] = 8
@@ -52,15 +53,20 @@ class Kafka(Section):
     """Largest compressed batch that a topic which is created takes. The proxy sets aside an
     exchange that alone is larger."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """How the brokers are reached: with TLS (`SSL`), with a password (`SASL_...`), or both."""
     sasl_mechanism: Literal["", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = ""
     """Needed with SASL_PLAINTEXT and SASL_SSL."""
     sasl_username: Line = ""
+    """User of `sasl_mechanism`; the password is `sasl_password`."""
     sasl_password: Password = None
+    """A secret: set it by `SIDECAR_KAFKA__SASL_PASSWORD`."""
     ssl_cafile: Word = ""
     """Certificates (PEM) that sign the brokers'. Empty: those of the system."""
     ssl_certfile: Word = ""
     """The client's own certificate (PEM), where the brokers ask for one."""
     ssl_keyfile: Word = ""
+    """The key (PEM) of `ssl_certfile`."""
     ssl_key_password: Password = None
+    """A secret: set it by `SIDECAR_KAFKA__SSL_KEY_PASSWORD`."""
     ssl_check_hostname: bool = True
     """The broker's certificate must name its host."""

@@ -66,6 +66,7 @@ class Groups(Section):
     """Sampling waits while vLLM has more running and waiting requests than this, so that users come
     first."""
     timeout_s: Timeout = 120.0
+    """Longest time of one candidate."""
 
 
 class Judge(Section):
@@ -74,13 +75,17 @@ class Judge(Section):
     model: Line = ""
     """A LiteLLM model name, such as `openai/gpt-...` or `hosted_vllm/...`."""
     api_base: WebUrl | None = None
+    """Base URL, for a judge of your own."""
     api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
     """Key of the judge's API. Without it LiteLLM reads the provider's own environment variable."""
     rubric: Text = DEFAULT_RUBRIC
+    """What makes an answer better, in plain words."""
     passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 1
     """Judge calls per group, each with the answers in another order; the score is their mean."""
     concurrency: Parallel = 8
+    """Groups judged at once."""
     timeout_s: Timeout = 60.0
+    """Longest time of one call."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …)."""
 
@@ -89,24 +94,31 @@ class BestOf(Section):
     """Best of N at serving time. `concurrency` and `max_waiting` count requests of one proxy."""
 
     enabled: bool = False
+    """When off, a request that asks for it is answered with 400."""
     max_n: Annotated[int, Between(2, 8, "one answer is no choice, and a judge reads 8")] = 4
     """Largest N of a request; a key may have a smaller one."""
     timeout_s: Timeout = 5.0
     """Longest wait for the judge, in seconds; then the client gets the first answer."""
     concurrency: Parallel = 8
+    """Requests that score judges at once (beyond: `busy`), and questions of one proxy at once."""
     max_waiting: Annotated[
         int, Between(0, 1_000_000, "0 lets none wait; each holds a user's request")
     ] = 32
+    """Requests of one proxy that wait for the judge; beyond, they are relayed without best of N
+    (`not_ready`)."""
 
 
 class Learner(Section):
     """When the learner runs and what one run does. Sources of the defaults: docs/decisions."""
 
     schedule: Literal["interval", "cron", "groups", "manual"] = "groups"
+    """`groups`: as soon as `min_groups` wait; `interval`; `cron`; `manual`: only when asked for."""
     interval_s: Annotated[
         float, Between(1, 31_536_000, "it counts whole seconds, up to a year", "s")
     ] = 3600.0
+    """For `schedule = "interval"`; rounded down to whole seconds."""
     cron: Line = "0 3 * * *"
+    """For `cron`; five fields, UTC; APScheduler's own reading, where Monday is day 0."""
     min_groups: Count = 16
     """A run starts, and `groups` fires, only with this many scored groups waiting."""
     max_groups: Count = 64
@@ -117,22 +129,28 @@ class Learner(Section):
     steps: Annotated[int, Between(1, 10_000, "a run without a step changes nothing")] = 3
     """Optimiser steps per run; the groups are dealt over them, each used once."""
     rank: Annotated[int, Between(1, 512, "vLLM serves no higher rank")] = 8
+    """LoRA rank of an adapter that starts from the base; not over `serving.max_lora_rank`."""
     alpha: Annotated[
         int, Between(1, 65_536, "at 0 or below the adapter learns nothing, or badly")
     ] = 32
+    """LoRA alpha of an adapter that starts from the base."""
     learning_rate: Annotated[
         float, Between(0, 1, "at 0 nothing is learned, beyond 1 all is lost", above_low=True)
     ] = 2e-4
+    """Learning rate of AdamW."""
     clip_low: Annotated[
         float,
         Between(0, 1, "the ratio is clipped below 1 minus this", above_low=True, below_high=True),
     ] = 0.2
+    """Importance ratio is clipped below 1 minus this."""
     clip_high: Annotated[
         float, Between(0, 10, "the ratio is clipped above 1 plus this", above_low=True)
     ] = 0.28
+    """Importance ratio is clipped above 1 plus this."""
     max_grad_norm: Annotated[
         float, Between(0, 1_000_000, "at 0 no gradient is left", above_low=True)
     ] = 1.0
+    """Gradients are scaled down to this norm."""
     min_spread: Annotated[
         float, Between(0, 0.5, "no scores in 0..1 spread by more than 0.5", below_high=True)
     ] = 0.02
@@ -144,9 +162,11 @@ class Learner(Section):
     out, and over which a run refuses to train. Measured on a bf16 server: 0.03 to 0.05 with the
     right adapter, which is rounding, and 0.13 with its parent in its place."""
     adapters_dir: Folder = Path(".sidecar/adapters")
+    """Where adapter folders go. vLLM must see them under the same absolute path."""
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0
     """Torch threads; 0 takes what the machine has."""
     seed: Annotated[int, Between(0, 2**63 - 1, "torch takes no other")] = 0
+    """Random seed for the matrices of an adapter that starts from the base."""
     pack_tokens: Annotated[
         int, Between(2, 10_000_000, "a prompt and an answer must fit, and memory grows with it")
     ] = 2048
@@ -176,12 +196,15 @@ class Canary(Section):
     ] = 0.02
     """The candidate passes when its mean judged difference to the champion is above minus this."""
     gate_timeout_s: Timeout = 600.0
+    """After this the scores so far decide; time without judge, vLLM or prompts does not count."""
     max_tokens: Annotated[int, Between(1, 10_000_000, "an answer has a token")] = 256
+    """Most tokens of a gate answer; the request's own limit if that is lower."""
     steps: tuple[
         Annotated[int, Between(100, 10_000, "basis points: 100 is 1 %, 10000 every session")], ...
     ] = (2_000, 5_000)
     """Weights of the ramp, in basis points; the candidate is promoted after the last step."""
     step_min_s: Annotated[float, Between(0, 2_592_000, "up to a month", "s")] = 60.0
+    """Shortest step; not over `step_max_s`."""
     step_min_exchanges: Count = 20
     """Canary exchanges that a step must see."""
     step_max_s: Annotated[
@@ -190,8 +213,11 @@ class Canary(Section):
     """A step that has not seen `step_min_exchanges` by then ends inconclusive: the champion
     stays."""
     max_error_excess: Share = 0.10
+    """The canary's share of failed replies may exceed the champion's by this."""
     max_truncated_excess: Share = 0.25
+    """The same for replies that are cut short or empty; in the gate too."""
     max_cut_excess: Share = 0.25
     """The canary's share of failed (truncated or empty; cut by the client) replies may exceed the
     champion's by this."""
     poll_s: Interval = 0.5
+    """How often the controller polls the canary."""

@@ -83,25 +83,32 @@ class Engine(Section):
     """A vLLM that `sidecar up` starts and owns. Empty command: it attaches to yours."""
 
     command: tuple[Word, ...] = ()
+    """Program and arguments. Empty: attach to the vLLM that `serving.upstreams` names."""
     env: dict[Word, Word] = Field(default_factory=dict)
+    """Variables added to its environment."""
 
 
 class Proxy(Section):
     """The data plane's listener and limits."""
 
     host: Host = "127.0.0.1"
+    """Address to listen on. Not loopback: needs `access.mode` `"keys"` or `"upstream"`, or
+    `allow_remote_without_keys`."""
     port: Port = 8080
+    """Port to listen on; 0 takes a free one."""
     workers: Annotated[int, Between(1, 128, "each is a process of its own")] = 1
     """Processes that share the port. One serves about what one core can."""
     max_body_bytes: Annotated[
         int, Between(1, 4_000_000_000, "nothing fits into less, and a body is held in memory")
     ] = 32 * 2**20
+    """A longer request body is answered with 413."""
     max_held_body_bytes: Annotated[
         int, Between(1, 10**12, "one body alone is taken whatever the limit")
     ] = 256 * 2**20
     """Bytes of request bodies in memory, per worker: coming in, or in flight. Bodies up to 64 KiB
     are not counted; one that does not fit is answered 503 with `Retry-After`."""
     connect_timeout_s: Timeout = 5.0
+    """Longest time to connect to one vLLM; then the next replica is asked."""
     max_connections: Count = 4096
     """Client connections at once, per worker; a further one is closed as it comes."""
     max_in_flight: Count = 2048
@@ -145,6 +152,7 @@ class Capture(Section):
     """What is recorded, and how much may wait in memory."""
 
     sample_rate: Share = 1.0
+    """Share of the requests on captured surfaces that are recorded."""
     projects: dict[str, Share] = Field(default_factory=dict)
     """Rates of single projects, by name; multiplied with `sample_rate`."""
     surfaces: dict[Literal["chat", "completions", "responses", "messages"], Share] = Field(
@@ -152,7 +160,9 @@ class Capture(Section):
     )
     """Rates of single surfaces; multiplied with the others. Embeddings are never captured."""
     max_pending: Count = 8_000
+    """Finished requests that wait to be written; beyond, the newest is lost (`queue_full`)."""
     max_pending_bytes: Bytes = 64 * 2**20
+    """Bytes of requests and replies in memory; beyond, the newest is lost (`memory_full`)."""
     max_reply_bytes: Bytes = 8 * 2**20
     """A longer reply is relayed and not recorded."""
     flush_interval_s: Interval = 0.1
@@ -160,6 +170,8 @@ class Capture(Section):
 
 
 class Bus(Section):
+    """The bus from the proxy to ingest."""
+
     url: BusUrl = "sqlite:///.sidecar/outbox.db"
     """`sqlite:///path`: the embedded outbox. `kafka://host:port,host:port/topic`: Kafka, to which
     the proxy forwards what is in an outbox in `state_dir`."""
@@ -168,9 +180,11 @@ class Bus(Section):
     max_bytes: Bytes = 4 * 2**30
     """Size of the unread records in the outbox file; beyond, the newest is dropped and counted."""
     poll_interval_s: Interval = 0.2
+    """Pause of ingest when the bus is empty."""
     batch: Annotated[
         int, Between(1, 10_000, "each batch is one transaction, which others wait for")
     ] = 200
+    """Records in one transaction of ingest."""
 
 
 class Feedback(Section):
@@ -184,18 +198,26 @@ class Feedback(Section):
 
 
 class Store(Section):
+    """The store: what is recorded, and which adapter serves."""
+
     url: Name = "sqlite:///.sidecar/store.db"
-    """Any SQLAlchemy URL; SQLite is the one that is tested in this release."""
+    """`sqlite:///path`, or `postgresql://user@host/database` with the extra `postgres`."""
 
 
 class Admin(Section):
+    """The admin API, which the `sidecar` command asks."""
+
     host: Host = "127.0.0.1"
+    """Address to listen on, plain HTTP. Not loopback: needs `tokens`."""
     port: Port = 8081
+    """Port to listen on; 0 takes a free one, which `sidecar up` and the log print."""
     tokens: tuple[Digest, ...] = ()
     """SHA-256 hex digests of the accepted bearer tokens. None: only a loopback host is allowed."""
 
 
 class Telemetry(Section):
+    """Traces, GenAI metrics and logs."""
+
     otlp_endpoint: WebUrlOrNone = ""
     """OTLP/HTTP traces endpoint; empty: spans go nowhere unless `spans_file` is set."""
     spans_file: Word = ""
@@ -209,7 +231,9 @@ class Telemetry(Section):
     semantic_conventions: Literal["latest", "1.41"] = "latest"
     """Which names the GenAI metrics have."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_json: bool = False
+    """One JSON object a line instead of text."""
 
 
 class Settings(BaseSettings):

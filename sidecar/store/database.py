@@ -37,8 +37,9 @@ from sidecar.backoff import Backoff
 from sidecar.errors import StoreBusyError, StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.store.content_cache import ContentCache
+from sidecar.store.counts import add_counts
 from sidecar.store.engines import describe, is_of_statement, open_engine
-from sidecar.store.models import Base, CounterRow, FlagRow
+from sidecar.store.models import Base, FlagRow
 from sidecar.store.postgres import (
     CONFLICTS,
     NO_TABLE,
@@ -140,16 +141,20 @@ class Database:
 
     def upgrade_if_behind(self) -> None:
         """Migrate an older schema. Imports Alembic only when it must, to save its import time."""
-        newest = max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
-        present = None
+        present = self.revision()
+        if present is None or present < newest_revision():
+            self.upgrade()
+
+    def revision(self) -> str | None:
+        """Return the schema's revision; None for a store without tables. Raises: StoreError."""
         with self._translated(), Session(self._engine) as session:
             try:
                 present = session.scalar(text("SELECT version_num FROM alembic_version"))
             except (OperationalError, ProgrammingError) as error:  # no such table: an empty store
                 if self._has_row_locks and state_of(error) != NO_TABLE:
                     raise
-        if present is None or present < newest:
-            self.upgrade()
+                return None
+        return None if present is None else str(present)
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -209,6 +214,11 @@ class Database:
         self._engine.dispose()
 
 
+def newest_revision() -> str:
+    """Return this version's revision of the schema."""
+    return max(path.stem for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+
+
 def insert_into(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
     """Begin an INSERT that supports ON CONFLICT, in the dialect of the session's database."""
     # The engine has imported the dialect that is in use.
@@ -237,27 +247,11 @@ _STAGE, _REASON = 32, 64
 
 
 def save_counts(session: Session) -> None:
-    """Store what `count` added up. `Database.write` calls it before it commits.
-
-    Every transaction locks counters last and in one order, so no two wait for each other.
-    """
+    """Store what `count` added up. `Database.write` calls it before it commits."""
     counts: dict[tuple[str, str], int] = session.info.pop(_COUNTS, {})
-    rows = [
-        {"stage": stage, "reason": reason, "count": by}
-        for (stage, reason), by in sorted(counts.items())
-        if by
-    ]
-    if not rows:
-        return
-    session.flush()  # what is still to be written locks its rows before the counters
-    statement = insert_into(session, CounterRow)
-    session.execute(
-        statement.on_conflict_do_update(
-            index_elements=["stage", "reason"],
-            set_={"count": CounterRow.count + statement.excluded.count},
-        ),
-        rows,
-    )
+    if any(counts.values()):
+        session.flush()  # what is still to be written locks its rows before the counters
+        add_counts(session.connection(), counts)
 
 
 def get_flag(session: Session, name: str) -> str | None:

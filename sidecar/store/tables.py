@@ -1,6 +1,6 @@
 """The tables that a proxy reads or writes, and the metadata that all tables of the store share.
 
-These three are SQLAlchemy Core tables because a proxy does without the ORM: importing it with all
+These are SQLAlchemy Core tables because a proxy does without the ORM: importing it with all
 models costs 0.3 s of CPU and 8 MB in every worker. `sidecar.store.models` maps its row classes onto
 these tables, so each column has its name and its type here only.
 """
@@ -62,3 +62,12 @@ API_KEY = Table(
     Column("generation", WIDE, nullable=False, index=True),
 )
 """Keys of the data plane. The store holds no key itself, only its hash."""
+
+COUNTER = Table(
+    "counter",
+    METADATA,
+    Column("stage", String(32), primary_key=True),
+    Column("reason", String(64), primary_key=True),
+    Column("count", WIDE, nullable=False),
+)
+"""Durable counts of where records went: (stage, reason) -> count."""

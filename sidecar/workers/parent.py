@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 from sidecar.access.limits_file import LimitsFile, counted, limits_path
 from sidecar.access.limits_table import TableLimiter
 from sidecar.backoff import Waits
+from sidecar.capture.durable_counts import DurableCounts
 from sidecar.forwarding.process import forwarding_process
 from sidecar.metrics.forwarding import ForwardingMetrics
 from sidecar.metrics.hot import MetricSet
@@ -35,6 +36,7 @@ from sidecar.metrics.table import (
     MetricTable,
     map_regions,
     mark_dead,
+    read_region,
     shared_memory,
     signs_of_life,
 )
@@ -91,6 +93,11 @@ class Workers:
         counts = MetricSet(CollectorRegistry(), own)
         self._restarts = worker_restarts(counts)
         self._forwarder = forwarding_process(settings, config, ForwardingMetrics(counts))
+        self._counts = DurableCounts(
+            settings.store.url,
+            # The last region is the breaker's.
+            lambda: [read_region(region) for region in self._regions[:-1]],
+        )
         self._own = own
         self._limits: int | None = None
         self._limits_file: LimitsFile | None = None
@@ -127,6 +134,7 @@ class Workers:
         if self._forwarder is not None:
             self._own.open()  # workers show its gauges
             self._forwarder.start()
+        self._counts.start()
         self._begin(self._start_all(), self._lives)
         self._begin(self._end_hung(), self._lives)
         await self._stopping.wait()
@@ -307,8 +315,11 @@ class Workers:
             await child.process.wait()
         if self._limits_file is not None:
             await self._limits_file.stop()
-        if self._forwarder is not None:  # last, so that it forwards the last captures
+        if (
+            self._forwarder is not None
+        ):  # after the workers, so that it forwards their last captures
             await self._forwarder.stop()
+        await asyncio.to_thread(self._counts.stop)
         log.info("workers_stopped")
 
     def _begin(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:

@@ -47,6 +47,7 @@ SCANS = {
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
     "deploy/admin/records.py:_add_groups.<locals>.groups": NEWEST,
     "deploy/admin/records.py:_add_history.<locals>.audit": NEWEST,
+    "deploy/doctor/recent.py:read_recent": NEWEST,
     "ingest/store/sessions.py:newest_exchanges": NEWEST,
     "ingest/best_of/store.py:any_scores": "one row",
     "ingest/best_of/store.py:oldest_scores": "in the order of an index, with a limit",

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from email.utils import formatdate
 from typing import Any
 
 from support.fake_vllm import FakeVllm, SeenRequest, Step, whole_reply
@@ -25,6 +27,8 @@ class AdapterEndpoints:
         """Folder -> the status and the words with which it is refused."""
         self.overrides: dict[str, tuple[int, bytes]] = {}
         """Path of a request, or "" for all -> the status and the body of every reply."""
+        self.ahead_s = 0.0
+        """Seconds that its clock is ahead."""
         self.seen: list[tuple[str, dict[str, Any]]] = []
         """Path and body of each request."""
 
@@ -33,7 +37,9 @@ class AdapterEndpoints:
         body = json.loads(request.body or b"{}")
         self.seen.append((path, body))
         status, reply = self._answer(method, path, body)
-        return [whole_reply(reply, f"{status} X")]
+        date = formatdate(time.time() + self.ahead_s, usegmt=True)
+        head, _, rest = whole_reply(reply, f"{status} X").partition(b"\r\ndate: ")
+        return [head + b"\r\ndate: " + date.encode() + b"\r\n" + rest.partition(b"\r\n")[2]]
 
     def _answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if (override := self.overrides.get(path, self.overrides.get(""))) is not None:

@@ -23,6 +23,7 @@ from deploy.admin.context import AdminContext
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
 from deploy.cli.main import main
+from deploy.doctor.look import look
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
@@ -478,6 +479,7 @@ def _commands(use: _Use) -> None:
         assert code in (0, None), (words, code)
         return out.getvalue()
 
+    assert look(use.settings, online=False, limit_s=600.0).store is not None
     command("lineage", str(VERSIONS - 1))
     command("exchanges", "ls", "--user", "nobody")
     command("exchanges", "ls", "--session", "nobody")

@@ -122,3 +122,5 @@ class DeadLetterRow(Base):
     reason: Mapped[str] = mapped_column(Text)
     payload: Mapped[bytes]
     """The record as it came, not compressed."""
+    digest: Mapped[str | None] = mapped_column(String(64), index=True, unique=True)
+    """Of the record and its place on the bus: one that comes again is not kept twice."""

@@ -6,16 +6,16 @@ from sqlalchemy import String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
-from sidecar.store.tables import WIDE
+from sidecar.store.tables import COUNTER
 
 
 class CounterRow(Base):
     """Durable counts of where records went: (stage, reason) -> count."""
 
-    __tablename__ = "counter"
-    stage: Mapped[str] = mapped_column(String(32), primary_key=True)
-    reason: Mapped[str] = mapped_column(String(64), primary_key=True)
-    count: Mapped[int] = mapped_column(WIDE)
+    __table__ = COUNTER
+    stage: Mapped[str]
+    reason: Mapped[str]
+    count: Mapped[int]
 
 
 class FlagRow(Base):

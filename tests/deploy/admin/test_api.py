@@ -221,6 +221,7 @@ async def test_groups_set_aside_are_found_by_reason_with_the_judges_words(
         dead = session.scalars(select(GroupRow).where(GroupRow.group_id == "g1")).one()
         dead.status, dead.reason = "set_aside", "judge_rejected"
         dead.judge_attempts, dead.detail = 3, "judge j: content filter"
+        count(session, "judging", "judge_rejected")
 
     found = (await api.get("/groups", reason="judge_rejected")).json()["items"]
     funnel = (await api.get("/funnel")).json()
@@ -362,11 +363,27 @@ async def test_what_was_told_of_an_exchange_and_of_its_session_is_shown(
 async def test_funnel_counts_where_records_stop(world: World, api: Api) -> None:
     add_groups(world, 2)
     world.hold_out(3)
+    with world.database.write() as session:
+        for stage, reason in (("selection", "chosen"), ("sampling", "sampled")):
+            count(session, stage, reason, 2)
+        count(session, "judging", "scored")
 
     body = (await api.get("/funnel")).json()
 
-    assert body["exchanges"] == {"held_out": 3, "new": 2}
-    assert body["groups"] == {"scored": 2}
+    assert body["exchanges"] == {"chosen": 2, "held_out": 3}
+    assert body["groups"] == {"sampled": 1, "scored": 1}
+    assert [(one["name"], one["entered"], one["passed"]) for one in body["stages"]] == [
+        ("requests", 0, 0),
+        ("bus", 0, 5),
+        ("selection", 5, 2),
+        ("sampling", 2, 2),
+        ("judging", 2, 1),
+        ("learning", 1, 0),
+        ("serving", 0, 0),
+    ]
+    judging = body["stages"][4]
+    assert (judging["ended"], judging["waiting"], judging["unreported"]) == ({}, {"sampled": 1}, 0)
+    assert body["stages"][1]["unreported"] == 5, "no proxy told of them"
 
 
 @pytest.mark.parametrize(

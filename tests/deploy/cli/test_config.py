@@ -7,9 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from deploy.cli.first_settings import FIRST_SETTINGS
 from deploy.cli.main import main
+from deploy.preflight.first_settings import documented, first_settings
 from sidecar.settings import Settings, load_settings
 
 
@@ -21,7 +22,7 @@ def test_the_first_settings_are_written_and_sound(
     assert main(["--config", str(path), "config", "init"]) == 0
     assert main(["--config", str(path), "config", "check"]) == 0
 
-    assert path.read_text() == FIRST_SETTINGS
+    assert path.read_text() == first_settings()
     assert capsys.readouterr().out.startswith(f"wrote {path}: set serving.upstreams")
 
 
@@ -32,7 +33,7 @@ def test_the_default_file_is_in_the_working_folder(
 
     assert main(["config", "init"]) == 0
 
-    assert (tmp_path / "sidecar.toml").read_text() == FIRST_SETTINGS
+    assert (tmp_path / "sidecar.toml").read_text() == first_settings()
 
 
 def test_a_file_that_exists_is_never_overwritten(
@@ -48,6 +49,39 @@ def test_a_file_that_exists_is_never_overwritten(
     assert "exists already and is left as it is" in capsys.readouterr().err
 
 
+def test_force_overwrites_and_others_cannot_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("# mine\n")
+    path.chmod(0o644)
+
+    assert main(["config", "init", str(path), "--force"]) == 0
+
+    assert path.read_text() == first_settings()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_file_names_and_explains_every_setting() -> None:
+    text = first_settings()
+    fields = Settings.model_fields
+    sections: dict[str, type[BaseModel]] = {
+        name: kind
+        for name, field in fields.items()
+        if isinstance(kind := field.annotation, type) and issubclass(kind, BaseModel)
+    }
+
+    missing = [
+        f"{name}.{key}"
+        for name, kind in sections.items()
+        for key in kind.model_fields
+        if key not in documented(kind)
+    ]
+    assert missing == []
+    for name, kind in sections.items():
+        block = re.split(r"^\[", text.split(f"\n[{name}]\n")[1], flags=re.MULTILINE)[0]
+        named = re.findall(r"^(?:# )?(\w+) = |^#: (\w+): not set", block, flags=re.MULTILINE)
+        assert [one or other for one, other in named] == list(kind.model_fields)
+
+
 def test_a_folder_that_is_not_there_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,7 +95,7 @@ def test_a_folder_that_is_not_there_is_one_line(
 
 def test_each_setting_that_the_file_shows_has_its_default(tmp_path: Path) -> None:
     path = tmp_path / "sidecar.toml"
-    shown = re.sub(r"^# ", "", FIRST_SETTINGS, flags=re.MULTILINE)
+    shown = re.sub(r"^# ", "", first_settings(), flags=re.MULTILINE)
     path.write_text(shown)
 
     assert len(list(_keys(tomllib.loads(shown)))) > 25

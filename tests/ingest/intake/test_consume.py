@@ -163,6 +163,17 @@ def test_poison_is_kept_whole_counted_and_holds_nobody_up(kit: Kit, payload: byt
     assert bus.aside == [(payload, letter.reason)]
 
 
+def test_poison_that_the_bus_gives_again_is_kept_and_counted_once(kit: Kit) -> None:
+    both = [b"\xc1", b"\xc1"]  # of the same bytes, from two places
+
+    first, again = take(kit, kit.MemoryBus(both)), take(kit, kit.MemoryBus(both))
+
+    assert (first, again) == (Consumed(poison=2), Consumed(repeated=2))
+    assert kit.counts("consume") == {"poison": 2, "repeated": 2}
+    with kit.database.read() as session:
+        assert session.scalar(select(func.count()).select_from(DeadLetterRow)) == 2
+
+
 def test_values_that_no_row_can_hold_are_poison_and_leave_no_half_record(kit: Kit) -> None:
     huge_id = kit.exchange("huge", prompt_token_ids=(2**31,))
     twins = kit.exchange("twins", choices=(kit.choice("x"), kit.choice("y")))

@@ -1,0 +1,1 @@
+"""`sidecar doctor`: at which stage records stop, why, and what to do."""

@@ -1,0 +1,182 @@
+"""Collect the facts: read the store, ask vLLM, judge and Kafka, and see what runs.
+
+Nothing is made or changed. Every check works without the others, so the doctor says what it can
+while processes are down. It reads the store itself, and not by the admin API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sqlalchemy import make_url
+
+from deploy.doctor.bounded import run_checks
+from deploy.doctor.facts import Facts, StoreFacts
+from deploy.doctor.recent import newest_adapter, newest_run, read_recent
+from deploy.funnel.read import read_funnel
+from deploy.preflight.bus import check_bus
+from deploy.preflight.findings import Finding, error
+from deploy.preflight.judge import check_judge
+from deploy.preflight.places import check_places
+from deploy.preflight.run import LOCKS
+from deploy.preflight.store import check_store
+from deploy.preflight.vllm import check_replicas
+from deploy.registry import canaries
+from ingest.intake.bus_report import read_state
+from ingest.sampling.budget import tokens_spent
+from learner.ready import why_not_ready
+from learner.runs.cron import read_cron
+from learner.runs.schedule import PAUSED_FLAG
+from sidecar.errors import SettingsError, StoreError
+from sidecar.processes.state_lock import holder
+from sidecar.settings import Settings
+from sidecar.settings.kinds import base_url
+from sidecar.store.database import Database, get_flag, newest_revision
+
+ASK_S = 3.0
+"""Longest wait for a process of this machine."""
+
+
+def look(
+    settings: Settings,
+    *,
+    online: bool = True,
+    refused: Callable[[], dict[str, str]] = dict,
+    limit_s: float,
+) -> Facts:
+    """Collect the facts.
+
+    online: False asks neither vLLM, judge, Kafka nor the learner's device; reads the store alone.
+    refused: asks control which adapters vLLM refuses to load.
+    limit_s: of all checks together; what takes longer is named in `unchecked`. The question to
+        the judge may take 30 s, and loading its library some seconds.
+    """
+    now = time.time()
+    running = frozenset(name for name in (*LOCKS, "learn") if _held(settings.state_dir, name))
+    checks: dict[str, Callable[[], Any]] = {
+        "store": lambda: _store(settings, now),
+        "schedule": lambda: _schedule(settings, now),
+        "proxy": lambda: _date(base_url(settings.proxy.host, settings.proxy.port)),
+        "control": lambda: _date(base_url(settings.admin.host, settings.admin.port)),
+    }
+    if online:
+        checks |= {
+            "places": lambda: list(check_places(settings, running=bool(running))),
+            "the store's server": lambda: list(check_store(settings.store.url)),
+            "Kafka": lambda: _one(check_bus(settings)),
+            "vLLM": lambda: asyncio.run(_replicas(settings)),
+            "clocks": lambda: {
+                url: seconds
+                for url in settings.serving.upstreams
+                if (seconds := _date(url)) is not None
+            },
+            "loads": refused,
+        }
+        if settings.groups.rate > 0:
+            checks["judge"] = lambda: _one(asyncio.run(check_judge(settings.judge)))
+        if settings.learner.schedule != "manual":
+            checks["learner"] = lambda: [error(name, why) for name, why in why_not_ready(settings)]
+    found, failed = run_checks(checks, limit_s)
+    answering = {name for name in ("proxy", "control") if name in found}
+    findings: list[Finding] = [
+        one
+        for name in ("places", "the store's server", "Kafka", "vLLM", "judge", "learner")
+        for one in found.get(name, ())
+    ]
+    if answering:  # so their ports are taken by themselves
+        findings = [one for one in findings if one.setting not in ("proxy.port", "admin.port")]
+    if "store" in failed and not any(one.setting == "store.url" for one in findings):
+        findings.append(error("store.url", f"{failed['store']}; repair it, or correct the URL"))
+    next_run_at, schedule_error = found.get("schedule", (None, ""))
+    quiet = ("proxy", "control", "clocks", "loads", "store")
+    return Facts(
+        now=now,
+        settings=settings,
+        store=found.get("store"),
+        findings=tuple(findings),
+        running=running,
+        answering=frozenset(answering),
+        loads_refused=found.get("loads", {}),
+        ahead_s={
+            f"the machine of vLLM at {url}": seconds
+            for url, seconds in found.get("clocks", {}).items()
+        },
+        next_run_at=next_run_at,
+        schedule_error=schedule_error,
+        unchecked=tuple(f"{name}: {why}" for name, why in failed.items() if name not in quiet),
+    )
+
+
+def _store(settings: Settings, now: float) -> StoreFacts | None:
+    """Read the store; None when there is none yet. Raises: StoreError."""
+    url, model = settings.store.url, settings.serving.model
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
+        return None
+    with closing(Database(url)) as database:
+        revision = database.revision()
+        if revision is None:
+            return None
+        if revision < newest_revision():
+            raise StoreError(
+                "the store has the tables of an older version: start ingest or control once"
+            )
+        with database.read() as session:
+            canary = canaries.active(session, model)
+            return StoreFacts(
+                funnel=read_funnel(session, model),
+                bus=read_state(session),
+                tokens_today=tokens_spent(session, now=now),
+                learner_paused=get_flag(session, PAUSED_FLAG) == "1",
+                run=newest_run(session, model),
+                adapter=newest_adapter(session, model),
+                canary=(canary.reason or "") if canary is not None else "",
+                recent=read_recent(session),
+            )
+
+
+def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:
+    """Return when the clock starts the next run, and why it never will."""
+    learner = settings.learner
+    if learner.schedule == "interval":
+        return now + learner.interval_s, ""
+    if learner.schedule != "cron":
+        return None, ""
+    try:
+        trigger = read_cron(learner.cron)
+    except SettingsError as problem:
+        return None, str(problem)
+    due = trigger.get_next_fire_time(None, datetime.fromtimestamp(now, UTC))
+    return (due.timestamp() if due is not None else None), ""
+
+
+async def _replicas(settings: Settings) -> list[Finding]:
+    return [one async for one in check_replicas(settings)]
+
+
+def _one(finding: Finding | None) -> Sequence[Finding]:
+    return () if finding is None else (finding,)
+
+
+def _date(url: str) -> float | None:
+    """Return by how many seconds a server's clock is ahead; None when it does not say its time.
+
+    Raises: httpx.HTTPError when nothing answers.
+    """
+    reply = httpx.get(f"{url}/version", timeout=ASK_S, trust_env=False)
+    try:
+        return parsedate_to_datetime(reply.headers["date"]).timestamp() - time.time()
+    except (KeyError, ValueError):
+        return None
+
+
+def _held(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.lock").exists() and holder(folder, name) is not None

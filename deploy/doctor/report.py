@@ -1,0 +1,76 @@
+"""What the doctor found, as lines for people and as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from deploy.doctor.facts import Diagnosis, Facts
+from deploy.doctor.rules import waits_for
+from deploy.funnel.stages import Stage
+
+SHOWN = 4
+"""Reasons of a stage that are shown, the most frequent first."""
+
+
+def report_lines(facts: Facts, found: Sequence[Diagnosis]) -> list[str]:
+    """The stages, then what stops records, the first stage first."""
+    lines = []
+    if facts.store is None:
+        lines.append("The store is empty or cannot be read.")
+    else:
+        lines += ["stage      entered  passed on  ended  waiting", *map(_stage, _stages(facts))]
+    lines.append("")
+    if found:
+        first = found[0]
+        lines.append(f"Records stop at the stage `{first.stage}`: {first.text}.")
+        lines.append(f"  What to do: {first.to_do}.")
+        for one in found[1:]:
+            lines.append(f"Also, at `{one.stage}`: {one.text}.")
+            lines.append(f"  What to do: {one.to_do}.")
+    else:
+        lines.append("Nothing stops records.")
+    if not found and (waiting := waits_for(facts)):
+        lines.append(f"It waits for {waiting}.")
+    if facts.store is not None and facts.store.canary:
+        lines.append(f"The canary: {facts.store.canary}.")
+    lines += [f"Not checked: {one}." for one in facts.unchecked]
+    return lines
+
+
+def report_json(facts: Facts, found: Sequence[Diagnosis]) -> dict[str, Any]:  # Any: JSON
+    return {
+        "stops_at": found[0].stage if found else None,
+        "cause": found[0].cause if found else None,
+        "diagnoses": [asdict(one) for one in found],
+        "waits_for": waits_for(facts) or None,
+        "stages": [_plain(stage) for stage in _stages(facts)],
+        "running": sorted(facts.running | facts.answering),
+        "unchecked": list(facts.unchecked),
+    }
+
+
+def _stages(facts: Facts) -> tuple[Stage, ...]:
+    return facts.store.funnel.stages if facts.store is not None else ()
+
+
+def _plain(stage: Stage) -> dict[str, Any]:  # Any: JSON
+    return {**asdict(stage), "ended": dict(stage.ended), "waiting": dict(stage.waiting)}
+
+
+def _stage(stage: Stage) -> str:
+    ended, waiting = sum(stage.ended.values()), sum(stage.waiting.values())
+    line = f"{stage.name:<9} {stage.entered:>8,}  {stage.passed:>9,} {ended:>6,} {waiting:>8,}"
+    why = [*_most(stage.ended), *(f"waiting: {one}" for one in _most(stage.waiting))]
+    if stage.unreported:
+        why.append(f"{stage.unreported:,} not told of yet by a proxy")
+    return f"{line}  {stage.unit}; passed: {stage.passed_as}" + (
+        f"; {', '.join(why)}" if why else ""
+    )
+
+
+def _most(counts: Mapping[str, int]) -> list[str]:
+    ordered = sorted(counts.items(), key=lambda one: -one[1])
+    more = [f"{len(ordered) - SHOWN} more reasons"] if len(ordered) > SHOWN else []
+    return [f"{number:,} {why}" for why, number in ordered[:SHOWN]] + more

@@ -1,0 +1,272 @@
+"""Say at which stages records stop, and why. Pure.
+
+Each rule looks at one stage. What a check finds now comes before what the counts of the past say;
+of two causes in one stage the first is the likelier. The first diagnosis is the one to repair
+first: nothing reaches the later stages before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
+from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, SELECTIONS
+from deploy.funnel.stages import STAGES, Name, Stage
+
+FEW = 3
+"""Records that must share a fate before it is called a rule."""
+MOST = 0.5
+"""Share of the newest records that end for one reason, from which on it stops the stage."""
+NEARLY_ALL = 0.9
+"""Share of the served answers that are masked for one reason, from which on it is named."""
+SKEW_S = 30.0
+"""Clocks may differ by less: a lease of a training run lasts so long."""
+LATE_S = 60.0
+"""A report of ingest that is older was not followed by the next six."""
+FAR_S = 8 * 86_400.0
+"""A schedule that is due later than a week from now is taken for a mistake."""
+NORMAL = ("new", "chosen", "held_out", "backlog", "rate", "session_cap", "retried_turn")
+"""Selections that are no fault: others of the same traffic are chosen."""
+
+
+def diagnose(facts: Facts) -> list[Diagnosis]:
+    """Return every place at which records stop, the first stage first."""
+    found = [
+        *_of_checks(facts),
+        *_clocks(facts),
+        *(_of_store(facts, facts.store) if facts.store is not None else ()),
+        *_schedule(facts),
+    ]
+    first: dict[tuple[str, str], Diagnosis] = {}
+    for one in found:
+        first.setdefault((one.stage, one.cause), one)
+    return sorted(first.values(), key=lambda one: STAGES.index(one.stage))
+
+
+def waits_for(facts: Facts) -> str:
+    """Say what a system without a fault waits for; empty when records reach an adapter."""
+    if facts.store is None or not facts.store.funnel.stage("bus").passed:
+        if "proxy" not in facts.answering:
+            return "the proxy: start it with `sidecar up`"
+        return "the first request of an agent to the proxy's /v1/chat/completions"
+    stages = {stage.name: stage for stage in facts.store.funnel.stages}
+    learner = facts.settings.learner
+    if not stages["selection"].passed:
+        new = stages["selection"].waiting.get("new", 0)
+        return (
+            f"an exchange that is suitable; {new} are decided {facts.settings.groups.settle_s:g} s "
+            "after they were stored (groups.settle_s)"
+        )
+    if not stages["sampling"].passed:
+        return "the further answers of the first groups"
+    if not stages["judging"].passed:
+        return "the scores of the first groups"
+    if not stages["learning"].passed:
+        scored = sum(stages["learning"].waiting.values())
+        return f"{learner.min_groups} scored groups for a run (learner.min_groups); {scored} wait"
+    return ""
+
+
+def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
+    for finding in facts.findings:
+        if finding.level != "error" and finding.cause != "no_judge":
+            continue  # it runs, with less: `sidecar config check --online` tells
+        section = finding.setting.partition(".")[0]
+        stage, cause = (
+            OF_CHECKS.get(finding.cause)
+            or OF_SETTINGS.get(finding.setting)
+            or OF_SETTINGS.get(section, ("requests", "settings"))
+        )
+        what, _, to_do = finding.text.rpartition("; ")
+        yield Diagnosis(
+            stage=stage,
+            cause=cause,
+            text=what or finding.text,
+            to_do=f"{to_do} ({finding.setting})" if what else f"correct {finding.setting}",
+        )
+
+
+def _clocks(facts: Facts) -> Iterator[Diagnosis]:
+    ahead = dict(facts.ahead_s)
+    store = facts.store
+    if store is not None and store.bus is not None and store.bus.at > facts.now:
+        ahead["ingest"] = store.bus.at - facts.now
+    if store is not None:
+        ahead["the proxy (against ingest)"] = store.recent.started_ahead_s
+    for who, seconds in ahead.items():
+        if abs(seconds) > SKEW_S:
+            yield Diagnosis(
+                stage="bus",
+                cause="clock_skew",
+                text=f"the clock of {who} is {abs(seconds):.0f} s "
+                f"{'ahead' if seconds > 0 else 'behind'}; leases, ramps and the age of records go "
+                "by the clock, so records wait for a time that does not come, or count for the "
+                "wrong one",
+                to_do="have NTP set the clocks of all machines, then restart the processes there",
+            )
+
+
+def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
+    stages = {stage.name: stage for stage in store.funnel.stages}
+    yield from _captures(stages["requests"])
+    yield from _bus(facts, store, stages["bus"])
+    yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
+    yield from _budget(facts, store, stages["sampling"])
+    yield from _masks(store.recent.served)
+    yield from _groups(facts, store)
+    yield from _run(store)
+    yield from _serving(facts, store)
+
+
+def _captures(stage: Stage) -> Iterator[Diagnosis]:
+    if not stage.ended or sum(stage.ended.values()) < FEW:
+        return
+    reason, number = max(stage.ended.items(), key=lambda one: one[1])
+    if not stage.passed and number >= MOST * stage.entered:
+        yield Diagnosis(
+            stage="requests",
+            cause=reason,
+            text=f"none of {stage.entered} requests was captured, {number} of them: {reason}",
+            to_do="see `Capture losses` in docs/runbook.md, and docs/data-dictionary.md for a "
+            "reason that begins with skipped_ (the [capture] settings)",
+        )
+
+
+def _bus(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
+    bus = store.bus
+    if bus is not None and bus.error:
+        yield Diagnosis(
+            stage="bus",
+            cause="bus_away",
+            text=f"ingest cannot read the bus: {bus.error}",
+            to_do="start the brokers or make the file readable; records wait and are not lost",
+        )
+    late = bus is None or facts.now - bus.at > LATE_S
+    waiting = sum(stage.waiting.values())
+    if late and waiting and "ingest" not in facts.running:
+        yield Diagnosis(
+            stage="bus",
+            cause="ingest_down",
+            text=f"{waiting} captured exchanges wait, and ingest does not run on this machine",
+            to_do="start `sidecar ingest`, or `sidecar up`; its log says why it ended",
+        )
+
+
+def _budget(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
+    limit = facts.settings.groups.tokens_per_day
+    if store.tokens_today >= limit:
+        yield Diagnosis(
+            stage="sampling",
+            cause="budget_spent",
+            text=f"{store.tokens_today:,} tokens were sampled today and groups.tokens_per_day is "
+            f"{limit:,}; {sum(stage.waiting.values())} groups wait for midnight UTC",
+            to_do="wait, or raise groups.tokens_per_day and restart score",
+        )
+
+
+def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:
+    answers = sum(served.values())
+    masked = {why: number for why, number in served.items() if why != "trainable"}
+    if answers < FEW or not masked:
+        return
+    reason, number = max(masked.items(), key=lambda one: one[1])
+    if number >= NEARLY_ALL * answers:
+        yield Diagnosis(
+            stage="sampling",
+            cause=reason,
+            text=f"{number} of the newest {answers} served answers are left out of the gradient: "
+            f"{reason}; groups are learned from by their sampled answers alone",
+            to_do=MASKS.get(reason, "see `answer.untrainable_reason` in docs/data-dictionary.md"),
+        )
+
+
+def _groups(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
+    ended = {why: n for why, n in store.recent.ends.items() if why in ENDS}
+    done = sum(ended.values(), start=store.recent.ends.get("trained", 0))
+    for reason, number in sorted(ended.items(), key=lambda one: -one[1]):
+        if number < FEW or number < MOST * done:
+            return
+        stage, cause, to_do = ENDS[reason]
+        words = f" ({store.recent.detail})" if store.recent.detail else ""
+        yield Diagnosis(
+            stage=stage,
+            cause=cause,
+            text=f"{number} of the newest {done} groups that ended: {reason}{words}",
+            to_do=to_do,
+        )
+
+
+def _most_end(
+    stage: Name, counts: Mapping[str, int], to_do: Mapping[str, str], normal: tuple[str, ...]
+) -> Iterator[Diagnosis]:
+    """Yield the reason for which most of the newest exchanges are not chosen."""
+    odd = {why: number for why, number in counts.items() if why not in normal}
+    decided = sum(odd.values()) + counts.get("chosen", 0) + counts.get("backlog", 0)
+    if not odd:
+        return
+    reason, number = max(odd.items(), key=lambda one: one[1])
+    if number >= FEW and number > MOST * decided:
+        cause = "no_token_ids" if reason in IDS_MISSING else reason
+        yield Diagnosis(
+            stage=stage,
+            cause=cause,
+            text=f"{number} of the newest {decided} decided exchanges are not suitable: {reason}",
+            to_do=to_do.get(reason, "see `exchange.selection` in docs/data-dictionary.md"),
+        )
+
+
+IDS_MISSING = ("untrainable:ids_missing", "untrainable:no_prompt_token_ids")
+
+
+def _run(store: StoreFacts) -> Iterator[Diagnosis]:
+    run = store.run
+    if run is not None and run.status == "failed":
+        yield Diagnosis(
+            stage="learning",
+            cause="run_failed",
+            text=f"the newest training run failed: {run.reason}",
+            to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
+        )
+    if store.learner_paused:
+        yield Diagnosis(
+            stage="learning",
+            cause="paused",
+            text="an operator paused the learner, so no run starts",
+            to_do="resume it: POST /admin/v1/learner/resume",
+        )
+
+
+def _schedule(facts: Facts) -> Iterator[Diagnosis]:
+    learner = facts.settings.learner
+    why = facts.schedule_error
+    if learner.schedule == "manual":
+        why = 'learner.schedule is "manual", so a run starts only when a person asks for one'
+    elif facts.next_run_at is not None and facts.next_run_at - facts.now > FAR_S:
+        days = (facts.next_run_at - facts.now) / 86_400.0
+        why = f"the schedule ({learner.schedule}) is due in {days:,.0f} days"
+    if why:
+        yield Diagnosis(
+            stage="learning",
+            cause="schedule_never_due",
+            text=why,
+            to_do="set learner.schedule, learner.cron or learner.interval_s and restart learn; "
+            "`sidecar learn --once` trains now",
+        )
+
+
+def _serving(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
+    refused = dict(facts.loads_refused)
+    if store.adapter is not None and store.adapter[1] == "rejected":
+        refused.setdefault(store.adapter[0], store.adapter[2])
+    for name, reason in refused.items():
+        rank = "rank" in reason
+        yield Diagnosis(
+            stage="serving",
+            cause="rank_too_high" if rank else "adapter_refused",
+            text=f"{name} is not served: {reason}",
+            to_do="start vLLM with a --max-lora-rank of at least learner.rank and state it in "
+            "serving.max_lora_rank, or lower learner.rank"
+            if rank
+            else "`sidecar adapters show` and `sidecar canary get` have the evidence; the next "
+            "run starts from the champion",
+        )

@@ -1,0 +1,1 @@
+"""Where records are between a request and an adapter, from durable counters."""

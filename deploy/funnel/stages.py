@@ -1,0 +1,234 @@
+"""Add up the durable counters to stages: what entered each, and where it ended. Pure.
+
+Every record that entered a stage has passed on, ended there for a reason, or waits:
+
+    entered + unreported == passed + the sum of ended + the sum of waiting
+
+What waits is computed from the other numbers, not counted in the tables: so a stage costs the same
+for ten records and for a million, and rows that retention deletes change nothing. Who deletes a
+record that still waits counts it in its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ingest.best_of.groups import SCORED
+from ingest.grouping.selection import BACKLOG, CHOSEN
+from ingest.intake.choose import STAGE as SELECTION
+from ingest.intake.consume import REPEATED, STORED
+from ingest.intake.consume import STAGE as CONSUME
+from ingest.store.exchanges import NEW
+from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING
+from learner.runs.source import NOT_GROUPS, TRAINED
+from learner.runs.source import STAGE as LEARN
+from sidecar.capture.durable_counts import BUS, CAPTURE, FORWARDED, KEPT, REQUESTS
+
+Counters = Mapping[str, Mapping[str, int]]
+"""Stage -> reason -> count, as in the table `counter`."""
+Name = Literal["requests", "bus", "selection", "sampling", "judging", "learning", "serving"]
+STAGES: tuple[Name, ...] = (
+    "requests",
+    "bus",
+    "selection",
+    "sampling",
+    "judging",
+    "learning",
+    "serving",
+)
+"""In the order in which a record comes through them."""
+DELETED_GROUPS = "deleted_groups"
+"""Counter stage of groups that retention deleted, by the status that they had."""
+DELETED = "deleted"
+"""Reason of groups that were deleted while they waited."""
+SERVES = "champion"
+DECIDED = ("rejected", "rolled_back", "retired")
+"""States of an adapter that no user gets (any more)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage, since the store was made."""
+
+    name: Name
+    unit: str
+    """What is counted: requests, exchanges, groups or adapters."""
+    passed_as: str
+    """What a record is called that passed."""
+    entered: int
+    passed: int
+    ended: Mapping[str, int]
+    """Reason -> records that go no further."""
+    waiting: Mapping[str, int]
+    """State -> records that are still in the stage."""
+    unreported: int
+    """Records that left the stage and that nobody counted as they entered it: a process that was
+    killed takes its last seconds of counts along."""
+
+
+def stages_of(
+    counters: Counters, *, claimed: int, adapters: Mapping[str, int]
+) -> tuple[Stage, ...]:
+    """Return all stages, in order.
+
+    claimed: groups that a training run has now. adapters: number of versions by state.
+    """
+    capture, bus, consume = (counters.get(name, {}) for name in (CAPTURE, BUS, CONSUME))
+    selection, learn = counters.get(SELECTION, {}), counters.get(LEARN, {})
+    sampling, judging = counters.get("sampling", {}), counters.get("judging", {})
+    kept, stored = capture.get(KEPT, 0), consume.get(STORED, 0)
+    chosen = selection.get(CHOSEN, 0)
+    sampled, scored = sampling.get(SAMPLED, 0), judging.get(SCORED, 0)
+    deleted = counters.get(DELETED_GROUPS, {})
+    drops = {
+        why: number
+        for why, number in learn.items()
+        if why not in (TRAINED, *NOT_GROUPS) and not why.startswith("answer_masked_")
+    }
+    return (
+        _stage(
+            "requests",
+            "requests",
+            "captured",
+            entered=sum(counters.get(REQUESTS, {}).values()),
+            passed=kept,
+            ended=_without(capture, KEPT),
+        ),
+        _stage(
+            "bus",
+            "exchanges",
+            "stored, each in a session",
+            entered=kept,
+            passed=stored,
+            ended={
+                **_without(bus, FORWARDED),
+                **_without(consume, STORED, REPEATED),
+            },
+        ),
+        _stage(
+            "selection",
+            "exchanges",
+            "chosen",
+            entered=stored,
+            passed=chosen,
+            ended=_without(selection, CHOSEN, BACKLOG),
+            waiting={BACKLOG: selection.get(BACKLOG, 0)},
+            rest=NEW,
+        ),
+        _stage(
+            "sampling",
+            "groups",
+            "complete",
+            entered=chosen,
+            passed=sampled,
+            ended=_with_deleted(_without(sampling, SAMPLED), deleted, SAMPLING),
+            rest=SAMPLING,
+        ),
+        _stage(
+            "judging",
+            "groups",
+            "scored",
+            entered=sampled,
+            passed=scored,
+            ended=_with_deleted(_without(judging, SCORED), deleted, SAMPLED),
+            rest=SAMPLED,
+        ),
+        _stage(
+            "learning",
+            "groups",
+            "in an adapter",
+            entered=scored,
+            passed=learn.get(TRAINED, 0),
+            ended=_with_deleted(drops, deleted, SCORED, CLAIMED),
+            waiting={CLAIMED: claimed},
+            rest=SCORED,
+        ),
+        _serving(adapters),
+    )
+
+
+def exchanges_by_selection(stages: tuple[Stage, ...]) -> dict[str, int]:
+    """Return the number of exchanges by what selection decided, and `new`: not decided yet."""
+    selection = next(stage for stage in stages if stage.name == "selection")
+    chosen = {CHOSEN: selection.passed} if selection.passed else {}
+    return dict(sorted({**selection.ended, **selection.waiting, **chosen}.items()))
+
+
+def groups_by_status(stages: tuple[Stage, ...]) -> dict[str, int]:
+    """Return the number of groups by status, without zeros."""
+    by_name = {stage.name: stage for stage in stages}
+    sampling, judging, learning = (by_name[n] for n in ("sampling", "judging", "learning"))
+    found = {
+        **sampling.waiting,
+        **judging.waiting,
+        "set_aside": sum(_without(sampling.ended, DELETED).values())
+        + sum(_without(judging.ended, DELETED).values()),
+        **learning.waiting,
+        TRAINED: learning.passed,
+        "dropped": sum(_without(learning.ended, DELETED).values()),
+    }
+    return {status: number for status, number in found.items() if number}
+
+
+def groups_by_reason(stages: tuple[Stage, ...]) -> dict[str, int]:
+    """Return the number of groups that were set aside or dropped, by reason."""
+    found: dict[str, int] = {}
+    for stage in stages:
+        if stage.unit == "groups":
+            for reason, number in stage.ended.items():
+                found[reason] = found.get(reason, 0) + number
+    return found
+
+
+def _serving(adapters: Mapping[str, int]) -> Stage:
+    """Return the stage of finished adapters, which is counted from their rows: they are few, and
+    a record of each is kept."""
+    return _stage(
+        "serving",
+        "adapters",
+        "champion now",
+        entered=sum(adapters.values()),
+        passed=adapters.get(SERVES, 0),
+        ended={state: adapters[state] for state in DECIDED if adapters.get(state)},
+        waiting=_without(adapters, SERVES, *DECIDED),
+    )
+
+
+def _stage(
+    name: Name,
+    unit: str,
+    passed_as: str,
+    *,
+    entered: int,
+    passed: int,
+    ended: Mapping[str, int],
+    waiting: Mapping[str, int] | None = None,
+    rest: str = "waiting",
+) -> Stage:
+    """rest: state of the records that neither passed, ended nor are in another waiting state."""
+    known = {state: number for state, number in (waiting or {}).items() if number}
+    left = entered - passed - sum(ended.values()) - sum(known.values())
+    return Stage(
+        name=name,
+        unit=unit,
+        passed_as=passed_as,
+        entered=entered,
+        passed=passed,
+        ended=ended,
+        waiting={**known, **({rest: left} if left > 0 else {})},
+        unreported=max(0, -left),
+    )
+
+
+def _with_deleted(
+    ended: Mapping[str, int], deleted: Mapping[str, int], *statuses: str
+) -> Mapping[str, int]:
+    """Add the groups that were deleted while they waited in these statuses."""
+    number = sum(deleted.get(status, 0) for status in statuses)
+    return {**ended, DELETED: number} if number else ended
+
+
+def _without(counts: Mapping[str, int], *reasons: str) -> dict[str, int]:
+    return {why: number for why, number in counts.items() if why not in reasons and number}

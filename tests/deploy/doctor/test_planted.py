@@ -1,0 +1,407 @@
+"""Ten planted faults: the doctor names the stage at which records stop, and the cause.
+
+Each is planted through the code of the real processes; only vLLM and the judge are stand-ins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.cli.main import main
+from deploy.engine.vllm_control import VllmControl
+from ingest.grouping.engine_facts import EngineFacts
+from ingest.intake.bus import open_bus
+from ingest.intake.loop import Intake
+from ingest.ruler.judging import JudgingWorker
+from ingest.sampling.worker import SamplingWorker
+from ingest.vllm.watch import EngineWatch
+from learner.errors import NothingToLearnError
+from learner.runs.train import Run
+from sidecar.capture.outbox import Outbox
+from sidecar.records import Exchange, Sampling, Timings
+from sidecar.settings import Settings, load_settings
+from sidecar.store.database import Database
+from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+from support.fake_judge import FakeJudge, score_by_content, shown_answers
+from support.fake_load import ScriptedLoad
+from support.fake_sampler import FakeSampler
+from support.ingest_kit import make_choice, make_exchange
+from support.kafka_broker import unclosed_sockets
+from support.migrated_store import open_migrated
+
+KEY = "right-key"
+WITH_TOKEN_IDS = {"prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
+LORA = b"# HELP vllm:lora_requests_info Running stats\n"
+Found = tuple[int, dict[str, Any]]
+
+
+class JudgeHandler(BaseHTTPRequestHandler):
+    """A judge behind a key, as an API of OpenAI's form."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.headers["authorization"] != f"Bearer {KEY}":
+            self.reply(401, {"error": {"message": "Incorrect API key provided", "code": "x"}})
+            return
+        text = score_by_content({}, otherwise=0.5)(shown_answers(body["messages"]))
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        self.reply(
+            200,
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "x",
+                "choices": [choice],
+                "usage": usage,
+            },
+        )
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the test's output is for its failures."""
+
+
+@pytest.fixture
+def judge_url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), JudgeHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[str, AdapterEndpoints]]:
+    with vllm_in_thread() as (url, endpoints):
+        endpoints.overrides = {
+            "/metrics": (200, LORA),
+            "/v1/load_lora_adapter": (400, b"{}"),
+            "/v1/chat/completions": (200, json.dumps(WITH_TOKEN_IDS).encode()),
+        }
+        yield url, endpoints
+
+
+@dataclass
+class Sidecar:
+    """A folder with settings and a store, and the processes as far as a test moves them."""
+
+    folder: Path
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def configure(self, **sections: dict[str, Any]) -> None:
+        for name, values in sections.items():
+            self.sections.setdefault(name, {}).update(values)
+        lines = [f'state_dir = "{self.folder}"']
+        for name, values in self.sections.items():
+            lines += [
+                f"[{name}]",
+                *(f"{key} = {json.dumps(value)}" for key, value in values.items()),
+            ]
+        self.config.write_text("\n".join(lines))
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "sidecar.toml"
+
+    @property
+    def settings(self) -> Settings:
+        return load_settings(self.config)
+
+    def open(self) -> Database:
+        path = self.folder / "store.db"
+        return Database(f"sqlite:///{path}") if path.exists() else open_migrated(path)
+
+    def serve(self, *exchanges: Exchange) -> None:
+        """Through the outbox and ingest."""
+        outbox = Outbox(self.folder / "outbox.db", max_rows=100)
+        outbox.write(exchanges)
+        outbox.close()
+        with closing(self.open()) as database, closing(open_bus(self.settings.bus.url)) as bus:
+            facts = EngineFacts(defaults=frozenset(), grammar="as_asked")
+            watch = EngineWatch(
+                self.settings.serving, ask=lambda *_: facts, start=lambda work: work()
+            )
+            intake = Intake(bus, database, self.settings, engine=watch)
+            for _ in range(3):
+                intake.step()
+
+    def score(self, *scores: float) -> None:
+        """Through the workers of score. scores: of the served and the sampled answers."""
+        with closing(self.open()) as database:
+            table = {"served": scores[0], "other": scores[-1]}
+            sampling = SamplingWorker(
+                database,
+                FakeSampler(lambda _: "other"),
+                ScriptedLoad(0),
+                self.settings.groups,
+                model=MODEL,
+            )
+            judge = FakeJudge(score_by_content(table), model="scripted")
+            judging = JudgingWorker(database, judge, self.settings.judge, clock=time.time)
+
+            async def work() -> None:
+                for _ in range(4):
+                    await sampling.step()
+                    await judging.step()
+
+            asyncio.run(work())
+
+    def doctor(self, capsys: pytest.CaptureFixture[str], *options: str) -> Found:
+        capsys.readouterr()
+        # A slow machine needs long to load the libraries of judge and learner.
+        asked = ["--config", str(self.config), "doctor", "-o", "json", "--limit", "600", *options]
+        code = main(asked)
+        said = capsys.readouterr()
+        assert said.out, said.err
+        return code, json.loads(said.out)
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Sidecar:
+    made = Sidecar(tmp_path)
+    made.configure(
+        serving={"model": MODEL},
+        proxy={"port": free_port()},
+        admin={"port": free_port()},
+        store={"url": f"sqlite:///{tmp_path}/store.db"},
+        bus={"url": f"sqlite:///{tmp_path}/outbox.db"},
+        groups={"settle_s": 0.0, "held_out_rate": 0.0, "size": 2},
+        judge={"model": "openai/judge"},
+        learner={"min_groups": 2, "adapters_dir": f"{tmp_path}/adapters"},
+    )
+    return made
+
+
+@pytest.fixture
+def online(sidecar: Sidecar, vllm: tuple[str, AdapterEndpoints], judge_url: str) -> Sidecar:
+    """All that it needs is there."""
+    sidecar.configure(
+        serving={"upstreams": [vllm[0]], "base_model_path": str(base_of(sidecar.folder))},
+        judge={"api_base": judge_url, "api_key": KEY},
+    )
+    return sidecar
+
+
+def base_of(folder: Path) -> Path:
+    base = folder / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "llama"}')
+    (base / "model.safetensors").touch()
+    return base
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def exchange(number: int, **changes: Any) -> Exchange:
+    now = Timings(started_at=time.time())
+    return make_exchange(f"e{number}", **{"public_model": MODEL, "timings": now, **changes})
+
+
+def stop_of(found: Found) -> tuple[int, str, str]:
+    return found[0], found[1]["stops_at"], found[1]["cause"]
+
+
+def test_a_fresh_sound_system_waits_for_its_start(
+    online: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = online.doctor(capsys)
+
+    assert (code, found["diagnoses"]) == (0, []), found
+    assert found["waits_for"] == "the proxy: start it with `sidecar up`"
+    assert not (online.folder / "store.db").exists()
+
+
+def test_a_system_whose_records_come_to_the_learner_has_no_stop(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.serve(*(exchange(number) for number in range(5)))
+    sidecar.score(1.0, 0.0)
+
+    code, found = sidecar.doctor(capsys, "--offline")
+    text = main(["--config", str(sidecar.config), "doctor", "--offline"])
+
+    assert (code, found["diagnoses"], text) == (0, [], 0)
+    learning = found["stages"][5]
+    assert (learning["entered"], learning["waiting"]) == (5, {"scored": 5})
+    assert "Nothing stops records." in capsys.readouterr().out
+
+
+def test_a_wrong_key_of_the_judge(online: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
+    online.configure(judge={"api_key": "wrong-key"})
+
+    found = online.doctor(capsys)
+
+    assert stop_of(found) == (1, "judging", "judge_key")
+    assert "Incorrect API key" in found[1]["diagnoses"][0]["text"]
+    assert "wrong-key" not in json.dumps(found[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "stage", "cause"),
+    [
+        ("/metrics", b"# HELP other\n", "serving", "no_lora"),
+        ("/v1/chat/completions", b'{"choices": [{}]}', "selection", "no_token_ids"),
+    ],
+)
+def test_a_vllm_that_lacks_what_learning_needs(
+    online: Sidecar,
+    vllm: tuple[str, AdapterEndpoints],
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    reply: bytes,
+    stage: str,
+    cause: str,
+) -> None:
+    vllm[1].overrides[path] = (200, reply)
+
+    assert stop_of(online.doctor(capsys)) == (1, stage, cause)
+
+
+def test_replies_without_token_ids_show_in_the_store_too(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = {"choices": (make_choice(token_ids=()),), "untrainable_reason": "ids_missing"}
+    sidecar.serve(*(exchange(number, **without) for number in range(4)))
+
+    assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "selection", "no_token_ids")
+
+
+def test_a_kafka_where_nobody_listens(online: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
+    online.configure(bus={"url": f"kafka://127.0.0.1:{free_port()}/exchanges"})
+
+    with unclosed_sockets():
+        assert stop_of(online.doctor(capsys)) == (1, "bus", "kafka_away")
+
+
+def test_temperature_0_everywhere(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
+    greedy = Sampling(temperature=0.0, max_tokens=16)
+    sidecar.serve(*(exchange(number, sampling=greedy) for number in range(4)))
+
+    assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "sampling", "temperature_zero")
+
+
+def test_all_groups_tied(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
+    sidecar.serve(*(exchange(number) for number in range(4)))
+    sidecar.score(0.5, 0.5)
+    with closing(sidecar.open()) as database, pytest.raises(NothingToLearnError):
+        Run(
+            sidecar.settings,
+            database,
+            lambda: pytest.fail("nothing to train"),
+            run_id="r",
+            clock=time.time,
+        ).start()
+
+    assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "learning", "tied")
+
+
+def test_the_budget_is_spent(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
+    sidecar.configure(groups={"tokens_per_day": 1, "concurrency": 2})
+    sidecar.serve(*(exchange(number) for number in range(12)))
+    sidecar.score(1.0, 0.0)
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(found) == (1, "sampling", "budget_spent")
+    assert found[1]["stages"][3]["waiting"]["sampling"] > 0
+
+
+def test_a_proxy_whose_clock_is_an_hour_ahead(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = Timings(started_at=time.time() + 3_600.0)
+    sidecar.serve(*(exchange(number, timings=ahead) for number in range(3)))
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(found) == (1, "bus", "clock_skew")
+    assert "the clock of the proxy (against ingest)" in found[1]["diagnoses"][0]["text"]
+
+
+def test_a_vllm_on_a_machine_whose_clock_is_behind(
+    online: Sidecar, vllm: tuple[str, AdapterEndpoints], capsys: pytest.CaptureFixture[str]
+) -> None:
+    vllm[1].ahead_s = -7_200.0
+
+    found = online.doctor(capsys)
+
+    assert stop_of(found) == (1, "bus", "clock_skew")
+    assert "behind" in found[1]["diagnoses"][0]["text"]
+
+
+@pytest.mark.parametrize("cron", ["0 0 30 2 *", "0 0 29 2 *"])
+def test_a_schedule_that_never_comes(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str], cron: str
+) -> None:
+    sidecar.configure(learner={"schedule": "cron", "cron": cron})
+
+    assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "learning", "schedule_never_due")
+
+
+async def test_an_adapter_rank_above_what_vllm_takes(
+    world: Any,
+    sidecar: Sidecar,
+    vllm: tuple[str, AdapterEndpoints],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, endpoints = vllm
+    del endpoints.overrides["/v1/load_lora_adapter"]
+    name = world.register(1)
+    path = str(world.folder / "adapter-1")
+    endpoints.bad_paths[path] = (400, "LoRA rank 4 is greater than max_lora_rank 2.")
+    async with httpx.AsyncClient(base_url=url) as client:
+        world.control = VllmControl(client)
+        await world.controller().tick()
+    sidecar.configure(store={"url": world.database.url})
+
+    found = await asyncio.to_thread(sidecar.doctor, capsys, "--offline")
+
+    assert stop_of(found) == (1, "serving", "rank_too_high")
+    assert name in found[1]["diagnoses"][0]["text"]
+
+
+def test_a_file_that_is_no_store_is_named(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sidecar.folder / "store.db").write_bytes(b"no database" * 100)
+
+    assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "bus", "store_away")
+
+
+def test_bad_use_and_unsound_settings_are_2(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.configure(learner={"rank": 512})
+
+    assert main(["--config", str(sidecar.config), "doctor"]) == 2
+    assert "learner.rank" in capsys.readouterr().err
+    assert main(["doctor", "--loud"]) == 2
