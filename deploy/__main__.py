@@ -29,7 +29,7 @@ def _main(argv: list[str] | None) -> int:
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one
-    from sidecar.settings import load_settings
+    from sidecar.settings import load_settings, open_keyring
     from sidecar.store.database import Database
     from sidecar.tracing.telemetry import configure_tracing
 
@@ -37,7 +37,7 @@ def _main(argv: list[str] | None) -> int:
         settings = load_settings(arguments.config)
         configure_logging(settings.telemetry, "control")
         tracing = configure_tracing(settings.telemetry, "control")
-        database = Database(settings.store.url)
+        database = Database(settings.store.url, open_keyring(settings.store))
         database.upgrade()
     except SettingsError as error:
         sys.stderr.write(f"sidecar control: {error}\n")

@@ -53,13 +53,14 @@ def _start(settings: Settings) -> int:
     from ingest.intake.bus import open_bus
     from ingest.intake.loop import Intake
     from sidecar.logs import configure_logging
+    from sidecar.settings import open_keyring
     from sidecar.store.database import Database
     from sidecar.tracing.telemetry import configure_tracing
 
     configure_logging(settings.telemetry, PROCESS)
     bus = open_bus(settings.bus.url, settings.kafka)
     tracing = configure_tracing(settings.telemetry, PROCESS)
-    database = Database(settings.store.url)
+    database = Database(settings.store.url, open_keyring(settings.store))
     try:
         asyncio.run(_run(Intake(bus, database, settings)))
     finally:

@@ -94,12 +94,13 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from sidecar.errors import StoreError
     from sidecar.processes.readiness import tell_ready
     from sidecar.scoring.wire import socket_path
+    from sidecar.settings import open_keyring
     from sidecar.store.database import Database
 
     log = structlog.get_logger()
     serving = settings.serving
     try:
-        database = Database(settings.store.url)
+        database = Database(settings.store.url, open_keyring(settings.store))
         await asyncio.to_thread(database.upgrade)
     except StoreError as error:
         log.error("store_not_ready", error=str(error))

@@ -38,7 +38,7 @@ from sidecar.routing.breaker_report import TripReader, TripReporter
 from sidecar.routing.source import RoutingSource
 from sidecar.scoring.client import Picker, SocketPicker
 from sidecar.scoring.wire import socket_path
-from sidecar.settings import Settings
+from sidecar.settings import Settings, open_keyring
 from sidecar.settings.checks import MAX_UNIX_PATH
 from sidecar.tracing.spans import request_spans
 from sidecar.tracing.telemetry import Tracing
@@ -90,6 +90,7 @@ class Proxy:
             max_bytes=settings.bus.max_bytes,
             on_rows_gone=self.metrics.outbox_rows_gone.inc,
             yield_cpu=yield_cpu,
+            keyring=open_keyring(settings.store),
         )
         spans = request_spans(tracing, settings.telemetry) if tracing is not None else None
         traced = tracing is not None and tracing.spans is not None

@@ -37,6 +37,7 @@ from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
+from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import JUDGE_WAITS, SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
@@ -225,7 +226,7 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                             exchange_id=one.exchange_id,
                             status=one.status,
                             difference=one.difference,
-                            answers=one.answers or [],
+                            answers=opened_answers(session, one),
                         )
                         for one in made
                     ],

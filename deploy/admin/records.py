@@ -30,8 +30,9 @@ from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from ingest.feedback.reading import Told, told_of, told_of_session
+from ingest.store.groups import opened_explanation
 from sidecar.store.arrays import unpack_ids
-from sidecar.store.contents import load_contents
+from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
 from sidecar.store.models import AnswerRow, AuditRow, ChoiceRow, ExchangeRow, GroupRow, RunRow
 
@@ -90,7 +91,9 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
             with naming(f"group {group_id}"):
-                return GroupDetailOut(**_group(row), answers=list(map(_answer, answers)))
+                return GroupDetailOut(
+                    **_group(row), answers=[_answer(session, one) for one in answers]
+                )
 
 
 def _add_history(router: APIRouter, context: AdminContext) -> None:
@@ -225,17 +228,17 @@ def _group(row: GroupRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in GroupOut.model_fields}
 
 
-def _answer(row: AnswerRow) -> AnswerOut:
+def _answer(session: Session, row: AnswerRow) -> AnswerOut:
     return AnswerOut(
         index=row.index,
         origin=row.origin,
-        message=read_stored(decompress(row.message_body)),
+        message=read_stored(decompress(opened_reply(session, row, "message_body"))),
         finish_reason=row.finish_reason,
-        tokens=len(unpack_ids(row.token_ids)),
+        tokens=len(unpack_ids(opened_reply(session, row, "token_ids"))),
         temperature=row.temperature,
         untrainable_reason=row.untrainable_reason,
         score=row.score,
-        explanation=row.explanation,
+        explanation=opened_explanation(session, row) or None,
     )
 
 
@@ -258,9 +261,9 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         choices=[
             ChoiceOut(
                 index=choice.index,
-                message=read_stored(decompress(choice.message_body)),
+                message=read_stored(decompress(opened_reply(session, choice, "message_body"))),
                 finish_reason=choice.finish_reason,
-                tokens=len(unpack_ids(choice.token_ids)),
+                tokens=len(unpack_ids(opened_reply(session, choice, "token_ids"))),
             )
             for choice in choices
         ],

@@ -13,7 +13,8 @@ from sqlalchemy.orm import Session
 
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison
-from sidecar.store.contents import Contents, load_contents
+from ingest.store.sealed_answers import seal_answer
+from sidecar.store.contents import Contents, keyring_of, load_contents
 from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
 from sidecar.store.models.capture import EXAMINED
@@ -142,7 +143,10 @@ def save_comparison(
             exchange_id=prompt.exchange_id,
             status="scored" if difference is not None else "set_aside",
             difference=difference,
-            answers=list(answers),
+            answers=[
+                seal_answer(keyring_of(session), comparison_id(canary, prompt), place, answer)
+                for place, answer in enumerate(answers)
+            ],
         )
     )
     if session.scalar(statement.returning(GateComparisonRow.comparison_id)) is None:

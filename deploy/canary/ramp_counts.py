@@ -26,16 +26,19 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
+import structlog
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from deploy.canary.answer_shape import is_short
 from deploy.records import Canary
 from deploy.registry.canary_rule import ArmCounts, RampEvidence
-from sidecar.store.contents import load_contents
+from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import decompress
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from sidecar.store.models.capture import COUNTED, TAKEN_OVER
+
+log = structlog.get_logger()
 
 WINDOW = 500
 """Newest exchanges of the candidate that are read, and newest turns of an arm whose reply text is
@@ -214,7 +217,13 @@ def _counts(session: Session, seen: Sequence[Seen], text_edge: int) -> ArmCounts
     said_something: set[str] = set()
     short: set[str] = set()
     for choice in _given(session, complete):
-        if is_short(json.loads(decompress(choice.message_body)), choice.finish_reason):
+        try:
+            message = opened_reply(session, choice, "message_body")
+        except ValueError as error:  # its key is missing: nobody knows whether it is short
+            log.warning("reply_not_decrypted", exchange_id=choice.exchange_id, why=str(error))
+            said_something.add(choice.exchange_id)
+            continue
+        if is_short(json.loads(decompress(message)), choice.finish_reason):
             short.add(choice.exchange_id)
         else:
             said_something.add(choice.exchange_id)

@@ -25,6 +25,7 @@ from deploy.cli.exchanges import exchanges_app
 from deploy.cli.groups import groups_app
 from deploy.cli.keys import keys_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
+from deploy.cli.store.encryption import store_app
 from deploy.supervise.processes import MODULES
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
 app.add_typer(exchanges_app, name="exchanges")
 app.command()(doctor)
+app.add_typer(store_app, name="store")
 
 
 def _show_version(wanted: bool) -> None:

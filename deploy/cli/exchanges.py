@@ -212,11 +212,12 @@ def _lines(out: Path | None) -> Iterator[TextIO]:
 
 @contextmanager
 def _store(context: typer.Context) -> Iterator[Any]:
+    from sidecar.settings import open_keyring
     from sidecar.store.database import Database
 
-    url = settings_of(context).store.url
-    require_store(url)
-    database = Database(url)
+    store = settings_of(context).store
+    require_store(store.url)
+    database = Database(store.url, open_keyring(store))
     try:
         database.upgrade_if_behind()
         yield database

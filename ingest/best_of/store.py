@@ -7,14 +7,16 @@ second of the two makes the group (`ingest.best_of.groups`) and removes the scor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 import structlog
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from sidecar.store.contents import keyring_of
 from sidecar.store.database import count, insert_into
+from sidecar.store.keyring import MissingKeyError, place_in
 from sidecar.store.models import BestOfScoreRow
 
 STAGE = "best_of"
@@ -50,7 +52,10 @@ def save_scores(session: Session, scores: BestOfScores) -> bool:
             at=scores.at,
             answers_digest=scores.answers_digest,
             scores=list(scores.scores),
-            explanations=list(scores.explanations),
+            explanations=[
+                keyring_of(session).seal_text(words, _place(scores.exchange_id))
+                for words in scores.explanations
+            ],
             judge_model=scores.judge_model,
             rubric_hash=scores.rubric_hash,
         )
@@ -84,14 +89,25 @@ def remove_scores(session: Session, exchange_id: str) -> None:
     session.execute(delete(BestOfScoreRow).where(BestOfScoreRow.exchange_id == exchange_id))
 
 
+def _place(exchange_id: str) -> bytes:
+    return place_in("best_of_score", "explanations", exchange_id)
+
+
 def _readable(session: Session, rows: Sequence[BestOfScoreRow]) -> list[BestOfScores]:
     """Read rows. A damaged one is counted and removed; selection then decides its exchange."""
     found = []
     for row in rows:
         values = {field.name: getattr(row, field.name) for field in fields(BestOfScores)}
         try:
-            found.append(msgspec.convert(values, BestOfScores))
-        except msgspec.ValidationError as error:
+            scores = msgspec.convert(values, BestOfScores)
+            opened = tuple(
+                keyring_of(session).open_text(words, _place(row.exchange_id))
+                for words in scores.explanations
+            )
+            found.append(replace(scores, explanations=opened))
+        except MissingKeyError as error:
+            log.error("best_of_scores_unreadable", exchange_id=row.exchange_id, why=str(error))
+        except ValueError as error:
             log.error("best_of_scores_unreadable", exchange_id=row.exchange_id, why=str(error))
             remove_scores(session, row.exchange_id)
             count(session, STAGE, UNREADABLE)

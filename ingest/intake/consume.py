@@ -46,6 +46,7 @@ from sidecar.bounds import bound
 from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
 from sidecar.records import Exchange, decode_exchange
 from sidecar.store.database import Database, count
+from sidecar.store.keyring import BUS, Keyring
 
 STAGE = "consume"
 TOKEN_STAGE = "token_check"
@@ -134,12 +135,14 @@ class _Readiness:
     sessions: Sessions
     check_tokens: Callable[[Exchange], str]
     now: float
+    keyring: Keyring
 
     def __call__(self, envelope: Envelope) -> _Record:
         try:
-            if is_feedback(envelope.payload):
-                return _Record(envelope, feedback=decode_feedback(envelope.payload))
-            exchange, bounded = bound(decode_exchange(envelope.payload))
+            payload = self.keyring.open(envelope.payload, BUS)
+            if is_feedback(payload):
+                return _Record(envelope, feedback=decode_feedback(payload))
+            exchange, bounded = bound(decode_exchange(payload))
             tokens = self.check_tokens(exchange)
             if tokens == DISAGREES and exchange.untrainable_reason is None:
                 exchange = msgspec.structs.replace(exchange, untrainable_reason=DISAGREES)
@@ -183,7 +186,9 @@ def consume(
     Raises: BusError or StoreError; nothing is lost then, and what is not stored comes again.
     """
     consumed = Consumed()
-    read = _Readiness(sessions=sessions, check_tokens=check_tokens, now=now)
+    read = _Readiness(
+        sessions=sessions, check_tokens=check_tokens, now=now, keyring=database.keyring
+    )
     for records in _portions(bus.read(limit), read):
         poison = [(one.envelope, one.error) for one in records if one.error is not None]
         try:

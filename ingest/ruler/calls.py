@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from sqlalchemy.orm import Session
 
 from ingest.ruler.ruler import JudgeCall
+from sidecar.store.contents import keyring_of
 from sidecar.store.database import count
+from sidecar.store.keyring import place_in
 from sidecar.store.models import JudgeCallRow
 
 
@@ -18,6 +20,7 @@ def save_judge_calls(
 
     subject: id of the judged group or gate comparison.
     """
+    keyring = keyring_of(session)
     for call in calls:
         session.add(
             JudgeCallRow(
@@ -28,7 +31,7 @@ def save_judge_calls(
                 order_seed=call.order_seed,
                 ok=call.ok,
                 error=call.error,
-                reply=call.reply.text,
+                reply=keyring.seal_text(call.reply.text, place_in("judge_call", "reply", subject)),
                 prompt_tokens=call.reply.prompt_tokens,
                 completion_tokens=call.reply.completion_tokens,
                 cost_usd=call.reply.cost_usd,

@@ -27,10 +27,12 @@ from sidecar.store.contents import (
     MAX_LINKS,
     PAGE,
     content_cache,
+    keyring_of,
     load_contents,
     load_links,
 )
 from sidecar.store.frames import MAX_VALUE_BYTES, compress
+from sidecar.store.keyring import Keyring, place_in
 from sidecar.store.models import ExchangeRow
 
 WRITTEN_CHAIN_BYTES = MAX_CHAIN_BYTES // 4
@@ -72,8 +74,9 @@ def encode_contents(session: Session, rows: Sequence[tuple[Row, Content]]) -> No
     bases = {name: known for name in parents if (known := cache.get(name)) is not None}
     if missing := sorted(parents - bases.keys()):
         bases |= load_contents(session, missing, as_bases=True).found
+    keyring = keyring_of(session)
     for row, content in rows:
-        _encode_row(row, content, bases, cache)
+        _encode_row(row, content, bases, cache, keyring)
 
 
 def settle_bases(session: Session, rows: Sequence[tuple[Row, Content]]) -> None:
@@ -88,9 +91,12 @@ def settle_bases(session: Session, rows: Sequence[tuple[Row, Content]]) -> None:
     cache = content_cache(session)
     for lost in bases - present:
         cache.drop(lost)
+    keyring = keyring_of(session)
     for row, content in rows:
         if row["base_id"] in bases - present:
-            row.update(_whole(content), base_id=None)
+            row.update(
+                sealed_columns(_whole(content), row["exchange_id"], content, keyring), base_id=None
+            )
 
 
 def rebase_children(session: Session, gone: Collection[str], *, limit: int = PAGE) -> int:
@@ -119,6 +125,7 @@ def rebase_children(session: Session, gone: Collection[str], *, limit: int = PAG
             name = below[child]
             base = contents.get(name) if name is not None else None
             stored, differs = _encode(content, base)
+            stored = sealed_columns(stored, child, content, keyring_of(session))
             session.execute(
                 update(ExchangeRow)
                 .where(ExchangeRow.exchange_id == child)
@@ -146,7 +153,11 @@ def _first_that_stays(
 
 
 def _encode_row(
-    row: Row, content: Content, bases: Mapping[str, Content], cache: ContentCache
+    row: Row,
+    content: Content,
+    bases: Mapping[str, Content],
+    cache: ContentCache,
+    keyring: Keyring,
 ) -> None:
     exchange_id, parent = row["exchange_id"], row.get("parent_id")
     mark = b""
@@ -159,6 +170,7 @@ def _encode_row(
     if base is not None and not _has_room(base, content):
         base = None
     stored, differs = _encode(content, base)
+    stored = sealed_columns(stored, exchange_id, content, keyring)
     row.update(stored, base_id=base_id if differs else None)
     if base is not None and differs:
         content = replace(content, links=base.links + 1, chain_bytes=base.chain_bytes + base.size)
@@ -189,6 +201,17 @@ def _encode(content: Content, base: Content | None) -> tuple[Row, bool]:
 def _whole(content: Content) -> Row:
     ids = compress(content.prompt_ids) if content.prompt_ids else b""
     return {"request_body": compress(content.request), "prompt_token_ids": ids}
+
+
+def sealed_columns(stored: Row, exchange_id: str, content: Content, keyring: Keyring) -> Row:
+    """Return the columns of a request and its prompt encrypted, if there is a key."""
+    if not keyring:
+        return stored
+    sizes = {"request_body": len(content.request), "prompt_token_ids": len(content.prompt_ids)}
+    return {
+        name: keyring.seal(value, place_in("exchange", name, exchange_id), size=sizes[name])
+        for name, value in stored.items()
+    }
 
 
 def _mark(row: Row, content: Content) -> bytes:

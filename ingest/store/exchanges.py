@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -27,8 +28,9 @@ from ingest.store.places import SHARED_OPENING, place_columns, place_of
 from sidecar.records import Choice, Exchange
 from sidecar.store.arrays import unpack_ids
 from sidecar.store.content_cache import Content
-from sidecar.store.contents import load_contents
+from sidecar.store.contents import keyring_of, load_contents, reply_place
 from sidecar.store.database import DAMAGE, check_id
+from sidecar.store.keyring import BUS, Keyring, is_sealed
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, DeadLetterRow, ExchangeRow
 from sidecar.store.models.capture import IN_TURN, UNDECIDED
@@ -71,6 +73,10 @@ class ExchangeRows:
     choices: list[Row]
     content: Content
     """What `encode_exchanges` makes columns of, once the place is known."""
+    said: tuple[Choice, ...] = ()
+    """The records of `choices`."""
+    sealed: list[Row] | None = None
+    """`choices` encrypted; None: the store has no key."""
 
     def put(self, place: Place | None, exchange: Exchange, *, held_out: bool) -> None:
         """Set the columns that say where the exchange stands.
@@ -98,7 +104,7 @@ def rows_of(exchange: Exchange, *, now: float) -> ExchangeRows:
     choices = [_CHOICE.to_row(choice) for choice in exchange.choices]
     for choice in choices:
         choice["exchange_id"] = exchange.exchange_id
-    return ExchangeRows(row, choices, content_of(exchange))
+    return ExchangeRows(row, choices, content_of(exchange), exchange.choices)
 
 
 def encode_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
@@ -107,6 +113,16 @@ def encode_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
     rows: in the order of storing. session: may be a reader's.
     """
     encode_contents(session, [(one.exchange, one.content) for one in rows])
+    if keyring := keyring_of(session):
+        for one in rows:
+            one.sealed = [
+                _CHOICE.sealed(row, choice, partial(_seal_reply, keyring, row))
+                for row, choice in zip(one.choices, one.said, strict=True)
+            ]
+
+
+def _seal_reply(keyring: Keyring, row: Row, column: str, value: bytes, size: int) -> bytes:
+    return keyring.seal(value, reply_place(row["exchange_id"], row["index"], column), size=size)
 
 
 def stored_among(session: Session, exchange_ids: Sequence[str]) -> set[str]:
@@ -136,7 +152,7 @@ def insert_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
     connection = session.connection()
     if rows:
         connection.execute(insert(ExchangeRow), [one.exchange for one in rows])
-    if choices := [choice for one in rows for choice in one.choices]:
+    if choices := [choice for one in rows for choice in one.sealed or one.choices]:
         connection.execute(insert(ChoiceRow), choices)
 
 
@@ -287,13 +303,20 @@ def dead_letter(session: Session, payload: bytes, *, where: str, reason: str, no
     where: its place on the bus. Returns: False when it came before, from this place; the bus gives
         it again after a crash. Then nothing changes.
     """
+    # Of the record as it came: encrypted twice, it has other bytes each time.
     digest = sha256(f"{where}\0".encode() + payload).hexdigest()
     known = select(DeadLetterRow.seq).where(DeadLetterRow.digest == digest)
     if session.scalar(known) is not None:
         return False
+    if not is_sealed(payload):
+        payload = keyring_of(session).seal(payload, BUS)
     session.add(DeadLetterRow(at=now, reason=reason, payload=payload, digest=digest))
     session.flush()
     return True
+
+
+def _open_reply(keyring: Keyring, row: ChoiceRow, column: str, value: bytes) -> bytes:
+    return keyring.open(value, reply_place(row.exchange_id, row.index, column))
 
 
 def _undecided(selection: str) -> tuple[ColumnElement[bool], TextClause]:
@@ -343,11 +366,15 @@ def _stored(session: Session, rows: Sequence[ExchangeRow]) -> list[StoredExchang
     for choice in found:
         choices[choice.exchange_id].append(choice)
     contents = load_contents(session, choices)
+    keyring = keyring_of(session)
     return [
         StoredExchange(
             exchange=_EXCHANGE.to_record(
                 row,
-                choices=tuple(map(_CHOICE.to_record, choices[check_id(row.exchange_id)])),
+                choices=tuple(
+                    _CHOICE.open_record(choice, partial(_open_reply, keyring, choice))
+                    for choice in choices[check_id(row.exchange_id)]
+                ),
                 request=contents[row.exchange_id].request,
                 prompt_token_ids=unpack_ids(contents[row.exchange_id].prompt_ids),
             ),

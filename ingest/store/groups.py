@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from sqlalchemy import CursorResult, func, select, update
@@ -17,9 +18,10 @@ from sqlalchemy.orm import Session
 
 from ingest.records import Answer, Group, ScoredGroup
 from sidecar.store.arrays import ID_BYTES, unpack_ids
-from sidecar.store.contents import load_contents
+from sidecar.store.contents import answer_place, keyring_of, load_contents
 from sidecar.store.database import count, insert_into
 from sidecar.store.frames import HEAD_BYTES, decoded_ids
+from sidecar.store.keyring import Keyring
 from sidecar.store.mapping import RowMapping
 from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow
 
@@ -75,6 +77,7 @@ def load_group(session: Session, group_id: str) -> Group | None:
     if row is None:
         return None
     content = load_contents(session, [row.exchange_id])[row.exchange_id]
+    keyring = keyring_of(session)
     return Group(
         group_id=row.group_id,
         exchange_id=row.exchange_id,
@@ -83,7 +86,10 @@ def load_group(session: Session, group_id: str) -> Group | None:
         adapter=row.adapter,
         request=content.request,
         prompt_token_ids=unpack_ids(content.prompt_ids),
-        answers=tuple(map(_ANSWER.to_record, _answer_rows(session, group_id))),
+        answers=tuple(
+            _ANSWER.open_record(answer, partial(_open, keyring, answer))
+            for answer in _answer_rows(session, group_id)
+        ),
     )
 
 
@@ -95,11 +101,14 @@ def stored_tokens(session: Session, group_id: str) -> tuple[int, int]:
         .join(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
         .where(GroupRow.group_id == group_id)
     ).one_or_none()
-    answers = session.scalar(
-        select(func.sum(func.length(AnswerRow.token_ids))).where(AnswerRow.group_id == group_id)
+    held = AnswerRow.token_ids
+    answers = session.execute(
+        select(func.substr(held, 1, HEAD_BYTES), func.length(held)).where(
+            AnswerRow.group_id == group_id
+        )
     )
     prompt_bytes = decoded_ids(*prompt) if prompt is not None else 0
-    return prompt_bytes // ID_BYTES, (answers or 0) // ID_BYTES
+    return prompt_bytes // ID_BYTES, sum(decoded_ids(*one) for one in answers) // ID_BYTES
 
 
 def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
@@ -115,7 +124,7 @@ def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
     return ScoredGroup(
         group=group,
         scores=tuple(scores),
-        explanations=tuple(answer.explanation or "" for answer in answers),
+        explanations=tuple(opened_explanation(session, answer) for answer in answers),
         judge_model=msgspec.convert(row.judge_model, str),
         rubric_hash=msgspec.convert(row.rubric_hash, str),
     )
@@ -228,7 +237,9 @@ def mark_scored(
         return False
     for answer, score, explanation in zip(answers, scores, explanations, strict=True):
         answer.score = score
-        answer.explanation = explanation
+        answer.explanation = keyring_of(session).seal_text(
+            explanation, answer_place(group_id, answer.index, "explanation")
+        )
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id)
@@ -305,5 +316,28 @@ def _answer_rows(session: Session, group_id: str) -> Sequence[AnswerRow]:
 def _insert_answers(session: Session, group_id: str, answers: Sequence[Answer]) -> None:
     if not answers:
         return
-    rows = [{**_ANSWER.to_row(answer), "group_id": group_id} for answer in answers]
+    keyring = keyring_of(session)
+    rows = []
+    for answer in answers:
+        row = {**_ANSWER.to_row(answer), "group_id": group_id}
+        if keyring:
+            row = _ANSWER.sealed(row, answer, partial(_seal, keyring, group_id, answer.index))
+        rows.append(row)
     session.execute(insert_into(session, AnswerRow), rows)
+
+
+def _seal(
+    keyring: Keyring, group_id: str, index: int, column: str, value: bytes, size: int
+) -> bytes:
+    return keyring.seal(value, answer_place(group_id, index, column), size=size)
+
+
+def _open(keyring: Keyring, row: AnswerRow, column: str, value: bytes) -> bytes:
+    return keyring.open(value, answer_place(row.group_id, row.index, column))
+
+
+def opened_explanation(session: Session, row: AnswerRow) -> str:
+    """Return the judge's explanation of an answer; empty: none. Raises: ValueError when it does not
+    decrypt."""
+    place = answer_place(row.group_id, row.index, "explanation")
+    return keyring_of(session).open_text(row.explanation or "", place)

@@ -29,6 +29,7 @@ from sidecar.capture.yielding import CooperativeYield, never_yield
 from sidecar.errors import OutboxError, SettingsError
 from sidecar.records import Exchange, encode_exchange
 from sidecar.settings.bus_url import outbox_file
+from sidecar.store.keyring import BUS, NO_KEYS, Keyring
 
 log = structlog.get_logger()
 BUSY_TIMEOUT_S = 5.0
@@ -62,7 +63,7 @@ class OutboxRow:
     """When the record was written, unix seconds."""
     payload: bytes
     """The exchange, packed by `sidecar.records.encode_exchange`, or the feedback, packed by
-    `sidecar.feedback.record.encode_feedback`."""
+    `sidecar.feedback.record.encode_feedback`; encrypted when the writer has a key."""
 
 
 def outbox_path(url: str, state_dir: Path) -> Path:
@@ -145,15 +146,18 @@ class Outbox:
         clock: Callable[[], float] = time.time,
         on_rows_gone: Callable[[int], object] | None = None,
         yield_cpu: CooperativeYield = never_yield,
+        keyring: Keyring = NO_KEYS,
     ) -> None:
         """max_bytes: of the file's pages in use; None: no limit.
         on_rows_gone: called with the number of unread records lost with a deleted or moved file,
-        by only one of its writers. yield_cpu: called between two steps of a write."""
+        by only one of its writers. yield_cpu: called between two steps of a write.
+        keyring: encrypts the records."""
         self._file = _File(path, busy_timeout_s, on_rows_gone, synchronous="FULL")
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._clock = clock
         self._yield_cpu = yield_cpu
+        self._keyring = keyring
 
     def write(self, exchanges: Sequence[Exchange]) -> int:
         """Store a batch in one transaction.
@@ -170,7 +174,7 @@ class Outbox:
         Returns and raises: as `write`.
         """
         at = self._clock()
-        rows = [(name, at, payload) for name, payload in records]
+        rows = [(name, at, self._keyring.seal(payload, BUS)) for name, payload in records]
         with self._file.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             room = max(0, self._max_rows - connection.execute(_ROWS).fetchone()[0])

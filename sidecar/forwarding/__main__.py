@@ -62,7 +62,7 @@ def _run(settings: Settings) -> int:
     from sidecar.forwarding.report import Reporter, Tally
     from sidecar.forwarding.sender import KafkaSender
     from sidecar.logs import configure_logging
-    from sidecar.settings import KafkaUrl, read_bus_url
+    from sidecar.settings import KafkaUrl, open_keyring, read_bus_url
 
     place, kafka = read_bus_url(settings.bus.url), settings.kafka
     if not isinstance(place, KafkaUrl):
@@ -87,6 +87,7 @@ def _run(settings: Settings) -> int:
         DeadLetters(settings.state_dir / FILE),
         tally,
         partition_by=kafka.partition_by,
+        keyring=open_keyring(settings.store),
     )
     log = structlog.get_logger()
     log.info("forwarding", to=str(place), outbox=str(path))

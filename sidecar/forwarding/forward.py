@@ -20,6 +20,7 @@ from sidecar.forwarding.dead_letters import DeadLetters
 from sidecar.forwarding.report import Tally
 from sidecar.forwarding.sender import Failure, Record, Sender
 from sidecar.records import decode_exchange
+from sidecar.store.keyring import BUS, NO_KEYS, Keyring
 
 log = structlog.get_logger()
 ROWS = 500
@@ -39,8 +40,11 @@ class Forwarder:
         tally: Tally,
         *,
         partition_by: PartitionBy,
+        keyring: Keyring = NO_KEYS,
     ) -> None:
-        """open_sender: connects; raises ForwardingError when the brokers are away."""
+        """open_sender: connects; raises ForwardingError when the brokers are away.
+        keyring: reads encrypted records, to choose their partition; they stay encrypted."""
+        self._keyring = keyring
         self._outbox = outbox
         self._open_sender = open_sender
         self._dead_letters = dead_letters
@@ -106,7 +110,8 @@ class Forwarder:
         sender.announce(row.exchange_id, failure.message, len(row.payload))
 
     def _record(self, row: OutboxRow) -> Record:
-        key = partition_key(row.payload, self._partition_by) or row.exchange_id.encode()
+        key = partition_key(row.payload, self._partition_by, self._keyring)
+        key = key or row.exchange_id.encode()
         return Record(key=key, value=row.payload, exchange_id=row.exchange_id)
 
     def close(self) -> None:
@@ -116,7 +121,7 @@ class Forwarder:
             sender.close()
 
 
-def partition_key(payload: bytes, by: PartitionBy) -> bytes | None:
+def partition_key(payload: bytes, by: PartitionBy, keyring: Keyring = NO_KEYS) -> bytes | None:
     """Return the key of a record; None when it cannot be read: ingest puts it aside. Pure.
 
     The session tree never joins exchanges of two projects, API keys or users, so records keyed by
@@ -124,6 +129,7 @@ def partition_key(payload: bytes, by: PartitionBy) -> bytes | None:
     may come before its exchange, so its partition does not matter; its target keeps it in order.
     """
     try:
+        payload = keyring.open(payload, BUS)
         if is_feedback(payload):
             feedback = decode_feedback(payload)
             return "\0".join((feedback.project, feedback.target)).encode()

@@ -17,10 +17,10 @@ from sidecar.settings.sections import (
     SamplingField,
     Serving,
     Settings,
-    Store,
     Telemetry,
 )
 from sidecar.settings.shown import shown_settings
+from sidecar.settings.store import Store, open_keyring
 
 __all__ = [
     "DEFAULT_FILE",
@@ -49,6 +49,7 @@ __all__ = [
     "Store",
     "Telemetry",
     "load_settings",
+    "open_keyring",
     "read_bus_url",
     "shown_settings",
     "with_workers",

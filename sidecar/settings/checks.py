@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from sidecar.errors import SettingsError
 from sidecar.settings.addresses import (
     addresses,
     is_every_address,
@@ -22,6 +23,7 @@ from sidecar.settings.addresses import (
 )
 from sidecar.settings.bus_url import KafkaUrl, outbox_file, read_bus_url
 from sidecar.settings.kinds import MAX_PORT
+from sidecar.settings.store import open_keyring
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Proxy, Settings
@@ -47,7 +49,16 @@ def problems(settings: Settings) -> Iterator[Problem]:
     yield from _canary(settings)
     yield from _kafka(settings)
     yield from _store(settings.store.url)
+    yield from _keys(settings)
     yield from _disk(settings)
+
+
+def _keys(settings: Settings) -> Iterator[Problem]:
+    try:
+        open_keyring(settings.store)
+    except SettingsError as error:
+        key, _, what = str(error).removeprefix("setting store.").partition(": ")
+        yield ("store", key), what
 
 
 def _upstreams(settings: Settings) -> Iterator[Problem]:

@@ -35,6 +35,7 @@ from sidecar.settings.kinds import (
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Judge, Learner
 from sidecar.settings.section import Section
+from sidecar.settings.store import Store
 
 ENV_PREFIX = "SIDECAR_"
 
@@ -195,13 +196,6 @@ class Feedback(Section):
     ] = 1_800.0
     """A session that was left in the middle counts as abandoned when nothing followed for so long,
     in seconds."""
-
-
-class Store(Section):
-    """The store: what is recorded, and which adapter serves."""
-
-    url: Name = "sqlite:///.sidecar/store.db"
-    """`sqlite:///path`, or `postgresql://user@host/database` with the extra `postgres`."""
 
 
 class Admin(Section):

@@ -22,7 +22,8 @@ from sqlalchemy.orm import Session
 
 from sidecar.store.content_cache import Content, ContentCache
 from sidecar.store.frames import decompress, decompress_array
-from sidecar.store.models import ChoiceRow, ExchangeRow
+from sidecar.store.keyring import NO_KEYS, Keyring, place_in
+from sidecar.store.models import AnswerRow, ChoiceRow, ExchangeRow
 
 MAX_LINKS: Final = 32
 """Bases below an exchange."""
@@ -66,8 +67,8 @@ class _Stored(NamedTuple):
     prompt_token_ids: bytes
 
 
-Reply = tuple[bytes, bytes]
-"""Message body and token ids of a choice, as they are stored."""
+Reply = tuple[int, bytes, bytes]
+"""Index, message body and token ids of a choice, as they are stored."""
 
 
 def load_contents(
@@ -91,6 +92,33 @@ def content_cache(session: Session) -> ContentCache:
     """Return the cache of the session's transaction, or a new one when it has none."""
     cache = session.info.get(ContentCache)
     return cache if isinstance(cache, ContentCache) else ContentCache()
+
+
+def keyring_of(session: Session) -> Keyring:
+    """Return the keys of the session's store."""
+    keyring = session.info.get(Keyring)
+    return keyring if isinstance(keyring, Keyring) else NO_KEYS
+
+
+def reply_place(exchange_id: str, index: int, column: str) -> bytes:
+    """Return the place of a column of `choice`, for its encryption."""
+    return place_in("choice", column, exchange_id, index)
+
+
+def answer_place(group_id: str, index: int, column: str) -> bytes:
+    """Return the place of a column of `answer`, for its encryption."""
+    return place_in("answer", column, group_id, index)
+
+
+def opened_reply(session: Session, row: ChoiceRow | AnswerRow, column: str) -> bytes:
+    """Decrypt `message_body` or `token_ids` of an answer. Raises: ValueError."""
+    place = (
+        reply_place(row.exchange_id, row.index, column)
+        if isinstance(row, ChoiceRow)
+        else answer_place(row.group_id, row.index, column)
+    )
+    stored: bytes = getattr(row, column)
+    return keyring_of(session).open(stored, place)
 
 
 def load_links(session: Session, exchange_ids: Sequence[str]) -> dict[str, Link]:
@@ -158,6 +186,7 @@ class _Reading:
     ) -> None:
         self._as_bases = as_bases
         self._session, self._cache = session, cache
+        self._keyring = keyring_of(session)
         self._contents = contents
         self._rows: dict[str, _Stored] = {}
         self._replies: dict[str, list[Reply]] = {}
@@ -181,12 +210,17 @@ class _Reading:
             bases &= {row.base_id for row in self._rows.values()}
         self._replies |= {base: [] for base in bases}
         for page in _pages(sorted(bases)):
-            for exchange_id, body, ids in self._session.execute(
-                select(ChoiceRow.exchange_id, ChoiceRow.message_body, ChoiceRow.token_ids)
+            for exchange_id, index, body, ids in self._session.execute(
+                select(
+                    ChoiceRow.exchange_id,
+                    ChoiceRow.index,
+                    ChoiceRow.message_body,
+                    ChoiceRow.token_ids,
+                )
                 .where(ChoiceRow.exchange_id.in_(page))
                 .order_by(ChoiceRow.exchange_id, ChoiceRow.index)
             ):
-                self._replies[exchange_id].append((body, ids))
+                self._replies[exchange_id].append((index, body, ids))
 
     def _fetch_rows(self, exchange_ids: Sequence[str]) -> None:
         """Raises: one of `_DAMAGE` when a column holds no bytes."""
@@ -221,13 +255,13 @@ class _Reading:
         while path:
             one = path[-1]
             try:
-                content = _decoded(self._rows[one], below)
+                content = _decoded(self._opened(one), below)
             except _DAMAGE as error:
                 self._spoil(path, _say(error))
                 return
             if one in self._replies:
                 try:
-                    content = _with_replies(content, self._replies[one])
+                    content = _with_replies(content, self._opened_replies(one))
                 except _DAMAGE as error:
                     if not self._as_bases:
                         self._contents.found[one] = content
@@ -239,6 +273,23 @@ class _Reading:
             below = content
         assert below is not None
         self._contents.found[exchange_id] = below
+
+    def _opened(self, exchange_id: str) -> _Stored:
+        """Raises: ValueError when the row does not decrypt."""
+        row, open_ = self._rows[exchange_id], self._keyring.open
+        return _Stored(
+            row.base_id,
+            open_(row.request_body, place_in("exchange", "request_body", exchange_id)),
+            open_(row.prompt_token_ids, place_in("exchange", "prompt_token_ids", exchange_id)),
+        )
+
+    def _opened_replies(self, exchange_id: str) -> Iterator[tuple[bytes, bytes]]:
+        """Raises: ValueError when a reply does not decrypt."""
+        for index, body, ids in self._replies[exchange_id]:
+            yield (
+                self._keyring.open(body, reply_place(exchange_id, index, "message_body")),
+                self._keyring.open(ids, reply_place(exchange_id, index, "token_ids")),
+            )
 
     def _spoil(self, path: Sequence[str], why: str) -> None:
         """Name the damage of the last of the path, and of all that have it below them."""
@@ -265,7 +316,7 @@ def _decoded(row: _Stored, below: Content | None) -> Content:
     )
 
 
-def _with_replies(content: Content, replies: Iterable[Reply]) -> Content:
+def _with_replies(content: Content, replies: Iterable[tuple[bytes, bytes]]) -> Content:
     """Raises: one of `_DAMAGE`."""
     choices = [(decompress(body), decompress_array(ids)) for body, ids in replies]
     return replace(

@@ -39,6 +39,7 @@ from sidecar.hiding import hide_in_url
 from sidecar.store.content_cache import ContentCache
 from sidecar.store.counts import add_counts
 from sidecar.store.engines import describe, is_of_statement, open_engine
+from sidecar.store.keyring import NO_KEYS, Keyring
 from sidecar.store.models import Base, FlagRow
 from sidecar.store.postgres import (
     CONFLICTS,
@@ -71,8 +72,12 @@ Result = TypeVar("Result")
 class Database:
     """A store. Thread-safe; one per process."""
 
-    def __init__(self, url: str) -> None:
-        """Raises: StoreError when the URL or its file cannot be opened."""
+    def __init__(self, url: str, keyring: Keyring = NO_KEYS) -> None:
+        """keyring: encrypts and decrypts what exchanges say.
+
+        Raises: StoreError when the URL or its file cannot be opened.
+        """
+        self.keyring = keyring
         self.url = url
         self._shown_url = hide_in_url(url)
         try:
@@ -86,7 +91,7 @@ class Database:
             ) from error
         except ValueError as error:
             raise StoreError(f"store {self._shown_url}: {error}") from None
-        self._info = {ContentCache: ContentCache()}
+        self._info = {ContentCache: ContentCache(), Keyring: keyring}
         self._has_row_locks = is_postgres(parsed)
         if self._has_row_locks:
             # A writer sees what was committed until it got the lock, so not one state from its

@@ -5,6 +5,8 @@ frame's dictionary (`zstd --patch-from` does the same): a request that repeats t
 the one before it takes the bytes of what is new. The frame does not name its base; with a wrong or
 damaged one the checksum fails. Values of older versions are zlib streams.
 
+A value that is encrypted (`keyring`) says its size in a head of its own.
+
 The size is read from the frame and compared with a limit before memory is taken for it.
 """
 
@@ -14,6 +16,8 @@ import threading
 import zlib
 
 import zstandard
+
+from sidecar.store.keyring import is_sealed, sealed_size
 
 MAGIC = zstandard.FRAME_HEADER
 """The first bytes of a frame. No zlib stream begins so, and no packed array of token ids: as an
@@ -120,6 +124,8 @@ def decoded_ids(head: bytes, stored_bytes: int) -> int:
 
     A damaged one counts as it is stored.
     """
+    if is_sealed(head):
+        return sealed_size(head)
     packed = not isinstance(head, bytes) or head[:4] != MAGIC
     return stored_bytes if packed else decoded_bytes(head, stored_bytes)
 
@@ -130,6 +136,8 @@ def decoded_bytes(head: bytes, stored_bytes: int) -> int:
     A zlib stream does not say it: ten times its length is assumed, more than JSON gives. A damaged
     one counts as it is stored.
     """
+    if is_sealed(head):
+        return sealed_size(head)
     if not isinstance(head, bytes) or head[:4] != MAGIC:
         return 10 * stored_bytes
     try:

@@ -26,6 +26,10 @@ from sidecar.store.models import Base
 
 Record = TypeVar("Record")
 Codec = Callable[[Any], Any]  # Any: one side is the field's value, the other the column's
+Seal = Callable[[str, bytes, int], bytes]
+"""Encrypts what a column says: its name, the stored bytes, and their length once decoded."""
+Unseal = Callable[[str, bytes], bytes]
+"""Undoes it."""
 
 
 class _Stored(NamedTuple):
@@ -35,6 +39,8 @@ class _Stored(NamedTuple):
     column: str
     encode: Codec | None = None
     decode: Codec | None = None
+    is_content: bool = False
+    """It says what users or the model said, and is encrypted when the store has a key."""
 
 
 class RowMapping(Generic[Record]):
@@ -62,18 +68,35 @@ class RowMapping(Generic[Record]):
         """
         return {
             column: getattr(record, field) if encode is None else encode(getattr(record, field))
-            for field, column, encode, _ in self.fields
+            for field, column, encode, _, _ in self.fields
         }
 
+    def sealed(self, row: dict[str, Any], record: Record, seal: Seal) -> dict[str, Any]:
+        """Return a copy of `to_row`'s row with the columns encrypted that say what was said."""
+        sealed = dict(row)
+        for one in self.fields:
+            if one.is_content:
+                said = getattr(record, one.field)
+                size = len(said) if isinstance(said, bytes) else len(row[one.column])
+                sealed[one.column] = seal(one.column, row[one.column], size)
+        return sealed
+
     def to_record(self, row: Base, **others: object) -> Record:
-        """Read a row. others: the fields that have rows of their own.
+        """Read a row that is not encrypted; else as `open_record`."""
+        return self.open_record(row, None, **others)
+
+    def open_record(self, row: Base, unseal: Unseal | None, **others: object) -> Record:
+        """Read a row. unseal: None: nothing is encrypted. others: the fields that have rows of
+        their own.
 
         Raises: one of `sidecar.store.database.DAMAGE` when a value is not what its field holds.
         """
-        values = {
-            field: getattr(row, column) if decode is None else decode(getattr(row, column))
-            for field, column, _, decode in self.fields
-        }
+        values: dict[str, object] = {}
+        for field, column, _, decode, is_content in self.fields:
+            value = getattr(row, column)
+            if is_content and unseal is not None:
+                value = unseal(column, value)
+            values[field] = value if decode is None else decode(value)
         # Checked, not trusted: a column holds any text where the field allows only a few words.
         return msgspec.convert(values | others, self._record)
 
@@ -85,9 +108,9 @@ def _stated(value: msgspec.Struct) -> dict[str, Any]:  # Any: JSON
 
 def _stored(name: str, kind: Any) -> _Stored:  # Any: an annotation
     if kind is bytes:
-        return _Stored(name, f"{name}_body", compress, decompress)
+        return _Stored(name, f"{name}_body", compress, decompress, True)
     if kind == tuple[int, ...]:
-        return _Stored(name, name, pack_ids, unpack_ids)
+        return _Stored(name, name, pack_ids, unpack_ids, True)
     if kind == tuple[float, ...]:
         return _Stored(name, name, pack_floats, unpack_floats)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

@@ -1,0 +1,1 @@
+"""`sidecar store`: what concerns the store as a whole."""

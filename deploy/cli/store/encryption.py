@@ -1,0 +1,88 @@
+"""`sidecar store`: make encryption keys, and encrypt a store anew."""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import tempfile
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.context import settings_of
+from deploy.cli.output import Output, note, print_found, require_store, say
+from sidecar.store.keyring import KEY_BYTES, read_keys
+
+store_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Encryption of what the store holds."
+)
+
+
+@store_app.command("new-key")
+def new_key(
+    file: Annotated[
+        Path | None,
+        typer.Option(help="put it first into this file of keys, which is made if there is none"),
+    ] = None,
+) -> None:
+    """Make an encryption key: print it, or put it first into a file."""
+    key_id = f"{datetime.now(UTC):%Y-%m-%d}-{secrets.token_hex(2)}"
+    line = f"{key_id}:{base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()}\n"
+    if file is None:
+        say(line.rstrip())
+        return
+    try:
+        _put_first(file, line)
+    except (OSError, ValueError) as error:
+        note(f"{file}: {error}; nothing was changed")
+        raise typer.Exit(1) from None
+    note(
+        f"{file} has the new key {key_id}. Keep a copy: without it nobody reads what it encrypts. "
+        "Restart every process, then run `sidecar store rotate-key`"
+    )
+
+
+def _put_first(path: Path, line: str) -> None:
+    """Raises: OSError; ValueError when the file holds something else than keys."""
+    before = path.read_text("ascii") if path.exists() else ""
+    if before.strip():
+        read_keys(before)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(line + before)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+@store_app.command("rotate-key")
+def rotate_key(context: typer.Context, output: Output = "text") -> None:
+    """Encrypt with the first key all that is not yet; the processes may run meanwhile."""
+    from ingest.store.rotation import rotate
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database
+
+    store = settings_of(context).store
+    require_store(store.url)
+    keyring = open_keyring(store)
+    if not keyring:
+        note("there is no key; set store.encryption_key_file (`sidecar store new-key` makes one)")
+        raise typer.Exit(1)
+    with closing(Database(store.url, keyring)) as database:
+        database.upgrade_if_behind()
+        done = rotate(database)
+    left = sum(done.unreadable.values())
+    found = {"key": keyring.first, "encrypted": done.encrypted, "already": done.already}
+    print_found({**found, "left_as_they_are": left}, output)
+    for why, number in done.unreadable.most_common():
+        note(f"{number} values stay as they are: {why}")
+    if left:
+        raise typer.Exit(1)

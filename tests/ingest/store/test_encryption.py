@@ -1,0 +1,337 @@
+"""A store with a key: nothing that was said is in its bytes, and the key may change."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zstandard
+from sqlalchemy import delete, func, select, text
+
+from ingest.best_of.store import BestOfScores, load_scores, save_scores
+from ingest.errors import UnreadableExchangesError
+from ingest.intake.bus import OutboxBus
+from ingest.intake.consume import consume
+from ingest.intake.placing import Sessions
+from ingest.records import Answer, Group
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.judge import JudgeReply
+from ingest.ruler.ruler import JudgeCall
+from ingest.sessions.records import Place
+from ingest.store.bases import rebase_children
+from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
+from ingest.store.groups import (
+    load_scored_group,
+    mark_sampled,
+    mark_scored,
+    save_group,
+    stored_tokens,
+)
+from ingest.store.rotation import rotate
+from sidecar.capture.outbox import Outbox, OutboxReader
+from sidecar.records import Exchange
+from sidecar.store.database import Database
+from sidecar.store.keyring import Keyring
+from sidecar.store.models import ChoiceRow, ExchangeRow, JudgeCallRow
+from support.ingest_kit import Kit
+from support.stores import NewStore
+
+MARK = "zebra-marker-4711"
+OLD, NEW = {"old": b"o" * 32}, {"new": b"n" * 32}
+IDS = (9_000_001, 9_000_002, 9_000_003)
+
+
+def keyed(plain: Database, keys: dict[str, bytes]) -> Database:
+    return Database(plain.url, Keyring(keys))
+
+
+def exchange(name: str, turns: int = 1) -> Exchange:
+    messages = [{"role": "user", "content": f"{MARK} {name} {turn}"} for turn in range(turns)]
+    return Kit.exchange(
+        name,
+        request=json.dumps({"model": "m", "messages": messages}).encode(),
+        prompt_token_ids=IDS * turns,
+        choices=(Kit.choice(f"{MARK} said", token_ids=IDS, logprobs=(-0.5,) * 3),),
+    )
+
+
+def fill(database: Database, *names: str) -> None:
+    """Store exchanges, and all that is derived from the first."""
+    for name in names:
+        with database.write() as session:
+            assert save_exchange(session, exchange(name), held_out=False, now=1.0)
+    first = names[0]
+    message = Kit.message(f"{MARK} answered")
+    group = Group(
+        group_id=f"g-{first}",
+        exchange_id=first,
+        session_key="s",
+        adapter="base",
+        request=b"{}",
+        prompt_token_ids=(),
+        answers=tuple(
+            Answer(index=index, origin="served", message=message, token_ids=IDS)
+            for index in range(2)
+        ),
+    )
+    reply = JudgeReply(text=f"{MARK} judged", prompt_tokens=1, completion_tokens=1, seconds=0.1)
+    call = JudgeCall(judge_model="j", order_seed=1, attempt=0, error=None, reply=reply)
+    with database.write() as session:
+        assert save_group(session, group, now=1.0)
+        assert mark_sampled(session, group.group_id)
+        words = [f"{MARK} one", f"{MARK} two"]
+        assert mark_scored(session, group.group_id, [0.1, 0.9], words, "j", "r", 2.0)
+        save_judge_calls(session, group.group_id, [call], rubric_hash="r", now=2.0)
+        dead_letter(session, f"{MARK} dead".encode(), reason="why", now=1.0)
+        scores = BestOfScores(
+            exchange_id=f"other-{first}",
+            at=1.0,
+            answers_digest="d",
+            scores=(0.5, 0.5),
+            explanations=tuple(words),
+            judge_model="j",
+            rubric_hash="r",
+        )
+        assert save_scores(session, scores)
+
+
+def check(database: Database, *names: str) -> None:
+    """All that `fill` stored is read as it was."""
+    with database.read() as session:
+        for name in names:
+            stored = load_exchange(session, name)
+            assert stored is not None
+            assert stored.exchange == exchange(name)
+        scored = load_scored_group(session, f"g-{names[0]}")
+        assert scored is not None
+        assert scored.explanations == (f"{MARK} one", f"{MARK} two")
+        assert scored.group.answers[1].token_ids == IDS
+        assert stored_tokens(session, f"g-{names[0]}") == (3, 6)
+        other = load_scores(session, [f"other-{names[0]}"])[f"other-{names[0]}"]
+        assert other.explanations == (f"{MARK} one", f"{MARK} two")
+
+
+def everything(database: Database) -> Iterator[bytes]:
+    """All values of all tables, as they are stored, and what a reader of the disk makes of them."""
+    with database.read() as session:
+        kind = session.get_bind().dialect.name
+        names = (
+            "SELECT name FROM sqlite_master WHERE type = 'table'"
+            if kind == "sqlite"
+            else "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
+        )
+        for table in session.scalars(text(names)).all():
+            for row in session.execute(text(f'SELECT * FROM "{table}"')):
+                for value in row:
+                    yield from guesses(value if isinstance(value, bytes) else str(value).encode())
+
+
+def guesses(value: bytes) -> Iterator[bytes]:
+    yield value
+    for start in (0, 9, 25, 37):
+        try:
+            yield zstandard.ZstdDecompressor().decompress(value[start:], max_output_size=10**6)
+        except zstandard.ZstdError:
+            continue
+    try:
+        yield zlib.decompress(value)
+    except zlib.error:
+        return
+
+
+def files(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.both_stores
+def test_nothing_that_was_said_is_in_the_store(new_store: NewStore) -> None:
+    plain = new_store()
+    fill(plain, "a")
+    packed = (9_000_001).to_bytes(4, "little")
+    assert any(MARK.encode() in value for value in everything(plain))  # the search finds it
+    assert any(packed in value for value in everything(plain))
+    sealed = new_store()
+    with closing(keyed(sealed, OLD)) as database:
+        fill(database, "a", "b")
+
+        found = list(everything(database))
+        check(database, "a", "b")
+
+    assert not [value for value in found if MARK.encode() in value or packed in value]
+
+
+@pytest.mark.both_stores
+def test_a_turn_is_a_difference_from_an_encrypted_parent(new_store: NewStore) -> None:
+    with closing(keyed(new_store(), OLD)) as database:
+        parent = None
+        for name, turns in (("a", 40), ("a2", 41), ("a3", 42)):
+            with database.write() as session:
+                made = exchange(name, turns)
+                assert save_exchange(
+                    session, made, held_out=False, now=1.0, place=place(name, parent)
+                )
+            parent = name
+    with closing(Database(database.url, Keyring(OLD))) as database:  # with an empty cache
+        with database.read() as session:
+            stored = load_exchange(session, "a3")
+            assert stored is not None
+            assert stored.exchange == exchange("a3", 42)
+            sizes = dict(
+                session.execute(
+                    select(ExchangeRow.exchange_id, func.length(ExchangeRow.prompt_token_ids))
+                ).all()
+            )
+        assert sizes["a3"] < 100  # 42 * 12 bytes as they are
+        with database.write() as session:
+            assert rebase_children(session, ["a"]) == 1
+            session.execute(delete(ChoiceRow).where(ChoiceRow.exchange_id == "a"))
+            session.execute(delete(ExchangeRow).where(ExchangeRow.exchange_id == "a"))
+    with closing(Database(database.url, Keyring(OLD))) as database, database.read() as session:
+        stored = load_exchange(session, "a3")
+        assert stored is not None
+        assert stored.exchange == exchange("a3", 42)
+
+
+def place(name: str, parent: str | None) -> Place:
+    return Place(
+        exchange_id=name,
+        session="s",
+        parent=parent,
+        turn=0,
+        branch=0,
+        segment=0,
+        how="answered" if parent else "root",
+    )
+
+
+@pytest.mark.both_stores
+def test_without_its_key_a_row_is_named_and_the_others_are_read(new_store: NewStore) -> None:
+    plain = new_store()
+    with closing(keyed(plain, OLD)) as database:
+        Kit(database).store(exchange("a"))
+    with closing(keyed(plain, NEW)) as database:
+        Kit(database).store(exchange("b"))
+        with database.read() as session:
+            stored = load_exchange(session, "b")
+            assert stored is not None
+            assert stored.exchange == exchange("b")
+            with pytest.raises(UnreadableExchangesError) as caught:
+                load_exchange(session, "a")
+    (why,) = caught.value.damage.values()
+    assert "is encrypted with the key 'old', which is missing" in why
+    assert "\n" not in why
+
+
+@pytest.mark.both_stores
+def test_a_key_is_rotated_and_the_old_one_can_go(new_store: NewStore) -> None:
+    plain = new_store()
+    fill(plain, "a", "b")  # not encrypted at all
+    with closing(keyed(plain, OLD)) as database:
+        fill(database, "c", "d")
+        check(database, "a", "b")
+        check(database, "c", "d")
+    with closing(keyed(plain, NEW | OLD)) as database:
+        done = rotate(database)
+        assert not done.unreadable
+        assert done.encrypted > 20
+        again = rotate(database)
+        assert (again.encrypted, again.unreadable) == (0, {})
+
+    with closing(keyed(plain, NEW)) as database:
+        check(database, "a", "b")
+        check(database, "c", "d")
+        assert not [value for value in everything(database) if MARK.encode() in value]
+        with database.read() as session:
+            assert MARK not in session.scalars(select(JudgeCallRow.reply)).first()
+
+
+def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_path: Path) -> None:
+    plain = new_store()
+    fill(plain, *(f"e{number}" for number in range(30)))
+    plain.close()
+    assert MARK.encode() in files(tmp_path)
+    with closing(keyed(plain, NEW)) as database:
+        rotate(database)
+
+    assert MARK.encode() not in files(tmp_path)
+
+
+def test_a_missing_key_costs_its_values_alone(new_store: NewStore) -> None:
+    plain = new_store()
+    with closing(keyed(plain, OLD)) as database:
+        Kit(database).store(exchange("a"))
+    Kit(plain).store(exchange("b"))
+    with closing(keyed(plain, NEW)) as database:
+        done = rotate(database)
+        with database.read() as session:
+            stored = load_exchange(session, "b")
+    assert stored is not None
+    (why,) = done.unreadable
+    assert "the key 'old', which is missing" in why
+    assert done.unreadable[why] == 4
+
+
+KILLED = """
+import os, signal, sys
+from ingest.store.rotation import rotate
+from sidecar.store.database import Database
+from sidecar.store.keyring import Keyring
+import ingest.store.rotation as rotation
+rotation.WRITTEN_ROWS = 3
+steps = 0
+def step(_):
+    global steps
+    steps += 1
+    if steps == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+rotate(Database(sys.argv[1], Keyring({"new": b"n" * 32, "old": b"o" * 32})), on_step=step)
+"""
+
+
+def test_a_rotation_that_is_killed_is_run_again(new_store: NewStore) -> None:
+    plain = new_store()
+    names = [f"e{number}" for number in range(12)]
+    with closing(keyed(plain, OLD)) as database:
+        fill(database, *names)
+    for step in (1, 3, 5):
+        died = subprocess.run(
+            [sys.executable, "-c", KILLED, plain.url, str(step)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=False,
+        )
+        assert died.returncode == -signal.SIGKILL
+        with closing(keyed(plain, NEW | OLD)) as database:
+            check(database, *names)
+    with closing(keyed(plain, NEW | OLD)) as database:
+        assert not rotate(database).unreadable
+    with closing(keyed(plain, NEW)) as database:
+        check(database, *names)
+
+
+def test_the_outbox_is_encrypted_and_ingest_reads_it(new_store: NewStore, tmp_path: Path) -> None:
+    plain = new_store()
+    keyring = Keyring(OLD)
+    outbox = Outbox(tmp_path / "outbox.db", max_rows=10, keyring=keyring)
+    outbox.write([exchange("a")])
+    outbox.close()
+    assert MARK.encode() not in files(tmp_path)
+
+    with (
+        closing(keyed(plain, OLD)) as database,
+        closing(OutboxBus(OutboxReader(tmp_path / "outbox.db"))) as bus,
+    ):
+        done = consume(bus, database, limit=10, sessions=Sessions(held_out_rate=0.0), now=1.0)
+        assert (done.stored, done.poison) == (1, 0)
+        with database.read() as session:
+            stored = load_exchange(session, "a")
+    assert stored is not None
+    assert stored.exchange.request == exchange("a").request
+    assert MARK.encode() not in files(tmp_path)
