@@ -184,12 +184,13 @@ def test_a_turn_is_a_difference_from_an_encrypted_parent(new_store: NewStore) ->
             stored = load_exchange(session, "a3")
             assert stored is not None
             assert stored.exchange == exchange("a3", 42)
-            sizes = dict(
-                session.execute(
-                    select(ExchangeRow.exchange_id, func.length(ExchangeRow.prompt_token_ids))
-                ).all()
+            size = session.scalar(
+                select(func.length(ExchangeRow.prompt_token_ids)).where(
+                    ExchangeRow.exchange_id == "a3"
+                )
             )
-        assert sizes["a3"] < 100  # 42 * 12 bytes as they are
+        assert size is not None
+        assert size < 100  # 42 * 12 bytes as they are
         with database.write() as session:
             assert rebase_children(session, ["a"]) == 1
             session.execute(delete(ChoiceRow).where(ChoiceRow.exchange_id == "a"))
@@ -250,7 +251,7 @@ def test_a_key_is_rotated_and_the_old_one_can_go(new_store: NewStore) -> None:
         check(database, "c", "d")
         assert not [value for value in everything(database) if MARK.encode() in value]
         with database.read() as session:
-            assert MARK not in session.scalars(select(JudgeCallRow.reply)).first()
+            assert MARK not in str(session.scalars(select(JudgeCallRow.reply)).first())
 
 
 def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_path: Path) -> None:
