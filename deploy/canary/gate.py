@@ -34,8 +34,9 @@ from ingest.errors import (
     JudgeUnavailableError,
     SamplingError,
 )
+from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.ruler.calls import save_judge_calls
-from ingest.ruler.group import REFUSED, Scored
+from ingest.ruler.group import NOT_REDACTED, REFUSED, Scored
 from ingest.ruler.judge import Judge
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
@@ -107,8 +108,11 @@ class Gate:
         room: Room,
         parallel: int,
         clock: Callable[[], float] = time.time,
+        view: JudgeView | None = None,
     ) -> None:
-        """parallel: comparisons made at once, each with 2 `gate_answers` requests in flight."""
+        """parallel: comparisons made at once, each with 2 `gate_answers` requests in flight.
+        view: as for `score_answers`."""
+        self._view = view
         self._database = database
         self._answers = FreshAnswers(sampler, rules)
         self._room = room
@@ -159,7 +163,11 @@ class Gate:
         """Ask the judge an unrelated question. Returns: why it does not work, or None."""
         calls: list[JudgeCall] = []
         outcome = await ask_probe(
-            self._judge, self._judging, seed=secrets.randbits(SEED_BITS), on_call=calls.append
+            self._judge,
+            self._judging,
+            seed=secrets.randbits(SEED_BITS),
+            on_call=calls.append,
+            view=self._view,
         )
         await asyncio.to_thread(self._save_calls, SUBJECT, calls)
         return None if isinstance(outcome, Scored) else outcome.detail
@@ -231,6 +239,7 @@ class Gate:
                 seed=seed_of(canary, f"judge\x00{prompt.exchange_id}"),
                 on_call=calls.append,
                 subject=comparison_id(canary, prompt),
+                view=self._view,
             )
             scores, explanations = judgement.scores, judgement.explanations
         except _AWAY as error:
@@ -246,6 +255,9 @@ class Gate:
             )
         except SamplingError as error:
             status = "sampling_failed"
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
+        except NotRedactedError as error:
+            status = NOT_REDACTED
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         except JudgeReplyError as error:
             status = "judge_rubbish"

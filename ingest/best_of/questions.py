@@ -29,6 +29,7 @@ from ingest.best_of.store import (
 from ingest.errors import JudgeGarbledError, JudgeRejectedError, UnreadableExchangesError
 from ingest.grouping.rules import live_adapters, rules_now, rules_of
 from ingest.grouping.selection import group_id_of
+from ingest.privacy.judge_view import JudgeView
 from ingest.records import Answer, Group
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.group import REFUSED, GroupOutcome, Scored, SetAside, Unanswered, judge_group
@@ -81,6 +82,7 @@ class BestOfJudge:
         self._settings = settings.judge.model_copy(update={"passes": 1})
         self._concurrency = settings.best_of.concurrency
         self._rules = rules_of(settings)
+        self._view = JudgeView(settings.privacy)
         self._model = settings.serving.model
         self._rubric_hash = rubric_hash(settings.judge.rubric)
         self._clock = clock
@@ -126,7 +128,12 @@ class BestOfJudge:
         group = _as_group(material)
         calls: list[JudgeCall] = []
         outcome = await judge_group(
-            group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
+            group,
+            self._judge,
+            self._settings,
+            seed=self._draw_seed(),
+            on_call=calls.append,
+            view=self._view,
         )
         self._note_outage(outcome)
         judged = Judged(material=material, group=group, outcome=outcome, calls=tuple(calls))

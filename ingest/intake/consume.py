@@ -28,6 +28,8 @@ from ingest.feedback.signals import Signal, tool_error
 from ingest.feedback.store import save_signals, withdraw_abandonments
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader, Envelope
+from ingest.privacy.screen import STAGE as PRIVACY_STAGE
+from ingest.privacy.screen import Screened, keep_all
 from ingest.sessions.records import NO_KIN, Kin
 from ingest.store.exchanges import (
     NEW,
@@ -46,7 +48,7 @@ from sidecar.bounds import bound
 from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
 from sidecar.records import Exchange, decode_exchange
 from sidecar.store.database import Database, count
-from sidecar.store.keyring import BUS, Keyring
+from sidecar.store.keyring import BUS, Keyring, is_sealed
 
 STAGE = "consume"
 TOKEN_STAGE = "token_check"
@@ -55,6 +57,8 @@ BOUND_STAGE = "bounded"
 STORED = "stored"
 REPEATED = "repeated"
 POISON = "poison"
+DROPPED = "dropped"
+"""By the privacy policy of the project."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError)
 """Errors of bytes that are no record, or of a value that no row can hold."""
 REFUSED = (StatementError, OverflowError)
@@ -77,12 +81,13 @@ class Consumed:
     poison: int = 0
     feedback: int = 0
     """Feedback and outcomes, whatever became of them (`ingest.feedback.placing`)."""
+    dropped: int = 0
     decided: int = 0
     """Exchanges that selection decided, of those stored."""
 
     @property
     def read(self) -> int:
-        return self.stored + self.repeated + self.poison + self.feedback
+        return self.stored + self.repeated + self.poison + self.feedback + self.dropped
 
     def __add__(self, other: Consumed) -> Consumed:
         return Consumed(
@@ -90,6 +95,7 @@ class Consumed:
             repeated=self.repeated + other.repeated,
             poison=self.poison + other.poison,
             feedback=self.feedback + other.feedback,
+            dropped=self.dropped + other.dropped,
             decided=self.decided + other.decided,
         )
 
@@ -104,7 +110,7 @@ class _Record:
 
     envelope: Envelope
     stored: StoredExchange | None = None
-    """None: it is feedback, or cannot be read or stored."""
+    """None: it is feedback, or cannot be read or stored, or must not be."""
     rows: ExchangeRows | None = None
     tokens: str = NOT_CHECKED
     error: Exception | None = None
@@ -114,6 +120,13 @@ class _Record:
     kin: Kin = NO_KIN
     tool_error: str | None = None
     """By which rule the request says that a tool failed (`ingest.feedback.signals`)."""
+    private: tuple[str, ...] = ()
+    """What the privacy policy found and did, to be counted."""
+
+    @property
+    def dropped(self) -> bool:
+        """The privacy policy says that it is not stored."""
+        return self.stored is None and self.error is None and self.feedback is None
 
     @property
     def size(self) -> int:
@@ -136,6 +149,7 @@ class _Readiness:
     check_tokens: Callable[[Exchange], str]
     now: float
     keyring: Keyring
+    screen: Callable[[Exchange], Screened]
 
     def __call__(self, envelope: Envelope) -> _Record:
         try:
@@ -146,6 +160,11 @@ class _Readiness:
             tokens = self.check_tokens(exchange)
             if tokens == DISAGREES and exchange.untrainable_reason is None:
                 exchange = msgspec.structs.replace(exchange, untrainable_reason=DISAGREES)
+            screened = self.screen(exchange)
+            if screened.exchange is None:
+                return _Record(envelope, private=screened.reasons)
+            # Placed as it is stored: after a restart the sessions are read from the store.
+            exchange = screened.exchange
             rows = rows_of(exchange, now=self.now)
         except UNREADABLE as error:
             return _Record(envelope, error=error)
@@ -163,6 +182,7 @@ class _Readiness:
             rows,
             tokens,
             bounded=bounded,
+            private=screened.reasons,
             kin=self.sessions.kin(exchange.exchange_id),
             tool_error=tool_error(arrival.conversation.messages, exchange.request),
         )
@@ -177,28 +197,38 @@ def consume(
     now: float,
     check_tokens: Callable[[Exchange], str] = lambda _: NOT_CHECKED,
     decide: Decide | None = None,
+    screen: Callable[[Exchange], Screened] = keep_all,
+    keeps_unread: bool = True,
 ) -> Consumed:
     """Move one batch from the bus to the store.
 
     sessions: finds the session of each exchange, and whether it is held out.
     check_tokens: returns an outcome of `ingest.tokens.check`, which is counted.
     decide: None: the exchanges wait in the store until `choose_new` decides them.
+    screen: applies the privacy policy; it never raises.
+    keeps_unread: `dead_letter` keeps what a record that cannot be read says.
     Raises: BusError or StoreError; nothing is lost then, and what is not stored comes again.
     """
     consumed = Consumed()
     read = _Readiness(
-        sessions=sessions, check_tokens=check_tokens, now=now, keyring=database.keyring
+        sessions=sessions,
+        check_tokens=check_tokens,
+        now=now,
+        keyring=database.keyring,
+        screen=screen,
     )
     for records in _portions(bus.read(limit), read):
         poison = [(one.envelope, one.error) for one in records if one.error is not None]
         try:
-            consumed += _store(database, records, sessions, decide, now=now)
+            consumed += _store(database, records, sessions, decide, now=now, whole=keeps_unread)
         except REFUSED:
             # The database refused a row, and with it the whole batch. Stored one by one, only the
             # refused rows are dead-lettered.
             log.warning("batch_refused", records=len(records))
             for record in records:
-                stored, error = _store_alone(database, record, sessions, decide, now=now)
+                stored, error = _store_alone(
+                    database, record, sessions, decide, now=now, whole=keeps_unread
+                )
                 consumed += stored
                 if error is not None:
                     poison.append((record.envelope, error))
@@ -232,6 +262,7 @@ def _store(
     decide: Decide | None,
     *,
     now: float,
+    whole: bool,
 ) -> Consumed:
     with database.read() as session:
         encode_exchanges(session, [one.rows for one in records if one.rows is not None])
@@ -249,13 +280,15 @@ def _store(
         poison = 0
         for record in records:
             if record.error is not None:
-                poison += _put_aside(session, record.envelope, record.error, now=now)
+                poison += _put_aside(session, record.envelope, record.error, now=now, whole=whole)
         sessions.save_moves(session)
+        dropped = sum(record.dropped for record in records)
         consumed = Consumed(
             stored=len(new),
-            repeated=len(records) - len(new) - poison - len(feedback),
+            repeated=len(records) - len(new) - poison - len(feedback) - dropped,
             poison=poison,
             feedback=len(feedback),
+            dropped=dropped,
             decided=len(new) if decide is not None else 0,
         )
         if new and decide is not None:
@@ -263,7 +296,12 @@ def _store(
             decide(session, _as_moved(session, stored) if sessions.moved else stored)
         counts = Counter((TOKEN_STAGE, record.tokens) for record in new)
         counts.update((BOUND_STAGE, reason) for record in new for reason in record.bounded)
-        for outcome in (STORED, REPEATED, POISON):
+        counts.update(
+            (PRIVACY_STAGE, reason)
+            for record in (*new, *(one for one in records if one.dropped))
+            for reason in record.private
+        )
+        for outcome in (STORED, REPEATED, POISON, DROPPED):
             counts[STAGE, outcome] = getattr(consumed, outcome)
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
@@ -348,24 +386,34 @@ def _as_moved(session: Session, found: Sequence[StoredExchange]) -> list[StoredE
 
 
 def _store_alone(
-    database: Database, record: _Record, sessions: Sessions, decide: Decide | None, *, now: float
+    database: Database,
+    record: _Record,
+    sessions: Sessions,
+    decide: Decide | None,
+    *,
+    now: float,
+    whole: bool,
 ) -> tuple[Consumed, Exception | None]:
     """Store one record. Returns: what became of it, and why the database refused it."""
     try:
-        return _store(database, [record], sessions, decide, now=now), None
+        return _store(database, [record], sessions, decide, now=now, whole=whole), None
     except REFUSED as error:
         with database.write(alone=False) as session:
-            aside = _put_aside(session, record.envelope, error, now=now)
+            aside = _put_aside(session, record.envelope, error, now=now, whole=whole)
             count(session, STAGE, POISON if aside else REPEATED)
         return Consumed(poison=int(aside), repeated=int(not aside)), error
 
 
-def _put_aside(session: Session, envelope: Envelope, error: Exception, *, now: float) -> bool:
+def _put_aside(
+    session: Session, envelope: Envelope, error: Exception, *, now: float, whole: bool
+) -> bool:
     """Keep a record in `dead_letter`. Returns: False when the bus gave it again."""
     reason = _reason(error)
     log.error("record_put_aside", where=envelope.where, reason=reason)
     place = envelope.where or str(envelope.position)
-    return dead_letter(session, envelope.payload, where=place, reason=reason, now=now)
+    # What nobody could read may hold what must be replaced before it is stored.
+    kept = envelope.payload if whole or is_sealed(envelope.payload) else b""
+    return dead_letter(session, kept, where=place, reason=reason, now=now)
 
 
 def _reason(error: Exception) -> str:

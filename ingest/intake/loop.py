@@ -23,6 +23,7 @@ from ingest.intake.choose import choose_backlog, choose_new, decide
 from ingest.intake.consume import Decide, consume
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader
+from ingest.privacy.screen import Screen
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
@@ -62,6 +63,7 @@ class Intake:
         self._tokens = TokenCheck(settings.serving.base_model_path)
         self._engine = engine or EngineWatch(settings.serving)
         self._rules = rules_of(settings)
+        self._screen = Screen(settings.privacy)
         self._now = now
         self._backlog_due = 0.0
         self._abandoned_after_s = settings.feedback.abandoned_after_s
@@ -136,6 +138,8 @@ class Intake:
             now=now,
             check_tokens=self._tokens,
             decide=self._decide(now) if self._engine.ready and not self._rules.settle_s else None,
+            screen=self._screen,
+            keeps_unread=self._screen.keeps_unread or bool(self._database.keyring),
         )
         if consumed.read:
             log.info(
@@ -144,6 +148,7 @@ class Intake:
                 repeated=consumed.repeated,
                 poison=consumed.poison,
                 feedback=consumed.feedback,
+                dropped=consumed.dropped,
                 decided=consumed.decided,
             )
         if now >= self._abandoned_due:

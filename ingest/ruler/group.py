@@ -15,6 +15,7 @@ from ingest.errors import (
     JudgeReplyError,
     JudgeUnavailableError,
 )
+from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.records import Group
 from ingest.ruler.judge import Judge
 from ingest.ruler.material import UnreadableGroupError, read_material
@@ -25,6 +26,8 @@ UNREADABLE = "unreadable"
 IDENTICAL = "identical_answers"
 REFUSED = "judge_refused"
 RUBBISH = "judge_rubbish"
+NOT_REDACTED = "not_redacted"
+"""The search for what the judge must not see failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +66,13 @@ async def judge_group(
     *,
     seed: int,
     on_call: Callable[[JudgeCall], None],
+    view: JudgeView | None = None,
 ) -> GroupOutcome:
     """Judge one group.
 
     seed: as for `score_answers`.
     on_call: receives every answered call, also of a group without scores.
+    view: as for `score_answers`.
     """
     try:
         material = read_material(group)
@@ -87,7 +92,10 @@ async def judge_group(
             seed=seed,
             on_call=on_call,
             subject=group.group_id,
+            view=view,
         )
+    except NotRedactedError as error:
+        return SetAside(reason=NOT_REDACTED, detail=str(error), asked=False)
     except JudgeUnavailableError as error:
         wait_s = error.retry_after_s if isinstance(error, JudgeBusyError) else 0.0
         return Unanswered(detail=str(error), reason=error.reason, retry_after_s=wait_s)

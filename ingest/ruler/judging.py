@@ -16,6 +16,7 @@ from collections.abc import Callable
 import structlog
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
+from ingest.privacy.judge_view import JudgeView
 from ingest.records import Group
 from ingest.ruler.blame import DEFECT, Blame, Cleared, Failed
 from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failure_of, judge_group
@@ -53,8 +54,11 @@ class JudgingWorker:
         *,
         clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        view: JudgeView | None = None,
     ) -> None:
-        """draw_seed: called for each group, so that nobody can predict the ids in its prompt."""
+        """draw_seed: called for each group, so that nobody can predict the ids in its prompt.
+        view: as for `score_answers`."""
+        self._view = view
         self._judge = judge
         self._settings = settings
         self._clock = clock
@@ -160,7 +164,12 @@ class JudgingWorker:
             return
         calls: list[JudgeCall] = []
         outcome = await judge_group(
-            group, self._judge, self._settings, seed=self._draw_seed(), on_call=calls.append
+            group,
+            self._judge,
+            self._settings,
+            seed=self._draw_seed(),
+            on_call=calls.append,
+            view=self._view,
         )
         failed = self._failed(group_id, outcome)
         await asyncio.to_thread(self._judgements.record, group_id, calls, outcome, failed)
@@ -223,6 +232,7 @@ class JudgingWorker:
                 seed=self._draw_seed(),
                 on_call=calls.append,
                 group=group,
+                view=self._view,
             )
         except Exception as error:  # a defect that hits every group hits the probe too
             log.exception("judge_probe_failed")

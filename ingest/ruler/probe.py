@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from ingest.privacy.judge_view import JudgeView
 from ingest.records import Answer, Group
 from ingest.ruler.group import GroupOutcome, judge_group
 from ingest.ruler.judge import Judge
@@ -28,13 +29,16 @@ async def ask_probe(
     seed: int,
     on_call: Callable[[JudgeCall], None],
     group: Group | None = None,
+    view: JudgeView | None = None,
 ) -> GroupOutcome:
     """Send the probe, in one pass.
 
     group: a group that was scored before; None: the sum question.
     """
     one_pass = settings.model_copy(update={"passes": 1})
-    return await judge_group(group or _sum(), judge, one_pass, seed=seed, on_call=on_call)
+    return await judge_group(
+        group or _sum(), judge, one_pass, seed=seed, on_call=on_call, view=view
+    )
 
 
 def _sum() -> Group:

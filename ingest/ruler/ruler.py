@@ -8,6 +8,7 @@ unusable reply refuses the group.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from opentelemetry import trace
 
 from ingest.errors import JudgeReplyError
+from ingest.privacy.judge_view import JudgeView, View, default_view
 from ingest.ruler.judge import Judge, JudgeReply
 from ingest.ruler.prompt import RulerPrompt, build_prompt, shown_answer
 from ingest.ruler.reply import parse_reply
@@ -75,6 +77,7 @@ async def score_answers(
     seed: int,
     on_call: OnCall | None = None,
     subject: str = "",
+    view: JudgeView | None = None,
 ) -> Judgement:
     """Score answers to one prompt against each other.
 
@@ -85,11 +88,15 @@ async def score_answers(
         and answers must not be able to guess it.
     on_call: receives every answered call at once, also those before an error.
     subject: the group's or comparison's id, for the trace.
+    view: hides secrets and personal data; None: by the default settings.
     Raises: JudgeReplyError when a reply is unusable twice; JudgeRefusalError when the judge never
-        accepts such a request; JudgeUnavailableError when it does not answer; ValueError without
-        answers.
+        accepts such a request; JudgeUnavailableError when it does not answer; NotRedactedError when
+        nobody knows what to hide; ValueError without answers.
     """
-    distinct, place_of = merge_identical(answers)
+    whole = View(context=context, tools=tools, answers=answers)
+    # A long prompt takes milliseconds; users of best of N wait on this loop.
+    seen = await asyncio.to_thread(view or default_view(), whole)
+    distinct, place_of = merge_identical(seen.answers)
     calls: list[JudgeCall] = []
 
     def note(call: JudgeCall) -> None:
@@ -101,8 +108,8 @@ async def score_answers(
     for number in range(passes):
         order_seed = 2 * seed + number
         prompt = build_prompt(
-            context=context,
-            tools=tools,
+            context=seen.context,
+            tools=seen.tools,
             answers=distinct,
             rubric=rubric,
             rng=random.Random(order_seed >> 1),

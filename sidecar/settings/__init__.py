@@ -4,6 +4,7 @@ from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
 from sidecar.settings.kafka import Kafka
 from sidecar.settings.learning import DEFAULT_RUBRIC, BestOf, Canary, Groups, Judge, Learner
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
+from sidecar.settings.privacy import Privacy, ProjectPrivacy
 from sidecar.settings.section import Section
 from sidecar.settings.sections import (
     ENV_PREFIX,
@@ -41,6 +42,8 @@ __all__ = [
     "KafkaUrl",
     "Learner",
     "OutboxUrl",
+    "Privacy",
+    "ProjectPrivacy",
     "Proxy",
     "SamplingField",
     "Section",

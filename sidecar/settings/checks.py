@@ -59,6 +59,12 @@ def _keys(settings: Settings) -> Iterator[Problem]:
     except SettingsError as error:
         key, _, what = str(error).removeprefix("setting store.").partition(": ")
         yield ("store", key), what
+        return
+    privacy, store = settings.privacy, settings.store
+    rules = [privacy, *(privacy.of(name) for name in privacy.projects)]
+    keyed = store.encryption_key_file or store.encryption_keys
+    if not keyed and any(one.flagged == "encrypt" for one in rules):
+        yield ("privacy", "flagged"), "is encrypt, without a key; set store.encryption_key_file"
 
 
 def _upstreams(settings: Settings) -> Iterator[Problem]:

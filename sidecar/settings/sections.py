@@ -34,6 +34,7 @@ from sidecar.settings.kinds import (
     no_empty_key,
 )
 from sidecar.settings.learning import BestOf, Canary, Groups, Judge, Learner
+from sidecar.settings.privacy import Privacy
 from sidecar.settings.section import Section
 from sidecar.settings.store import Store
 
@@ -252,6 +253,7 @@ class Settings(BaseSettings):
     kafka: Kafka = Kafka()
     feedback: Feedback = Feedback()
     store: Store = Store()
+    privacy: Privacy = Privacy()
     groups: Groups = Groups()
     judge: Judge = Judge()
     best_of: BestOf = BestOf()

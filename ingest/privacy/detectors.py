@@ -1,0 +1,218 @@
+"""Find secrets and personal data in a text. Pure.
+
+Every pattern runs on RE2 (`google-re2`), whose time is linear in the text, so that no text and no
+pattern of an operator can make it slow. What has a checksum is checked (`python-stdnum`,
+`phonenumberslite`): order numbers and ids of tool calls look like card and phone numbers. The
+patterns of tokens are those of `detect-secrets` which RE2 takes, and a few of newer ones. A secret
+without a form of its own (a password in a sentence) is not found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import phonenumbers
+import re2
+from stdnum import iban, luhn
+
+from sidecar.settings.privacy import CARD, EMAIL, IBAN, PHONE, PROGRAM_BYTES, SECRET, SSN
+
+MAX_FOUND: Final = 10_000
+"""Values in one text; more are an error, so that a text of card numbers is bounded in time."""
+PLUGINS: Final = (
+    "aws.AWSKeyDetector", "azure_storage_key.AzureStorageKeyDetector",
+    "basic_auth.BasicAuthDetector", "discord.DiscordBotTokenDetector",
+    "github_token.GitHubTokenDetector", "mailchimp.MailchimpDetector",
+    "npm.NpmDetector", "openai.OpenAIDetector", "pypi_token.PypiTokenDetector",
+    "sendgrid.SendGridDetector", "slack.SlackDetector", "square_oauth.SquareOAuthDetector",
+    "stripe.StripeDetector", "telegram_token.TelegramBotTokenDetector",
+    "twilio.TwilioKeyDetector",
+)  # fmt: skip
+"""Of `detect-secrets`. Left out: those by entropy or by a word beside them, which flag ids and
+ordinary sentences; IP addresses; Artifactory (eight letters behind AP); those of IBM, which RE2
+does not take; private keys and JSON web tokens, of which they find the beginning only."""
+_REST = r"[A-Za-z0-9_-]*"
+"""Behind a token: a longer one than a pattern counts is hidden whole."""
+OWN_SECRETS: Final = (
+    r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:[^\x00]*?-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]*)",
+    r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)*",
+    r"\bgithub_pat_[A-Za-z0-9_]{22,}",
+    r"\b(?:glpat|gldt|glft|glsoat|glrt|glcbt|glptt|glagent|gloas)-[A-Za-z0-9_-]{20,}",
+    r"\bsk-(?:ant-|proj-|svcacct-|or-v1-)[A-Za-z0-9_-]{20,}",
+    r"\bhf_[A-Za-z0-9]{30,}",
+    r"\bAIza[A-Za-z0-9_-]{35}\b",
+    r"(?i:\bauthorization\b[\"']? ?[:=] ?[\"']?(?:bearer|basic|token)) [A-Za-z0-9+/=._~-]{16,}",
+)
+_EMAIL = r"[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b"
+_CARD = r"\b\d(?:[ -]?\d){12,18}\b"
+_IBAN = r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,30}\b"
+_PHONE = (
+    r"\+[1-9](?:[ .()/-]{0,2}\d){6,14}\b"
+    r"|\(\d{3}\) ?\d{3}[ .-]\d{4}\b|\b\d{3}-\d{3}-\d{4}\b|\b\d{3}\.\d{3}\.\d{4}\b"
+)
+_SSN = r"\b\d{3}-\d{2}-\d{4}\b"
+_ISSUERS = re.compile(r"4|5[1-5]|2[2-7]|3[47]|30[0-5]|3[68]|6011|64[4-9]|65|35|62")
+"""First digits of cards: Visa, Mastercard, American Express, Diners, Discover, JCB, UnionPay."""
+
+
+class Found(NamedTuple):
+    """A value in a text; its place in bytes of UTF-8."""
+
+    kind: str
+    start: int
+    end: int
+
+
+class TooManyError(ValueError):
+    """A text holds more than `MAX_FOUND` values."""
+
+
+class _Detector(NamedTuple):
+    kind: str
+    pattern: Any  # a pattern of RE2, which has no types
+    needs: bytes
+    """Bytes without which a text holds none."""
+    holds: Callable[[str], bool]
+
+    def matches(self, text: bytes) -> Iterator[Found]:
+        """Raises: TooManyError when too many have the form, whether they are values or not."""
+        if self.needs not in text:
+            return
+        for number, match in enumerate(self.pattern.finditer(text)):
+            if number == MAX_FOUND:
+                raise TooManyError(f"a text holds over {MAX_FOUND} values of the form {self.kind}")
+            start, end = match.span()
+            if (
+                start < end
+                and _apart(text, start, end, self.kind)
+                and self.holds(text[start:end].decode("utf-8", "replace"))
+            ):
+                yield Found(self.kind, start, end)
+
+
+class Detectors:
+    """Finds values of some kinds."""
+
+    def __init__(self, kinds: Sequence[str], patterns: Mapping[str, str] | None = None) -> None:
+        """patterns: those of kinds that are not built in."""
+        self._detectors = [_detector(kind, (patterns or {}).get(kind)) for kind in kinds]
+
+    def find(self, text: bytes) -> list[Found]:
+        """Return the values in their order; of two that overlap, the kind that was named first.
+
+        Raises: TooManyError.
+        """
+        found: list[Found] = []
+        for one in self._detectors:
+            for match in one.matches(text):
+                found.append(match)
+                if len(found) > MAX_FOUND:
+                    raise TooManyError(f"a text holds over {MAX_FOUND} values")
+        return _without_overlaps(found) if len(found) > 1 else found
+
+    def kinds_in(self, text: bytes) -> list[str]:
+        """Return the kinds of which the text holds a value. Raises: TooManyError."""
+        return [one.kind for one in self._detectors if next(one.matches(text), None) is not None]
+
+
+def _apart(text: bytes, start: int, end: int, kind: str) -> bool:
+    """False for a number that is a part of a longer id, such as `call_4111-...` or a UUID."""
+    if kind not in _NUMBERS:
+        return True
+    before, after = text[start - 1 : start], text[end : end + 1]
+    return before not in _JOINS and (after not in _JOINS or after == b".")
+
+
+_NUMBERS = frozenset((CARD, SSN, PHONE))
+_JOINS = frozenset((b"-", b"_", b"/", b"#", b".", b"="))
+
+
+def _without_overlaps(found: list[Found]) -> list[Found]:
+    kept: list[Found] = []
+    rank = {kind: place for place, kind in enumerate(dict.fromkeys(one.kind for one in found))}
+    for one in sorted(found, key=lambda one: (one.start, rank[one.kind], -one.end)):
+        if not kept or one.start >= kept[-1].end:
+            kept.append(one)
+        elif rank[one.kind] < rank[kept[-1].kind]:
+            kept[-1] = Found(one.kind, kept[-1].start, max(one.end, kept[-1].end))
+        else:
+            kept[-1] = Found(kept[-1].kind, kept[-1].start, max(one.end, kept[-1].end))
+    return kept
+
+
+def _is_card(value: str) -> bool:
+    digits = re.sub(r"[ -]", "", value)
+    groups = re.split(r"[ -]", value)
+    if len(groups) > 1 and (not 4 <= len(groups[0]) <= 4 or len(groups) > 5):
+        return False
+    return (
+        len(set(digits)) > 1
+        and _ISSUERS.match(digits) is not None
+        and (len(digits) in (15, 16, 19) or (len(digits) == 14 and digits.startswith("3")))
+        and luhn.is_valid(digits)
+    )
+
+
+def _is_iban(value: str) -> bool:
+    return bool(iban.is_valid(value, check_country=False))
+
+
+def _is_ssn(value: str) -> bool:
+    area, group, serial = value.split("-")
+    return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
+
+
+def _is_phone(value: str) -> bool:
+    try:
+        number = phonenumbers.parse(value, None if value.startswith("+") else "US")
+    except phonenumbers.NumberParseException:
+        return False
+    return phonenumbers.is_valid_number(number)
+
+
+def _any(_value: str) -> bool:
+    return True
+
+
+def secret_patterns() -> list[tuple[str, bool]]:
+    """Return the patterns of secrets, and whether each ignores case."""
+    found: list[tuple[str, bool]] = []
+    for name in PLUGINS:
+        module, _, plugin = name.partition(".")
+        made = getattr(importlib.import_module(f"detect_secrets.plugins.{module}"), plugin)
+        found += [
+            (f"(?:{one.pattern}){_REST}", bool(one.flags & re.IGNORECASE))
+            for one in made().denylist
+        ]
+    return found + [(pattern, False) for pattern in OWN_SECRETS]
+
+
+@cache
+def _built_in() -> dict[str, tuple[str, bytes, Callable[[str], bool]]]:
+    secrets = "|".join(
+        f"(?i:{pattern})" if ignores_case else f"(?:{pattern})"
+        for pattern, ignores_case in secret_patterns()
+    )
+    return {
+        SECRET: (secrets, b"", _any),
+        EMAIL: (_EMAIL, b"@", _any),
+        CARD: (_CARD, b"", _is_card),
+        IBAN: (_IBAN, b"", _is_iban),
+        SSN: (_SSN, b"-", _is_ssn),
+        PHONE: (_PHONE, b"", _is_phone),
+    }
+
+
+def _detector(kind: str, pattern: str | None) -> _Detector:
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = PROGRAM_BYTES if pattern is not None else 64 * 2**20
+    if pattern is not None:
+        return _Detector(kind, re2.compile(pattern, options), b"", _any)
+    own, needs, holds = _built_in()[kind]
+    return _Detector(kind, re2.compile(own, options), needs, holds)

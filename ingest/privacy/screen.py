@@ -1,0 +1,120 @@
+"""Apply the privacy policy of an exchange's project, before the exchange is stored.
+
+It runs in ingest, off the path of users. A search that fails costs its exchange alone, which then
+counts as flagged: what nobody could look into is not learned from, and not stored where values must
+be replaced first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+import structlog
+
+from ingest.privacy.detectors import Detectors
+from ingest.privacy.texts import Redaction, TooLargeError, kinds_in
+from sidecar.records import Choice, Exchange
+from sidecar.settings import Privacy
+
+STAGE = "privacy"
+"""Counter rows: (stage, what was found or done) -> exchanges."""
+PRIVATE = "private"
+"""`untrainable_reason` of an exchange that is kept out of training."""
+REDACTED = "redacted"
+"""`untrainable_reason` of an exchange in which values were replaced; its token ids are gone."""
+FAILED, TOO_LARGE = "failed", "too_large"
+KEPT_OUT, ENCRYPTED, DROPPED = "kept_out", "encrypted", "dropped"
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """What became of an exchange."""
+
+    exchange: Exchange | None
+    """None: it is not stored."""
+    reasons: tuple[str, ...] = ()
+    """What to count it under; empty when nothing was found."""
+
+
+class Screen:
+    """The policies of all projects."""
+
+    def __init__(self, settings: Privacy) -> None:
+        self._settings = settings
+        self._make = cache(lambda kinds: Detectors(kinds, settings.patterns))
+        every = (settings, *(settings.of(name) for name in settings.projects))
+        self.keeps_unread = not any(rules.before_storage for rules in every)
+        """A record that cannot be read may be kept as it came."""
+
+    def __call__(self, exchange: Exchange) -> Screened:
+        """Never raises."""
+        rules = self._settings.of(exchange.project)
+        if not rules.flag and not rules.before_storage:
+            return Screened(exchange)
+        try:
+            return self._screened(exchange, rules)
+        except TooLargeError:
+            why = TOO_LARGE
+        except Exception as error:  # noqa: BLE001 - a defect costs this exchange, not the batch
+            why = FAILED
+            # Without the message, which may quote what users wrote.
+            log.error(
+                "privacy_failed", exchange_id=exchange.exchange_id, error=type(error).__name__
+            )
+        if rules.before_storage or rules.flagged == "drop":
+            return Screened(None, (why, DROPPED))
+        return Screened(_kept_out(exchange, PRIVATE), (why, KEPT_OUT))
+
+    def _screened(self, exchange: Exchange, rules: Privacy) -> Screened:
+        bodies = [exchange.request, *(choice.message for choice in exchange.choices)]
+        kinds: list[str] = []
+        if rules.flag:
+            kinds = kinds_in(bodies, self._make(rules.flag), max_bytes=rules.max_bytes)
+        reasons = [f"found_{kind.lower()}" for kind in kinds]
+        if kinds and rules.flagged == "drop":
+            return Screened(None, (*reasons, DROPPED))
+        if kinds and rules.flagged == "keep_out":
+            exchange = _kept_out(exchange, PRIVATE)
+            reasons.append(KEPT_OUT)
+        elif kinds:
+            reasons.append(ENCRYPTED)
+        if rules.before_storage:
+            redaction = Redaction(self._make(rules.hidden), max_bytes=rules.max_bytes)
+            exchange = _redacted(exchange, redaction)
+            if redaction.replaced:
+                reasons.append(REDACTED)
+        return Screened(exchange, tuple(reasons))
+
+
+def _kept_out(exchange: Exchange, reason: str) -> Exchange:
+    if exchange.untrainable_reason is not None:
+        return exchange
+    return msgspec.structs.replace(exchange, untrainable_reason=reason)
+
+
+def _redacted(exchange: Exchange, redaction: Redaction) -> Exchange:
+    """Replace values in what was said. Token ids say the same, so they go with them."""
+    request = redaction.body(exchange.request)
+    messages = [redaction.body(choice.message) for choice in exchange.choices]
+    if not redaction.replaced:
+        return exchange
+    choices = tuple(
+        Choice(index=choice.index, message=message, finish_reason=choice.finish_reason)
+        for choice, message in zip(exchange.choices, messages, strict=True)
+    )
+    return msgspec.structs.replace(
+        exchange,
+        request=request,
+        choices=choices,
+        prompt_token_ids=(),
+        untrainable_reason=exchange.untrainable_reason or REDACTED,
+    )
+
+
+def keep_all(exchange: Exchange) -> Screened:
+    """Screen nothing."""
+    return Screened(exchange)

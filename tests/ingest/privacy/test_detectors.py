@@ -1,0 +1,86 @@
+"""What is found in a text, and what only looks like it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ingest.privacy.detectors import MAX_FOUND, Detectors, TooManyError, secret_patterns
+from sidecar.settings.privacy import BUILT_IN
+
+DETECTORS = Detectors(BUILT_IN)
+
+
+def found(text: str) -> list[tuple[str, str]]:
+    data = text.encode()
+    return [(one.kind, data[one.start : one.end].decode()) for one in DETECTORS.find(data)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("CREDIT_CARD", "4111 1111 1111 1111"),
+        ("CREDIT_CARD", "5555555555554444"),
+        ("CREDIT_CARD", "3782-822463-10005"),
+        ("IBAN", "DE89 3704 0044 0532 0130 00"),
+        ("IBAN", "GB82WEST12345698765432"),
+        ("US_SSN", "123-45-6789"),
+        ("EMAIL", "anna.m+x@mail.example.co.uk"),
+        ("PHONE", "+49 30 901820"),
+        ("PHONE", "(212) 555-0123"),
+        ("SECRET", "AKIAIOSFODNN7EXAMPLE"),
+        ("SECRET", "ghp_" + "a1B2" * 9),
+        ("SECRET", "github_pat_" + "a1B2" * 12),
+        ("SECRET", "glpat-" + "a1B2" * 5),
+        ("SECRET", "sk-ant-api03-" + "a1B2" * 20),
+        ("SECRET", "sk_live_" + "a1B2" * 20),  # longer than the pattern of detect-secrets
+        ("SECRET", "xoxb-1234567890-abcdefghij"),
+        ("SECRET", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"),
+        ("SECRET", "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n+/=\n-----END RSA PRIVATE KEY-----"),
+    ],
+)
+def test_a_value_is_found_whole(kind: str, value: str) -> None:
+    assert found(f"It is {value}, as asked.") == [(kind, value)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "order #W4111111111111111 and call_4111111111111111",  # ids with the digits of a card
+        "card ending in 1111, order 4111111111111112",  # a wrong check digit
+        "chatcmpl-tool-9f0b2c4d5e6f47a890b1c2d3e4f5a6b7",
+        "550e8400-e29b-41d4-a716-446655440000",
+        "2024-05-15T15:00:00, $1,234,567.89, 0000000000000000",
+        "DE89 3704 0044 0532 0130 01",  # a wrong checksum
+        "000-12-3456 and 123-45-67890",
+        "call 999-999-9999",  # no such number
+        "version 1.2.3.4 at http://127.0.0.1:8000/v1",
+        "skip sk-learn, taskmaster@ and @channel",
+        "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    ],
+)
+def test_what_only_looks_like_a_value_is_not_found(text: str) -> None:
+    assert found(text) == []
+
+
+def test_the_password_of_a_url_is_found_with_its_user() -> None:
+    assert found("postgres://anna:s3cret@db/x") == [("SECRET", "://anna:s3cret@db")]
+
+
+def test_of_two_that_overlap_the_first_kind_covers_both() -> None:
+    assert found("https://u:pw@example.com/") == [("SECRET", "://u:pw@example.com")]
+
+
+def test_own_patterns_are_kinds_like_the_others() -> None:
+    own = Detectors(("ORDER",), {"ORDER": r"\bORD-\d{4}\b"})
+    assert [one.kind for one in own.find(b"ORD-1234 and ORD-12345")] == ["ORDER"]
+    assert own.kinds_in(b"ORD-1234") == ["ORDER"]
+
+
+def test_more_values_than_are_counted_are_an_error() -> None:
+    with pytest.raises(TooManyError):
+        DETECTORS.find(b"a@b.de " * (MAX_FOUND + 1))
+
+
+def test_every_pattern_of_detect_secrets_that_is_named_runs_on_re2() -> None:
+    assert len(secret_patterns()) > 20
+    assert Detectors(("SECRET",)).kinds_in(b"nothing") == []
