@@ -12,11 +12,11 @@ PostgreSQL they stay in the dead rows until `VACUUM` has run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, and_, func, select, text, tuple_, update
+from sqlalchemy import Row, Table, Update, bindparam, func, select, text, tuple_, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from ingest.store.sealed_answers import seal_answer
@@ -46,8 +46,9 @@ from sidecar.store.models import (
 PAGE: Final = 200
 """Rows whose heads are read at once."""
 WRITTEN_BYTES: Final = 256 * 1024
-"""Bytes of one write transaction, if one row has no more: 5 ms of the write lock."""
-WRITTEN_ROWS: Final = 50
+"""Bytes of one write transaction, if one row has no more."""
+WRITTEN_ROWS: Final = 25
+"""Rows of one: with `WRITTEN_BYTES`, milliseconds of the write lock (docs/log.md, 2026-11-22)."""
 Place = Callable[[Any], bytes]  # Any: a row
 Size = Callable[[bytes, int], int]
 
@@ -250,26 +251,33 @@ def _rotate_rows(
         rows = session.execute(
             select(*columns).where(tuple_(*(columns[: len(table.key)])).in_(keys))
         ).all()
-    changes = [
-        (_is_row(table, row, new), new)
-        for row in rows
-        if (new := _encrypted(table, row, database.keyring, done))
-    ]
+    changes: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if new := _encrypted(table, row, database.keyring, done):
+            named = {f"key_{name}": getattr(row, name) for name in table.key}
+            old = {f"old_{name}": getattr(row, name) for name in new}
+            changed = {f"new_{name}": value for name, value in new.items()}
+            changes.setdefault(tuple(new), []).append({**named, **old, **changed})
     if not changes:
         return
     with database.write(alone=False) as session:
         _overwrite_what_goes(session)
-        for where, values in changes:
-            result: Any = session.execute(
-                update(table.row)
-                .where(where)
-                .values(**values)
-                .execution_options(synchronize_session=False)
-            )
-            if result.rowcount:
-                done.encrypted += len(values)
-            else:
-                done.unreadable["changed meanwhile: run it again"] += len(values)
+        for names, parameters in changes.items():
+            result = session.connection().execute(_update(table, names), parameters)
+            done.encrypted += result.rowcount * len(names)
+            if late := len(parameters) - result.rowcount:
+                done.unreadable["changed meanwhile: run it again"] += late * len(names)
+
+
+def _update(table: _Table, names: Sequence[str]) -> Update:
+    """Change a row as long as it says what it said when it was read."""
+    held = table.row.__table__
+    assert isinstance(held, Table)
+    columns = held.c
+    same = [columns[name] == bindparam(f"old_{name}") for name in names]
+    key = [columns[name] == bindparam(f"key_{name}") for name in table.key]
+    new: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
+    return update(held).where(*key, *same).values(new)
 
 
 def _encrypted(
@@ -291,14 +299,6 @@ def _encrypted(
         except (ValueError, TypeError) as error:
             done.unreadable[str(error)] += 1
     return new
-
-
-def _is_row(
-    table: _Table, row: Row[Any], changed: Mapping[str, bytes | str]
-) -> ColumnElement[bool]:
-    """The row, as long as it says what it said when it was read."""
-    names = (*table.key, *changed)
-    return and_(*(getattr(table.row, name) == getattr(row, name) for name in names))
 
 
 def _rotate_lists(
