@@ -1,0 +1,79 @@
+"""`sidecar store`: keys in a file, and a store that is encrypted with the newest."""
+
+from __future__ import annotations
+
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.main import main
+from ingest.store.exchanges import dead_letter
+from sidecar.store.database import Database
+from sidecar.store.keyring import is_sealed, read_keys
+from sidecar.store.models import DeadLetterRow
+from support.migrated_store import open_migrated
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(
+        f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\nencryption_key_file = "{tmp_path}/keys"\n'
+    )
+    return path
+
+
+def test_the_newest_key_stands_first_and_the_others_stay(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert main(["store", "new-key", "--file", str(keys)]) == 0
+    (first,) = read_keys(keys.read_text())
+    assert main(["store", "new-key", "--file", str(keys)]) == 0
+
+    held = read_keys(keys.read_text())
+    assert list(held)[1:] == [first]
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keys"]
+
+
+def test_a_file_of_something_else_is_not_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").write_text("buy milk\n")
+
+    assert main(["store", "new-key", "--file", str(tmp_path / "notes")]) == 1
+
+    assert (tmp_path / "notes").read_text() == "buy milk\n"
+    assert "nothing was changed" in capsys.readouterr().err
+
+
+def test_a_key_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "new-key"]) == 0
+    assert len(read_keys(capsys.readouterr().out)) == 1
+
+
+def test_rotate_key_encrypts_the_store(
+    settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(open_migrated(tmp_path / "store.db")) as made, made.write() as session:
+        dead_letter(session, b"what a user said", reason="why", now=1.0)
+    main(["store", "new-key", "--file", str(tmp_path / "keys")])
+    key = (tmp_path / "keys").read_text().partition(":")[2].strip()
+
+    assert main(["--config", str(settings), "store", "rotate-key"]) == 0
+
+    said = capsys.readouterr()
+    assert key not in said.out + said.err
+    with (
+        closing(Database(f"sqlite:///{tmp_path}/store.db")) as database,
+        database.read() as session,
+    ):
+        row = session.get(DeadLetterRow, 1)
+    assert row is not None
+    assert is_sealed(row.payload)
+
+    (tmp_path / "keys").unlink()
+    main(["store", "new-key", "--file", str(tmp_path / "keys")])  # the old one is lost
+    assert main(["--config", str(settings), "store", "rotate-key"]) == 1
+    assert "1 values stay as they are: is encrypted with the key" in capsys.readouterr().err
