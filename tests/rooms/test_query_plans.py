@@ -78,7 +78,13 @@ WORK = {
 """Functions that may take more than `MOST_STEPS` -> why."""
 OF_A_FEW_ROWS = "reads tables of a few rows, and is watched by the tests of its module"
 CONNECTION = "prepares a connection"
+ROTATION = "reads every row once, by its primary key, at the call of `sidecar store rotate-key`"
 NOT_RUN = {
+    "ingest/store/rotation.py:_empty_log": ROTATION,
+    "ingest/store/rotation.py:_overwrite_what_goes": ROTATION,
+    "ingest/store/rotation.py:_rotate_lists": ROTATION,
+    "ingest/store/rotation.py:_rotate_rows": ROTATION,
+    "ingest/store/rotation.py:_rotate_table": ROTATION,
     "deploy/preflight/store.py:check_store": "asks a PostgreSQL what it is, and reads no table",
     "sidecar/access/key_source.py:KeySource.read": OF_A_FEW_ROWS,
     "sidecar/routing/breaker_report.py:TripReader.read": OF_A_FEW_ROWS,
