@@ -26,6 +26,7 @@ from ingest.feedback.deriving import Placed, derive
 from ingest.feedback.placing import Arrived, Conflict, join_waiting, save_feedback
 from ingest.feedback.signals import Signal, tool_error
 from ingest.feedback.store import save_signals, withdraw_abandonments
+from ingest.intake.consumed import Consumed
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader, Envelope
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
@@ -70,34 +71,6 @@ ID_BYTES, FLOAT_BYTES = 40, 36
 packed one in the row."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
-    """Outcome of a batch; all numbers but `decided` add up to the records read."""
-
-    stored: int = 0
-    repeated: int = 0
-    poison: int = 0
-    feedback: int = 0
-    """Feedback and outcomes, whatever became of them (`ingest.feedback.placing`)."""
-    dropped: int = 0
-    decided: int = 0
-    """Exchanges that selection decided, of those stored."""
-
-    @property
-    def read(self) -> int:
-        return self.stored + self.repeated + self.poison + self.feedback + self.dropped
-
-    def __add__(self, other: Consumed) -> Consumed:
-        return Consumed(
-            stored=self.stored + other.stored,
-            repeated=self.repeated + other.repeated,
-            poison=self.poison + other.poison,
-            feedback=self.feedback + other.feedback,
-            dropped=self.dropped + other.dropped,
-            decided=self.decided + other.decided,
-        )
 
 
 Decide = Callable[[Session, Sequence[StoredExchange]], None]

@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy import select
 
 from ingest.feedback.reading import Told, told_of, told_of_session
-from ingest.intake.consume import Consumed, consume
+from ingest.intake.consume import consume
+from ingest.intake.consumed import Consumed
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader
 from sidecar.feedback.record import Feedback, encode_feedback

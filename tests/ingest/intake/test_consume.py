@@ -10,7 +10,8 @@ from sqlalchemy import func, select
 from ingest.grouping.held_out import is_held_out
 from ingest.intake import consume as consuming
 from ingest.intake.bus import open_bus
-from ingest.intake.consume import Consumed, consume
+from ingest.intake.consume import consume
+from ingest.intake.consumed import Consumed
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader
 from ingest.store.exchanges import load_exchange

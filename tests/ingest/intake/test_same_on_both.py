@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingest.intake.consume import Consumed, consume
+from ingest.intake.consume import consume
+from ingest.intake.consumed import Consumed
 from ingest.intake.placing import Sessions
 from ingest.store.exchanges import load_exchange
 from sidecar import bounds

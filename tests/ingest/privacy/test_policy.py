@@ -12,7 +12,8 @@ import pytest
 from ingest.grouping.selection import group_id_of
 from ingest.intake.bus import OutboxBus
 from ingest.intake.choose import choose_new
-from ingest.intake.consume import Consumed, consume
+from ingest.intake.consume import consume
+from ingest.intake.consumed import Consumed
 from ingest.intake.placing import Sessions
 from ingest.privacy import judge_view, texts
 from ingest.privacy.judge_view import JudgeView

@@ -1,0 +1,33 @@
+"""What became of the records of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """Outcome of a batch; all numbers but `decided` add up to the records read."""
+
+    stored: int = 0
+    repeated: int = 0
+    poison: int = 0
+    feedback: int = 0
+    """Feedback and outcomes, whatever became of them (`ingest.feedback.placing`)."""
+    dropped: int = 0
+    decided: int = 0
+    """Exchanges that selection decided, of those stored."""
+
+    @property
+    def read(self) -> int:
+        return self.stored + self.repeated + self.poison + self.feedback + self.dropped
+
+    def __add__(self, other: Consumed) -> Consumed:
+        return Consumed(
+            stored=self.stored + other.stored,
+            repeated=self.repeated + other.repeated,
+            poison=self.poison + other.poison,
+            feedback=self.feedback + other.feedback,
+            dropped=self.dropped + other.dropped,
+            decided=self.decided + other.decided,
+        )
