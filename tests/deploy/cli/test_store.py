@@ -57,7 +57,7 @@ def test_rotate_key_encrypts_the_store(
     settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with closing(open_migrated(tmp_path / "store.db")) as made, made.write() as session:
-        dead_letter(session, b"what a user said", reason="why", now=1.0)
+        dead_letter(session, b"what a user said", where="1", reason="why", now=1.0)
     main(["store", "new-key", "--file", str(tmp_path / "keys")])
     key = (tmp_path / "keys").read_text().partition(":")[2].strip()
 

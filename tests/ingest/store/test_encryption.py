@@ -90,7 +90,7 @@ def fill(database: Database, *names: str) -> None:
         words = [f"{MARK} one", f"{MARK} two"]
         assert mark_scored(session, group.group_id, [0.1, 0.9], words, "j", "r", 2.0)
         save_judge_calls(session, group.group_id, [call], rubric_hash="r", now=2.0)
-        dead_letter(session, f"{MARK} dead".encode(), reason="why", now=1.0)
+        dead_letter(session, f"{MARK} dead {first}".encode(), where=first, reason="why", now=1.0)
         scores = BestOfScores(
             exchange_id=f"other-{first}",
             at=1.0,
