@@ -10,6 +10,7 @@ from __future__ import annotations
 import deploy.cli.own_path  # noqa: F401 - first: it decides where the other imports come from
 
 # isort: split
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -22,9 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with one_line_at_interrupt("sidecar"):
-            return _run(arguments)
+            code = _run(arguments)
     except SystemExit as done:  # how the CLI library ends, also after bad use (2)
-        return done.code if isinstance(done.code, int) else 1
+        code = done.code if isinstance(done.code, int) else 1
+    if argv is None:
+        _end_now_if_a_check_hangs(code)
+    return code
+
+
+def _end_now_if_a_check_hangs(code: int) -> None:
+    """End the process at once when `sidecar doctor` gave up a check that still runs."""
+    checks = sys.modules.get("deploy.doctor.bounded")
+    if checks is not None and checks.are_unfinished():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -7,6 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_unfinished: list[threading.Thread] = []
+
+
+def are_unfinished() -> bool:
+    """Return whether a check that was given up still runs. Python would wait for it at the end: for
+    threads of its own that it started, or for a lock that it holds."""
+    return any(thread.is_alive() for thread in _unfinished)
+
 
 def run_checks(
     checks: Mapping[str, Callable[[], Any]], limit_s: float
@@ -35,5 +43,6 @@ def run_checks(
     for name, thread in threads.items():
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
+            _unfinished.append(thread)
             failures.setdefault(name, f"no answer within {limit_s:g} s")
     return dict(results), dict(failures)

@@ -23,6 +23,8 @@ from sidecar.settings.privacy import CARD, EMAIL, IBAN, PHONE, PROGRAM_BYTES, SE
 
 MAX_FOUND: Final = 10_000
 """Values in one text; more are an error, so that a text of card numbers is bounded in time."""
+MAX_TRIED: Final = 40_000
+"""Places of a text that have the form of one kind; each takes some 10 us."""
 PLUGINS: Final = (
     "aws.AWSKeyDetector", "azure_storage_key.AzureStorageKeyDetector",
     "basic_auth.BasicAuthDetector", "discord.DiscordBotTokenDetector",
@@ -46,6 +48,7 @@ OWN_SECRETS: Final = (
     r"\bsk-(?:ant-|proj-|svcacct-|or-v1-)[A-Za-z0-9_-]{20,}",
     r"\bhf_[A-Za-z0-9]{30,}",
     r"\bAIza[A-Za-z0-9_-]{35}\b",
+    r"(?i:\bbearer) [A-Za-z0-9+/=._~-]{20,}",
     r"(?i:\bauthorization\b[\"']? ?[:=] ?[\"']?(?:bearer|basic|token)) [A-Za-z0-9+/=._~-]{16,}",
 )
 _EMAIL = r"[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b"
@@ -83,16 +86,31 @@ class _Detector(NamedTuple):
         """Raises: TooManyError when too many have the form, whether they are values or not."""
         if self.needs not in text:
             return
-        for number, match in enumerate(self.pattern.finditer(text)):
-            if number == MAX_FOUND:
-                raise TooManyError(f"a text holds over {MAX_FOUND} values of the form {self.kind}")
+        at = 0
+        for _ in range(MAX_TRIED):
+            match = self.pattern.search(text, at)
+            if match is None:
+                return
             start, end = match.span()
-            if (
-                start < end
-                and _apart(text, start, end, self.kind)
-                and self.holds(text[start:end].decode("utf-8", "replace"))
-            ):
-                yield Found(self.kind, start, end)
+            found = next((one for one in self._ends(text, start, end) if start < one), None)
+            if found is not None:
+                yield Found(self.kind, start, found)
+                end = found
+            elif self.kind in _GROUPED:  # a value may begin with the next group
+                end = min(_places(text, start, end), default=end)
+            at = max(end, start + 1)
+        raise TooManyError(f"a text holds over {MAX_TRIED} values of the form {self.kind}")
+
+    def _ends(self, text: bytes, start: int, end: int) -> Iterator[int]:
+        """Yield where a value may end that begins here, the longest first: digits and capitals
+        that follow it may have the form of a part of it."""
+        ends = [end]
+        if self.kind in _GROUPED:
+            ends += reversed(_places(text, start, end))
+        for one in ends:
+            value = text[start:one].decode("utf-8", "replace")
+            if _apart(text, start, one, self.kind) and self.holds(value):
+                yield one
 
 
 class Detectors:
@@ -124,12 +142,30 @@ def _apart(text: bytes, start: int, end: int, kind: str) -> bool:
     """False for a number that is a part of a longer id, such as `call_4111-...` or a UUID."""
     if kind not in _NUMBERS:
         return True
+    if kind == CARD and b" " in text[start:end] and _in_a_table(text, start, end):
+        return False
     before, after = text[start - 1 : start], text[end : end + 1]
     return before not in _JOINS and (after not in _JOINS or after == b".")
 
 
+def _in_a_table(text: bytes, start: int, end: int) -> bool:
+    """True when numbers of four digits stand around a number: any four of them look like a card."""
+    before = _FOURS_BEFORE.search(text[max(0, start - 10) : start])
+    after = _FOURS_AFTER.match(text[end : end + 11])
+    return sum(len(one[0]) // 5 for one in (before, after) if one is not None) > 1
+
+
+def _places(text: bytes, start: int, end: int) -> list[int]:
+    """Return where the groups of a number end, but for the last one."""
+    return [at for at in range(start + 1, end) if text[at : at + 1] in _BETWEEN]
+
+
+_FOURS_BEFORE = re.compile(rb"(?:\b\d{4} ){1,2}$")
+_FOURS_AFTER = re.compile(rb"(?: \d{4}\b){1,2}")
+_BETWEEN = frozenset((b" ", b"-", b".", b"/", b"(", b")"))
+_GROUPED = frozenset((CARD, IBAN, PHONE))
 _NUMBERS = frozenset((CARD, SSN, PHONE))
-_JOINS = frozenset((b"-", b"_", b"/", b"#", b".", b"="))
+_JOINS = frozenset((b"-", b"_", b"/", b"#", b"."))
 
 
 def _without_overlaps(found: list[Found]) -> list[Found]:

@@ -94,11 +94,17 @@ def join(found: Iterable[Message], tools: Iterable[str]) -> Conversation:
     """Make the conversation of the messages of a request, in order, and the names of its tools."""
     system: list[str] = []
     messages: list[Message] = []
+    said: list[Message] = []  # successive messages of the assistant
     for message in found:
         if message.role in SYSTEM_ROLES:
             system.append(message.text)
+        elif message.role == "assistant":
+            said.append(message)
         else:
-            _append(messages, message)
+            messages += _as_one(said)
+            said.clear()
+            messages.append(message)
+    messages += _as_one(said)
     return Conversation(tuple(messages), "\n".join(system), tuple(sorted(set(tools))))
 
 
@@ -132,9 +138,7 @@ def read_tools(tools: Any) -> Iterator[str]:  # Any: what the client wrote
 
 def read_reply(message: JsonObject) -> Message:
     """Read an answer as the capture keeps it: an assistant message in the form of chat."""
-    found: list[Message] = []
-    for one in _messages("assistant", message):
-        _append(found, one)
+    found = _as_one(one for one in _messages("assistant", message) if one.role == "assistant")
     return found[0] if found else Message("assistant", "")
 
 
@@ -185,14 +189,14 @@ def _message(role: str, item: JsonObject) -> Iterator[Message]:
         yield Message(role, text, tuple(calls), tuple(ids))
 
 
-def _append(messages: list[Message], message: Message) -> None:
-    """Append a message; what the assistant says in several items is one message."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != "assistant" or message.role != "assistant":
-        messages.append(message)
-        return
-    text = " ".join(filter(None, (last.text, message.text)))
-    messages[-1] = Message("assistant", text, last.calls + message.calls, last.ids + message.ids)
+def _as_one(said: Iterable[Message]) -> list[Message]:
+    """Make one message of what the assistant says in several items; none of none."""
+    items = list(said)
+    if len(items) < 2:
+        return items
+    calls = tuple(call for one in items for call in one.calls)
+    ids = tuple(id_ for one in items for id_ in one.ids)
+    return [Message("assistant", " ".join(one.text for one in items if one.text), calls, ids)]
 
 
 def _id(item: JsonObject, key: str) -> tuple[str, ...]:

@@ -159,6 +159,8 @@ def _target(read: _Targets, project: str) -> tuple[TargetKind, str]:
     if not value or not is_storable_text(value) or len(value.encode()) > LONGEST_SESSION_BYTES:
         raise _invalid(name, f"must have 1 to {LONGEST_SESSION_BYTES} bytes and no NUL character")
     if _EXCHANGE_ID.fullmatch(value) is not None or value.startswith(_STORED_NAME):
+        if len(value) > LONGEST["target"]:
+            raise _invalid(name, f"has over {LONGEST['target']} characters, as no stored name has")
         return "session", value  # as `sidecar exchanges` shows it
     return "session", session_key(header=value, user="", conversation_prefix=(), project=project)
 

@@ -121,7 +121,7 @@ async def play(told: Story) -> None:
         told.admin_metrics = (await client.get(f"{stack.addresses.admin_url}/metrics")).text
     told.canaries = told.admin("canaries")["items"]
     told.runs = told.admin("runs")["items"]
-    told.audit = told.admin("audit?page_size=100")["items"]
+    told.audit = told.admin("audit?limit=100")["items"]
     await agent.close()
 
 

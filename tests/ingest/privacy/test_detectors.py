@@ -43,8 +43,35 @@ def test_a_value_is_found_whole(kind: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("4111 1111 1111 1111 123", "CREDIT_CARD", "4111 1111 1111 1111"),
+        ("4111 1111 1111 1111 2027", "CREDIT_CARD", "4111 1111 1111 1111"),
+        ("4111 1111 1111 1111 12/26", "CREDIT_CARD", "4111 1111 1111 1111"),
+        ("card 2 4111111111111111", "CREDIT_CARD", "4111111111111111"),
+        ("12 34 56 4111 1111 1111 1111", "CREDIT_CARD", "4111 1111 1111 1111"),
+        ("card=4111111111111111", "CREDIT_CARD", "4111111111111111"),
+        ("IBAN DE89 3704 0044 0532 0130 00 BIC COBADEFFXXX", "IBAN", "DE89 3704 0044 0532 0130 00"),
+        ("DE89370400440532013000 EUR 100", "IBAN", "DE89370400440532013000"),
+        ("+14155552671 2 pieces", "PHONE", "+14155552671"),
+        ("ssn=123-45-6789", "US_SSN", "123-45-6789"),
+        (
+            '{"Authorization": "Bearer abcdefghij0123456789"}',
+            "SECRET",
+            "Bearer abcdefghij0123456789",
+        ),
+    ],
+)
+def test_what_stands_beside_a_value_does_not_hide_it(text: str, kind: str, value: str) -> None:
+    ((found_kind, found_value),) = found(text)
+    assert found_kind == kind
+    assert value in found_value
+
+
+@pytest.mark.parametrize(
     "text",
     [
+        "4539 1488 0343 6467 5500 0050 4111 1111 1111 1111 6011 4500",  # a table of numbers
         "order #W4111111111111111 and call_4111111111111111",  # ids with the digits of a card
         "card ending in 1111, order 4111111111111112",  # a wrong check digit
         "chatcmpl-tool-9f0b2c4d5e6f47a890b1c2d3e4f5a6b7",

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from ingest.sessions.arrival import NOTHING, arrival_of
 from ingest.sessions.memory import ENTRY_BYTES, Memory, RequestReader
-from ingest.sessions.messages import JsonObject, Message, read_conversation, read_reply
+from ingest.sessions.messages import (
+    JsonObject,
+    Message,
+    digest_of,
+    read_conversation,
+    read_reply,
+)
 from ingest.sessions.records import Arrival
 from ingest.sessions.tree import SessionTree
 from sidecar.records import Choice
@@ -200,3 +206,22 @@ def test_each_part_is_read_once_while_it_is_remembered() -> None:
     assert read == [1, 2, 3, 4, 2, "x" * 5_000]  # "2" was used least recently when "4" came
     assert memory(b"1") == ("1",)
     assert read[-1] == 1, "the long part is over the limit alone, and takes the place of all"
+
+
+def test_work_grows_with_what_the_assistant_says_in_many_items(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digested = 0
+
+    def counted(text: str) -> bytes:
+        nonlocal digested
+        digested += len(text)
+        return digest_of(text)
+
+    monkeypatch.setattr("ingest.sessions.messages.digest_of", counted)
+    said = [{"role": "assistant", "content": "x" * 100} for _ in range(2_000)]
+
+    (message,) = read_conversation({"messages": said}).messages
+
+    assert message.text == " ".join(["x" * 100] * 2_000)
+    assert digested < 3 * len(message.text)

@@ -162,3 +162,8 @@ def test_a_record_survives_the_bus_and_is_told_from_an_exchange() -> None:
     assert is_feedback(payload)
     assert decode_feedback(payload) == record
     assert not is_feedback(encode_exchange(make_plain_exchange("record")))
+
+
+@pytest.mark.parametrize("name", ["h:" + "x" * 500, "hx:" + "y" * 1_000])
+def test_a_stored_name_that_no_store_holds_is_refused(name: str) -> None:
+    assert refusal({"session_id": name, "score": 1}).status == 422

@@ -194,7 +194,8 @@ def test_a_deadlock_is_told_and_repeating_ends_it(new_store: NewStore) -> None:
 
     with database.read() as session:
         assert [get_flag(session, name) for name in "ab"] == ["2", "2"]
-    assert len(attempts) == 3
+    # Who repeats may be faster than who was let through: then they meet once more.
+    assert len(attempts) >= 3
 
 
 @postgres_only
