@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sqlalchemy import make_url
+
 from deploy.doctor.facts import Diagnosis, Facts
 from deploy.doctor.rules import waits_for
 from deploy.funnel.stages import Stage
@@ -18,7 +20,8 @@ def report_lines(facts: Facts, found: Sequence[Diagnosis]) -> list[str]:
     """The stages, then what stops records, the first stage first."""
     lines = []
     if facts.store is None:
-        lines.append("The store is empty or cannot be read.")
+        url = make_url(facts.settings.store.url).render_as_string(hide_password=True)
+        lines.append(f"The store {url} has no records yet, or cannot be read.")
     else:
         lines += ["stage      entered  passed on  ended  waiting", *map(_stage, _stages(facts))]
     lines.append("")

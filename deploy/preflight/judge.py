@@ -32,7 +32,10 @@ async def check_judge(settings: Judge) -> Finding | None:
     finally:
         await judge.aclose()
     if isinstance(outcome, (SetAside, Unanswered)):
-        return error("judge.model", outcome.detail, _cause(outcome))
+        cause = _cause(outcome)
+        return error(
+            "judge.api_key" if cause == "judge_key" else "judge.model", outcome.detail, cause
+        )
     return None
 
 

@@ -160,14 +160,15 @@ def test_a_running_sidecar_is_told_by_its_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("judge", "words"),
+    ("judge", "setting", "words"),
     [
         (
             {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1", "api_key": "k"},
+            "judge.model",
             "judge openai/x",
         ),
-        ({"model": "openai/x"}, "OPENAI_API_KEY"),
-        ({"model": "nonsense"}, "LLM Provider NOT provided"),
+        ({"model": "openai/x"}, "judge.api_key", "OPENAI_API_KEY"),
+        ({"model": "nonsense"}, "judge.model", "LLM Provider NOT provided"),
     ],
     ids=["away", "no key", "unknown"],
 )
@@ -176,13 +177,14 @@ def test_a_judge_that_cannot_be_asked_is_an_error(
     vllm: tuple[str, AdapterEndpoints],
     monkeypatch: pytest.MonkeyPatch,
     judge: dict[str, Any],
+    setting: str,
     words: str,
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     (error,) = check(settings_with(tmp_path, vllm[0], judge=judge))
 
-    assert error[:2] == ("error", "judge.model")
+    assert error[:2] == ("error", setting)
     assert words in error[2]
 
 
