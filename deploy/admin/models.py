@@ -225,7 +225,7 @@ class ExchangeOut(Out):
     """Adapter that vLLM did not know, when another one answered instead; else empty."""
     group_id: str | None
     feedback: list[FeedbackOut]
-    """Of the exchange, its trace and its session."""
+    """Feedback on the exchange, its trace and its session."""
     outcomes: list[FeedbackOut]
     signals: list[SignalOut]
     request: dict[str, Any]
@@ -233,8 +233,6 @@ class ExchangeOut(Out):
 
 
 class AuditOut(Out):
-    model_config = ConfigDict(from_attributes=True)
-
     seq: int
     at: float
     actor: str

@@ -6,19 +6,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from deploy.funnel.stages import Stage
-
 
 class Out(BaseModel):
-    """A part of a reply. JSON has no infinity: a number without end is a damaged one."""
+    """A part of a reply, made of keywords, or of a record with the same fields by `model_validate`.
+    JSON has no infinity: a number without end is a damaged one."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
 
 
 class FeedbackOut(Out):
     """One piece of feedback, or one outcome."""
-
-    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
 
     feedback_id: str
     target_kind: str
@@ -38,8 +35,6 @@ class FeedbackOut(Out):
 class SignalOut(Out):
     """What the traffic itself tells of an answer."""
 
-    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
-
     kind: str
     exchange_id: str
     by_id: str | None
@@ -50,8 +45,6 @@ class SignalOut(Out):
 
 class TurnOut(Out):
     """One exchange of a session."""
-
-    model_config = ConfigDict(from_attributes=True, allow_inf_nan=False)
 
     exchange_id: str
     started_at: float
@@ -77,7 +70,7 @@ class SessionOut(Out):
     next_cursor: str | None
     """Value of `cursor` for the next page; null on the last page."""
     feedback: list[FeedbackOut]
-    """Of the session, its exchanges and its traces; the newest 1,000."""
+    """Feedback on the session, its exchanges and its traces; the newest 1,000."""
     outcomes: list[FeedbackOut]
     signals: list[SignalOut]
 
@@ -130,19 +123,6 @@ class StageOut(Out):
     unreported: int
     """Records that left the stage without having been counted as they entered it: a process that
     is killed takes its last seconds of counts along."""
-
-    @classmethod
-    def of(cls, stage: Stage) -> StageOut:
-        return cls(
-            name=stage.name,
-            unit=stage.unit,
-            passed_as=stage.passed_as,
-            entered=stage.entered,
-            passed=stage.passed,
-            ended=dict(stage.ended),
-            waiting=dict(stage.waiting),
-            unreported=stage.unreported,
-        )
 
 
 class FunnelOut(Out):

@@ -111,7 +111,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             found = read_funnel(session, model)
             return FunnelOut(
-                stages=[StageOut.of(stage) for stage in found.stages],
+                stages=[StageOut.model_validate(stage) for stage in found.stages],
                 exchanges=exchanges_by_selection(found.stages),
                 groups=groups_by_status(found.stages),
                 groups_by_reason=groups_by_reason(found.stages),

@@ -18,11 +18,11 @@ class Recent:
     and what was wrong last year must not be named today."""
 
     selections: Mapping[str, int] = field(default_factory=dict)
-    """Of the newest exchanges: number by `selection`."""
+    """Number of the newest exchanges by `selection`."""
     served: Mapping[str, int] = field(default_factory=dict)
-    """Of the newest groups' served answers: `trainable`, or why one is masked -> number."""
+    """Number of the newest groups' served answers by `trainable`, or by why they are masked."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """Of the newest groups: the reason of those that ended without an adapter, else the status."""
+    """Number of the newest groups by status; of those that ended without an adapter by reason."""
     detail: str = ""
     """What the newest group that ended says in words."""
     started_ahead_s: float = 0.0

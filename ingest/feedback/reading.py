@@ -52,7 +52,7 @@ class Told:
     """All that is known of an exchange, or of a session, but its content."""
 
     feedback: tuple[FeedbackEntry, ...] = ()
-    """Of both kinds, the oldest first."""
+    """Feedback and outcomes, the oldest first."""
     signals: tuple[SignalEntry, ...] = ()
 
     def objects(self) -> dict[str, Any]:  # Any: JSON

@@ -34,9 +34,10 @@ PLUGINS: Final = (
     "stripe.StripeDetector", "telegram_token.TelegramBotTokenDetector",
     "twilio.TwilioKeyDetector",
 )  # fmt: skip
-"""Of `detect-secrets`. Left out: those by entropy or by a word beside them, which flag ids and
-ordinary sentences; IP addresses; Artifactory (eight letters behind AP); those of IBM, which RE2
-does not take; private keys and JSON web tokens, of which they find the beginning only."""
+"""Plugins of `detect-secrets` that are used. Left out: those by entropy or by a word beside them,
+which flag ids and ordinary sentences; IP addresses; Artifactory (eight letters behind AP); those of
+IBM, which RE2 does not take; private keys and JSON web tokens, of which they find the beginning
+only."""
 _REST = r"[A-Za-z0-9_-]*"
 """Behind a token: a longer one than a pattern counts is hidden whole."""
 OWN_SECRETS: Final = (
@@ -174,17 +175,17 @@ def _without_overlaps(found: list[Found]) -> list[Found]:
     for one in sorted(found, key=lambda one: (one.start, rank[one.kind], -one.end)):
         if not kept or one.start >= kept[-1].end:
             kept.append(one)
-        elif rank[one.kind] < rank[kept[-1].kind]:
-            kept[-1] = Found(one.kind, kept[-1].start, max(one.end, kept[-1].end))
         else:
-            kept[-1] = Found(kept[-1].kind, kept[-1].start, max(one.end, kept[-1].end))
+            last = kept[-1]
+            kind = min(one.kind, last.kind, key=rank.__getitem__)
+            kept[-1] = Found(kind, last.start, max(one.end, last.end))
     return kept
 
 
 def _is_card(value: str) -> bool:
     digits = re.sub(r"[ -]", "", value)
     groups = re.split(r"[ -]", value)
-    if len(groups) > 1 and (not 4 <= len(groups[0]) <= 4 or len(groups) > 5):
+    if len(groups) > 1 and (len(groups[0]) != 4 or len(groups) > 5):
         return False
     return (
         len(set(digits)) > 1

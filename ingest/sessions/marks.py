@@ -19,7 +19,7 @@ WORDS: Final = 6
 SHINGLES: Final = 24
 """Shingles of a reply, of a user's message or of a tool's result that are remembered."""
 FEW: Final = 4
-"""Of a text with fewer chosen shingles, this many are remembered, chosen or not."""
+"""Shingles that are remembered of a text with fewer chosen ones, chosen or not."""
 HEARD_CHARS: Final = 2_048
 """Characters at the beginning, and as many at the end, of a message from which they are taken."""
 ARGUMENT: Final = 16

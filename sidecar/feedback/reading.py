@@ -22,7 +22,7 @@ MAX_BODY_BYTES: Final = 16 * 1024
 """A comment of 4,000 characters takes at most 12,000 bytes."""
 MAX_KEY_BYTES: Final = 256
 LONGEST_SESSION_BYTES: Final = 1_024
-"""Of what a client calls its session; the store keeps a digest of a name over 255 bytes."""
+"""Longest name that a client may give a session; over 255 bytes the store keeps a digest."""
 LONGEST_MESSAGE: Final = 300
 LARGEST: Final = 1e12
 """Bound of rewards and costs: sums of a million of them are still exact to a millionth."""

@@ -51,7 +51,7 @@ class Feedback(
     target: str
     """An exchange id, a session as `exchange.session_id` names it, or a W3C trace id."""
     project: str
-    """Of the caller's API key. Feedback is joined to exchanges of this project alone."""
+    """Project of the caller's API key. Feedback is joined to exchanges of this project alone."""
     key_id: str = ""
     source: str = ""
     """Who judges, in the words of the caller. Of one source the newest on a target counts."""

@@ -123,4 +123,4 @@ class DeadLetterRow(Base):
     payload: Mapped[bytes]
     """The record as it came, not compressed."""
     digest: Mapped[str | None] = mapped_column(String(64), index=True, unique=True)
-    """Of the record and its place on the bus: one that comes again is not kept twice."""
+    """Digest of the record and of its place on the bus: one that comes again is not kept twice."""
