@@ -103,3 +103,16 @@ async def _end(fake: FakeVllm) -> None:
     await fake.stop()
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def sound_vllm() -> Iterator[tuple[str, AdapterEndpoints]]:
+    """Serve a vLLM with all that the sidecar's checks ask for. Returns: its URL, and itself."""
+    answer = {"prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
+    with vllm_in_thread() as (url, endpoints):
+        endpoints.overrides = {
+            "/metrics": (200, b"# HELP vllm:lora_requests_info Running stats\n"),
+            "/v1/load_lora_adapter": (400, b"{}"),
+            "/v1/chat/completions": (200, json.dumps(answer).encode()),
+        }
+        yield url, endpoints

@@ -34,7 +34,7 @@ from sidecar.capture.outbox import Outbox
 from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Settings, load_settings
 from sidecar.store.database import Database
-from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
 from support.fake_load import ScriptedLoad
 from support.fake_sampler import FakeSampler
@@ -43,8 +43,6 @@ from support.kafka_broker import unclosed_sockets
 from support.migrated_store import open_migrated
 
 KEY = "right-key"
-WITH_TOKEN_IDS = {"prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
-LORA = b"# HELP vllm:lora_requests_info Running stats\n"
 Found = tuple[int, dict[str, Any]]
 
 
@@ -97,13 +95,8 @@ def judge_url() -> Iterator[str]:
 
 @pytest.fixture
 def vllm() -> Iterator[tuple[str, AdapterEndpoints]]:
-    with vllm_in_thread() as (url, endpoints):
-        endpoints.overrides = {
-            "/metrics": (200, LORA),
-            "/v1/load_lora_adapter": (400, b"{}"),
-            "/v1/chat/completions": (200, json.dumps(WITH_TOKEN_IDS).encode()),
-        }
-        yield url, endpoints
+    with sound_vllm() as served:
+        yield served
 
 
 @dataclass

@@ -23,23 +23,15 @@ from sidecar.errors import StoreError
 from sidecar.processes.state_lock import only_one
 from sidecar.settings import Settings, load_settings
 from sidecar.store.database import Database
-from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.postgres import OVERRIDE, Databases
-
-WITH_TOKEN_IDS = {"prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
-LORA = b"# HELP vllm:lora_requests_info Running stats\n"
 
 
 @pytest.fixture
 def vllm() -> Iterator[tuple[str, AdapterEndpoints]]:
     """A vLLM with all that the sidecar needs."""
-    with vllm_in_thread() as (url, endpoints):
-        endpoints.overrides = {
-            "/metrics": (200, LORA),
-            "/v1/load_lora_adapter": (400, b"{}"),
-            "/v1/chat/completions": (200, json.dumps(WITH_TOKEN_IDS).encode()),
-        }
-        yield url, endpoints
+    with sound_vllm() as served:
+        yield served
 
 
 def settings_with(folder: Path, url: str, **sections: dict[str, Any]) -> Settings:
