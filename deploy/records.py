@@ -35,6 +35,8 @@ class AdapterVersion:
     state: AdapterState
     reason: str | None
     created_at: float
+    forgotten_at: float | None = None
+    """When content was forgotten that it, or an adapter that it continues, had learned from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from deploy.admin.auth import Caller
 from deploy.admin.context import AdminContext
 from deploy.admin.json import AsciiJSONResponse
 from deploy.admin.metrics import StoreCollector, render
-from deploy.admin.models import Problem
+from deploy.admin.out import Problem
 from deploy.admin.reads import read_router
 from deploy.admin.reception import Reception
 from deploy.admin.records import record_router

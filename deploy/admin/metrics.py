@@ -24,6 +24,7 @@ from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
 from deploy.registry import canaries, learner_switches, routing_writer
 from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
+from ingest.retention.sweep import read_state as read_retention
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AdapterRow,
@@ -61,6 +62,7 @@ class StoreCollector(Collector):
             yield from self._singles(session)
             yield from _bus(session)
             yield _counters(found.counters)
+            yield from _store(session)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
             "Admin API requests refused before routing, by reason, since control started.",
@@ -178,6 +180,21 @@ def _bus(session: Session) -> Iterator[Metric]:
         if state.lag is not None:
             lag.add_metric([], state.lag)
     yield from (lag, reachable, at)
+
+
+def _store(session: Session) -> Iterator[Metric]:
+    state = read_retention(session)
+    used = GaugeMetricFamily("sidecar_store_used_bytes", "Bytes of the store that hold something.")
+    free = GaugeMetricFamily("sidecar_store_free_bytes", "Free bytes in the file of the store.")
+    oldest = GaugeMetricFamily(
+        "sidecar_store_oldest_timestamp_seconds", "When the oldest exchange was stored."
+    )
+    if state is not None:
+        used.add_metric([], state.used_bytes)
+        free.add_metric([], state.free_bytes)
+        if state.oldest_at is not None:
+            oldest.add_metric([], state.oldest_at)
+    yield from (used, free, oldest)
 
 
 def _exchanges(stages: tuple[Stage, ...]) -> Metric:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.admin.out import BusOut, FeedbackOut, Out, SignalOut, TroubleOut
+from deploy.admin.out import BusOut, FeedbackOut, Out, RetentionOut, SignalOut, TroubleOut
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
@@ -28,18 +28,6 @@ class Page(BaseModel, Generic[T]):
     """Rows of this page that cannot be shown, each with its columns and what is wrong there."""
 
 
-class Problem(BaseModel):
-    """An error as RFC 9457 problem details."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-    allowed_actions: list[str] = Field(default_factory=list)
-    """Actions that are allowed in the present state."""
-
-
 class AdapterOut(Out):
     name: str
     version: int
@@ -50,6 +38,8 @@ class AdapterOut(Out):
     parent: str
     run_id: str | None
     created_at: float
+    forgotten_at: float | None
+    """When content was forgotten that it, or an adapter that it continues, had learned from."""
     aliases: list[str]
     loaded: bool | None
     """True if every reachable vLLM had it loaded at the last check; null: none is reachable."""
@@ -68,6 +58,7 @@ class AdapterOut(Out):
             parent=version.parent,
             run_id=version.run_id,
             created_at=version.created_at,
+            forgotten_at=version.forgotten_at,
             aliases=sorted(alias for alias, name in aliases.items() if name == version.name),
             loaded=None if loaded is None else version.name in loaded,
         )
@@ -332,6 +323,7 @@ class StatusOut(Out):
     signals: dict[str, int]
     """Implicit signals by kind."""
     bus: BusOut | None
+    retention: RetentionOut | None = None
     judge: TroubleOut | None = None
     """Why the judge gives no scores; null when it does, or has not been asked."""
     sampling: TroubleOut | None = None

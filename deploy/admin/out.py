@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Out(BaseModel):
@@ -145,3 +145,29 @@ class FunnelOut(Out):
     """Durable counts: stage -> reason -> count."""
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
+
+
+class RetentionOut(Out):
+    """The size of the store and its oldest content, as ingest last saw it."""
+
+    at: float
+    """When that was, unix seconds."""
+    used_bytes: int
+    free_bytes: int
+    """Bytes of SQLite's file that the next records use; 0 with PostgreSQL."""
+    max_bytes: int
+    """`retention.max_bytes`; 0: no limit."""
+    oldest_at: float | None
+    """When the oldest exchange was stored, unix seconds; null: there is none."""
+
+
+class Problem(BaseModel):
+    """An error as RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    allowed_actions: list[str] = Field(default_factory=list)
+    """Actions that are allowed in the present state."""

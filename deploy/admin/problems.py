@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from deploy.admin.auth import ForbiddenError, TooLargeError, TooSlowError, UnauthorizedError
 from deploy.admin.filters import BadQueryError, UnknownValueError
 from deploy.admin.json import UnreadableError
-from deploy.admin.models import Problem
+from deploy.admin.out import Problem
 from deploy.admin.paging import BadCursorError
 from deploy.errors import (
     DamagedRecordError,

@@ -25,7 +25,7 @@ from deploy.admin.models import (
     RoutingOut,
     StatusOut,
 )
-from deploy.admin.out import AliasOut, BusOut, FunnelOut, StageOut, TroubleOut
+from deploy.admin.out import AliasOut, BusOut, FunnelOut, RetentionOut, StageOut, TroubleOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
@@ -37,6 +37,7 @@ from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
+from ingest.retention.sweep import read_state as read_retention
 from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import JUDGE_WAITS, SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
@@ -48,7 +49,6 @@ from sidecar.store.models import (
     CanaryRow,
     CounterRow,
     GateComparisonRow,
-    GroupRow,
     RunRow,
 )
 
@@ -95,7 +95,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 engine=EngineOut.of(context.engine),
                 control={name: LoopOut.of(view) for name, view in context.loops().items()},
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
-                groups=_tally(session, GroupRow.status),
+                groups=groups_by_status(read_funnel(session, model).stages),
                 exchanges=tallies.exchanges(session),
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
@@ -103,6 +103,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 judge=_trouble(session, JUDGE_WAITS, context.clock()),
                 sampling=_trouble(session, SAMPLING_WAITS, context.clock()),
                 dead_letters=_dead_letters(session),
+                retention=_retention(session),
                 token_check=_token_check(session),
             )
 
@@ -280,3 +281,16 @@ def _dead_letters(session: Session) -> int:
 def _bus(session: Session) -> BusOut | None:
     state = read_state(session)
     return None if state is None else BusOut(lag=state.lag, error=state.error, at=state.at)
+
+
+def _retention(session: Session) -> RetentionOut | None:
+    state = read_retention(session)
+    if state is None:
+        return None
+    return RetentionOut(
+        at=state.at,
+        used_bytes=state.used_bytes,
+        free_bytes=state.free_bytes,
+        max_bytes=state.max_bytes,
+        oldest_at=state.oldest_at,
+    )

@@ -126,13 +126,15 @@ def save_comparison(
     difference: float | None,
     answers: Sequence[dict[str, Any]],
 ) -> bool:
-    """Store one comparison, unless the canary has left its gate or holds the comparison already.
+    """Store one comparison, unless the canary has left its gate or holds the comparison already,
+    or the exchange was deleted meanwhile.
 
     status: "scored", or the reason for setting it aside, which is counted; the row then says
         `set_aside`.
     """
     state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == canary.canary_id))
-    if state != "gating":
+    known = select(ExchangeRow.seq).where(ExchangeRow.exchange_id == prompt.exchange_id)
+    if state != "gating" or session.scalar(known) is None:
         return False
     statement = (
         insert_into(session, GateComparisonRow)

@@ -19,9 +19,10 @@ import typer
 from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
+from deploy.cli.content.exchanges import exchanges_app
+from deploy.cli.content.forget import forget
 from deploy.cli.context import admin_client, settings_of
 from deploy.cli.doctor import doctor
-from deploy.cli.exchanges import exchanges_app
 from deploy.cli.groups import groups_app
 from deploy.cli.keys import keys_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
@@ -42,6 +43,9 @@ app.add_typer(groups_app, name="groups")
 app.add_typer(exchanges_app, name="exchanges")
 app.command()(doctor)
 app.add_typer(store_app, name="store")
+
+
+app.command()(forget)
 
 
 def _show_version(wanted: bool) -> None:

@@ -70,6 +70,14 @@ class Bus(msgspec.Struct):
     at: float
 
 
+class Retention(msgspec.Struct):
+    at: float
+    used_bytes: int
+    free_bytes: int
+    max_bytes: int
+    oldest_at: float | None
+
+
 class Trouble(msgspec.Struct):
     since: float
     why: str
@@ -97,6 +105,7 @@ class Status(msgspec.Struct, kw_only=True):
     token_check: str
     feedback: dict[str, int] = {}
     signals: dict[str, int] = {}
+    retention: Retention | None = None
 
 
 def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of the admin API
@@ -121,6 +130,7 @@ def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of th
         *_dead_letters(status.dead_letters),
         *_trouble("Sampling: waits", status.sampling, now),
         *_trouble("Judge: gives no scores", status.judge, now),
+        *_retention(status.retention, now),
         *_token_check(status.token_check),
     ]
 
@@ -234,6 +244,21 @@ def _trouble(doing: str, trouble: Trouble | None, now: float) -> Iterator[str]:
         return
     until = "" if trouble.until is None else f", until {shown_time(trouble.until, now)}"
     yield f"{doing} since {shown_time(trouble.since, now)}{until}: {trouble.why}"
+
+
+def _retention(retention: Retention | None, now: float) -> Iterator[str]:
+    if retention is None:
+        return
+    used, limit = _megabytes(retention.used_bytes), retention.max_bytes
+    free = f", and {_megabytes(retention.free_bytes)} free" if retention.free_bytes else ""
+    of = f" of {_megabytes(limit)}" if limit else ""
+    oldest = retention.oldest_at
+    age = "" if oldest is None else f" The oldest exchange was stored {shown_age(now - oldest)}."
+    yield f"Store: {used}{of} used{free}, {shown_age(now - retention.at)}.{age}"
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:,.0f} MB"
 
 
 def _token_check(text: str) -> Iterator[str]:

@@ -6,7 +6,8 @@ Every record that entered a stage has passed on, ended there for a reason, or wa
 
 What waits is computed from the other numbers, not counted in the tables: so a stage costs the same
 for ten records and for a million, and rows that retention deletes change nothing. Who deletes a
-record that still waits counts it in its stage.
+record that still waits counts it in its stage: an exchange as `expired` or `forgotten`, a group by
+the status that it had (`deleted_groups`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ingest.grouping.selection import BACKLOG, CHOSEN
 from ingest.intake.choose import STAGE as SELECTION
 from ingest.intake.consume import REPEATED, STORED
 from ingest.intake.consume import STAGE as CONSUME
+from ingest.retention.deletion import DELETED_GROUPS
 from ingest.store.exchanges import NEW
 from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING
 from learner.runs.source import NOT_GROUPS, TRAINED
@@ -39,8 +41,6 @@ STAGES: tuple[Name, ...] = (
     "serving",
 )
 """In the order in which a record comes through them."""
-DELETED_GROUPS = "deleted_groups"
-"""Counter stage of groups that retention deleted, by the status that they had."""
 DELETED = "deleted"
 """Reason of groups that were deleted while they waited."""
 SERVES = "champion"
@@ -157,7 +157,10 @@ def exchanges_by_selection(stages: tuple[Stage, ...]) -> dict[str, int]:
 
 
 def groups_by_status(stages: tuple[Stage, ...]) -> dict[str, int]:
-    """Return the number of groups by status, without zeros."""
+    """Return the number of groups that were ever made, by status, without zeros.
+
+    Groups that were deleted after they had ended keep their status; others are `deleted`.
+    """
     by_name = {stage.name: stage for stage in stages}
     sampling, judging, learning = (by_name[n] for n in ("sampling", "judging", "learning"))
     found = {
@@ -168,6 +171,7 @@ def groups_by_status(stages: tuple[Stage, ...]) -> dict[str, int]:
         **learning.waiting,
         TRAINED: learning.passed,
         "dropped": sum(_without(learning.ended, DELETED).values()),
+        DELETED: sum(stage.ended.get(DELETED, 0) for stage in (sampling, judging, learning)),
     }
     return {status: number for status, number in found.items() if number}
 

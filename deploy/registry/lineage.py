@@ -1,7 +1,8 @@
 """Lineage of an adapter: parents down to the base, runs, groups, scores, gate and ramp.
 
 It is read from the store alone, so it includes what happened after the folder was published.
-Content (prompts, answers) is not copied: ids lead to it while it is kept.
+Content (prompts, answers) is not copied: ids lead to it while it is kept. Of groups whose content
+is deleted it tells the digests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from sqlalchemy.orm import Session
 from deploy.records import AdapterVersion
 from deploy.registry import canaries, versions
 from sidecar.records import BASE
-from sidecar.store.models import AnswerRow, GateComparisonRow, GroupRow, JudgeCallRow, RunRow
+from sidecar.store.models import (
+    AnswerRow,
+    GateComparisonRow,
+    GroupDigestRow,
+    GroupRow,
+    JudgeCallRow,
+    RunRow,
+)
 from sidecar.visible import visible
 
 
@@ -34,6 +42,10 @@ class LineageGroup:
     scores: tuple[float | None, ...]
     judge_model: str | None
     rubric_hash: str | None
+    content: str = "stored"
+    """`stored`, or why its content is gone: `expired` (retention), `forgotten`."""
+    content_digest: str = ""
+    """Of prompt and answers whose content is gone; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +134,11 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
         select(GroupRow).where(GroupRow.run_id == row.run_id).order_by(GroupRow.seq)
     ).all()
     scores = _scores(session, [group.group_id for group in groups])
+    deleted = session.scalars(
+        select(GroupDigestRow)
+        .where(GroupDigestRow.run_id == row.run_id)
+        .order_by(GroupDigestRow.group_seq)
+    ).all()
     kinds = {"settings": dict, "counts": dict, "metrics": list}
     damaged = tuple(name for name, kind in kinds.items() if type(getattr(row, name)) is not kind)
     return LineageRun(
@@ -133,7 +150,8 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
         counts=row.counts if "counts" not in damaged else {},
         metrics=tuple(row.metrics) if "metrics" not in damaged else (),
         damaged=damaged,
-        groups=tuple(
+        groups=tuple(_deleted_group(group) for group in deleted)
+        + tuple(
             LineageGroup(
                 group_id=group.group_id,
                 exchange_id=group.exchange_id,
@@ -146,6 +164,21 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
             )
             for group in groups
         ),
+    )
+
+
+def _deleted_group(row: GroupDigestRow) -> LineageGroup:
+    return LineageGroup(
+        group_id=row.group_id,
+        exchange_id=row.exchange_id,
+        adapter=row.adapter,
+        status=row.status,
+        reason=row.reason,
+        scores=tuple(row.scores) if isinstance(row.scores, list) else (),
+        judge_model=row.judge_model,
+        rubric_hash=row.rubric_hash,
+        content="forgotten" if row.forgotten else "expired",
+        content_digest=row.content_digest,
     )
 
 
@@ -192,11 +225,16 @@ def _canary(session: Session, name: str) -> LineageCanary | None:
 
 def _render_adapter(adapter: AdapterVersion) -> list[str]:
     parent = adapter.parent if adapter.parent != BASE else "the base model"
-    return [
+    lines = [
         f"v{adapter.version} {adapter.name} [{adapter.state}]",
         f"  from {parent}; sha256 {adapter.digest}",
         f"  folder {adapter.path}",
     ]
+    if adapter.forgotten_at is not None:
+        lines.append(
+            "  it, or an adapter that it continues, learned from content that is forgotten"
+        )
+    return lines
 
 
 def _render_run(run: LineageRun) -> list[str]:
@@ -215,6 +253,11 @@ def _render_run(run: LineageRun) -> list[str]:
             f"    group {group.group_id} [{outcome}] exchange {group.exchange_id}, answers of "
             f"{group.adapter}, scores {scores} by {group.judge_model} "
             f"rubric {str(group.rubric_hash or '')[:12]}"
+            + (
+                ""
+                if group.content == "stored"
+                else f"; content {group.content}, sha256 {group.content_digest or 'not known'}"
+            )
         )
     return lines
 

@@ -43,6 +43,7 @@ def to_version(row: AdapterRow) -> AdapterVersion:
         state=cast(AdapterState, row.state),
         reason=row.reason,
         created_at=row.created_at,
+        forgotten_at=row.forgotten_at,
     )
 
 

@@ -15,6 +15,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.sessions.arrival import NAMED
+from ingest.store.forgotten import forgotten_targets
 from sidecar.feedback.record import Feedback
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import ExchangeRow, FeedbackRow
@@ -24,6 +25,7 @@ STAGE = "feedback"
 """Stage of the counters of this module."""
 STORED, REPEATED, CONFLICT = "stored_", "repeated", "conflict"
 JOINED, OTHER_PROJECT = "joined", "other_project"
+FORGOTTEN = "forgotten"
 """Reasons of the counters; `STORED` is followed by the kind."""
 _FIELDS = tuple(name for name in Feedback.__struct_fields__ if name != "received_at")
 """Two deliveries under one idempotency key differ in the time at which they were received."""
@@ -59,15 +61,20 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
     """Store feedback and join what names an exchange that is stored. Counts each once.
 
     In the caller's write transaction, which must be alone, so that no exchange is stored meanwhile.
+    What names a forgotten exchange or session is counted alone.
     Returns: what is not stored, because its id has another content.
     """
     if not records:
         return []
+    gone = forgotten_targets(session, {record.target for record in records})
     stored = _stored(session, [record.feedback_id for record in records])
     fresh: dict[str, Feedback] = {}
     conflicts: list[Conflict] = []
     counts: Counter[str] = Counter()
     for record in records:
+        if record.target in gone:
+            counts[FORGOTTEN] += 1
+            continue
         content = _content(record)
         known = stored.setdefault(record.feedback_id, content)
         if known is content:

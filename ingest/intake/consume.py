@@ -31,6 +31,7 @@ from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader, Envelope
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
 from ingest.privacy.screen import Screened, keep_all
+from ingest.retention.deletion import remove_leftovers
 from ingest.sessions.records import NO_KIN, Kin
 from ingest.store.exchanges import (
     NEW,
@@ -43,6 +44,7 @@ from ingest.store.exchanges import (
     sessions_of,
     stored_among,
 )
+from ingest.store.forgotten import any_forgotten, forgotten_among
 from ingest.store.places import SHARED_OPENING
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
@@ -60,6 +62,8 @@ REPEATED = "repeated"
 POISON = "poison"
 DROPPED = "dropped"
 """By the privacy policy of the project."""
+FORGOTTEN = "forgotten"
+"""Dropped, because `sidecar forget` was told its user, session or exchange."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError)
 """Errors of bytes that are no record, or of a value that no row can hold."""
 REFUSED = (StatementError, OverflowError)
@@ -245,7 +249,8 @@ def _store(
     # exchange, the database refuses a row, and the records are stored one by one. Feedback is not:
     # an exchange that is stored meanwhile would never be joined.
     with database.write(alone=decide is not None or bool(feedback)) as session:
-        new = _not_stored(session, records)
+        unseen = _not_stored(session, records)
+        new = _not_forgotten(session, unseen)
         insert_exchanges(session, [record.rows for record in new if record.rows is not None])
         _tell(session, new, signals)
         conflicts = save_feedback(session, feedback, now=now)
@@ -258,10 +263,11 @@ def _store(
         dropped = sum(record.dropped for record in records)
         consumed = Consumed(
             stored=len(new),
-            repeated=len(records) - len(new) - poison - len(feedback) - dropped,
+            repeated=len(records) - len(unseen) - poison - len(feedback) - dropped,
             poison=poison,
             feedback=len(feedback),
             dropped=dropped,
+            forgotten=len(unseen) - len(new),
             decided=len(new) if decide is not None else 0,
         )
         if new and decide is not None:
@@ -274,7 +280,7 @@ def _store(
             for record in (*new, *(one for one in records if one.dropped))
             for reason in record.private
         )
-        for outcome in (STORED, REPEATED, POISON, DROPPED):
+        for outcome in (STORED, REPEATED, POISON, DROPPED, FORGOTTEN):
             counts[STAGE, outcome] = getattr(consumed, outcome)
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
@@ -345,6 +351,24 @@ def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
     for known in stored_among(session, list(found)):
         del found[known]
     return list(found.values())
+
+
+def _not_forgotten(session: Session, records: Sequence[_Record]) -> Sequence[_Record]:
+    if not any_forgotten(session):
+        return records
+    arrived = {
+        record.stored.exchange.exchange_id: (record.stored.exchange, record.stored.session_id)
+        for record in records
+        if record.stored is not None
+    }
+    if not (forgotten := forgotten_among(session, arrived)):
+        return records
+    remove_leftovers(session, sorted(forgotten))
+    return [
+        record
+        for record in records
+        if record.stored is not None and record.stored.exchange.exchange_id not in forgotten
+    ]
 
 
 def _as_moved(session: Session, found: Sequence[StoredExchange]) -> list[StoredExchange]:

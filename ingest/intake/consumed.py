@@ -15,12 +15,16 @@ class Consumed:
     feedback: int = 0
     """Feedback and outcomes, whatever became of them (`ingest.feedback.placing`)."""
     dropped: int = 0
+    """By the privacy policy of the project."""
+    forgotten: int = 0
+    """Of a user, a session or an exchange that `sidecar forget` was told."""
     decided: int = 0
     """Exchanges that selection decided, of those stored."""
 
     @property
     def read(self) -> int:
-        return self.stored + self.repeated + self.poison + self.feedback + self.dropped
+        found = self.stored + self.repeated + self.poison
+        return found + self.feedback + self.dropped + self.forgotten
 
     def __add__(self, other: Consumed) -> Consumed:
         return Consumed(
@@ -29,5 +33,6 @@ class Consumed:
             poison=self.poison + other.poison,
             feedback=self.feedback + other.feedback,
             dropped=self.dropped + other.dropped,
+            forgotten=self.forgotten + other.forgotten,
             decided=self.decided + other.decided,
         )

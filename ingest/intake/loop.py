@@ -24,6 +24,7 @@ from ingest.intake.consume import Decide, consume
 from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader
 from ingest.privacy.screen import Screen
+from ingest.retention.sweep import Sweeper
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
@@ -34,6 +35,9 @@ from sidecar.store.database import Database, get_flag, set_flag
 BACKLOG_INTERVAL_S = 2.0
 ABANDONED_INTERVAL_S = 10.0
 """Seconds between two looks for abandoned sessions, once the pass has caught up."""
+SWEEPS = 4
+"""Transactions of retention in one step, at most: with 50 exchanges each it deletes as many as a
+batch of default size brings."""
 PAUSES = Backoff(first_s=0.5, last_s=30.0)
 """Pauses between attempts while the bus or the store is unreachable."""
 
@@ -64,6 +68,7 @@ class Intake:
         self._engine = engine or EngineWatch(settings.serving)
         self._rules = rules_of(settings)
         self._screen = Screen(settings.privacy)
+        self._sweeper = Sweeper(database, settings.retention)
         self._now = now
         self._backlog_due = 0.0
         self._abandoned_after_s = settings.feedback.abandoned_after_s
@@ -104,7 +109,7 @@ class Intake:
         """Consume a batch and decide new exchanges.
 
         No exchange is decided before the first probe of vLLM has ended.
-        Returns: the number of records or exchanges processed.
+        Returns: the number of records or exchanges processed, and of retention's transactions.
         Raises: BusError or StoreError; nothing is lost, the next step retries.
         """
         now = self._now()
@@ -149,19 +154,21 @@ class Intake:
                 poison=consumed.poison,
                 feedback=consumed.feedback,
                 dropped=consumed.dropped,
+                forgotten=consumed.forgotten,
                 decided=consumed.decided,
             )
         if now >= self._abandoned_due:
             seen = find_abandoned(self._database, after_s=self._abandoned_after_s, now=now)
             self._abandoned_due = now if seen == PAGE else now + ABANDONED_INTERVAL_S
+        swept = sum(1 for _ in range(SWEEPS) if self._sweeper.step(now))
         if not self._engine.ready:
-            return consumed.read
+            return consumed.read + swept
         decided = consumed.decided
         decided += choose_new(self._database, self._rules, model=self._model, limit=limit, now=now)
         if now >= self._backlog_due:
             self._backlog_due = now + BACKLOG_INTERVAL_S
             choose_backlog(self._database, self._rules, model=self._model, now=now)
-        return consumed.read + decided
+        return consumed.read + decided + swept
 
     def _decide(self, now: float) -> Decide:
         return partial(decide, rules=self._rules, model=self._model, now=now)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import structlog
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from ingest.records import Group
@@ -135,6 +135,11 @@ class Judgements:
         now: float,
     ) -> bool:
         """Returns: True when the group has its final outcome by this."""
+        known = select(GroupRow.seq).where(GroupRow.group_id == group_id)
+        if session.scalar(known) is None:  # deleted meanwhile: what was said of it is not kept
+            for call in calls:
+                count(session, "judge_calls", "good" if call.ok else "bad")
+            return False
         save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
         bad_replies = sum(not call.ok for call in calls)
         session.execute(

@@ -6,14 +6,15 @@ with the same bytes: the system prompt and the tools are stored once for many of
 different users are never stored as differences of one another.
 
 `base_id` stays as it is when a late exchange gives a row another parent or session. Before an
-exchange is deleted, `rebase_children` must be called for it.
+exchange is deleted, what stands on it must be encoded anew: `rebase_children` does it in one
+transaction; `encode_children` and `store_children` do it with the work outside the write lock.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import select, update
@@ -99,6 +100,88 @@ def settle_bases(session: Session, rows: Sequence[tuple[Row, Content]]) -> None:
             )
 
 
+@dataclass(slots=True)
+class Rebased:
+    """Children of exchanges that will be deleted, encoded anew."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    """Exchange id -> columns."""
+    damaged: set[str] = field(default_factory=set)
+    """Children that cannot be read, whether their base stays or goes."""
+    locked: set[str] = field(default_factory=set)
+    """Children that can be read with a key that is missing here, as long as their bases stay."""
+
+
+def children_of(session: Session, gone: Collection[str]) -> list[str]:
+    """Return the exchanges that stay and whose base is one of these, which will be deleted."""
+    left = set(gone)
+    found: list[str] = []
+    for page in _pages(sorted(left)):
+        rows = session.scalars(select(ExchangeRow.exchange_id).where(ExchangeRow.base_id.in_(page)))
+        found += [one for one in rows if one not in left]
+    return found
+
+
+def encode_children(
+    session: Session, gone: Collection[str], *, limit: int = PAGE, limit_bytes: int | None = None
+) -> Rebased:
+    """Encode children anew, on the first exchange of their chain that stays. It needs no lock.
+
+    limit, limit_bytes: of children, and of their decoded bytes; one at least is encoded.
+    """
+    left = set(gone)
+    rebased = Rebased()
+    keyring = keyring_of(session)
+    size = 0
+    for page in _pages(children_of(session, left), min(PAGE, limit)):
+        bases = {one: link.base_id for one, link in load_links(session, page).items()}
+        below = {one: _first_that_stays(one, bases, left) for one in page}
+        wanted = {*page, *(name for name in below.values() if name is not None)}
+        contents = load_contents(session, sorted(wanted), as_bases=True)
+        for child in page:
+            if (content := contents.found.get(child)) is None:
+                lost = rebased.locked if child in contents.locked else rebased.damaged
+                lost.add(child)
+                continue
+            name = below[child]
+            base = contents.found.get(name) if name is not None else None
+            stored, differs = _encode(content, base)
+            stored = sealed_columns(stored, child, content, keyring)
+            rebased.rows[child] = {**stored, "base_id": name if differs else None}
+            size += content.size
+            if limit_bytes is not None and size >= limit_bytes:
+                return rebased
+        if len(rebased.rows) >= limit:
+            break
+    return rebased
+
+
+def store_children(session: Session, rebased: Rebased, gone: Collection[str]) -> int:
+    """Store children that `encode_children` encoded, in the caller's write transaction.
+
+    One whose new base has gone meanwhile, or that has another base by now, stays as it is.
+    Returns: how many were stored.
+    """
+    bases = {row["base_id"] for row in rebased.rows.values()} - {None}
+    present: set[str] = set()
+    for page in _pages(sorted(bases)):
+        there = select(ExchangeRow.exchange_id).where(ExchangeRow.exchange_id.in_(page))
+        present.update(session.scalars(there))
+    done = 0
+    for child, row in rebased.rows.items():
+        if row["base_id"] is not None and row["base_id"] not in present:
+            continue
+        stored = session.scalars(
+            update(ExchangeRow)
+            .where(ExchangeRow.exchange_id == child, ExchangeRow.base_id.in_(gone))
+            .values(**row)
+            .returning(ExchangeRow.seq)
+            .execution_options(synchronize_session=False)
+        )
+        done += len(stored.all())
+    return done
+
+
 def rebase_children(session: Session, gone: Collection[str], *, limit: int = PAGE) -> int:
     """Encode anew the exchanges that stay and whose base is one of these, which will be deleted.
 
@@ -106,37 +189,9 @@ def rebase_children(session: Session, gone: Collection[str], *, limit: int = PAG
     cannot be read, whether its base stays or goes.
     limit: of exchanges that are encoded. Returns: how many were.
     """
-    left = set(gone)
-    children: list[str] = []
-    for page in _pages(sorted(left)):
-        found = session.scalars(
-            select(ExchangeRow.exchange_id).where(ExchangeRow.base_id.in_(page))
-        )
-        children += [one for one in found if one not in left]
-    done = 0
-    for page in _pages(children, limit):
-        bases = {one: link.base_id for one, link in load_links(session, page).items()}
-        below = {one: _first_that_stays(one, bases, left) for one in page}
-        wanted = {*page, *(name for name in below.values() if name is not None)}
-        contents = load_contents(session, sorted(wanted), as_bases=True).found
-        for child in page:
-            if (content := contents.get(child)) is None:
-                continue  # damaged
-            name = below[child]
-            base = contents.get(name) if name is not None else None
-            stored, differs = _encode(content, base)
-            stored = sealed_columns(stored, child, content, keyring_of(session))
-            session.execute(
-                update(ExchangeRow)
-                .where(ExchangeRow.exchange_id == child)
-                .values(**stored, base_id=name if differs else None)
-                .execution_options(synchronize_session=False)
-            )
-            done += 1
-        if done >= limit:
-            break
+    done = store_children(session, encode_children(session, gone, limit=limit), gone)
     cache = content_cache(session)
-    for one in left:
+    for one in gone:
         cache.drop(one)
     return done
 

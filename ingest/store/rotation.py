@@ -332,13 +332,18 @@ def _rotate_lists(
             if new == elements:
                 done.already += 1
             else:
-                changes.append((subject, new))
+                changes.append((subject, elements, new))
         if changes:
             with database.write(alone=False) as session:
                 _overwrite_what_goes(session)
-                for subject, new in changes:
+                for subject, old, new in changes:
+                    # Whoever forgets may have blanked or deleted it meanwhile.
+                    now = select(held).where(name == subject).with_for_update()
+                    if session.execute(now).scalar_one_or_none() != old:
+                        done.unreadable["changed meanwhile: run it again"] += 1
+                        continue
                     session.execute(update(row).where(name == subject).values({column: new}))
-            done.encrypted += len(changes)
+                    done.encrypted += 1
         on_step(done)
 
 

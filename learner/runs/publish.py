@@ -94,6 +94,7 @@ def register(
     newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_model))
     version = (newest or 0) + 1
     digest = sealed.digest
+    continued = session.get(AdapterRow, parent)
     row = AdapterRow(
         name=f"{model}--v{version}-{digest[:12]}",
         model=model,
@@ -104,6 +105,8 @@ def register(
         run_id=run_id,
         state="registered",
         created_at=now,
+        # What its parent learned from is in its weights too.
+        forgotten_at=None if continued is None else continued.forgotten_at,
     )
     session.add(row)
     session.add(

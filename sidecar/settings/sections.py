@@ -199,6 +199,27 @@ class Feedback(Section):
     in seconds."""
 
 
+Days = Annotated[float, Between(0, 36_500, "0 keeps them for good")]
+
+
+class Retention(Section):
+    """How long records stay in the store. Ingest deletes older ones, a few at a time; what the
+    lineage of adapters needs of them stays as digests. 0: they stay for good."""
+
+    exchanges_days: Days = 90.0
+    """Exchanges that have no group, with their replies."""
+    groups_days: Days = 90.0
+    """Exchanges that have a group, with the group, its answers and scores."""
+    judge_calls_days: Days = 90.0
+    """Replies of the judge."""
+    dead_letters_days: Days = 30.0
+    """Records of the bus that could not be stored."""
+    runs_days: Days = 365.0
+    """Training runs that made no adapter."""
+    max_bytes: Annotated[int, Between(0, 10**15, "0 sets no limit; no disk is larger")] = 0
+    """Size of the store; beyond it the oldest exchanges go, whatever their age. 0: no limit."""
+
+
 class Admin(Section):
     """The admin API, which the `sidecar` command asks."""
 
@@ -254,6 +275,7 @@ class Settings(BaseSettings):
     feedback: Feedback = Feedback()
     store: Store = Store()
     privacy: Privacy = Privacy()
+    retention: Retention = Retention()
     groups: Groups = Groups()
     judge: Judge = Judge()
     best_of: BestOf = BestOf()

@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from sidecar.store.content_cache import Content, ContentCache
 from sidecar.store.frames import decompress, decompress_array
-from sidecar.store.keyring import NO_KEYS, Keyring, place_in
+from sidecar.store.keyring import NO_KEYS, Keyring, MissingKeyError, place_in
 from sidecar.store.models import AnswerRow, ChoiceRow, ExchangeRow
 
 MAX_LINKS: Final = 32
@@ -44,6 +44,8 @@ class Contents:
     found: dict[str, Content] = field(default_factory=dict)
     damage: dict[str, str] = field(default_factory=dict)
     """What is wrong with those that cannot be read."""
+    locked: set[str] = field(default_factory=set)
+    """Those of them that are encrypted, or stand on what is, with a key that is missing."""
 
     def __getitem__(self, exchange_id: str) -> Content:
         """Raises: ValueError when the exchange is damaged or not there."""
@@ -249,7 +251,7 @@ class _Reading:
                 self._fetch([one])  # it was in the cache when the group was fetched
                 why = None if one in self._rows else f"its base {one} is missing"
             if why is not None:
-                self._spoil(path, why)
+                self._spoil(path, why, locked=one in self._contents.locked)
                 return
             one = self._rows[one].base_id
         while path:
@@ -257,7 +259,7 @@ class _Reading:
             try:
                 content = _decoded(self._opened(one), below)
             except _DAMAGE as error:
-                self._spoil(path, _say(error))
+                self._spoil(path, _say(error), locked=isinstance(error, MissingKeyError))
                 return
             if one in self._replies:
                 try:
@@ -266,7 +268,8 @@ class _Reading:
                     if not self._as_bases:
                         self._contents.found[one] = content
                         path.pop()
-                    self._spoil(path, f"a reply of {one}: {_say(error)}")
+                    locked = isinstance(error, MissingKeyError)
+                    self._spoil(path, f"a reply of {one}: {_say(error)}", locked=locked)
                     return
                 self._cache.put(one, content)
             path.pop()
@@ -291,10 +294,12 @@ class _Reading:
                 self._keyring.open(ids, reply_place(exchange_id, index, "token_ids")),
             )
 
-    def _spoil(self, path: Sequence[str], why: str) -> None:
+    def _spoil(self, path: Sequence[str], why: str, *, locked: bool) -> None:
         """Name the damage of the last of the path, and of all that have it below them."""
         for exchange_id in reversed(path):
             self._contents.damage[exchange_id] = why
+            if locked:
+                self._contents.locked.add(exchange_id)
             if not why.startswith("its base"):
                 why = f"its base {exchange_id}: {why}"
 

@@ -78,6 +78,11 @@ def _open_sqlite(url: URL) -> Engine:
     def _prepare(connection: Any, _record: Any) -> None:  # Any: the driver's own types
         read_damaged_text(connection)
         connection.isolation_level = None  # the driver must not begin transactions by itself
+        if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+            # So that the file can be shortened; it has no effect once there are tables.
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        # What is deleted or overwritten is not left in the file (`sidecar forget`).
+        connection.execute("PRAGMA secure_delete=ON")
         connection.execute("PRAGMA journal_mode=WAL")
         # Each commit syncs the log to the disk, so what was stored survives a power cut. Ingest
         # relies on it: it deletes a record from the bus once the commit has returned.

@@ -39,11 +39,16 @@ this is a window of a few thousand rows, and less than a pass over any index of 
 
 TALLY = "counts rows by state in an index alone, for a person or a scrape, without the write lock"
 NEWEST = "the newest rows up to a limit, in the order of the table"
+OLDEST = "the oldest rows up to a limit, in the order of the table"
+ADAPTERS = "one row a training run, without the write lock, when something learned is forgotten"
 GATE = "the prompts of one gate"
 LISTING = "a person's listing by a rare value, in a process of its own, without the write lock"
 OF_SESSION = "the exchanges of one session"
 SCANS = {
-    "deploy/admin/reads.py:_tally": TALLY,
+    "deploy/forgetting/rows.py:learners_of": ADAPTERS,
+    "ingest/retention/sweep.py:Sweeper._dead_letters": OLDEST,
+    "ingest/retention/sweep.py:Sweeper._report": OLDEST,
+    "ingest/store/forgotten.py:any_forgotten": "one row",
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
     "deploy/admin/records.py:_add_groups.<locals>.groups": NEWEST,
     "deploy/admin/records.py:_add_history.<locals>.audit": NEWEST,
@@ -55,6 +60,7 @@ SCANS = {
 }
 """Functions that may pass over a whole table or index -> why."""
 SORTS = {
+    "deploy/forgetting/rows.py:learners_of": ADAPTERS,
     "deploy/admin/reads.py:_tally": "a row for each state",
     "deploy/admin/metrics.py:StoreCollector._tallies": "a row for each state",
     "deploy/admin/reads.py:_add_canaries.<locals>.evidence": GATE,
@@ -71,7 +77,7 @@ SORTS = {
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {
-    "deploy/admin/reads.py:_tally": TALLY,
+    "deploy/forgetting/rows.py:exchanges_of": LISTING,
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
     "ingest/store/sessions.py:newest_exchanges": "once, at the start of ingest",
 }
@@ -90,6 +96,7 @@ NOT_RUN = {
     "sidecar/routing/breaker_report.py:TripReporter._write": OF_A_FEW_ROWS,
     "sidecar/routing/source.py:RoutingSource.read": OF_A_FEW_ROWS,
     "sidecar/store/engines.py:_open_sqlite.<locals>._prepare": CONNECTION,
+    "sidecar/store/write_ahead.py:empty_log": "writes SQLite's log into its file, reads no table",
     "sidecar/store/postgres.py:lock_writers": CONNECTION,
     "sidecar/store/postgres.py:open_postgres.<locals>._limit": CONNECTION,
 }

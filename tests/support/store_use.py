@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -40,9 +41,12 @@ from ingest.errors import (
 from ingest.feedback.deriving import derive_session
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.loop import Intake
+from ingest.retention.sweep import Sweeper
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
+from ingest.store.exchanges import dead_letter
+from ingest.store.forgotten import save_forgotten
 from ingest.store.rows import load_rows
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
@@ -54,11 +58,20 @@ from learner.runs.train import Run
 from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
 from sidecar.records import Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
-from sidecar.settings import Bus, Groups, Serving, Settings, Store
+from sidecar.settings import Bus, Groups, Retention, Serving, Settings, Store
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, BreakerTripRow, CanaryRow, ExchangeRow, GroupRow
+from sidecar.store.models import (
+    AdapterRow,
+    AliasRow,
+    BreakerTripRow,
+    CanaryRow,
+    ExchangeRow,
+    GroupRow,
+    JudgeCallRow,
+)
+from sidecar.store.space import space_of
 from support.clock import Clock
 from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge, Reply, score_by_content
@@ -104,6 +117,7 @@ def use_store(folder: Path) -> None:
     use = _Use(folder)
     try:
         use.database.upgrade()
+        _retention(use)
         with use.database.write() as session:
             routing_writer.initialise(session, MODEL, now=NOW, actor="control")
         _ingest(use)
@@ -121,11 +135,14 @@ def use_store(folder: Path) -> None:
 def _ingest(use: _Use) -> None:
     retried, unreadable = _of_turns(use.folder)
     with use.database.write() as session:
+        save_forgotten(session, "exchange", ["forgotten"], now=NOW, until=None)
         save_scores(session, _scores("best-of"))
     use.change(ExchangeRow, {"request_body": b"?"}, ExchangeRow.exchange_id == unreadable)
     late, early = _conversation("late", 1), _conversation("early", 0)
     exchanges = [
-        *(_exchange(f"new-{number}") for number in range(20)),
+        *(_exchange(f"new-{number}") for number in range(16)),
+        _exchange("forgotten"),
+        *(_long("talk", turns) for turns in (0, 1)),
         _exchange("retry", turn_id=retried, retry_count=1),
         _exchange(exchange_id(5)),
         _exchange("best-of", choices=(make_choice("good"), make_choice("bad", index=1))),
@@ -159,7 +176,23 @@ def _ingest(use: _Use) -> None:
         load_rows(session, "late")
         derive_session(session, "early")
     with use.database.write() as session:
-        rebase_children(session, ["early"], limit=2)
+        assert rebase_children(session, ["talk-0"], limit=2) == 1
+
+
+def _retention(use: _Use) -> None:
+    """Delete the oldest hours of the month, each kind by its age, and some more by size."""
+    days = dict.fromkeys(("exchanges_days", "judge_calls_days", "runs_days", "groups_days"), 29.9)
+    use.change(JudgeCallRow, {"at": 0.0}, JudgeCallRow.seq <= 200)
+    by_age = Sweeper(use.database, Retention(**days))
+    while by_age.step(NOW):
+        continue
+    with use.database.read() as session:
+        used = space_of(session).used
+    by_size = Sweeper(use.database, Retention(max_bytes=used - 50_000))
+    with use.database.write() as session:
+        dead_letter(session, b"?", where="1", reason="r", now=0.0)
+    while by_size.step(NOW):
+        continue
 
 
 def _feedback(kind: TargetKind, target: str) -> Feedback:
@@ -200,6 +233,17 @@ def _of_turns(folder: Path) -> tuple[str, str]:
     return turn, new
 
 
+def _learned_from(folder: Path) -> str:
+    """Return an exchange that an adapter learned from."""
+    with sqlite3.connect(folder / "store.db") as connection:
+        (found,) = connection.execute(
+            "SELECT g.exchange_id FROM answer_group g JOIN training_run r USING (run_id) "
+            "WHERE g.status = 'trained' AND r.adapter IS NOT NULL ORDER BY g.seq DESC"
+        ).fetchone()
+    connection.close()
+    return str(found)
+
+
 def _exchange(name: str, **changes: Any) -> Exchange:
     return make_exchange(name, public_model=MODEL, adapter=CHAMPION, **{"turn_id": name, **changes})
 
@@ -216,6 +260,16 @@ def _conversation(name: str, turns: int) -> Exchange:
         request={"model": MODEL, "messages": messages},
         choices=(Choice(index=0, message=json.dumps(reply).encode()),),
     )
+
+
+def _long(name: str, turns: int) -> Exchange:
+    """A turn of a conversation whose requests are stored as differences."""
+    rng = Random(name)
+    texts = [f"{rng.getrandbits(4_000):x}" for _ in range(turns + 1)]
+    messages = [{"role": "user", "content": text} for text in texts]
+    prompt = tuple(Random(name).choices(range(49_000), k=500 + 10 * turns))
+    request = {"model": MODEL, "messages": messages}
+    return _exchange(f"{name}-{turns}", request=request, prompt_token_ids=prompt)
 
 
 def _scores(name: str) -> BestOfScores:
@@ -469,7 +523,8 @@ def _posted(path: str) -> list[str]:
 def _commands(use: _Use) -> None:
     config = use.folder / "sidecar.toml"
     config.write_text(
-        f'[serving]\nmodel = "{MODEL}"\n[store]\nurl = "{use.url}"\n[access]\nmode = "keys"\n'
+        f'state_dir = "{use.folder}"\n[serving]\nmodel = "{MODEL}"\n[store]\nurl = "{use.url}"\n'
+        f'[access]\nmode = "keys"\n[bus]\nurl = "sqlite:///{use.folder}/outbox.db"\n'
     )
 
     def command(*words: str) -> str:
@@ -487,6 +542,11 @@ def _commands(use: _Use) -> None:
     command(
         "exchanges", "export", "--form", "art", "--limit", "5", "--out", str(use.folder / "out")
     )
+    for target in ("--user", "--session"):
+        command("forget", target, "nobody", "--yes")
+    use.change(AliasRow, {"adapter": CHAMPION}, AliasRow.alias == "champion")
+    use.change(AdapterRow, {"forgotten_at": NOW}, AdapterRow.name == CHAMPION)
+    command("forget", "--exchange", _learned_from(use.folder), "--yes", "--retire")
     command("keys", "create", "--project", "p")
     made = json.loads(command("keys", "ls", "-o", "json"))
     command("keys", "revoke", made["items"][0]["key_id"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sidecar.store.models.base import Base
 from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.store.models.deletions import ForgottenRow, GroupDigestRow
 from sidecar.store.models.feedback import FeedbackRow, SignalRow
 from sidecar.store.models.groups import AnswerRow, BestOfScoreRow, GroupRow, JudgeCallRow
 from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow
@@ -39,7 +40,9 @@ __all__ = [
     "ExchangeRow",
     "FeedbackRow",
     "FlagRow",
+    "ForgottenRow",
     "GateComparisonRow",
+    "GroupDigestRow",
     "GroupRow",
     "JudgeCallRow",
     "RoutingRow",

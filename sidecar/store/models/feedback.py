@@ -45,7 +45,10 @@ class SignalRow(Base):
     """What the traffic tells of one answer: at most one row of each kind."""
 
     __tablename__ = "signal"
-    __table_args__ = (Index("ix_signal_session", "session_id"),)
+    __table_args__ = (
+        Index("ix_signal_session", "session_id"),
+        partial_index("ix_signal_by", "by_id", where="by_id IS NOT NULL"),
+    )
     exchange_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)
     session_id: Mapped[str] = mapped_column(String(255))

@@ -32,6 +32,8 @@ class AdapterRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
     created_at: Mapped[float]
+    forgotten_at: Mapped[float | None]
+    """When content was forgotten that it, or an adapter that it continues, had learned from."""
 
 
 class AliasRow(Base):
@@ -94,7 +96,10 @@ class GateComparisonRow(Base):
     """One held-out prompt of a gate: fresh answers of both arms in one blind group, judged."""
 
     __tablename__ = "gate_comparison"
-    __table_args__ = (Index("ix_gate_comparison_canary", "canary_id"),)
+    __table_args__ = (
+        Index("ix_gate_comparison_canary", "canary_id"),
+        Index("ix_gate_comparison_exchange", "exchange_id"),
+    )
     comparison_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     canary_id: Mapped[str] = mapped_column(String(64), ForeignKey("canary.canary_id"))
     exchange_id: Mapped[str] = mapped_column(String(64))

@@ -16,6 +16,7 @@ from pathlib import Path
 import alembic.command
 import pytest
 from alembic.config import Config
+from sqlalchemy import inspect
 
 from deploy.cli.main import main
 from deploy.registry import transitions
@@ -121,7 +122,13 @@ def test_rollback_offline_works_on_the_store_of_an_older_version(
         session.add(
             AliasRow(model="m", alias="champion", adapter="m--v1-0a0b0c0d0e0f", generation=1)
         )
-        session.add(adapter_row("m--v1-0a0b0c0d0e0f", 1))
+        row = adapter_row("m--v1-0a0b0c0d0e0f", 1)
+        table = AdapterRow.__table__
+        known = [
+            one["name"] for one in inspect(session.connection()).get_columns("adapter_version")
+        ]
+        values = {name: getattr(row, name) for name in known}
+        session.execute(table.insert().values(values))  # type: ignore[attr-defined]
     arguments = ["--config", str(config), "rollback", "--to", "base", "--offline"]
 
     assert main([*arguments, "--reason", "x"]) == 0

@@ -50,6 +50,7 @@ def status(**changes: Any) -> Any:
         "feedback": {},
         "signals": {},
         "bus": BusOut(lag=3, error="", at=NOW - 4.0),
+        "retention": None,
         "token_check": "on",
     }
     return StatusOut(**{**fields, **changes}).model_dump(mode="json")

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 
+from deploy.forgetting.rows import end_runs
 from deploy.funnel.read import Funnel, read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_status, stages_of
 from ingest.errors import BusError
@@ -30,6 +31,7 @@ from ingest.intake.choose import choose_backlog, decide
 from ingest.intake.consume import consume
 from ingest.intake.placing import Sessions
 from ingest.records import Answer
+from ingest.retention.deletion import delete_exchanges
 from ingest.store.groups import append_answers, mark_sampled, mark_scored, set_aside
 from learner.runs import source
 from sidecar.capture.durable_counts import DurableCounts, counts_of, growth
@@ -44,7 +46,6 @@ from sidecar.store.counts import add_counts
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AnswerRow,
-    ChoiceRow,
     DeadLetterRow,
     ExchangeRow,
     GroupRow,
@@ -226,20 +227,24 @@ class System:
                 case _:
                     pass  # it still runs
 
-    def forget(self) -> None:
-        """Retention deletes what has ended."""
-        with self.database.write() as session:
-            ended = select(GroupRow.group_id).where(GroupRow.status.in_(ENDED_GROUPS))
-            session.execute(delete(AnswerRow).where(AnswerRow.group_id.in_(ended)))
-            session.execute(delete(GroupRow).where(GroupRow.status.in_(ENDED_GROUPS)))
-            gone = select(ExchangeRow.exchange_id).where(
-                ExchangeRow.selection.not_in((*WAITING_FOR_SELECTION, "chosen")),
-                ExchangeRow.base_id.is_(None),
-            )
-            based = select(ExchangeRow.base_id).where(ExchangeRow.base_id.is_not(None))
-            names = set(session.scalars(gone)) - set(session.scalars(based))
-            session.execute(delete(ChoiceRow).where(ChoiceRow.exchange_id.in_(names)))
-            session.execute(delete(ExchangeRow).where(ExchangeRow.exchange_id.in_(names)))
+    def retain(self, *, all_of_them: bool) -> None:
+        """Retention deletes what has ended, or an operator has all forgotten."""
+        with self.database.read() as session:
+            waiting = select(GroupRow.exchange_id).where(GroupRow.status.not_in(ENDED_GROUPS))
+            names = select(ExchangeRow.exchange_id)
+            if not all_of_them:
+                names = names.where(
+                    ExchangeRow.selection.not_in(WAITING_FOR_SELECTION),
+                    ExchangeRow.exchange_id.not_in(waiting),
+                )
+            gone = session.scalars(names).all()
+        delete_exchanges(
+            self.database,
+            gone,
+            why="forgotten" if all_of_them else "expired",
+            now=self.now,
+            release=end_runs(self.now),
+        )
 
     def groups(self, status: str) -> list[str]:
         with self.database.read() as session:
@@ -293,8 +298,12 @@ def test_what_entered_a_stage_is_what_left_it_and_what_waits(
         assert_adds_up(found)
         assert_rows_agree(found, system)
 
-        system.forget()
-        assert system.funnel() == found, "what retention deletes stays counted"
+        system.retain(all_of_them=False)
+        assert system.funnel().stages == found.stages, "what retention deletes stays counted"
+
+        system.retain(all_of_them=True)
+        assert system.rows(ExchangeRow.selection) == system.rows(GroupRow.status) == {}
+        assert_nothing_waits(found, system.funnel())
 
 
 def assert_adds_up(found: Funnel) -> None:
@@ -310,6 +319,21 @@ def assert_adds_up(found: Funnel) -> None:
         ("judging", "learning"),
     ):
         assert found.stage(before).passed == found.stage(after).entered
+
+
+def assert_nothing_waits(before: Funnel, found: Funnel) -> None:
+    """All that waited in the store was deleted, and is counted as that."""
+    assert_adds_up(found)
+    selection = found.stage("selection")
+    waited = sum(before.stage("selection").waiting.values())
+    assert selection.ended.get("forgotten", 0) == waited
+    groups = groups_by_status(found.stages)
+    for name, status in (("sampling", "sampling"), ("judging", "sampled"), ("learning", "scored")):
+        was, now = before.stage(name), found.stage(name)
+        assert (now.passed, now.waiting) == (was.passed, {})
+        assert now.ended.get("deleted", 0) == sum(was.waiting.values())
+        assert status not in groups
+    assert sum(groups.values()) == sum(groups_by_status(before.stages).values())
 
 
 def assert_rows_agree(found: Funnel, system: System) -> None:
@@ -343,6 +367,7 @@ def test_groups_that_were_deleted_while_they_waited_wait_no_more() -> None:
     assert {one.unreported for one in stages.values() if one.name != "bus"} == {0, 9}
     assert groups_by_status(tuple(stages.values())) == {
         "set_aside": 2,
+        "deleted": 4,
         "claimed": 1,
         "trained": 1,
         "dropped": 1,

@@ -1,0 +1,1 @@
+"""Commands about what was said: look at it, export it, forget it."""

@@ -1,0 +1,107 @@
+"""`sidecar forget`: remove what a user, a session or an exchange said. Works with and without the
+processes, on the store itself and on the files of this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.cli.context import settings_of
+from deploy.cli.output import Output, note, require_store, say, say_json
+
+if TYPE_CHECKING:
+    from deploy.forgetting.run import Report
+    from deploy.forgetting.target import Target
+
+
+def forget(
+    context: typer.Context,
+    user: Annotated[str, typer.Option(help="as the agent named it in `x-sidecar-user`")] = "",
+    session: Annotated[
+        str, typer.Option(help="its id, or its name in `x-sidecar-session` (PROJECT/NAME)")
+    ] = "",
+    exchange: Annotated[str, typer.Option(help="id of one exchange")] = "",
+    retire: Annotated[
+        bool,
+        typer.Option("--retire", help="go back to the newest champion that did not learn from it"),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    vacuum: Annotated[
+        bool, typer.Option("--vacuum", help="rewrite a large file of an older version too")
+    ] = False,
+    output: Output = "text",
+) -> None:
+    """Remove content for good, and name the adapters that learned from it."""
+    from deploy.forgetting.run import forget as forget_target
+    from sidecar.errors import OutboxError
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database
+
+    target = _target(user=user, session=session, exchange=exchange)
+    settings = settings_of(context)
+    require_store(settings.store.url)
+    with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
+        database.upgrade_if_behind()
+        if not yes:
+            _ask(database, target)
+        try:
+            report = forget_target(
+                database, settings, target, now=time.time(), retire=retire, vacuum=vacuum
+            )
+        except (OutboxError, OSError) as error:
+            note(f"not finished: {error}; run the command again, it does what is left")
+            raise typer.Exit(1) from None
+    if output == "json":
+        say_json(report.as_json())
+        return
+    for line in _lines(report, retire=retire):
+        say(line)
+
+
+def _target(*, user: str, session: str, exchange: str) -> Target:
+    from deploy.forgetting.target import Target
+
+    if sum(map(bool, (user, session, exchange))) != 1:
+        note("name one of --user, --session and --exchange")
+        raise typer.Exit(2)
+    if user:
+        return Target("user", user)
+    return Target("session", session) if session else Target("exchange", exchange)
+
+
+def _ask(database: object, target: Target) -> None:
+    from deploy.forgetting.rows import exchanges_of
+    from sidecar.store.database import Database
+
+    assert isinstance(database, Database)
+    if not sys.stdin.isatty():
+        note("this cannot be undone; say --yes")
+        raise typer.Exit(2)
+    number = sum(len(page) for page in exchanges_of(database, target))
+    say(f"{number} stored exchanges of the {target.kind} {target.name}. This cannot be undone.")
+    if not typer.confirm("Forget them?"):
+        raise typer.Exit(1)
+
+
+def _lines(report: Report, *, retire: bool) -> Iterator[str]:
+    yield (
+        f"Removed: {report.exchanges} exchanges, {report.groups} groups, {report.on_the_bus} "
+        f"records on the bus of this machine, {report.dead_letters} records set aside."
+    )
+    for path, lines in report.lines.items():
+        yield f"Blanked {lines} lines of {path}."
+    if not report.adapters:
+        yield "No adapter has learned from it."
+    for name in report.adapters:
+        yield f"Learned from it: {name}"
+    if report.rolled_back_to is not None:
+        yield f"Rolled back to {report.rolled_back_to}."
+    elif report.adapters and not retire:
+        yield "They are marked and serve on; --retire takes them out of the traffic."
+    for why in report.traces:
+        yield f"Not removed yet: {why}."

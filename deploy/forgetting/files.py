@@ -1,0 +1,47 @@
+"""Blank lines of logs, spans and exports that are about what is forgotten.
+
+A line is overwritten with blanks where it stands: the file keeps its length, so a process that
+appends to it at the same time is not disturbed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is looked at in pieces of this length."""
+_WORD = re.compile(rb"[A-Za-z0-9_-]+")
+_OWN = ("limits-",)
+"""Beginnings of files that hold no content."""
+
+
+def files_with_lines(state_dir: Path, spans_file: str) -> Iterator[Path]:
+    """The files that may quote content: logs, spans, and exports that stand in `state_dir`."""
+    yield from sorted((state_dir / "logs").glob("*.log*"))
+    exports = sorted(state_dir.glob("*.jsonl"))
+    yield from (path for path in exports if not path.name.startswith(_OWN))
+    spans = Path(spans_file)
+    if spans_file and spans.is_file() and spans not in exports:
+        yield spans
+
+
+def blank_lines(path: Path, ids: Collection[str], texts: Collection[bytes]) -> int:
+    """Overwrite each line that holds one of these ids as a word, or one of these texts.
+
+    Returns: the number of lines. Raises: OSError.
+    """
+    words = {one.encode("utf-8", "surrogatepass") for one in ids}
+    blanked = 0
+    with path.open("r+b", buffering=2**20) as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            known = any(text in line for text in texts)
+            if known or not words.isdisjoint(_WORD.findall(line)):
+                end = file.tell()
+                body = line.rstrip(b"\n")
+                file.seek(end - len(line))
+                file.write(b" " * len(body))
+                file.seek(end)
+                blanked += 1
+    return blanked

@@ -1,0 +1,100 @@
+"""What an operator names, and the records that it means. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
+from sidecar.records import Exchange, decode_exchange
+from sidecar.routing.session_key import header_name, session_key, short_name
+from sidecar.store.keyring import BUS, NO_KEYS, Keyring
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A user, a session or an exchange, as an operator knows it."""
+
+    kind: Literal["user", "session", "exchange"]
+    name: str
+
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """The names by which the store may know it.
+
+        A user is stored under the name that the agent sent, or its digest where that is too long. A
+        session has the id that `sidecar exchanges ls` shows, or the name in `x-sidecar-session`,
+        with `<project>/` before it where the project is not `default`.
+        """
+        if self.kind == "exchange":
+            return frozenset({self.name})
+        sent = header_name(self.name.encode("utf-8", "surrogatepass"))
+        if self.kind == "user":
+            return frozenset({self.name, short_name(sent)})
+        key = session_key(header=sent, user="", conversation_prefix=())
+        return frozenset({self.name, key, f"h:{sent}"})
+
+    @property
+    def texts(self) -> frozenset[bytes]:
+        """What a line of a log or a record that cannot be read holds when it is about it."""
+        named = {self.name, *self.stored_names}
+        return frozenset(
+            form
+            for name in named
+            for form in (name.encode("utf-8", "surrogatepass"), msgspec.json.encode(name)[1:-1])
+            if form
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The records on the bus that belong to a target."""
+
+    target: Target
+    session_keys: Collection[str]
+    """Keys of the session's exchanges in the store."""
+    until: float
+    """Unix seconds: of these keys only requests that arrived before; the key is found from how a
+    conversation begins, so later ones may be others."""
+    told: Collection[str] = ()
+    """Ids of its exchanges, sessions and traces, by which feedback may name it."""
+    keyring: Keyring = NO_KEYS
+    unread: Counter[str] = field(default_factory=Counter)
+    """Encrypted records that could not be looked at, by the reason."""
+
+    def __call__(self, payload: bytes) -> bool:
+        """Return True for a record to be removed."""
+        try:
+            payload = self.keyring.open(payload, BUS)
+        except ValueError as error:
+            self.unread[str(error)] += 1
+            return False
+        try:
+            if is_feedback(payload):
+                return self._is_told_of(decode_feedback(payload))
+            exchange = decode_exchange(payload)
+        except (msgspec.MsgspecError, ValueError):
+            return any(text in payload for text in self.target.texts)
+        return self._is(exchange)
+
+    def _is(self, exchange: Exchange) -> bool:
+        names = self.target.stored_names
+        if self.target.kind == "user":
+            return exchange.user in names
+        if self.target.kind == "exchange":
+            return exchange.exchange_id in names
+        if exchange.session_key in names or exchange.exchange_id in names:
+            return True
+        return exchange.session_key in self.session_keys and (
+            exchange.timings.started_at <= self.until
+        )
+
+    def _is_told_of(self, feedback: Feedback) -> bool:
+        names = self.target.stored_names
+        if self.target.kind == "user":
+            return feedback.source in names or feedback.target in self.told
+        return feedback.target in names or feedback.target in self.told

@@ -1,0 +1,316 @@
+"""Delete exchanges with all that belongs to them: replies, group, answers, judge replies, scores.
+
+What stays of a group that a training run had is a digest (`group_digest`), so the lineage of its
+adapter can still be told. Exchanges that are stored as a difference from a deleted one are encoded
+anew before, outside the write lock (`prepare`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from ingest.grouping.selection import BACKLOG, group_id_of
+from ingest.store.bases import Rebased, children_of, encode_children, store_children
+from ingest.store.exchanges import NEW
+from ingest.store.forgotten import name_digest
+from ingest.store.groups import CLAIMED
+from sidecar.store.contents import content_cache, load_contents, load_links, opened_reply
+from sidecar.store.database import DAMAGE, Database, count, insert_into
+from sidecar.store.frames import decompress, decompress_array
+from sidecar.store.models import (
+    AnswerRow,
+    BestOfScoreRow,
+    ChoiceRow,
+    ExchangeRow,
+    FeedbackRow,
+    GateComparisonRow,
+    GroupDigestRow,
+    GroupRow,
+    JudgeCallRow,
+    RunRow,
+    SignalRow,
+)
+
+STAGE = "retention"
+"""Counter rows: (stage, kind of record) -> rows that were deleted because of age or size."""
+FORGET_STAGE = "forget"
+"""The same, of `sidecar forget`."""
+SELECTION_STAGE = "selection"
+DELETED_GROUPS = "deleted_groups"
+"""Counter rows: (stage, status) -> groups that were deleted in it."""
+REBASED = 32
+REBASED_BYTES = 2**20
+"""Exchanges, and their decoded bytes, that one transaction encodes anew."""
+Why = Literal["expired", "forgotten"]
+Release = Callable[[Session, Sequence[str]], None]
+"""Ends these training runs, in the caller's transaction."""
+
+
+@dataclass(slots=True)
+class Deleted:
+    """What one transaction deleted."""
+
+    exchanges: int = 0
+    rebased: int = 0
+    groups: Counter[str] = field(default_factory=Counter)
+    """By status."""
+    runs: set[str] = field(default_factory=set)
+    """Training runs that had one of the groups."""
+    held: set[str] = field(default_factory=set)
+    """Exchanges that stay because a training run has their group now."""
+    locked: set[str] = field(default_factory=set)
+    """Exchanges that stay because others, which stay too, are stored as a difference from them and
+    are encrypted with a key that is missing: without them nobody could read these again."""
+
+
+def delete_exchanges(
+    database: Database,
+    exchange_ids: Sequence[str],
+    *,
+    why: Why,
+    now: float,
+    release: Release | None = None,
+) -> Deleted:
+    """Delete exchanges and what belongs to them, in one transaction or, when others are stored as
+    differences from them, in a few.
+
+    release: None: exchanges whose group a training run has now stay.
+    Raises: StoreError.
+    """
+    gone = list(exchange_ids)
+    rebased_in_all = 0
+    damaged: set[str] = set()
+    locked: set[str] = set()
+    while True:
+        with database.read() as session:
+            rebased = encode_children(session, gone, limit=REBASED, limit_bytes=REBASED_BYTES)
+            if rebased.locked:
+                needed = load_links(session, sorted(rebased.locked)).keys() & set(gone)
+                locked |= needed
+                gone = [one for one in gone if one not in needed]
+                continue
+            contents = _content_digests(session, gone)
+        damaged |= rebased.damaged
+        with database.write() as session:
+            done = _delete(session, gone, rebased, damaged, contents, why, release, now=now)
+        if done is not None:
+            done.rebased += rebased_in_all
+            done.locked = locked
+            return done
+        rebased_in_all += len(rebased.rows)
+
+
+def _delete(
+    session: Session,
+    exchange_ids: Sequence[str],
+    rebased: Rebased,
+    damaged: set[str],
+    contents: dict[str, str],
+    why: Why,
+    release: Release | None,
+    *,
+    now: float,
+) -> Deleted | None:
+    """Returns: None when there are more children to encode anew."""
+    done = Deleted(rebased=store_children(session, rebased, exchange_ids))
+    if set(children_of(session, exchange_ids)) - damaged:
+        return None
+    groups = session.scalars(select(GroupRow).where(GroupRow.exchange_id.in_(exchange_ids))).all()
+    claimed = [row for row in groups if row.status == CLAIMED]
+    if claimed and release is not None:
+        release(session, sorted({row.run_id for row in claimed if row.run_id is not None}))
+        session.flush()
+        for row in claimed:
+            session.refresh(row)
+    elif claimed:
+        done.held = {row.exchange_id for row in claimed}
+        groups = [row for row in groups if row.exchange_id not in done.held]
+    gone = [one for one in exchange_ids if one not in done.held]
+    _keep_digests(session, groups, contents, done, forgotten=why == "forgotten", now=now)
+    _delete_groups(session, [row.group_id for row in groups], gone)
+    blank_comparisons(session, gone)
+    if why == "forgotten":
+        session.execute(delete(SignalRow).where(SignalRow.by_id.in_(gone)))
+    _count_undecided(session, gone, why)
+    for table in (BestOfScoreRow, FeedbackRow, SignalRow, ChoiceRow, ExchangeRow):
+        where = table.exchange_id.in_(gone)
+        removed = session.scalars(delete(table).where(where).returning(table.exchange_id)).all()
+        if table is ExchangeRow:
+            done.exchanges = len(removed)
+    for row in groups:
+        done.groups[row.status] += 1
+        count(session, DELETED_GROUPS, row.status)
+        if row.status == "trained" and row.run_id is not None:
+            done.runs.add(row.run_id)
+    stage = STAGE if why == "expired" else FORGET_STAGE
+    count(session, stage, "exchanges", done.exchanges)
+    count(session, stage, "groups", len(groups))
+    cache = content_cache(session)
+    for one in gone:
+        cache.drop(one)
+    return done
+
+
+def _keep_digests(
+    session: Session,
+    groups: Iterable[GroupRow],
+    contents: dict[str, str],
+    done: Deleted,
+    *,
+    forgotten: bool,
+    now: float,
+) -> None:
+    kept = [row for row in groups if row.run_id is not None]
+    # The lineage tells of runs that made an adapter; the groups that others refused are not kept.
+    runs = select(RunRow.run_id).where(
+        RunRow.run_id.in_({row.run_id for row in kept}), RunRow.adapter.is_not(None)
+    )
+    made = set(session.scalars(runs)) if kept else set()
+    kept = [row for row in kept if row.run_id in made]
+    if not kept:
+        return
+    names = {
+        one: (session_id, user)
+        for one, session_id, user in session.execute(
+            select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.user).where(
+                ExchangeRow.exchange_id.in_([row.exchange_id for row in kept])
+            )
+        )
+    }
+    scores: dict[str, list[Any]] = {row.group_id: [] for row in kept}
+    for group_id, score in session.execute(
+        select(AnswerRow.group_id, AnswerRow.score)
+        .where(AnswerRow.group_id.in_(scores))
+        .order_by(AnswerRow.group_id, AnswerRow.index)
+    ):
+        scores[group_id].append(score)
+    rows = []
+    for row in kept:
+        session_id, user = names.get(row.exchange_id, (row.session_id, ""))
+        rows.append(
+            {
+                "group_id": row.group_id,
+                "group_seq": row.seq,
+                "run_id": row.run_id,
+                "exchange_id": row.exchange_id,
+                "session_digest": name_digest("session", session_id),
+                "user_digest": name_digest("user", user),
+                "content_digest": contents.get(row.exchange_id, ""),
+                "adapter": row.adapter,
+                "status": row.status,
+                "reason": row.reason,
+                "scores": scores[row.group_id],
+                "judge_model": row.judge_model,
+                "rubric_hash": row.rubric_hash,
+                "deleted_at": now,
+                "forgotten": forgotten,
+            }
+        )
+    session.execute(insert_into(session, GroupDigestRow).on_conflict_do_nothing(), rows)
+
+
+def _delete_groups(session: Session, group_ids: Sequence[str], exchange_ids: Sequence[str]) -> None:
+    # The judge's words about best-of-N answers that never became a group have the id of one.
+    judged = sorted({*group_ids, *map(group_id_of, exchange_ids)})
+    session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
+    if group_ids:
+        session.execute(delete(AnswerRow).where(AnswerRow.group_id.in_(group_ids)))
+        session.execute(delete(GroupRow).where(GroupRow.group_id.in_(group_ids)))
+
+
+def blank_comparisons(session: Session, exchange_ids: Sequence[str]) -> int:
+    """Remove what was said from the gate's comparisons of these exchanges.
+
+    What the gate counts stays: scores, adapters, which answers were cut short; and who judged.
+    Returns: the number of comparisons.
+    """
+    rows = session.scalars(
+        select(GateComparisonRow).where(GateComparisonRow.exchange_id.in_(exchange_ids))
+    ).all()
+    for row in rows:
+        answers = row.answers if isinstance(row.answers, list) else []
+        row.answers = [_blank(one) for one in answers if isinstance(one, dict)]
+        session.execute(
+            update(JudgeCallRow)
+            .where(JudgeCallRow.group_id == row.comparison_id)
+            .values(reply="", error=None)
+            .execution_options(synchronize_session=False)
+        )
+    session.flush()
+    return len(rows)
+
+
+def _blank(answer: dict[str, Any]) -> dict[str, Any]:
+    kept = ("arm", "adapter", "finish_reason", "short", "score")
+    known = {name: answer[name] for name in kept if name in answer}
+    return {**known, "content": "", "tool_calls": [], "explanation": ""}
+
+
+def _count_undecided(session: Session, exchange_ids: Sequence[str], why: Why) -> None:
+    """An exchange that selection had not decided is decided by its end."""
+    for selection in session.scalars(
+        select(ExchangeRow.selection).where(ExchangeRow.exchange_id.in_(exchange_ids))
+    ):
+        if selection in (NEW, BACKLOG):
+            count(session, SELECTION_STAGE, why)
+        if selection == BACKLOG:
+            count(session, SELECTION_STAGE, BACKLOG, -1)
+
+
+def _content_digests(session: Session, exchange_ids: Sequence[str]) -> dict[str, str]:
+    """Digest prompt and answers of those exchanges whose group a training run had."""
+    rows = session.execute(
+        select(GroupRow.exchange_id, GroupRow.group_id).where(
+            GroupRow.exchange_id.in_(exchange_ids), GroupRow.run_id.is_not(None)
+        )
+    )
+    groups = {row.exchange_id: row.group_id for row in rows}
+    if not groups:
+        return {}
+    prompts = load_contents(session, list(groups)).found
+    answers: dict[str, list[tuple[bytes, bytes]]] = {}
+    for row in session.scalars(
+        select(AnswerRow)
+        .where(AnswerRow.group_id.in_(groups.values()))
+        .order_by(AnswerRow.group_id, AnswerRow.index)
+    ):
+        answers.setdefault(row.group_id, []).append(
+            (_decoded(session, row, "message_body"), _decoded(session, row, "token_ids"))
+        )
+    found = {}
+    for exchange_id, group_id in groups.items():
+        if (content := prompts.get(exchange_id)) is None:
+            continue  # damaged
+        digest = hashlib.sha256(content.request)
+        digest.update(content.prompt_ids)
+        for message, ids in answers.get(group_id, ()):
+            digest.update(message)
+            digest.update(ids)
+        found[exchange_id] = digest.hexdigest()
+    return found
+
+
+def _decoded(
+    session: Session, row: AnswerRow, column: Literal["message_body", "token_ids"]
+) -> bytes:
+    """Return what was said in a column; a damaged or locked one as it is stored."""
+    try:
+        stored = opened_reply(session, row, column)
+        return decompress(stored) if column == "message_body" else decompress_array(stored)
+    except DAMAGE:
+        stored = getattr(row, column)
+        return stored if isinstance(stored, bytes) else b""
+
+
+def remove_leftovers(session: Session, exchange_ids: Sequence[str]) -> None:
+    """Delete what the judge said about best-of-N answers of exchanges that are not stored."""
+    judged = [group_id_of(one) for one in exchange_ids]
+    session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
+    session.execute(delete(BestOfScoreRow).where(BestOfScoreRow.exchange_id.in_(exchange_ids)))

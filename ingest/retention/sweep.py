@@ -1,0 +1,315 @@
+"""Delete what is too old or too much, a little at a time, from the loop of ingest.
+
+A pass goes through the kinds of records, the oldest first. Each step of it is one transaction that
+deletes a bounded number of rows and bytes, so the write lock is held for milliseconds, and ingest
+goes on between two steps. Nothing is remembered from pass to pass: after a crash the next one finds
+what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.orm import Session
+
+from ingest.retention.deletion import STAGE, delete_exchanges
+from ingest.retention.rules import Ages, Held, chunks, next_to_go
+from sidecar.settings import Retention
+from sidecar.store.database import Database, count, get_flag, set_flag
+from sidecar.store.models import (
+    AnswerRow,
+    ChoiceRow,
+    DeadLetterRow,
+    ExchangeRow,
+    GroupRow,
+    JudgeCallRow,
+    RunRow,
+)
+from sidecar.store.space import give_back, space_of
+
+FLAG = "retention"
+INTERVAL_S = 60.0
+"""Seconds between two passes."""
+DAY_S = 86_400.0
+PAGE = 200
+"""Rows that are looked at without the write lock."""
+ROWS = 50
+BYTES = 2**20
+"""Exchanges, and stored bytes, that one transaction deletes; a larger exchange goes alone."""
+KEPT_FREE_BYTES = 64 * 2**20
+"""Free pages that SQLite's file keeps for the next records."""
+OF_A_COMPARISON = "c-"
+"""Beginning of `judge_call.group_id` when the gate asked."""
+
+log = structlog.get_logger()
+
+
+class RetentionState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last pass found, for status and metrics."""
+
+    at: float
+    """Unix seconds."""
+    used_bytes: int
+    free_bytes: int
+    max_bytes: int
+    """0: no limit."""
+    oldest_at: float | None
+    """When the oldest exchange was stored; None: there is none."""
+
+
+def read_state(session: Session) -> RetentionState | None:
+    """Return what ingest last wrote; None when it wrote nothing, or the row is damaged."""
+    found = get_flag(session, FLAG)
+    try:
+        return None if found is None else msgspec.json.decode(found, type=RetentionState)
+    except msgspec.MsgspecError:
+        log.warning("retention_state_unreadable")
+        return None
+
+
+@dataclass(slots=True)
+class _Excess:
+    """Bytes that the store has over its limit."""
+
+    left: int
+
+
+class Sweeper:
+    """Deletes by the settings `[retention]`. For one thread."""
+
+    def __init__(self, database: Database, settings: Retention) -> None:
+        self._database = database
+        self._settings = settings
+        self._ages = Ages(
+            exchanges_s=_seconds(settings.exchanges_days), groups_s=_seconds(settings.groups_days)
+        )
+        self._pass: Iterator[int] | None = None
+        self._due = 0.0
+        self._deleted = 0
+        self._locked = 0
+
+    def step(self, now: float) -> bool:
+        """Do one step of a pass, if one is under way or due.
+
+        Returns: True when more is to be done now. Raises: StoreError; the next pass begins anew.
+        """
+        if self._pass is None:
+            if now < self._due:
+                return False
+            self._due = now + INTERVAL_S
+            self._pass = self._steps(now)
+            self._deleted = self._locked = 0  # an error may have ended the pass before
+        under_way, self._pass = self._pass, None
+        for deleted in under_way:
+            self._deleted += deleted
+            self._pass = under_way
+            return True
+        if self._deleted:
+            log.info("retention_deleted", rows=self._deleted)
+        if self._locked:
+            log.warning(
+                "retention_holds_back",
+                exchanges=self._locked,
+                reason="younger ones are stored as a difference from them, encrypted with a key "
+                "that is missing; add it to store.encryption_key_file",
+            )
+        self._deleted = self._locked = 0
+        return False
+
+    def _steps(self, now: float) -> Iterator[int]:
+        """Yield after each transaction: the number of rows that it deleted."""
+        yield from self._exchanges(now)
+        yield from self._judge_calls(now)
+        yield from self._dead_letters(now)
+        yield from self._runs(now)
+        yield from self._space()
+        self._report(now)
+
+    def _exchanges(self, now: float) -> Iterator[int]:
+        excess = _Excess(self._excess())
+        if excess.left <= 0 and self._ages.youngest_s is None:
+            return
+        cursor, more = 0, True
+        while more:
+            with self._database.read() as session:
+                held = _oldest(session, after=cursor)
+            if not held:
+                return
+            cursor = held[-1].seq
+            chosen, more = next_to_go(held, self._ages, now=now, excess_bytes=excess.left)
+            excess.left -= sum(one.stored_bytes for one in chosen)
+            for chunk in chunks(chosen, rows=ROWS, limit_bytes=BYTES):
+                done = delete_exchanges(self._database, chunk, why="expired", now=now)
+                self._locked += len(done.locked)
+                yield done.exchanges
+
+    def _excess(self) -> int:
+        if not self._settings.max_bytes:
+            return 0
+        with self._database.read() as session:
+            return space_of(session).used - self._settings.max_bytes
+
+    def _judge_calls(self, now: float) -> Iterator[int]:
+        """Delete replies of the judge. Of the gate's the row stays: the lineage names the judge."""
+        age_s = _seconds(self._settings.judge_calls_days)
+        if age_s is None:
+            return
+        cursor = 0
+        while True:
+            with self._database.read() as session:
+                rows = session.execute(
+                    select(JudgeCallRow.seq, JudgeCallRow.group_id, JudgeCallRow.at)
+                    .where(JudgeCallRow.seq > cursor)
+                    .order_by(JudgeCallRow.seq)
+                    .limit(PAGE)
+                ).all()
+            old = [row for row in rows if isinstance(row.at, float) and row.at < now - age_s]
+            if old:
+                yield self._delete_judge_calls(
+                    [row.seq for row in old if row.group_id.startswith(OF_A_COMPARISON)],
+                    [row.seq for row in old if not row.group_id.startswith(OF_A_COMPARISON)],
+                )
+            if len(rows) < PAGE or len(old) < len(rows):
+                return
+            cursor = rows[-1].seq
+
+    def _delete_judge_calls(self, blank: list[int], gone: list[int]) -> int:
+        with self._database.write(alone=False) as session:
+            session.execute(
+                update(JudgeCallRow)
+                .where(JudgeCallRow.seq.in_(blank), JudgeCallRow.reply != "")
+                .values(reply="", error=None)
+                .execution_options(synchronize_session=False)
+            )
+            deleted = session.scalars(
+                delete(JudgeCallRow).where(JudgeCallRow.seq.in_(gone)).returning(JudgeCallRow.seq)
+            ).all()
+            count(session, STAGE, "judge_calls", len(deleted))
+        return len(deleted)
+
+    def _dead_letters(self, now: float) -> Iterator[int]:
+        age_s = _seconds(self._settings.dead_letters_days)
+        while age_s is not None:
+            with self._database.read() as session:
+                rows = session.execute(
+                    select(DeadLetterRow.seq, DeadLetterRow.at, func.length(DeadLetterRow.payload))
+                    .order_by(DeadLetterRow.seq)
+                    .limit(ROWS)
+                ).all()
+            old: list[int] = []
+            size = 0
+            for seq, at, length in rows:
+                size += length or 0
+                if not (isinstance(at, float) and at < now - age_s) or (old and size > BYTES):
+                    break
+                old.append(seq)
+            if not old:
+                return
+            with self._database.write(alone=False) as session:
+                session.execute(delete(DeadLetterRow).where(DeadLetterRow.seq.in_(old)))
+                count(session, STAGE, "dead_letters", len(old))
+            yield len(old)
+
+    def _runs(self, now: float) -> Iterator[int]:
+        """Delete runs that made no adapter."""
+        age_s = _seconds(self._settings.runs_days)
+        while age_s is not None:
+            with self._database.write(alone=False) as session:
+                old = session.scalars(
+                    select(RunRow.run_id)
+                    .where(
+                        RunRow.status.in_(("failed", "skipped")),
+                        RunRow.ended_at < now - age_s,
+                        RunRow.adapter.is_(None),
+                    )
+                    .limit(ROWS)
+                ).all()
+                session.execute(delete(RunRow).where(RunRow.run_id.in_(old)))
+                count(session, STAGE, "runs", len(old))
+            if not old:
+                return
+            yield len(old)
+
+    def _space(self) -> Iterator[int]:
+        while True:
+            with self._database.read() as session:
+                free = space_of(session).free if _is_sqlite(session) else 0
+            if free <= KEPT_FREE_BYTES:
+                return
+            with self._database.write(alone=False) as session:
+                if not give_back(session):
+                    return
+            yield 0
+
+    def _report(self, now: float) -> None:
+        with self._database.read() as session:
+            space = space_of(session)
+            oldest = session.scalar(
+                select(ExchangeRow.stored_at).order_by(ExchangeRow.seq).limit(1)
+            )
+        state = RetentionState(
+            at=now,
+            used_bytes=space.used,
+            free_bytes=space.free,
+            max_bytes=self._settings.max_bytes,
+            oldest_at=oldest if isinstance(oldest, float) else None,
+        )
+        with self._database.write(alone=False) as session:
+            set_flag(session, FLAG, msgspec.json.encode(state).decode(), now=now)
+
+
+def _oldest(session: Session, *, after: int) -> list[Held]:
+    replies = (
+        select(func.sum(_lengths(ChoiceRow)))
+        .where(ChoiceRow.exchange_id == ExchangeRow.exchange_id)
+        .scalar_subquery()
+    )
+    answers = (
+        select(func.sum(_lengths(AnswerRow)))
+        .where(AnswerRow.group_id == GroupRow.group_id)
+        .scalar_subquery()
+    )
+    rows = session.execute(
+        select(
+            ExchangeRow.seq,
+            ExchangeRow.exchange_id,
+            ExchangeRow.stored_at,
+            func.length(ExchangeRow.request_body) + func.length(ExchangeRow.prompt_token_ids),
+            replies,
+            answers,
+            GroupRow.status,
+        )
+        .outerjoin(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
+        .where(ExchangeRow.seq > after)
+        .order_by(ExchangeRow.seq)
+        .limit(PAGE)
+    )
+    return [
+        Held(
+            seq=seq,
+            exchange_id=exchange_id,
+            # A damaged time: it goes by the size of the store only.
+            stored_at=stored_at if isinstance(stored_at, float) else float("inf"),
+            stored_bytes=sum(size for size in sizes if isinstance(size, int)),
+            group_status=status,
+        )
+        for seq, exchange_id, stored_at, *sizes, status in rows
+    ]
+
+
+def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> object:
+    columns = (table.message_body, table.token_ids, table.logprobs)
+    first, second, third = (func.length(column) for column in columns)
+    return first + second + third
+
+
+def _seconds(days: float) -> float | None:
+    return days * DAY_S if days else None
+
+
+def _is_sqlite(session: Session) -> bool:
+    return session.get_bind().dialect.name == "sqlite"

@@ -1,0 +1,465 @@
+"""Retention on both stores: what goes, what stays, and what can still be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from random import Random
+
+import pytest
+from sqlalchemy import func, select, text, update
+from sqlalchemy.orm import Session
+
+from deploy.funnel.read import read_funnel
+from deploy.funnel.stages import exchanges_by_selection, groups_by_status
+from ingest.intake.loop import Intake
+from ingest.retention import sweep
+from ingest.retention.sweep import Sweeper, read_state
+from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.judge import JudgeReply
+from ingest.ruler.ruler import JudgeCall
+from ingest.sessions.records import Place
+from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
+from sidecar.errors import StoreError
+from sidecar.records import Exchange
+from sidecar.settings import Groups, Retention, Serving, Settings
+from sidecar.store.database import Database, set_flag
+from sidecar.store.keyring import Keyring, is_sealed
+from sidecar.store.models import (
+    AnswerRow,
+    Base,
+    ChoiceRow,
+    DeadLetterRow,
+    ExchangeRow,
+    GroupDigestRow,
+    GroupRow,
+    JudgeCallRow,
+    RunRow,
+)
+from sidecar.store.space import space_of
+from support.ingest_kit import Kit
+
+pytestmark = pytest.mark.both_stores
+DAY_S = 86_400.0
+NOW = 1_000 * DAY_S
+FOR_GOOD = dict.fromkeys(
+    ("exchanges_days", "groups_days", "judge_calls_days", "dead_letters_days", "runs_days"), 0.0
+)
+
+
+def retention(**days: float) -> Retention:
+    return Retention.model_validate({**FOR_GOOD, **days})
+
+
+def sweep_once(database: Database, settings: Retention, now: float = NOW) -> int:
+    """One pass. Returns: the number of its transactions."""
+    sweeper = Sweeper(database, settings)
+    steps = 0
+    while sweeper.step(now):
+        steps += 1
+    return steps
+
+
+def store(kit: Kit, *exchanges: Exchange, days_ago: float, session: str = "s") -> None:
+    """Store exchanges, each as the continuation of the one before it."""
+    parent = None
+    for one in exchanges:
+        place = Place(
+            exchange_id=one.exchange_id,
+            session=session,
+            parent=parent,
+            turn=0,
+            branch=0,
+            segment=0,
+            how="answered" if parent else "root",
+        )
+        with kit.database.write() as writer:
+            stored_at = NOW - days_ago * DAY_S
+            assert save_exchange(writer, one, held_out=False, now=stored_at, place=place)
+        parent = one.exchange_id
+
+
+def conversation(kit: Kit, name: str, count: int) -> list[Exchange]:
+    rng = Random(name)
+    system = " ".join(f"{Random(1).getrandbits(32):x}" for _ in range(200))
+    messages = [{"role": "system", "content": system}]
+    found = []
+    for turn in range(count):
+        messages.append({"role": "user", "content": f"{rng.getrandbits(256):x}"})
+        reply = f"{rng.getrandbits(256):x}"
+        found.append(
+            kit.exchange(
+                f"{name}{turn}",
+                request={"model": "m", "messages": messages},
+                choices=(kit.choice(reply),),
+            )
+        )
+        messages.append({"role": "assistant", "content": reply})
+    return found
+
+
+def names(kit: Kit) -> set[str]:
+    with kit.database.read() as session:
+        return set(session.scalars(select(ExchangeRow.exchange_id)))
+
+
+def rows(kit: Kit, table: type[Base]) -> int:
+    with kit.database.read() as session:
+        return session.scalar(select(func.count()).select_from(table)) or 0
+
+
+def read(kit: Kit, name: str) -> Exchange:
+    with kit.database.read() as session:
+        found = load_exchange(session, name)
+    assert found is not None
+    return found.exchange
+
+
+def give_run(kit: Kit, group_id: str, run_id: str, adapter: str | None, status: str) -> None:
+    with kit.database.write() as session:
+        session.add(
+            RunRow(
+                run_id=run_id,
+                model="smollm",
+                status="finished" if adapter else "failed",
+                started_at=1.0,
+                heartbeat_at=1.0,
+                ended_at=2.0,
+                parent="base",
+                settings={},
+                counts={},
+                metrics=[],
+                adapter=adapter,
+            )
+        )
+        session.execute(
+            update(GroupRow)
+            .where(GroupRow.group_id == group_id)
+            .values(run_id=run_id, status=status, judge_model="j", rubric_hash="r")
+        )
+        session.execute(update(AnswerRow).where(AnswerRow.group_id == group_id).values(score=0.5))
+
+
+def test_old_exchanges_go_with_their_choices_and_the_others_stay(kit: Kit) -> None:
+    store(kit, kit.exchange("old"), days_ago=31)
+    store(kit, kit.exchange("young"), days_ago=29)
+
+    sweep_once(kit.database, retention(exchanges_days=30))
+
+    assert names(kit) == {"young"}
+    assert rows(kit, ChoiceRow) == 1
+    assert kit.counts("retention") == {"exchanges": 1}
+    assert kit.counts("selection") == {"expired": 1}  # it was never decided
+
+
+def test_with_every_age_at_0_nothing_goes(kit: Kit) -> None:
+    store(kit, kit.exchange("old"), days_ago=999)
+
+    assert sweep_once(kit.database, retention()) == 0
+    assert names(kit) == {"old"}
+
+
+def test_a_group_goes_as_a_whole_at_its_own_age_and_the_totals_stay(kit: Kit) -> None:
+    kit.choose(kit.exchange("grouped"))  # stored at 1.0, so it is very old
+    store(kit, kit.exchange("alone"), days_ago=31)
+    with kit.database.read() as session:
+        assert groups_by_status(read_funnel(session, "smollm").stages) == {"sampling": 1}
+
+    sweep_once(kit.database, retention(exchanges_days=30))
+    assert names(kit) == {"grouped"}
+
+    sweep_once(kit.database, retention(groups_days=30))
+
+    assert names(kit) == set()
+    assert [rows(kit, table) for table in (GroupRow, AnswerRow, ChoiceRow, GroupDigestRow)] == [
+        0
+    ] * 4
+    with kit.database.read() as session:
+        stages = read_funnel(session, "smollm").stages
+    assert groups_by_status(stages) == {"deleted": 1}
+    assert exchanges_by_selection(stages)["chosen"] == 1
+    assert exchanges_by_selection(stages)["expired"] == 1
+
+
+def test_what_an_adapter_learned_from_stays_as_a_digest(kit: Kit) -> None:
+    learned, dropped, failed = kit.choose(*map(kit.exchange, ("a", "b", "c")))
+    give_run(kit, learned, "run-1", "m--v1", "trained")
+    give_run(kit, dropped, "run-2", "m--v2", "dropped")
+    give_run(kit, failed, "run-3", None, "dropped")
+
+    sweep_once(kit.database, retention(groups_days=30))
+
+    with kit.database.read() as session:
+        kept = {row.group_id: row for row in session.scalars(select(GroupDigestRow))}
+    assert set(kept) == {learned, dropped}
+    row = kept[learned]
+    assert (row.run_id, row.exchange_id, row.status, row.scores) == ("run-1", "a", "trained", [0.5])
+    assert (row.forgotten, row.deleted_at) == (False, NOW)
+    assert len(row.content_digest) == len(row.session_digest) == 64
+    assert row.content_digest != kept[dropped].content_digest or row.exchange_id != "b"
+
+
+def test_a_group_that_a_run_has_now_stays(kit: Kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("a"))
+    give_run(kit, group_id, "run-1", None, "claimed")
+
+    sweep_once(kit.database, retention(groups_days=30, exchanges_days=30))
+
+    assert names(kit) == {"a"}
+    assert rows(kit, AnswerRow) == 1
+
+
+def test_what_was_stored_as_a_difference_from_a_deleted_exchange_can_still_be_read(
+    kit: Kit,
+) -> None:
+    mine, others = conversation(kit, "mine", 6), conversation(kit, "others", 2)
+    store(kit, *mine[:4], days_ago=31)
+    with kit.database.write() as session:  # the first request of another session repeats mine
+        assert save_exchange(session, others[0], held_out=False, now=NOW)
+        place = Place(
+            exchange_id=mine[4].exchange_id,
+            session="s2",
+            parent=mine[3].exchange_id,
+            turn=4,
+            branch=0,
+            segment=0,
+            how="answered",
+        )
+        assert save_exchange(session, mine[4], held_out=False, now=NOW, place=place)
+    with kit.database.read() as session:
+        found = session.execute(select(ExchangeRow.exchange_id, ExchangeRow.base_id))
+        bases = {row.exchange_id: row.base_id for row in found}
+    assert bases["mine4"] == "mine3"
+    assert bases["others0"] == "mine0"
+
+    with closing(Database(kit.database.url)) as other_process:
+        sweep_once(other_process, retention(exchanges_days=30))
+
+    assert names(kit) == {"mine4", "others0"}
+    cold = Kit(Database(kit.database.url))
+    assert read(cold, "mine4").request == mine[4].request
+    assert read(cold, "others0").request == others[0].request
+    cold.database.close()
+
+
+def test_what_is_encrypted_is_encoded_anew_under_its_own_place(kit: Kit) -> None:
+    keys = {"k": b"k" * 32}
+    keyed = Kit(Database(kit.database.url, Keyring(keys)))
+    talk = conversation(kit, "talk", 4)
+    store(keyed, *talk[:2], days_ago=31)
+    continue_talk(keyed, talk)
+    keyed.database.close()
+
+    with closing(Database(kit.database.url, Keyring(keys))) as other_process:
+        sweep_once(other_process, retention(exchanges_days=30))
+
+    assert names(kit) == {"talk2", "talk3"}
+    with kit.database.read() as session:
+        bodies = session.scalars(select(ExchangeRow.request_body)).all()
+    assert all(map(is_sealed, bodies))
+    with closing(Database(kit.database.url, Keyring(keys))) as cold:
+        assert read(Kit(cold), "talk2").request == talk[2].request
+        assert read(Kit(cold), "talk3").request == talk[3].request
+
+
+def test_without_the_key_of_what_stands_on_it_an_exchange_stays(kit: Kit) -> None:
+    keys = {"k": b"k" * 32}
+    talk = conversation(kit, "talk", 4)
+    store(kit, *talk[:2], days_ago=31)  # plain
+    store(kit, kit.exchange("alone"), days_ago=31, session="s2")
+    with closing(Database(kit.database.url, Keyring(keys))) as keyed:
+        continue_talk(Kit(keyed), talk)
+
+    sweep_once(kit.database, retention(exchanges_days=30))  # an ingest without the key
+
+    assert names(kit) == {"talk0", "talk1", "talk2", "talk3"}
+    with closing(Database(kit.database.url, Keyring(keys))) as keyed:
+        assert read(Kit(keyed), "talk3").request == talk[3].request
+        sweep_once(keyed, retention(exchanges_days=30))
+        assert names(kit) == {"talk2", "talk3"}
+        assert read(Kit(keyed), "talk3").request == talk[3].request
+
+
+def continue_talk(kit: Kit, talk: list[Exchange]) -> None:
+    """Store the last two turns today, each as a difference from the one before it."""
+    for before, one in pairwise(talk[1:]):
+        place = Place(
+            exchange_id=one.exchange_id,
+            session="s",
+            parent=before.exchange_id,
+            turn=0,
+            branch=0,
+            segment=0,
+            how="answered",
+        )
+        with kit.database.write() as session:
+            assert save_exchange(session, one, held_out=False, now=NOW, place=place)
+    with kit.database.read() as session:
+        based = select(ExchangeRow.base_id).where(ExchangeRow.exchange_id == talk[2].exchange_id)
+        assert session.scalar(based) == talk[1].exchange_id
+
+
+def test_a_transaction_deletes_a_bounded_number_of_exchanges(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "ROWS", 4)
+    for number in range(10):
+        store(kit, kit.exchange(f"e{number}"), days_ago=31, session=f"s{number}")
+    sweeper = Sweeper(kit.database, retention(exchanges_days=30))
+    left = [rows(kit, ExchangeRow)]
+
+    while sweeper.step(NOW):
+        left.append(rows(kit, ExchangeRow))
+
+    assert left == [10, 6, 2, 0]
+
+
+def test_a_store_that_is_too_large_loses_the_oldest_first(kit: Kit) -> None:
+    for number in range(12):
+        prompt = tuple(Random(number).choices(range(49_000), k=20_000))
+        one = kit.exchange(f"e{number:02}", prompt_token_ids=prompt)
+        store(kit, one, days_ago=1, session=f"s{number}")
+    with kit.database.read() as session:
+        used = space_of(session).used
+
+    for _ in range(3):  # what a row takes is an estimate, so one pass may delete too little
+        sweep_once(kit.database, retention(max_bytes=used - 250_000))
+
+    kept = names(kit)
+    assert 3 <= len(kept) <= 9
+    assert kept == set(sorted(f"e{number:02}" for number in range(12))[-len(kept) :])
+    with kit.database.read() as session:
+        state = read_state(session)
+    assert state is not None
+    assert state.used_bytes <= state.max_bytes == used - 250_000
+    assert state.oldest_at == NOW - DAY_S
+
+
+def test_after_a_crash_in_the_middle_the_next_pass_deletes_the_rest(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "ROWS", 2)
+    talk = conversation(kit, "talk", 8)
+    store(kit, *talk[:7], days_ago=31)
+    with kit.database.write() as session:
+        place = Place(
+            exchange_id="talk7",
+            session="s",
+            parent="talk6",
+            turn=7,
+            branch=0,
+            segment=0,
+            how="kept",
+        )
+        assert save_exchange(session, talk[7], held_out=False, now=NOW, place=place)
+
+    crashes = 0
+    for _ in range(20):
+        with dying(kit.database, after=1) as database:
+            try:
+                sweep_once(database, retention(exchanges_days=30))
+            except StoreError:
+                crashes += 1
+        cold = Kit(Database(kit.database.url))
+        for name in names(kit):
+            assert read(cold, name).request == talk[int(name[-1])].request
+        cold.database.close()
+    assert crashes >= 3
+    sweep_once(kit.database, retention(exchanges_days=30))
+
+    assert names(kit) == {"talk7"}
+    assert kit.counts("retention") == {"exchanges": 7}
+
+
+@contextmanager
+def dying(database: Database, *, after: int) -> Iterator[Database]:
+    """A store whose process dies in the transaction after so many, before it commits."""
+    left = after
+
+    class Dying(Database):
+        @contextmanager
+        def write(self, *, alone: bool = True) -> Iterator[Session]:
+            nonlocal left
+            with super().write(alone=alone) as session:
+                yield session
+                left -= 1
+                if left < 0:
+                    raise StoreError("dies here")
+
+    made = Dying(database.url)
+    yield made
+    made.close()
+
+
+def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit: Kit) -> None:
+    call = JudgeCall(
+        judge_model="j",
+        order_seed=1,
+        attempt=0,
+        error=None,
+        reply=JudgeReply(
+            text="words", prompt_tokens=1, completion_tokens=1, cost_usd=None, seconds=1
+        ),
+    )
+    (group_id,) = kit.choose(kit.exchange("a"))
+    give_run(kit, group_id, "failed", None, "dropped")
+    give_run(kit, group_id, "made", "m--v1", "trained")
+    with kit.database.write() as session:
+        for subject, at in (("g-1", 1.0), ("c-1", 1.0), ("g-2", NOW)):
+            save_judge_calls(session, subject, [call], rubric_hash="r", now=at)
+        dead_letter(session, b"old", where="1", reason="r", now=1.0)
+        dead_letter(session, b"young", where="2", reason="r", now=NOW)
+
+    sweep_once(kit.database, retention(judge_calls_days=1, dead_letters_days=1, runs_days=1))
+
+    with kit.database.read() as session:
+        found = session.execute(select(JudgeCallRow.group_id, JudgeCallRow.reply))
+        calls = [(row.group_id, row.reply) for row in found]
+        assert session.scalars(select(DeadLetterRow.payload)).all() == [b"young"]
+        assert session.scalars(select(RunRow.run_id)).all() == ["made"]
+    assert sorted(calls) == [("c-1", ""), ("g-2", "words")]
+    assert kit.counts("retention") == {"judge_calls": 1, "dead_letters": 1, "runs": 1}
+
+
+def test_ingest_deletes_while_it_stores(kit: Kit) -> None:
+    store(kit, kit.exchange("old"), days_ago=31)
+    settings = Settings(
+        serving=Serving(model="smollm", sampling_defaults={}, grammar="as_asked"),
+        groups=Groups(held_out_rate=0.0),
+        retention=retention(exchanges_days=30),
+    )
+    intake = Intake(kit.MemoryBus([]), kit.database, settings, now=lambda: NOW)
+
+    while intake.step():
+        continue
+
+    assert names(kit) == set()
+
+
+def test_a_file_gives_the_space_of_deleted_rows_back(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, store_kind: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("PostgreSQL gives space back by its own vacuum")
+    monkeypatch.setattr(sweep, "KEPT_FREE_BYTES", 100_000)
+    for number in range(40):
+        prompt = tuple(Random(number).choices(range(49_000), k=20_000))
+        store(kit, kit.exchange(f"e{number}", prompt_token_ids=prompt), days_ago=31)
+    with kit.database.read() as session:
+        before = session.execute(text("PRAGMA page_count")).scalar_one()
+
+    sweep_once(kit.database, retention(exchanges_days=30))
+
+    with kit.database.read() as session:
+        after = session.execute(text("PRAGMA page_count")).scalar_one()
+    assert before * 4096 > 1_500_000
+    assert after * 4096 < 700_000
+
+
+def test_a_damaged_state_is_no_state(kit: Kit) -> None:
+    with kit.database.write() as session:
+        set_flag(session, sweep.FLAG, json.dumps({"at": "?"}), now=1.0)
+    with kit.database.read() as session:
+        assert read_state(session) is None
