@@ -39,7 +39,6 @@ class AdapterOut(Out):
     run_id: str | None
     created_at: float
     forgotten_at: float | None
-    """When content was forgotten that it, or an adapter that it continues, had learned from."""
     aliases: list[str]
     loaded: bool | None
     """True if every reachable vLLM had it loaded at the last check; null: none is reachable."""
