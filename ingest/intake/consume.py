@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -27,11 +27,11 @@ from ingest.feedback.placing import Arrived, Conflict, join_waiting, save_feedba
 from ingest.feedback.signals import Signal, tool_error
 from ingest.feedback.store import save_signals, withdraw_abandonments
 from ingest.intake.consumed import Consumed
-from ingest.intake.placing import Sessions
+from ingest.intake.forgotten import forgotten_of
+from ingest.intake.placing import Sessions, as_moved
 from ingest.intake.reader import BusReader, Envelope
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
 from ingest.privacy.screen import Screened, keep_all
-from ingest.retention.deletion import remove_leftovers
 from ingest.sessions.records import NO_KIN, Kin
 from ingest.store.exchanges import (
     NEW,
@@ -41,10 +41,8 @@ from ingest.store.exchanges import (
     encode_exchanges,
     insert_exchanges,
     rows_of,
-    sessions_of,
     stored_among,
 )
-from ingest.store.forgotten import any_forgotten, forgotten_among
 from ingest.store.places import SHARED_OPENING
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
@@ -250,7 +248,16 @@ def _store(
     # an exchange that is stored meanwhile would never be joined.
     with database.write(alone=decide is not None or bool(feedback)) as session:
         unseen = _not_stored(session, records)
-        new = _not_forgotten(session, unseen)
+        gone = forgotten_of(session, [one.stored for one in unseen if one.stored is not None])
+        new = (
+            [
+                one
+                for one in unseen
+                if one.stored is None or one.stored.exchange.exchange_id not in gone
+            ]
+            if gone
+            else unseen
+        )
         insert_exchanges(session, [record.rows for record in new if record.rows is not None])
         _tell(session, new, signals)
         conflicts = save_feedback(session, feedback, now=now)
@@ -272,7 +279,7 @@ def _store(
         )
         if new and decide is not None:
             stored = [record.stored for record in new if record.stored is not None]
-            decide(session, _as_moved(session, stored) if sessions.moved else stored)
+            decide(session, as_moved(session, stored) if sessions.moved else stored)
         counts = Counter((TOKEN_STAGE, record.tokens) for record in new)
         counts.update((BOUND_STAGE, reason) for record in new for reason in record.bounded)
         counts.update(
@@ -351,35 +358,6 @@ def _not_stored(session: Session, records: Sequence[_Record]) -> list[_Record]:
     for known in stored_among(session, list(found)):
         del found[known]
     return list(found.values())
-
-
-def _not_forgotten(session: Session, records: Sequence[_Record]) -> Sequence[_Record]:
-    if not any_forgotten(session):
-        return records
-    arrived = {
-        record.stored.exchange.exchange_id: (record.stored.exchange, record.stored.session_id)
-        for record in records
-        if record.stored is not None
-    }
-    if not (forgotten := forgotten_among(session, arrived)):
-        return records
-    remove_leftovers(session, sorted(forgotten))
-    return [
-        record
-        for record in records
-        if record.stored is not None and record.stored.exchange.exchange_id not in forgotten
-    ]
-
-
-def _as_moved(session: Session, found: Sequence[StoredExchange]) -> list[StoredExchange]:
-    """Return exchanges as the store has them now: a later one of the same batch may have moved an
-    earlier one to another session."""
-    sessions = sessions_of(session, [stored.exchange.exchange_id for stored in found])
-    return [
-        replace(stored, place=replace(stored.place, session=name), held_out=held_out)
-        for stored in found
-        for name, held_out in (sessions[stored.exchange.exchange_id],)
-    ]
 
 
 def _store_alone(

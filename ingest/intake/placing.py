@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import structlog
 from sqlalchemy.orm import Session
 
@@ -11,6 +14,7 @@ from ingest.sessions.memory import RequestReader
 from ingest.sessions.records import Arrival, Kin, Place
 from ingest.sessions.tree import TTL_S, SessionTree
 from ingest.store import sessions as store
+from ingest.store.exchanges import StoredExchange, sessions_of
 from sidecar.records import Exchange
 from sidecar.store.database import Database, count
 
@@ -92,3 +96,14 @@ class Sessions:
     def saved(self) -> None:
         """The transaction of `save_moves` is stored."""
         self._moves.clear()
+
+
+def as_moved(session: Session, found: Sequence[StoredExchange]) -> list[StoredExchange]:
+    """Return exchanges as the store has them now: a later one of the same batch may have moved an
+    earlier one to another session."""
+    sessions = sessions_of(session, [stored.exchange.exchange_id for stored in found])
+    return [
+        replace(stored, place=replace(stored.place, session=name), held_out=held_out)
+        for stored in found
+        for name, held_out in (sessions[stored.exchange.exchange_id],)
+    ]

@@ -30,7 +30,8 @@ def remove_traces(database: Database, *, large_too: bool = False) -> str:
     if database.engine.dialect.name != "sqlite":
         return (
             "PostgreSQL keeps deleted rows until a vacuum: run "
-            "`VACUUM answer, answer_group, choice, exchange, judge_call, dead_letter` to have the "
+            "`VACUUM answer, answer_group, best_of_score, choice, dead_letter, exchange, feedback, "
+            "gate_comparison, judge_call, signal` to have the "
             "space used again, `VACUUM FULL` to have it overwritten by the file system"
         )
     with database.read() as session:

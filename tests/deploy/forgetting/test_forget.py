@@ -676,6 +676,9 @@ def test_feedback_on_a_session_in_which_others_spoke_stays(kit: Kit, settings: S
     on_both = feedback("1", target_kind="session", target="h:team", comment="of both")
     with kit.database.write() as session:
         save_feedback(session, [on_both], now=1.0)
+        # It was joined by the exchange that stays.
+        session.execute(update(FeedbackRow).values(exchange_id="bobs", session_id="h:team"))
+        session.execute(update(ExchangeRow).values(session_id="h:team"))
 
     do(kit, settings, "user", USER)
 
