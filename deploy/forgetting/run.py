@@ -41,7 +41,7 @@ from sidecar.capture.outbox_removal import remove_records
 from sidecar.forwarding.dead_letters import FILE as DEAD_LETTERS
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
-from sidecar.store.traces import remove_traces
+from sidecar.store.disk.traces import remove_traces
 
 PASSES = 3
 """Times that the store is looked through at most: a record may have been stored meanwhile."""

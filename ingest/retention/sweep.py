@@ -20,6 +20,7 @@ from ingest.retention.deletion import STAGE, delete_exchanges
 from ingest.retention.rules import Ages, Held, chunks, next_to_go
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
+from sidecar.store.disk.space import give_back, space_of
 from sidecar.store.models import (
     AnswerRow,
     ChoiceRow,
@@ -29,7 +30,6 @@ from sidecar.store.models import (
     JudgeCallRow,
     RunRow,
 )
-from sidecar.store.space import give_back, space_of
 
 FLAG = "retention"
 INTERVAL_S = 60.0

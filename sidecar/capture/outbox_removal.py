@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sidecar.errors import OutboxError
-from sidecar.store.write_ahead import empty_log
+from sidecar.store.disk.write_ahead import empty_log
 
 BUSY_TIMEOUT_S = 15.0
 PAGE = 20

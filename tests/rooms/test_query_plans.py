@@ -78,6 +78,7 @@ SORTS = {
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {
     "deploy/forgetting/rows.py:exchanges_of": LISTING,
+    "deploy/forgetting/rows.py:_remove_told_by": LISTING,
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,
     "ingest/store/sessions.py:newest_exchanges": "once, at the start of ingest",
 }
@@ -96,7 +97,7 @@ NOT_RUN = {
     "sidecar/routing/breaker_report.py:TripReporter._write": OF_A_FEW_ROWS,
     "sidecar/routing/source.py:RoutingSource.read": OF_A_FEW_ROWS,
     "sidecar/store/engines.py:_open_sqlite.<locals>._prepare": CONNECTION,
-    "sidecar/store/write_ahead.py:empty_log": "writes SQLite's log into its file, reads no table",
+    "sidecar/store/disk/write_ahead.py:empty_log": "writes the log into the file, reads no table",
     "sidecar/store/postgres.py:lock_writers": CONNECTION,
     "sidecar/store/postgres.py:open_postgres.<locals>._limit": CONNECTION,
 }

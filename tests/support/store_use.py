@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
@@ -62,6 +62,7 @@ from sidecar.settings import Bus, Groups, Retention, Serving, Settings, Store
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
 from sidecar.store.database import Database
+from sidecar.store.disk.space import space_of
 from sidecar.store.models import (
     AdapterRow,
     AliasRow,
@@ -71,7 +72,6 @@ from sidecar.store.models import (
     GroupRow,
     JudgeCallRow,
 )
-from sidecar.store.space import space_of
 from support.clock import Clock
 from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge, Reply, score_by_content
@@ -542,8 +542,11 @@ def _commands(use: _Use) -> None:
     command(
         "exchanges", "export", "--form", "art", "--limit", "5", "--out", str(use.folder / "out")
     )
-    for target in ("--user", "--session"):
-        command("forget", target, "nobody", "--yes")
+    with use.database.read() as session:
+        newest = select(ExchangeRow.session_id).order_by(ExchangeRow.seq.desc()).limit(1)
+        known = session.scalars(newest).one()
+    for target, name in (("--user", "nobody"), ("--session", known)):
+        command("forget", target, name, "--yes")
     use.change(AliasRow, {"adapter": CHAMPION}, AliasRow.alias == "champion")
     use.change(AdapterRow, {"forgotten_at": NOW}, AdapterRow.name == CHAMPION)
     command("forget", "--exchange", _learned_from(use.folder), "--yes", "--retire")

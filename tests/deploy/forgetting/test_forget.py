@@ -623,7 +623,7 @@ def test_while_a_reader_keeps_an_older_state_it_says_what_is_left(
 ) -> None:
     if store_kind != "sqlite":
         pytest.skip("of SQLite's files")
-    from sidecar.store import write_ahead
+    from sidecar.store.disk import write_ahead
 
     monkeypatch.setattr(write_ahead, "TRIES", 2)
     fill(kit, settings)

@@ -26,6 +26,7 @@ from sidecar.errors import StoreError
 from sidecar.records import Exchange
 from sidecar.settings import Groups, Retention, Serving, Settings
 from sidecar.store.database import Database, set_flag
+from sidecar.store.disk.space import space_of
 from sidecar.store.keyring import Keyring, is_sealed
 from sidecar.store.models import (
     AnswerRow,
@@ -38,7 +39,6 @@ from sidecar.store.models import (
     JudgeCallRow,
     RunRow,
 )
-from sidecar.store.space import space_of
 from support.ingest_kit import Kit
 
 pytestmark = pytest.mark.both_stores

@@ -13,7 +13,7 @@ from contextlib import closing
 
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.write_ahead import empty_log
+from sidecar.store.disk.write_ahead import empty_log
 
 FLAG = "overwrites_deleted"
 """Set in a store to which every writer has overwritten what it deleted."""

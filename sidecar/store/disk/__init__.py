@@ -1,0 +1,1 @@
+"""What a store takes on the disk, and what deleted rows leave there."""
