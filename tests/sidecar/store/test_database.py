@@ -146,7 +146,8 @@ def test_many_rows_at_once_are_stored_as_one(new_store: NewStore, rows: int) -> 
     with database.read() as session:
         found = session.execute(select(DeadLetterRow.reason, DeadLetterRow.payload)).all()
         assert sorted(map(tuple, found)) == [(f"r\ufffd{one}", b"\0") for one in range(rows)]
-        assert session.scalars(select(FlagRow.value)).all() == ["\ufffd"] * rows
+        flags = select(FlagRow.value).where(FlagRow.name.startswith("n"))
+        assert session.scalars(flags).all() == ["\ufffd"] * rows
 
 
 @both
