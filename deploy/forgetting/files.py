@@ -27,8 +27,8 @@ def files_with_lines(state_dir: Path, spans_file: str) -> Iterator[Path]:
         yield spans
 
 
-def blank_lines(path: Path, ids: Collection[str], texts: Collection[bytes]) -> int:
-    """Overwrite each line that holds one of these ids as a word, or one of these texts.
+def blank_lines(path: Path, ids: Collection[str], mention: re.Pattern[bytes]) -> int:
+    """Overwrite each line that holds one of these ids as a word, or mentions the target.
 
     Returns: the number of lines. Raises: OSError.
     """
@@ -36,8 +36,7 @@ def blank_lines(path: Path, ids: Collection[str], texts: Collection[bytes]) -> i
     blanked = 0
     with path.open("r+b", buffering=2**20) as file:
         while line := file.readline(MAX_LINE_BYTES):
-            known = any(text in line for text in texts)
-            if known or not words.isdisjoint(_WORD.findall(line)):
+            if mention.search(line) or not words.isdisjoint(_WORD.findall(line)):
                 end = file.tell()
                 body = line.rstrip(b"\n")
                 file.seek(end - len(line))

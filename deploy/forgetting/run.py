@@ -193,7 +193,7 @@ def _files(
     if target.kind == "exchange":
         ids.update(target.stored_names)
     for path in files_with_lines(settings.state_dir, settings.telemetry.spans_file):
-        if blanked := blank_lines(path, ids, target.texts):
+        if blanked := blank_lines(path, ids, target.mention):
             report.lines[str(path)] = blanked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
 from sidecar.records import Exchange, decode_exchange
 from sidecar.routing.session_key import header_name, session_key, short_name
 from sidecar.store.keyring import BUS, NO_KEYS, Keyring
+
+SHORT_BYTES = 6
+"""Shorter names are found as whole words only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,26 @@ class Target:
         return frozenset({self.name, key, f"h:{sent}"})
 
     @property
-    def texts(self) -> frozenset[bytes]:
-        """What a line of a log or a record that cannot be read holds when it is about it."""
+    def mention(self) -> re.Pattern[bytes]:
+        """What a line of a log or a record that cannot be read holds when it is about it.
+
+        A short name counts only as a word of its own: the user `7` stands in many a number.
+        """
         named = {self.name, *self.stored_names}
-        return frozenset(
+        forms = {
             form
             for name in named
             for form in (name.encode("utf-8", "surrogatepass"), msgspec.json.encode(name)[1:-1])
             if form
-        )
+        }
+        return re.compile(b"|".join(map(_pattern, sorted(forms))))
+
+
+def _pattern(form: bytes) -> bytes:
+    escaped = re.escape(form)
+    if len(form) >= SHORT_BYTES:
+        return escaped
+    return rb"(?<![A-Za-z0-9_])" + escaped + rb"(?![A-Za-z0-9_])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,7 @@ class Wanted:
                 return self._is_told_of(decode_feedback(payload))
             exchange = decode_exchange(payload)
         except (msgspec.MsgspecError, ValueError):
-            return any(text in payload for text in self.target.texts)
+            return self.target.mention.search(payload) is not None
         return self._is(exchange)
 
     def _is(self, exchange: Exchange) -> bool:

@@ -733,3 +733,16 @@ def test_what_cannot_be_decrypted_is_reported(kit: Kit, settings: Settings) -> N
             found = load_exchange(session, "x")
     assert found is not None
     assert found.exchange.request == other.request
+
+
+def test_a_short_name_is_a_word_of_its_own_in_logs(kit: Kit, settings: Settings) -> None:
+    logs = settings.state_dir / "logs"
+    logs.mkdir()
+    others = ["at 12:07:47 of 127 rows 27 were 7up", "ended"]
+    (logs / "score.log").write_text("\n".join([*others, "user=7 said", '{"user":"7"}', ""]))
+
+    report = do(kit, settings, "user", "7")
+
+    assert report.lines == {str(logs / "score.log"): 2}
+    left = (logs / "score.log").read_text().split("\n")
+    assert [line for line in left if line.strip()] == others
