@@ -28,6 +28,7 @@ from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.registry import audit, routing_writer
 from deploy.supervise.loops import Loop
 from ingest.privacy.judge_view import JudgeView
+from ingest.privacy.screen import Screen
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
@@ -203,6 +204,7 @@ def make_controller(
         room=Throttle(sampler, settings.groups.max_running_requests, interval_s=PROBE_INTERVAL_S),
         parallel=max(1, settings.groups.concurrency // (2 * rules.gate_answers)),
         view=JudgeView(settings.privacy),
+        screen=Screen(settings.privacy),
     )
     bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
     return Controller(

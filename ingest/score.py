@@ -86,6 +86,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.best_of.questions import BestOfJudge
     from ingest.best_of.server import BestOfServer
     from ingest.privacy.judge_view import JudgeView
+    from ingest.privacy.screen import Screen
     from ingest.ruler.judge import LiteLlmJudge
     from ingest.ruler.judging import JudgingWorker
     from ingest.sampling.worker import SamplingWorker
@@ -117,6 +118,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         model=serving.model,
         logprobs_mode=serving.logprobs_mode,
         sampling_defaults=serving.sampling_defaults,
+        screen=Screen(settings.privacy),
     )
     judging = JudgingWorker(database, judge, settings.judge, view=JudgeView(settings.privacy))
     best_of = BestOfServer(socket_path(settings.state_dir), BestOfJudge(database, judge, settings))

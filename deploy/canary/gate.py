@@ -35,6 +35,7 @@ from ingest.errors import (
     SamplingError,
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
+from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.group import NOT_REDACTED, REFUSED, Scored
 from ingest.ruler.judge import Judge
@@ -109,10 +110,13 @@ class Gate:
         parallel: int,
         clock: Callable[[], float] = time.time,
         view: JudgeView | None = None,
+        screen: Screen | None = None,
     ) -> None:
         """parallel: comparisons made at once, each with 2 `gate_answers` requests in flight.
-        view: as for `score_answers`."""
+        view: as for `score_answers`. screen: the privacy policies by which answers are stored;
+        None: the default one."""
         self._view = view
+        self._screen = screen or default_screen()
         self._database = database
         self._answers = FreshAnswers(sampler, rules)
         self._room = room
@@ -276,7 +280,9 @@ class Gate:
         calls: list[JudgeCall],
     ) -> None:
         self._answers.forget(canary, prompt)
-        rows = as_rows(answered, scores, explanations)
+        rows = await asyncio.to_thread(
+            as_rows, answered, scores, explanations, screen=self._screen, project=prompt.project
+        )
         await asyncio.to_thread(self._save, canary, prompt, status, rows, calls)
 
     def _save(

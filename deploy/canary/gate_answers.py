@@ -17,6 +17,7 @@ from deploy.canary.answer_shape import is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
 from ingest.errors import AdapterGoneError, EngineDownError
+from ingest.privacy.screen import Screen
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
@@ -89,15 +90,29 @@ class FreshAnswers:
 
 
 def as_rows(
-    answered: Sequence[Answered], scores: Sequence[float], explanations: Sequence[str]
+    answered: Sequence[Answered],
+    scores: Sequence[float],
+    explanations: Sequence[str],
+    *,
+    screen: Screen,
+    project: str,
 ) -> list[dict[str, Any]]:
-    """Convert answers to the store's JSON; without scores when the judge gave none."""
+    """Convert answers to the store's JSON; without scores when the judge gave none.
+
+    An answer that the project's privacy policy keeps out of the store is stored without what it
+    says: its score counts all the same, since the judge saw it redacted.
+    """
+    stored = [
+        screen.answer(json.dumps(one.message).encode(), project=project).may_store
+        for one in answered
+    ]
     return [
         {
             "arm": one.arm,
             "adapter": one.adapter,
-            "content": one.message.get("content"),
-            "tool_calls": one.message.get("tool_calls") or [],
+            "content": one.message.get("content") if stored[place] else None,
+            "tool_calls": (one.message.get("tool_calls") or []) if stored[place] else [],
+            **({} if stored[place] else {"left_out": "private"}),
             "finish_reason": one.finish_reason,
             "short": is_short(one.message, one.finish_reason),
             "score": scores[place] if scores else None,

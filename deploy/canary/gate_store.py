@@ -33,6 +33,8 @@ class HeldOutPrompt:
     session_id: str
     request: dict[str, Any]
     """Request body as JSON; empty when the stored one is damaged."""
+    project: str
+    """Its privacy policy holds for the answers of the comparison."""
 
 
 def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
@@ -53,21 +55,24 @@ def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOu
         if len(newest) == limit:
             break
     statement = (
-        select(ExchangeRow.exchange_id, ExchangeRow.session_id)
+        select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.project)
         .where(ExchangeRow.seq.in_(newest.values()))
         .order_by(ExchangeRow.seq.desc())
     )
     found = [
-        (exchange_id, key)
-        for exchange_id, key in session.execute(statement)
+        (exchange_id, key, project)
+        for exchange_id, key, project in session.execute(statement)
         if "\ufffd" not in exchange_id  # damaged: its comparison could never be found again
     ]
-    contents = load_contents(session, [exchange_id for exchange_id, _ in found])
+    contents = load_contents(session, [exchange_id for exchange_id, _, _ in found])
     return [
         HeldOutPrompt(
-            exchange_id=exchange_id, session_id=key, request=_request(contents, exchange_id)
+            exchange_id=exchange_id,
+            session_id=key,
+            request=_request(contents, exchange_id),
+            project=project,
         )
-        for exchange_id, key in found
+        for exchange_id, key, project in found
     ]
 
 

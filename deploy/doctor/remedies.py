@@ -61,6 +61,12 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
         "prompt_mismatch",
         "vLLM renders prompts differently than it did: restart it with the chat template of before",
     ),
+    "private": (
+        "sampling",
+        "private",
+        "the candidates hold what privacy.flag names: leave out the kind that is no secret here, "
+        "or learn from other prompts",
+    ),
     "sampling_failed": (
         "sampling",
         "sampling_failed",

@@ -1,6 +1,7 @@
 """Apply the privacy policy of an exchange's project, before the exchange is stored.
 
-It runs in ingest, off the path of users. A search that fails costs its exchange alone, which then
+Ingest applies it to captured exchanges, and the scoring and control processes to the answers that
+they sample; all run off the path of users. A search that fails costs its exchange alone, which then
 counts as flagged: what nobody could look into is not learned from, and not stored where values must
 be replaced first.
 """
@@ -40,6 +41,18 @@ class Screened:
     """What to count it under; empty when nothing was found."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenedAnswer:
+    """What the policy allows for one answer that the sidecar sampled."""
+
+    may_store: bool
+    """The text of the answer may be in the store."""
+    may_learn: bool
+    """The answer may be trained on; False whenever it may not be stored."""
+    reasons: tuple[str, ...] = ()
+    """What was found, or why the search failed; empty when nothing was found."""
+
+
 class Screen:
     """The policies of all projects."""
 
@@ -68,6 +81,35 @@ class Screen:
         if rules.before_storage or rules.flagged == "drop":
             return Screened(None, (why, DROPPED))
         return Screened(_kept_out(exchange, PRIVATE), (why, KEPT_OUT))
+
+    def answer(self, message: bytes, *, project: str) -> ScreenedAnswer:
+        """Apply the policy to an answer that was sampled, not captured. Never raises.
+
+        message: the assistant message as JSON. project: that of the exchange with the prompt.
+        """
+        rules = self._settings.of(project)
+        may_store = not rules.before_storage and rules.flagged != "drop"
+        flagging: list[str] = []
+        hidden: list[str] = []
+        try:
+            if rules.flag:
+                flags = self._make(rules.flag)
+                flagging = kinds_in([message], flags, max_bytes=rules.max_bytes)
+            if rules.before_storage:
+                hides = self._make(rules.hidden)
+                hidden = kinds_in([message], hides, max_bytes=rules.max_bytes)
+        except TooLargeError:
+            return ScreenedAnswer(may_store=may_store, may_learn=False, reasons=(TOO_LARGE,))
+        except Exception as error:  # noqa: BLE001 - a defect costs this answer, not the group
+            # Without the message, which may quote what the answer says.
+            log.error("privacy_failed", error=type(error).__name__)
+            return ScreenedAnswer(may_store=may_store, may_learn=False, reasons=(FAILED,))
+        found = dict.fromkeys((*flagging, *hidden))
+        return ScreenedAnswer(
+            may_store=not hidden and (may_store or not flagging),
+            may_learn=not hidden and (not flagging or rules.flagged == "encrypt"),
+            reasons=tuple(f"found_{kind.lower()}" for kind in found),
+        )
 
     def _screened(self, exchange: Exchange, rules: Privacy) -> Screened:
         bodies = [exchange.request, *(choice.message for choice in exchange.choices)]
@@ -113,6 +155,12 @@ def _redacted(exchange: Exchange, redaction: Redaction) -> Exchange:
         prompt_token_ids=(),
         untrainable_reason=exchange.untrainable_reason or REDACTED,
     )
+
+
+@cache
+def default_screen() -> Screen:
+    """The policy by the default settings: what a caller has that names no other."""
+    return Screen(Privacy())
 
 
 def keep_all(exchange: Exchange) -> Screened:

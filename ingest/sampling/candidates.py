@@ -15,9 +15,10 @@ import msgspec
 from ingest.records import Answer
 from sidecar.backoff import Backoff
 
-Miss = Literal["held_back", "engine_down", "adapter_gone", "prompt_mismatch", "failed"]
+Miss = Literal["held_back", "engine_down", "adapter_gone", "prompt_mismatch", "private", "failed"]
 """Reasons for a missing candidate. held_back: users came first; prompt_mismatch: vLLM used another
-prompt than the one of the served answer; failed: the reply was an error or invalid."""
+prompt than the one of the served answer; private: the project's privacy policy keeps the answer out
+of training, or out of the store; failed: the reply was an error or invalid."""
 
 MAX_ROUNDS = 5
 """Most rounds that leave candidates missing through the group's own fault."""
@@ -65,6 +66,11 @@ def conclude(
     if len(misses) == size - _served(answers) and set(misses) == {"prompt_mismatch"}:
         # No candidate matched: the rendering has changed since, and a retry would not help.
         return Conclusion(action="set_aside", reason="prompt_mismatch")
+    if set(misses) == {"private"}:
+        # A retry would draw from the same distribution again; the others are enough to compare.
+        if len(answers) >= MIN_ANSWERS:
+            return _complete(answers)
+        return Conclusion(action="set_aside", reason="private")
     if rounds + 1 < MAX_ROUNDS:
         return Conclusion(action="retry")
     if len(answers) >= MIN_ANSWERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
 from ingest.grouping.engine_facts import fill
 from ingest.grouping.exchangeable import LogprobsMode, candidate_temperature
+from ingest.privacy.screen import Screen
 from ingest.records import Answer, Group
 from ingest.sampling.budget import spend_tokens
 from ingest.sampling.candidates import Attempt, Conclusion, back_off_s, conclude
@@ -43,6 +45,8 @@ class Job:
     """A group to complete, with what a request for a candidate needs."""
 
     group: Group
+    project: str
+    """The project of the served answer: its privacy policy holds for the candidates."""
     request: dict[str, Any]
     upstream_model: str
     temperature: float
@@ -72,6 +76,7 @@ def load_job(
     sampling = fill(stored.exchange.sampling, sampling_defaults)
     return Job(
         group=group,
+        project=stored.exchange.project,
         request=msgspec.json.decode(group.request, type=dict[str, Any]),
         upstream_model=upstream_model(model, group.adapter),
         temperature=candidate_temperature(sampling, mode),
@@ -81,8 +86,12 @@ def load_job(
     )
 
 
-async def ask(sampler: Sampler, job: Job) -> Attempt:
-    """Sample one candidate. Errors of vLLM are not raised: the attempt holds the miss."""
+async def ask(sampler: Sampler, job: Job, screen: Screen) -> Attempt:
+    """Sample one candidate. Errors of vLLM are not raised: the attempt holds the miss.
+
+    A candidate that the project's privacy policy keeps out of training is a miss: it has no use but
+    to be learned from.
+    """
     try:
         sampled = await sampler.sample(
             SampleRequest(
@@ -104,6 +113,15 @@ async def ask(sampler: Sampler, job: Job) -> Attempt:
     if sampled.prompt_token_ids != job.group.prompt_token_ids:
         log.warning("candidate_dropped", group_id=job.group.group_id, reason="prompt_mismatch")
         return Attempt(miss="prompt_mismatch", tokens=tokens)
+    screened = await asyncio.to_thread(screen.answer, sampled.message, project=job.project)
+    if not screened.may_learn:
+        log.warning(
+            "candidate_dropped",
+            group_id=job.group.group_id,
+            reason="private",
+            found=list(screened.reasons),
+        )
+        return Attempt(miss="private", tokens=tokens)
     answer = Answer(
         index=len(job.group.answers),
         origin="sampled",

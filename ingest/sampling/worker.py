@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from ingest.errors import SamplingError
 from ingest.grouping.exchangeable import LogprobsMode
+from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.group import UNREADABLE
 from ingest.ruler.judge_errors import storable
 from ingest.sampling.budget import day_of, next_midnight, tokens_spent
@@ -63,13 +64,16 @@ class SamplingWorker:
         sampling_defaults: Mapping[SamplingField, float] | None = None,
         now: Callable[[], float] = time.time,
         probe_interval_s: float = PROBE_INTERVAL_S,
+        screen: Screen | None = None,
     ) -> None:
+        """screen: the privacy policies that candidates must pass; None: the default one."""
         self._database = database
         self._sampler = sampler
         self._settings = settings
         self._model = model
         self._mode = logprobs_mode
         self._defaults = sampling_defaults
+        self._screen = screen or default_screen()
         self._now = now
         self._throttle = Throttle(
             load_probe, settings.max_running_requests, interval_s=probe_interval_s
@@ -174,7 +178,7 @@ class SamplingWorker:
             except SamplingError:  # `_take` polls the load as often, and logs the error
                 return Attempt(miss="engine_down")
             with self._throttle.sending():
-                return await ask(self._sampler, job)
+                return await ask(self._sampler, job, self._screen)
 
     def _load(self, group_id: str) -> Job | None:
         with self._database.read() as session:

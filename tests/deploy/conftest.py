@@ -27,11 +27,13 @@ from deploy.records import AdapterVersion, Canary
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.supervise.loops import LoopView
+from ingest.privacy.screen import Screen
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
 from sidecar.routing.table import RoutingTable
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import Privacy
 from sidecar.store.database import Database, compress, count
 from sidecar.store.models import (
     AdapterRow,
@@ -115,6 +117,7 @@ class World:
     )
     judge: FakeJudge = field(default_factory=lambda: FakeJudge(model="fake-judge"))
     room: FakeRoom = field(default_factory=FakeRoom)
+    privacy: Privacy = field(default_factory=Privacy)
     exchanges: int = 0
 
     def controller(self, on_change: Callable[[], None] = lambda: None) -> Controller:
@@ -128,6 +131,7 @@ class World:
             room=self.room,
             parallel=2,
             clock=self.clock,
+            screen=Screen(self.privacy),
         )
         return Controller(
             database=self.database,

@@ -16,12 +16,14 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.ruler.judge import JudgeReply
+from sidecar.settings import Privacy
 from sidecar.store.models import CounterRow
 from support.fake_judge import FakeJudge
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
 
+KEY = "sk-ant-" + "zebra0marker0" * 4
 OWN_FAULTS = [
     (JudgeRejectedError("403: content filter"), "judge_rejected"),
     (JudgeGarbledError("a message of null"), "judge_garbled"),
@@ -106,3 +108,32 @@ async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_
     judge.texts = ()
     await play(world, controller, 70)
     assert world.canary(name).phase == "ramping"
+
+
+@pytest.mark.parametrize(
+    ("privacy", "kept"),
+    [
+        ({}, True),
+        ({"flagged": "drop"}, False),
+        ({"before_storage": True}, False),
+        ({"projects": {"default": {"flagged": "drop"}}}, False),
+    ],
+)
+async def test_a_comparison_keeps_no_answer_that_may_not_be_stored(
+    world: World, privacy: dict[str, Any], kept: bool
+) -> None:
+    world.register(1)
+    world.hold_out(2)
+    world.sampler.script = (f"the key is {KEY}", "none")
+    world.privacy = Privacy.model_validate(privacy)
+
+    await play(world, world.controller(), 12)
+
+    comparisons = world.comparisons()
+    assert [one.status for one in comparisons] == ["scored", "scored"]
+    answers = [answer for one in comparisons for answer in one.answers]
+    assert (KEY in str(answers)) is kept
+    assert all(answer["score"] is not None for answer in answers)
+    said = [(answer["content"], answer.get("left_out")) for answer in answers]
+    assert (None, "private") in said or kept
+    assert ("none", None) in said

@@ -78,6 +78,12 @@ def test_after_the_last_round_two_different_answers_are_enough() -> None:
     assert after(twins, rounds=4, misses=["failed"]) == ("set_aside", "identical_answers")
 
 
+def test_private_candidates_are_not_sampled_again() -> None:
+    assert after([served("a"), sampled("b")], misses=["private"]) == ("sampled", "")
+    assert after([served("a")], misses=["private", "private"]) == ("set_aside", "private")
+    assert after([served("a"), sampled("b")], misses=["private", "failed"]) == ("retry", "")
+
+
 def test_back_off_doubles_from_five_seconds_to_five_minutes() -> None:
     assert [back_off_s(rounds) for rounds in (1, 2, 3, 10)] == [5.0, 10.0, 20.0, 300.0]
 
