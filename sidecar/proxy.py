@@ -22,7 +22,7 @@ from sidecar.capture.sampling_rule import SamplingRule
 from sidecar.capture.yielding import Yielding
 from sidecar.errors import SettingsError
 from sidecar.feedback.door import FeedbackDoor
-from sidecar.feedback.writer import FeedbackWriter
+from sidecar.feedback.writer import LOCKED_S, FeedbackWriter
 from sidecar.metrics.loop_lag import LoopLag
 from sidecar.metrics.proxy import Metrics
 from sidecar.metrics.table import MetricTable
@@ -84,13 +84,14 @@ class Proxy:
             self._socket_path = settings.state_dir / name
         bus = outbox_path(settings.bus.url, settings.state_dir)
         yield_cpu = Yielding()
+        keyring = open_keyring(settings.store)
         sink = sink or Outbox(
             bus,
             max_rows=settings.bus.max_rows,
             max_bytes=settings.bus.max_bytes,
             on_rows_gone=self.metrics.outbox_rows_gone.inc,
             yield_cpu=yield_cpu,
-            keyring=open_keyring(settings.store),
+            keyring=keyring,
         )
         spans = request_spans(tracing, settings.telemetry) if tracing is not None else None
         traced = tracing is not None and tracing.spans is not None
@@ -155,7 +156,9 @@ class Proxy:
                     bus,
                     max_rows=settings.bus.max_rows,
                     max_bytes=settings.bus.max_bytes,
+                    busy_timeout_s=LOCKED_S,
                     on_rows_gone=self.metrics.outbox_rows_gone.inc,
+                    keyring=keyring,
                 )
             ),
             self.metrics,

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Row, Table, Update, bindparam, func, select, text, tuple_, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from ingest.store.log_file import WAIT_S, empty_log
 from ingest.store.sealed_answers import seal_answer
 from sidecar.store.contents import answer_place, reply_place
 from sidecar.store.database import Database
@@ -151,12 +152,20 @@ class Rotated:
     """Those that were before, or are empty."""
     unreadable: Counter[str] = field(default_factory=Counter)
     """Those that stayed as they are, by the reason."""
+    log_emptied: bool = True
+    """False: SQLite's log still holds pages as they were before, because somebody was reading."""
 
 
-def rotate(database: Database, *, on_step: Callable[[Rotated], None] = lambda _: None) -> Rotated:
+def rotate(
+    database: Database,
+    *,
+    on_step: Callable[[Rotated], None] = lambda _: None,
+    log_wait_s: float = WAIT_S,
+) -> Rotated:
     """Encrypt all that a store says with the first key of its keyring.
 
     on_step: called after each write transaction.
+    log_wait_s: how long it waits at the end for those who keep SQLite's log from being emptied.
     Raises: ValueError when there is no key; StoreError, and then it may be run again.
     """
     if not database.keyring:
@@ -166,7 +175,7 @@ def rotate(database: Database, *, on_step: Callable[[Rotated], None] = lambda _:
         _rotate_table(database, table, done, on_step)
     _rotate_lists(database, BestOfScoreRow, "exchange_id", "explanations", done, on_step)
     _rotate_lists(database, GateComparisonRow, "comparison_id", "answers", done, on_step)
-    _empty_log(database)
+    done.log_emptied = empty_log(database, wait_s=log_wait_s)
     return done
 
 
@@ -373,9 +382,3 @@ def _again(keyring: Keyring, stored: str, place: bytes) -> str:
 def _overwrite_what_goes(session: Session) -> None:
     if session.get_bind().dialect.name == "sqlite":
         session.execute(text("PRAGMA secure_delete = ON"))
-
-
-def _empty_log(database: Database) -> None:
-    if database.engine.dialect.name == "sqlite":
-        with database.engine.connect() as connection:
-            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -70,6 +70,7 @@ def _open_sqlite(url: URL) -> Engine:
     engine = create_engine(
         url,
         connect_args={"timeout": BUSY_TIMEOUT_S},
+        hide_parameters=True,  # errors are logged, and parameters hold what users wrote
         json_serializer=to_json,
         json_deserializer=from_json,
     )

@@ -42,6 +42,7 @@ def open_existing(store_url: str) -> Engine:
     engine = create_engine(
         url.set(database=path, query={**url.query, "mode": "rw", "uri": "true"}),
         poolclass=NullPool,
+        hide_parameters=True,  # errors are logged, and parameters hold what users wrote
         # One thread at a time uses a connection, but not always the thread that opened it.
         connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
     )

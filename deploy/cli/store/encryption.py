@@ -80,9 +80,20 @@ def rotate_key(context: typer.Context, output: Output = "text") -> None:
         database.upgrade_if_behind()
         done = rotate(database)
     left = sum(done.unreadable.values())
-    found = {"key": keyring.first, "encrypted": done.encrypted, "already": done.already}
-    print_found({**found, "left_as_they_are": left}, output)
+    found: dict[str, object] = {
+        "key": keyring.first,
+        "encrypted": done.encrypted,
+        "already": done.already,
+    }
+    found |= {"left_as_they_are": left, "log_emptied": done.log_emptied}
+    print_found(found, output)
     for why, number in done.unreadable.most_common():
         note(f"{number} values stay as they are: {why}")
-    if left:
+    if not done.log_emptied:
+        note(
+            "the store's log (its file that ends in -wal) still holds what was there before: a "
+            "process was reading or writing. End long reads (an export, a backup, an open sqlite3 "
+            "shell), then run `sidecar store rotate-key` again"
+        )
+    if left or not done.log_emptied:
         raise typer.Exit(1)

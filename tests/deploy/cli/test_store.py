@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.main import main
+from ingest.store import log_file, rotation
 from ingest.store.exchanges import dead_letter
 from sidecar.store.database import Database
 from sidecar.store.keyring import is_sealed, read_keys
@@ -77,3 +79,35 @@ def test_rotate_key_encrypts_the_store(
     main(["store", "new-key", "--file", str(tmp_path / "keys")])  # the old one is lost
     assert main(["--config", str(settings), "store", "rotate-key"]) == 1
     assert "1 values stay as they are: is encrypted with the key" in capsys.readouterr().err
+
+
+def test_rotate_key_says_when_a_reader_keeps_the_log(
+    settings: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(open_migrated(tmp_path / "store.db")) as made, made.write() as session:
+        dead_letter(session, b"what a user said", where="1", reason="why", now=1.0)
+    main(["store", "new-key", "--file", str(tmp_path / "keys")])
+    waits: list[float] = []
+    monkeypatch.setattr("ingest.store.log_file.time.sleep", waits.append)
+    monkeypatch.setattr(
+        rotation,
+        "empty_log",
+        lambda database, *, wait_s: log_file.empty_log(database, wait_s=min(wait_s, 0.1)),
+    )
+    rotate = ["--config", str(settings), "store", "rotate-key", "-o", "json"]
+
+    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM dead_letter").fetchone()
+        assert main(rotate) == 1
+        said = capsys.readouterr()
+        assert (tmp_path / "store.db-wal").stat().st_size > 0
+
+    assert '"log_emptied": false' in said.out
+    assert "run `sidecar store rotate-key` again" in said.err
+    assert waits, "it tries again before it gives up"
+    assert main(rotate) == 0
+    assert '"log_emptied": true' in capsys.readouterr().out

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from sidecar.capture.outbox import OutboxReader
 from sidecar.feedback.record import Feedback, decode_feedback
+from sidecar.store.keyring import BUS, Keyring, is_sealed
 from support import api_keys
 from support.fake_vllm import FakeVllm, whole_reply
 from support.migrated_store import open_migrated
@@ -165,6 +169,40 @@ async def test_a_full_outbox_is_a_503_that_says_so(start_proxy: StartProxy) -> N
     assert (first, second, headers["retry-after"]) == (202, 503, "1")
     assert "outbox_full" in reply["error"]["message"]
     assert running.metric("sidecar_feedback_refused_total", reason="outbox_full") == 1
+
+
+async def test_a_locked_outbox_is_a_503_for_all_that_wait(
+    start_proxy: StartProxy, state_dir: Path
+) -> None:
+    running: Running = await start_proxy()
+    await send(running, GOOD)  # the file is there
+
+    with closing(sqlite3.connect(state_dir / "outbox.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        replies = await asyncio.gather(*(send(running, GOOD) for _ in range(300)))
+        other.execute("ROLLBACK")
+
+    assert {status for status, _, _ in replies} == {503}
+    assert {headers["retry-after"] for _, headers, _ in replies} == {"1"}
+    assert (await send(running, GOOD))[0] == 202
+    assert len(written(state_dir)) == 2
+
+
+async def test_feedback_in_the_outbox_is_encrypted_with_the_stores_key(
+    start_proxy: StartProxy, state_dir: Path
+) -> None:
+    key = base64.b64encode(b"k" * 32).decode()
+    running = await start_proxy(store={"encryption_keys": f"k:{key}"})
+
+    status, _, _ = await send(running, {**GOOD, "comment": "what a person wrote"})
+
+    reader = OutboxReader(state_dir / "outbox.db")
+    (row,) = reader.read(0, 10)
+    reader.close()
+    assert status == 202
+    assert is_sealed(row.payload)
+    opened = decode_feedback(Keyring({"k": b"k" * 32}).open(row.payload, BUS))
+    assert opened.comment == "what a person wrote"
 
 
 async def test_many_at_once_are_all_written(start_proxy: StartProxy, state_dir: Path) -> None:

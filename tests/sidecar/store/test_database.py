@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 from sqlalchemy import insert, select, text
+from sqlalchemy.exc import IntegrityError
 
 from sidecar.errors import SettingsError, StoreBusyError, StoreError
 from sidecar.store import url as store_url
@@ -267,3 +268,19 @@ def test_a_url_that_no_store_has_is_refused_without_its_password(url: str, why: 
         store_url.refuse_bad_arguments(url)
 
     assert "s3cret" not in str(caught.value)
+
+
+@both
+def test_the_error_of_a_refused_row_does_not_quote_it(new_store: NewStore) -> None:
+    database = new_store()
+    row = {"seq": 1, "at": 1.0, "reason": "r", "payload": b"what a user said"}
+
+    errors = []
+    for engine in (database.engine, open_existing(database.url)):
+        with pytest.raises(IntegrityError) as caught, engine.begin() as connection:
+            connection.execute(insert(DeadLetterRow), [row, row])
+        errors.append(str(caught.value))
+        engine.dispose()
+
+    assert all("what a user said" not in error for error in errors)
+    assert all("INSERT INTO dead_letter" in error for error in errors)
