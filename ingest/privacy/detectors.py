@@ -40,9 +40,18 @@ IBM, which RE2 does not take; private keys and JSON web tokens, of which they fi
 only."""
 _REST = r"[A-Za-z0-9_-]*"
 """Behind a token: a longer one than a pattern counts is hidden whole."""
+_ARMOR_HEADERS = (
+    r"(?:(?:\s|\\[nrt])*(?:Proc-Type|DEK-Info|Version|Comment|Hash|Charset|MessageID):[^\r\n\\]*)*"
+)
+"""Lines between the first line of a private key and its base64 (RFC 1421, RFC 4880)."""
+_IN_URL = r"[^\s/?#\"'<>`]"
 OWN_SECRETS: Final = (
     r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
-    r"(?:[^\x00]*?-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]*)",
+    r"(?:[^\x00]*?-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|"
+    + _ARMOR_HEADERS
+    + r"[A-Za-z0-9+/=\s\\]*)",
+    # Up to the last `@`: a password may hold one, as it may what a URL should escape.
+    rf"://[^\s/?#\"'<>`:@]{{0,256}}:{_IN_URL}{{1,256}}@" + _REST,
     r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)*",
     r"\bgithub_pat_[A-Za-z0-9_]{22,}",
     r"\b(?:glpat|gldt|glft|glsoat|glrt|glcbt|glptt|glagent|gloas)-[A-Za-z0-9_-]{20,}",
@@ -217,8 +226,11 @@ def _any(_value: str) -> bool:
 
 
 def secret_patterns() -> list[tuple[str, bool]]:
-    """Return the patterns of secrets, and whether each ignores case."""
-    found: list[tuple[str, bool]] = []
+    """Return the patterns of secrets, and whether each ignores case.
+
+    Of two that match at one place the first counts: ours reach further than those of the plugins.
+    """
+    found = [(pattern, False) for pattern in OWN_SECRETS]
     for name in PLUGINS:
         module, _, plugin = name.partition(".")
         made = getattr(importlib.import_module(f"detect_secrets.plugins.{module}"), plugin)
@@ -226,7 +238,7 @@ def secret_patterns() -> list[tuple[str, bool]]:
             (f"(?:{one.pattern}){_REST}", bool(one.flags & re.IGNORECASE))
             for one in made().denylist
         ]
-    return found + [(pattern, False) for pattern in OWN_SECRETS]
+    return found
 
 
 @cache

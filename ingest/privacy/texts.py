@@ -60,7 +60,10 @@ def _texts(value: Any) -> Iterator[str]:  # Any: JSON
 
 def _inner(text: str) -> Any | None:  # Any: JSON
     """Decode a text that is JSON in itself with escapes, such as the arguments of a tool call."""
-    if text[:1] not in ("{", "[") or "\\" not in text:
+    first = text[:1]
+    if first.isspace():
+        first = text.lstrip()[:1]
+    if first not in ("{", "[") or "\\" not in text:
         return None
     try:
         found = msgspec.json.decode(text)

@@ -36,10 +36,30 @@ def found(text: str) -> list[tuple[str, str]]:
         ("SECRET", "xoxb-1234567890-abcdefghij"),
         ("SECRET", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"),
         ("SECRET", "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n+/=\n-----END RSA PRIVATE KEY-----"),
+        ("SECRET", "://user:p@ss.w@rd!@"),
+        ("SECRET", "://:hunter!2,x@"),
     ],
 )
 def test_a_value_is_found_whole(kind: str, value: str) -> None:
     assert found(f"It is {value}, as asked.") == [(kind, value)]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\\n"])
+def test_the_body_of_a_key_is_found_behind_its_headers_though_the_end_is_missing(
+    newline: str,
+) -> None:
+    lines = [
+        "-----BEGIN RSA PRIVATE KEY-----",
+        "Proc-Type: 4,ENCRYPTED",
+        "DEK-Info: AES-128-CBC,0A1B2C3D4E5F60718293A4B5C6D7E8F9",
+        "",
+        "MIIEpAIBAAKCAQEA/marker+",
+        "bWFya2VyMQ==",
+    ]
+
+    ((kind, value),) = found(f"it is {newline.join(lines)}")
+
+    assert (kind, value) == ("SECRET", newline.join(lines))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +93,7 @@ def test_what_stands_beside_a_value_does_not_hide_it(text: str, kind: str, value
     [
         "4539 1488 0343 6467 5500 0050 4111 1111 1111 1111 6011 4500",  # a table of numbers
         "order #W4111111111111111 and call_4111111111111111",  # ids with the digits of a card
+        "see http://localhost:8080/a@b and http://[::1]:80/?q=c@d",
         "card ending in 1111, order 4111111111111112",  # a wrong check digit
         "chatcmpl-tool-9f0b2c4d5e6f47a890b1c2d3e4f5a6b7",
         "550e8400-e29b-41d4-a716-446655440000",

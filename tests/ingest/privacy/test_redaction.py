@@ -40,8 +40,9 @@ def test_a_value_without_anything_to_hide_stays_the_same_object() -> None:
     assert redaction().body(body) is body
 
 
-def test_json_inside_a_text_is_searched_as_json() -> None:
-    arguments = '{"mail": "a\\u0040b.de", "note": "\\"x\\""}'
+@pytest.mark.parametrize("before", ["", " ", "\n\t"])
+def test_json_inside_a_text_is_searched_as_json(before: str) -> None:
+    arguments = before + '{"mail": "a\\u0040b.de", "note": "\\"x\\""}'
 
     (changed,) = redaction().json([arguments])
 

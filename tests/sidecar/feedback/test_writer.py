@@ -8,8 +8,21 @@ import threading
 import pytest
 
 from sidecar.errors import OutboxError
+from sidecar.feedback.record import Feedback
 from sidecar.feedback.writer import BATCH, FeedbackWriter
-from support.ingest_kit import make_feedback
+
+
+def make_feedback(name: str) -> Feedback:
+    return Feedback(
+        feedback_id=name,
+        kind="feedback",
+        target_kind="exchange",
+        target="e1",
+        project="default",
+        source="user:bob",
+        received_at=1.0,
+        score=1.0,
+    )
 
 
 class HeldSink:
