@@ -10,6 +10,8 @@ from sidecar.settings import Settings
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
+EMPTY = "it is empty; name the folder or hub name of the weights that vLLM serves"
+
 
 def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield (setting, what is wrong and what to do). Loads no weights, and downloads nothing."""
@@ -29,7 +31,7 @@ def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _why_no_base(path: str) -> str:
     if not path:
-        return "it is empty; name the folder or hub name of the weights that vLLM serves"
+        return EMPTY
     folder = Path(path)
     if not folder.is_dir():
         return "" if _in_hub_cache(path) else _neither(path)

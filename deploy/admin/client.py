@@ -91,7 +91,7 @@ class AdminClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AdminApiError(
                 f"admin API at {self._url}: {error}; is `sidecar up` running? "
-                "`sidecar rollback --offline` works without it"
+                "`sidecar doctor` and `sidecar rollback --offline` work without it"
             ) from error
         if not reply.is_success:
             raise AdminApiError(f"admin API: {_problem(reply)}")

@@ -135,7 +135,8 @@ def status(context: typer.Context, output: Output = "text") -> None:
     from deploy.cli.status import status_lines
 
     found = admin_client(context).get("/status")
-    lines = status_lines(found, time.time()) if output != "json" else None
+    schedule = settings_of(context).learner.schedule
+    lines = status_lines(found, time.time(), schedule=schedule) if output != "json" else None
     if lines is None:
         print_found(found, output)
         return

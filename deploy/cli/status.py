@@ -108,8 +108,13 @@ class Status(msgspec.Struct, kw_only=True):
     retention: Retention | None = None
 
 
-def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of the admin API
-    """The sentences, one for each line. now: Unix seconds.
+def status_lines(
+    found: Any,  # JSON of the admin API
+    now: float,
+    *,
+    schedule: str = "",
+) -> list[str] | None:
+    """The sentences, one for each line. now: Unix seconds. schedule: `learner.schedule`.
 
     Returns None when `found` is not as this version knows it: the caller prints it as it is.
     """
@@ -120,7 +125,7 @@ def status_lines(found: Any, now: float) -> list[str] | None:  # Any: JSON of th
     return [
         *_serving(status),
         *_canary(status.canary, now),
-        *_learner(status.learner, now),
+        *_learner(status.learner, now, schedule),
         *_engine(status.engine),
         *_control(status.control),
         f"Adapters: {_tally(status.adapters)}.",
@@ -174,11 +179,13 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
         yield f"  Next step: {shown_age(now - canary.next_step_earliest_at)} at the earliest."
 
 
-def _learner(learner: Learner, now: float) -> Iterator[str]:
+def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
     if learner.paused:
         yield "Learner: paused; the admin API's POST /learner/resume continues it."
     elif learner.run_requested:
         yield "Learner: a run is requested and starts next."
+    elif schedule == "manual":
+        yield "Learner: runs when it is asked to (learner.schedule); `sidecar learn --once` asks."
     else:
         yield "Learner: follows its schedule."
     run = learner.last_run

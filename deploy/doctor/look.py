@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -24,7 +24,7 @@ from deploy.doctor.recent import newest_adapter, newest_run, read_recent
 from deploy.funnel.read import read_funnel
 from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error
-from deploy.preflight.judge import check_judge
+from deploy.preflight.judge import NO_JUDGE, check_judge
 from deploy.preflight.places import check_places
 from deploy.preflight.run import LOCKS
 from deploy.preflight.store import check_store
@@ -32,7 +32,7 @@ from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
 from ingest.intake.bus_report import read_state
 from ingest.sampling.budget import tokens_spent
-from learner.ready import why_not_ready
+from learner.ready import EMPTY, why_not_ready
 from learner.runs.cron import read_cron
 from learner.runs.schedule import PAUSED_FLAG
 from sidecar.errors import SettingsError, StoreError
@@ -84,11 +84,21 @@ def look(
             checks["judge"] = lambda: _one(asyncio.run(check_judge(settings.judge)))
         if settings.learner.schedule != "manual":
             checks["learner"] = lambda: [error(name, why) for name, why in why_not_ready(settings)]
+    else:
+        checks["settings"] = lambda: list(_unset(settings))
     found, failed = run_checks(checks, limit_s)
     answering = {name for name in ("proxy", "control") if name in found}
     findings: list[Finding] = [
         one
-        for name in ("places", "the store's server", "Kafka", "vLLM", "judge", "learner")
+        for name in (
+            "places",
+            "the store's server",
+            "Kafka",
+            "vLLM",
+            "judge",
+            "learner",
+            "settings",
+        )
         for one in found.get(name, ())
     ]
     if answering:  # so their ports are taken by themselves
@@ -156,6 +166,14 @@ def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:
         return None, str(problem)
     due = trigger.get_next_fire_time(None, datetime.fromtimestamp(now, UTC))
     return (due.timestamp() if due is not None else None), ""
+
+
+def _unset(settings: Settings) -> Iterator[Finding]:
+    """Yield what the settings leave empty and a stage needs: no machine is asked."""
+    if settings.groups.rate > 0 and not settings.judge.model:
+        yield NO_JUDGE
+    if settings.learner.schedule != "manual" and not settings.serving.base_model_path:
+        yield error("serving.base_model_path", EMPTY)
 
 
 async def _replicas(settings: Settings) -> list[Finding]:

@@ -81,8 +81,8 @@ def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             stage=stage,
             cause=cause,
-            text=what or finding.text,
-            to_do=f"{to_do} ({finding.setting})" if what else f"correct {finding.setting}",
+            text=f"{finding.setting}: {what or finding.text}",
+            to_do=to_do if what else f"correct {finding.setting}",
         )
 
 

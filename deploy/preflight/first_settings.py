@@ -12,7 +12,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -66,10 +66,22 @@ def documented(kind: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+def choices_of(annotation: Any) -> tuple[str, ...]:  # Any: the type of a setting
+    """Return the values that a setting may have, of a table its keys; none where any will do."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    inner = get_args(annotation)
+    return choices_of(inner[0]) if inner else ()
+
+
 def _lines(kind: type[BaseModel], section: str, names: list[str]) -> Iterator[str]:
     texts = documented(kind)
     for name in names:
-        yield from _comment(texts.get(name, ""))
+        text = texts.get(name, "")
+        choices = choices_of(kind.model_fields[name].annotation)
+        if not all(f"`{one}`" in text for one in choices if one):
+            text += f" Possible: {', '.join(_toml(one) for one in choices)}."
+        yield from _comment(text)
         value = kind.model_fields[name].get_default(call_default_factory=True)
         if value is None:
             secret = "SecretStr" in str(kind.model_fields[name].annotation)

@@ -17,14 +17,17 @@ LONGEST_S = 30.0
 """Longest wait for the judge. A judge that takes longer for two lines is too slow for groups."""
 
 
+NO_JUDGE = warning(
+    "judge.model",
+    "there is no judge: the sidecar relays and records, and learns nothing; name a LiteLLM model",
+    "no_judge",
+)
+
+
 async def check_judge(settings: Judge) -> Finding | None:
     """Send the judge one group of two answers; that is one paid call of about 300 tokens."""
     if not settings.model:
-        return warning(
-            "judge.model",
-            "there is no judge: the sidecar relays and records, and learns nothing",
-            "no_judge",
-        )
+        return NO_JUDGE
     timeout_s = min(settings.timeout_s, LONGEST_S)
     judge = LiteLlmJudge(settings.model_copy(update={"timeout_s": timeout_s}))
     try:

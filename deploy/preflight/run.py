@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from deploy.preflight.bus import check_bus
-from deploy.preflight.findings import Finding, error
+from deploy.preflight.findings import Finding, error, warning
 from deploy.preflight.judge import check_judge
 from deploy.preflight.places import check_places
 from deploy.preflight.store import check_store
@@ -32,6 +32,15 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
         found.append(judged)
     if settings.learner.schedule != "manual":
         found += [error(name, why) for name, why in why_not_ready(settings)]
+    elif not settings.serving.base_model_path:
+        found.append(
+            warning(
+                "serving.base_model_path",
+                "it is empty, so replies are not checked against their token ids, and "
+                "`sidecar learn --once` cannot run; name the folder or hub name of the weights "
+                "that vLLM serves",
+            )
+        )
     return sorted(found, key=lambda one: one.level != "error")
 
 

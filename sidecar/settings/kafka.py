@@ -40,7 +40,8 @@ class Kafka(Section):
     replication_factor: Annotated[
         int, Between(0, 100, "0 takes the brokers' default.replication.factor")
     ] = 0
-    """Replicas of a topic that is created. Three survive the loss of a broker."""
+    """Replicas of a topic that is created; 0 takes the brokers' default. Three survive the loss of
+    a broker."""
     retention_hours: Annotated[
         int, Between(1, 87_600, "records that ingest has not read by then are lost")
     ] = 168

@@ -215,9 +215,10 @@ class Canary(Section):
     max_error_excess: Share = 0.10
     """The canary's share of failed replies may exceed the champion's by this."""
     max_truncated_excess: Share = 0.25
-    """The same for replies that are cut short or empty; in the gate too."""
+    """The canary's share of replies that are cut short or empty may exceed the champion's by this;
+    in the gate too."""
     max_cut_excess: Share = 0.25
-    """The canary's share of failed (truncated or empty; cut by the client) replies may exceed the
-    champion's by this."""
+    """The canary's share of replies that the client left before their end may exceed the champion's
+    by this."""
     poll_s: Interval = 0.5
     """How often the controller polls the canary."""

@@ -139,7 +139,8 @@ class Proxy(Section):
     slow_first_byte_s: Timeout = 10.0
     """While a canary runs, a reply whose first byte comes later counts as slow in the breaker."""
     allow_remote_without_keys: bool = False
-    """In words: `host` may be reachable from outside with `access.mode = "open"`."""
+    """Allows a `host` that is reachable from outside with `access.mode = "open"`: for a gateway of
+    yours that authenticates agents."""
 
 
 class Access(Section):

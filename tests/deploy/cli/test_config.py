@@ -60,6 +60,31 @@ def test_force_overwrites_and_others_cannot_read_it(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "values"),
+    [
+        ("serving", "logprobs_mode", ("processed_logprobs", "raw_logprobs")),
+        ("serving", "sampling_defaults", ("temperature", "top_p", "frequency_penalty")),
+        ("serving", "grammar", ("find_out", "as_asked", "with_tools", "always")),
+        ("access", "mode", ("open", "keys", "upstream")),
+        ("capture", "surfaces", ("chat", "completions", "responses", "messages")),
+        ("kafka", "security_protocol", ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")),
+        ("kafka", "sasl_mechanism", ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")),
+        ("privacy", "flagged", ("keep_out", "encrypt", "drop")),
+        ("learner", "precision", ("auto", "float32", "bfloat16")),
+        ("telemetry", "semantic_conventions", ("latest", "1.41")),
+    ],
+)
+def test_the_file_says_what_a_setting_may_be(
+    section: str, name: str, values: tuple[str, ...]
+) -> None:
+    block = first_settings().split(f"\n[{section}]\n")[1].split("\n[")[0]
+    before = re.split(rf"^(?:# |#: )?{name}(?: =|:)", block, flags=re.MULTILINE)[0]
+    explained = re.split(r"^(?:# )?\w+ = .*$", before, flags=re.MULTILINE)[-1]
+
+    assert all(value in explained for value in values), explained
+
+
 def test_the_file_names_and_explains_every_setting() -> None:
     text = first_settings()
     fields = Settings.model_fields

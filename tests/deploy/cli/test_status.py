@@ -127,6 +127,16 @@ def test_a_quiet_sidecar() -> None:
     ]
 
 
+def test_a_learner_that_runs_by_hand_follows_no_schedule() -> None:
+    lines = status_lines(status(), NOW, schedule="manual")
+
+    assert lines is not None
+    assert (
+        "Learner: runs when it is asked to (learner.schedule); `sidecar learn --once` asks."
+        in lines
+    )
+
+
 def test_a_ramp_says_who_answers_how_much_and_when_it_goes_on() -> None:
     routing = RoutingOut(champion=CHAMPION, canary=CANDIDATE, canary_weight_bp=2_000, generation=8)
 

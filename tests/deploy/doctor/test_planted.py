@@ -178,7 +178,7 @@ class Sidecar:
 def sidecar(tmp_path: Path) -> Sidecar:
     made = Sidecar(tmp_path)
     made.configure(
-        serving={"model": MODEL},
+        serving={"model": MODEL, "base_model_path": f"{tmp_path}/weights"},
         proxy={"port": free_port()},
         admin={"port": free_port()},
         store={"url": f"sqlite:///{tmp_path}/store.db"},
@@ -358,6 +358,29 @@ def test_a_schedule_that_never_comes(
     sidecar.configure(learner={"schedule": "cron", "cron": cron})
 
     assert stop_of(sidecar.doctor(capsys, "--offline")) == (1, "learning", "schedule_never_due")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "stage", "cause"),
+    [
+        ("judge", "model", "sampling", "no_judge"),
+        ("serving", "base_model_path", "learning", "base_model"),
+    ],
+)
+def test_a_setting_that_is_empty_is_named_without_asking_anybody(
+    sidecar: Sidecar,
+    capsys: pytest.CaptureFixture[str],
+    section: str,
+    name: str,
+    stage: str,
+    cause: str,
+) -> None:
+    sidecar.configure(**{section: {name: ""}})
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(found) == (1, stage, cause)
+    assert found[1]["diagnoses"][0]["text"].startswith(f"{section}.{name}: ")
 
 
 async def test_an_adapter_rank_above_what_vllm_takes(

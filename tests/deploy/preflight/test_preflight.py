@@ -38,7 +38,7 @@ def settings_with(folder: Path, url: str, **sections: dict[str, Any]) -> Setting
     """Settings without a judge and a learner, on free ports."""
     base: dict[str, Any] = {
         "state_dir": folder / "state",
-        "serving": {"upstreams": [url], "model": MODEL},
+        "serving": {"upstreams": [url], "model": MODEL, "base_model_path": "/weights"},
         "proxy": {"port": 0},
         "admin": {"port": 0},
         "store": {"url": f"sqlite:///{folder}/state/store.db"},
@@ -227,6 +227,17 @@ def test_what_the_learner_lacks_is_an_error(
     assert error[:2] == ("error", setting)
     assert words in error[2]
     assert judge[1] == "judge.model"
+
+
+def test_a_learner_by_hand_without_base_weights_is_a_warning(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    settings = settings_with(tmp_path, vllm[0], serving={"base_model_path": ""})
+
+    _, found = check(settings)
+
+    assert found[:2] == ("warning", "serving.base_model_path")
+    assert "`sidecar learn --once` cannot run" in found[2]
 
 
 @pytest.mark.parametrize("base", ["", "/no/such/folder", "{empty}"])
