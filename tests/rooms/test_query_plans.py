@@ -87,7 +87,6 @@ OF_A_FEW_ROWS = "reads tables of a few rows, and is watched by the tests of its 
 CONNECTION = "prepares a connection"
 ROTATION = "reads every row once, by its primary key, at the call of `sidecar store rotate-key`"
 NOT_RUN = {
-    "ingest/store/log_file.py:empty_log": "empties SQLite's log, and reads no table",
     "ingest/store/rotation.py:_overwrite_what_goes": ROTATION,
     "ingest/store/rotation.py:_rotate_lists": ROTATION,
     "ingest/store/rotation.py:_rotate_rows": ROTATION,
