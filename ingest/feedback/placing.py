@@ -19,7 +19,7 @@ from ingest.store.forgotten import forgotten_targets
 from sidecar.feedback.record import Feedback
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import ExchangeRow, FeedbackRow
-from sidecar.store.models.capture import IN_TRACE
+from sidecar.store.models.capture import IN_TRACE, NAMED_OTHERWISE
 
 STAGE = "feedback"
 """Stage of the counters of this module."""
@@ -165,6 +165,9 @@ def _find(session: Session, record: Feedback) -> Arrived | None:
         row = session.execute(statement.where(ExchangeRow.exchange_id == target)).first()
     else:
         row = session.execute(statement.where(ExchangeRow.session_id == target)).first()
+        if row is None:  # the client's name for a part of a session that has another name
+            otherwise = statement.where(text(NAMED_OTHERWISE), ExchangeRow.session_key == target)
+            row = session.execute(otherwise).first()
     return None if row is None else Arrived(**row._mapping)
 
 

@@ -156,6 +156,7 @@ def _ingest(use: _Use) -> None:
         _feedback("exchange", "never-comes"),
         _feedback("session", "early"),
         _feedback("session", "h:named"),
+        _feedback("session", "h:never-comes"),
         _feedback("trace", f"{8:032x}"),
     ]
     at_once = use.settings.groups.model_copy(update={"settle_s": 0.0})

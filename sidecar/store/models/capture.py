@@ -21,6 +21,8 @@ COUNTED = (
 """Exchanges that count for the arm that answered. A request that vLLM refused as a client error
 does not, except that vLLM did not know the adapter (404)."""
 IN_TRACE = "trace_id <> ''"
+NAMED_OTHERWISE = "substr(session_key, 1, 1) = 'h' AND session_key <> session_id"
+"""Exchanges that stand in another session than the one that their client's header named."""
 TAKEN_OVER = "fallback_from <> '' AND outcome <> 'upstream_error'"
 """Exchanges that another adapter answered in place of the routed one."""
 EXAMINED = (
@@ -43,6 +45,7 @@ class ExchangeRow(Base):
         Index("ix_exchange_session", "session_id", "held_out"),
         partial_index("ix_exchange_turn", "turn_id", where=IN_TURN),
         partial_index("ix_exchange_trace", "trace_id", where=IN_TRACE),
+        partial_index("ix_exchange_named_otherwise", "session_key", where=NAMED_OTHERWISE),
         partial_index("ix_exchange_undecided", "selection", "seq", where=UNDECIDED),
         partial_index(
             "ix_exchange_counted", "public_model", "adapter", "arm", "seq", where=COUNTED

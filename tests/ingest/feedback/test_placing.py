@@ -183,3 +183,21 @@ def test_feedback_that_no_store_can_hold_is_put_aside_alone(kit: Kit) -> None:
 
     assert (consumed.poison, consumed.feedback, consumed.stored) == (1, 1, 1)
     assert scores(told(kit)) == [(1.0, True)]
+
+
+@pytest.mark.parametrize("first", ["exchange", "feedback"])
+def test_the_second_name_of_a_session_is_a_target_too(kit: Kit, first: str) -> None:
+    trace = "cd" * 16
+    begun = kit.exchange("e1", session_key="h:one", trace_id=trace)
+    other = kit.exchange("e2", session_key="h:two", trace_id=trace)
+    sessions = Sessions(held_out_rate=0.0)
+    take(kit, begun, sessions=sessions)
+    records: list[Record] = [other, make_feedback("f1", "h:two", target_kind="session")]
+
+    for record in records if first == "exchange" else records[::-1]:
+        take(kit, record, sessions=sessions)
+
+    with kit.database.read() as session:
+        row = session.scalars(select(FeedbackRow)).one()
+    assert (row.exchange_id, row.session_id) == ("e2", "h:one")
+    assert kit.counts("feedback") == {"stored_feedback": 1, "joined": 1}
