@@ -46,12 +46,14 @@ def exchanges_ls(
 
     with _store(context) as database:
         wanted = _wanted(session, user, adapter, since)
-        records = newest_exchanges(database, wanted, limit=limit)
+        records = list(newest_exchanges(database, wanted, limit=limit))
         whole = output == "json"  # a line of text tells nothing of feedback
         found = [
             exchange_object(one, _told(database, one)) if whole else exchange_object(one)
-            for one in _sound(records)
+            for one in _sound(iter(records))
         ]
+    if len(records) == limit:  # whether there is one more may take a search of the whole store
+        note(f"the newest {limit} are shown, and there may be more: --limit takes up to 1000")
     if output == "json":
         say_json(found)
         return

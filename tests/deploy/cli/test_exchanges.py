@@ -66,12 +66,15 @@ def test_the_newest_are_listed_over_pages_and_by_session(
     for number in range(5):
         save(database, number)
 
-    code, out, _ = run("ls", "--limit", "4")
+    code, out, said = run("ls", "--limit", "4")
+    _, _, of_all = run("ls", "--limit", "6")
     _, of_one, _ = run("ls", "--session", "s1", "-o", "json")
 
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["e4", "e3", "e2", "e1"]
     assert "'question 4'" in out
+    assert "the newest 4 are shown, and there may be more" in said
+    assert of_all == ""
     assert [one["exchange_id"] for one in json.loads(of_one)] == ["e3", "e1"]
 
 
