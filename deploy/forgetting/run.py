@@ -88,6 +88,9 @@ def forget(
     wanted = Wanted(target, keys, now + SKEW_S, told, database.keyring)
     # Before the rows go: they say which lines and records are meant.
     _files(settings, target, wanted, ids, report)
+    with database.write() as session:  # feedback on what waited on the bus may come later
+        save_forgotten(session, "exchange", wanted.seen, now=now, until=None)
+    told |= wanted.seen
     remove_feedback(database, target, told)
     release = end_runs(now)
     locked: set[str] = set()

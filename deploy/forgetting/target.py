@@ -80,6 +80,8 @@ class Wanted:
     keyring: Keyring = NO_KEYS
     unread: Counter[str] = field(default_factory=Counter)
     """Encrypted records that could not be looked at, by the reason."""
+    seen: set[str] = field(default_factory=set)
+    """Ids of the target's exchanges that were looked at; the store may hold feedback on them."""
 
     def __call__(self, payload: bytes) -> bool:
         """Return True for a record to be removed."""
@@ -94,7 +96,10 @@ class Wanted:
             exchange = decode_exchange(payload)
         except (msgspec.MsgspecError, ValueError):
             return self.target.mention.search(payload) is not None
-        return self._is(exchange)
+        if not self._is(exchange):
+            return False
+        self.seen.add(exchange.exchange_id)
+        return True
 
     def _is(self, exchange: Exchange) -> bool:
         names = self.target.stored_names
@@ -111,5 +116,8 @@ class Wanted:
     def _is_told_of(self, feedback: Feedback) -> bool:
         names = self.target.stored_names
         if self.target.kind == "user":
-            return feedback.source in names or feedback.target in self.told
-        return feedback.target in names or feedback.target in self.told
+            return feedback.source in names or self._is_known(feedback.target)
+        return feedback.target in names or self._is_known(feedback.target)
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.told or name in self.seen

@@ -248,7 +248,8 @@ def _store(
     # an exchange that is stored meanwhile would never be joined.
     with database.write(alone=decide is not None or bool(feedback)) as session:
         unseen = _not_stored(session, records)
-        gone = forgotten_of(session, [one.stored for one in unseen if one.stored is not None])
+        arrived = [one.stored for one in unseen if one.stored is not None]
+        gone = forgotten_of(session, arrived, now=now)
         new = (
             [
                 one

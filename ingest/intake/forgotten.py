@@ -8,15 +8,17 @@ from sqlalchemy.orm import Session
 
 from ingest.retention.deletion import remove_leftovers
 from ingest.store.exchanges import StoredExchange
-from ingest.store.forgotten import any_forgotten, forgotten_among
+from ingest.store.forgotten import any_forgotten, forgotten_among, save_forgotten
 
 
-def forgotten_of(session: Session, arrived: Sequence[StoredExchange]) -> set[str]:
-    """Return the ids of those that are not stored, and delete what was stored of them before."""
+def forgotten_of(session: Session, arrived: Sequence[StoredExchange], *, now: float) -> set[str]:
+    """Return the ids of those that are not stored, delete what was stored of them before, and have
+    feedback on them dropped when it comes."""
     if not any_forgotten(session):
         return set()
     named = {one.exchange.exchange_id: (one.exchange, one.session_id) for one in arrived}
     forgotten = forgotten_among(session, named)
     if forgotten:
         remove_leftovers(session, sorted(forgotten))
+        save_forgotten(session, "exchange", forgotten, now=now, until=None)
     return forgotten

@@ -310,7 +310,12 @@ def _decoded(
 
 
 def remove_leftovers(session: Session, exchange_ids: Sequence[str]) -> None:
-    """Delete what the judge said about best-of-N answers of exchanges that are not stored."""
+    """Delete what came before exchanges that are not stored: what the judge said about best-of-N
+    answers, and feedback."""
     judged = [group_id_of(one) for one in exchange_ids]
     session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
     session.execute(delete(BestOfScoreRow).where(BestOfScoreRow.exchange_id.in_(exchange_ids)))
+    told = session.scalars(
+        delete(FeedbackRow).where(FeedbackRow.target.in_(exchange_ids)).returning(FeedbackRow.seq)
+    ).all()
+    count(session, FORGET_STAGE, "feedback", len(told))

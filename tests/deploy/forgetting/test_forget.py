@@ -206,6 +206,7 @@ def tell(kit: Kit) -> None:
                 feedback("3", target_kind="session", target="a0"),
                 feedback("4", target_kind="trace", target=TRACE, project="of-another"),
                 feedback("7", target="other", comment="of another"),
+                feedback("8", target="b0"),  # its exchange waits on the bus
             ],
             now=4.0,
         )
@@ -489,6 +490,8 @@ def test_after_a_crash_in_the_middle_the_next_run_does_the_rest(
 def test_a_record_that_arrives_later_is_dropped_and_counted(kit: Kit, settings: Settings) -> None:
     fill(kit, settings)
     do(kit, settings, "user", USER)
+    with kit.database.write() as session:
+        save_feedback(session, [feedback("9", target="late0")], now=NOW)
     late = marked(kit, "late", 0)
     after = marked(kit, "after", 0)
     timings = type(after.timings)(started_at=NOW + 3_600.0)
@@ -505,6 +508,7 @@ def test_a_record_that_arrives_later_is_dropped_and_counted(kit: Kit, settings: 
     assert names(kit) == {"other", "after0", "new"}
     assert kit.counts("consume") == {"stored": 2, "forgotten": 1}
     assert bus.kept == []
+    assert told_of(kit)[0] == ["fb_7"]
 
 
 def test_what_comes_of_a_forgotten_session_later_is_dropped_for_good(
