@@ -50,6 +50,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _start(settings: Settings) -> int:
+    from ingest.garbage_collection import collect_rarely
     from ingest.intake.bus import open_bus
     from ingest.intake.loop import Intake
     from sidecar.logs import configure_logging
@@ -62,7 +63,9 @@ def _start(settings: Settings) -> int:
     tracing = configure_tracing(settings.telemetry, PROCESS)
     database = Database(settings.store.url, open_keyring(settings.store))
     try:
-        asyncio.run(_run(Intake(bus, database, settings)))
+        intake = Intake(bus, database, settings)
+        collect_rarely()
+        asyncio.run(_run(intake))
     finally:
         database.close()
         bus.close()

@@ -46,6 +46,7 @@ def main() -> None:
     bus, database = open_bus(settings.bus.url), Database(settings.store.url)
     database.upgrade()
     intake = Intake(bus, database, settings)
+    _collect_as_ingest_does()
     before = bus.lag()
     tell("ready")
     while options.stay:
@@ -62,6 +63,14 @@ def main() -> None:
     tell("done", wall_s=wall_s, cpu_s=cpu_s, records=records)
     database.close()
     bus.close()
+
+
+def _collect_as_ingest_does() -> None:
+    try:
+        from ingest.garbage_collection import collect_rarely
+    except ImportError:  # an older version, which leaves Python's collector as it is
+        return
+    collect_rarely()
 
 
 def tell(state: str, **figures: float) -> None:

@@ -38,6 +38,8 @@ PLUGINS: Final = (
 which flag ids and ordinary sentences; IP addresses; Artifactory (eight letters behind AP); those of
 IBM, which RE2 does not take; private keys and JSON web tokens, of which they find the beginning
 only."""
+BUILT_IN_BYTES: Final = 64 * 2**20
+"""Memory of RE2 for a built-in pattern, and for the union of those of some kinds."""
 _REST = r"[A-Za-z0-9_-]*"
 """Behind a token: a longer one than a pattern counts is hidden whole."""
 _ARMOR_HEADERS = (
@@ -128,7 +130,16 @@ class Detectors:
 
     def __init__(self, kinds: Sequence[str], patterns: Mapping[str, str] | None = None) -> None:
         """patterns: those of kinds that are not built in."""
-        self._detectors = [_detector(kind, (patterns or {}).get(kind)) for kind in kinds]
+        own = patterns or {}
+        self._detectors = [_detector(kind, own.get(kind)) for kind in kinds]
+        self.built_in = not any(kind in own for kind in kinds)
+        """All patterns are ours."""
+        self._any = _union(kinds) if self.built_in and kinds else None
+
+    def may_match(self, text: bytes) -> bool:
+        """False when the text has nothing of the form of any kind: one search for all of them.
+        Always true where an operator has patterns, whose union may be too large."""
+        return self._any is None or self._any.search(text) is not None
 
     def find(self, text: bytes) -> list[Found]:
         """Return the values in their order; of two that overlap, the kind that was named first.
@@ -258,10 +269,19 @@ def _built_in() -> dict[str, tuple[str, bytes, Callable[[str], bool]]]:
 
 
 def _detector(kind: str, pattern: str | None) -> _Detector:
+    if pattern is not None:
+        return _Detector(kind, re2.compile(pattern, _options(PROGRAM_BYTES)), b"", _any)
+    own, needs, holds = _built_in()[kind]
+    return _Detector(kind, re2.compile(own, _options(BUILT_IN_BYTES)), needs, holds)
+
+
+def _union(kinds: Sequence[str]) -> Any:  # Any: a pattern of RE2
+    patterns = "|".join(f"(?:{_built_in()[kind][0]})" for kind in kinds)
+    return re2.compile(patterns, _options(BUILT_IN_BYTES))
+
+
+def _options(max_mem: int) -> Any:  # Any: options of RE2
     options = re2.Options()
     options.log_errors = False
-    options.max_mem = PROGRAM_BYTES if pattern is not None else 64 * 2**20
-    if pattern is not None:
-        return _Detector(kind, re2.compile(pattern, options), b"", _any)
-    own, needs, holds = _built_in()[kind]
-    return _Detector(kind, re2.compile(own, options), needs, holds)
+    options.max_mem = max_mem
+    return options

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from ingest.privacy.detectors import Detectors
+from ingest.privacy.searched import MAX_BYTES, Searched
 from ingest.privacy.texts import Redaction, TooLargeError, kinds_in
 from sidecar.records import Choice, Exchange
 from sidecar.settings import Privacy
@@ -54,12 +55,13 @@ class ScreenedAnswer:
 
 
 class Screen:
-    """The policies of all projects."""
+    """The policies of all projects. For one thread."""
 
     def __init__(self, settings: Privacy) -> None:
         self._settings = settings
-        self._make = cache(lambda kinds: Detectors(kinds, settings.patterns))
         every = (settings, *(settings.of(name) for name in settings.projects))
+        self._make = cache(lambda kinds: Detectors(kinds, settings.patterns))
+        self._searched = cache(lambda _kinds: Searched(MAX_BYTES // len(every)))
         self.keeps_unread = not any(rules.before_storage for rules in every)
         """A record that cannot be read may be kept as it came."""
 
@@ -115,7 +117,12 @@ class Screen:
         bodies = [exchange.request, *(choice.message for choice in exchange.choices)]
         kinds: list[str] = []
         if rules.flag:
-            kinds = kinds_in(bodies, self._make(rules.flag), max_bytes=rules.max_bytes)
+            kinds = kinds_in(
+                bodies,
+                self._make(rules.flag),
+                max_bytes=rules.max_bytes,
+                searched=self._searched(rules.flag),
+            )
         reasons = [f"found_{kind.lower()}" for kind in kinds]
         if kinds and rules.flagged == "drop":
             return Screened(None, (*reasons, DROPPED))

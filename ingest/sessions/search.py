@@ -151,7 +151,8 @@ class Search:
         texts += [one.text for one in self._messages[: traces.SEARCHED] if one.role != "assistant"]
         left = traces.TEXT_SEARCHED
         for text in texts:
-            pieces = [piece for piece in pieces if piece not in text[:left]]
+            beginning = text[:left]
+            pieces = [piece for piece in pieces if piece not in beginning]
             left -= len(text)
             if 2 * len(pieces) <= PIECES:
                 return True
