@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     machine = results.machine()
     BENCH.mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=options.folder or BENCH))
+    parent = options.folder or BENCH
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=parent))
     found = Found()
     try:
         for name in options.part or PARTS:
