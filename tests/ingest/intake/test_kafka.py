@@ -120,7 +120,8 @@ def test_kafka_gives_to_the_next_consumer_what_the_last_one_did_not_commit(
     again = [one.payload for one in second.read(10)]
     second.close()
 
-    assert again == [one.payload for one in envelopes[4:]]
+    # Between two partitions the order may be another one the second time.
+    assert sorted(again) == sorted(one.payload for one in envelopes[4:])
 
 
 def test_kafka_that_is_away_is_a_bus_error_that_names_it() -> None:
