@@ -152,7 +152,20 @@ class Detectors:
                 found.append(match)
                 if len(found) > MAX_FOUND:
                     raise TooManyError(f"a text holds over {MAX_FOUND} values")
-        return _without_overlaps(found) if len(found) > 1 else found
+        return self.merged(found) if len(found) > 1 else found
+
+    def merged(self, found: Sequence[Found]) -> list[Found]:
+        """Return values in their order; those that overlap are one, of the kind named first."""
+        kept: list[Found] = []
+        rank = {one.kind: place for place, one in enumerate(self._detectors)}
+        for one in sorted(found, key=lambda one: (one.start, rank[one.kind], -one.end)):
+            if not kept or one.start >= kept[-1].end:
+                kept.append(one)
+            else:
+                last = kept[-1]
+                kind = min(one.kind, last.kind, key=rank.__getitem__)
+                kept[-1] = Found(kind, last.start, max(one.end, last.end))
+        return kept
 
     def kinds_in(self, text: bytes) -> list[str]:
         """Return the kinds of which the text holds a value. Raises: TooManyError."""
@@ -187,19 +200,6 @@ _BETWEEN = frozenset((b" ", b"-", b".", b"/", b"(", b")"))
 _GROUPED = frozenset((CARD, IBAN, PHONE))
 _NUMBERS = frozenset((CARD, SSN, PHONE))
 _JOINS = frozenset((b"-", b"_", b"/", b"#", b"."))
-
-
-def _without_overlaps(found: list[Found]) -> list[Found]:
-    kept: list[Found] = []
-    rank = {kind: place for place, kind in enumerate(dict.fromkeys(one.kind for one in found))}
-    for one in sorted(found, key=lambda one: (one.start, rank[one.kind], -one.end)):
-        if not kept or one.start >= kept[-1].end:
-            kept.append(one)
-        else:
-            last = kept[-1]
-            kind = min(one.kind, last.kind, key=rank.__getitem__)
-            kept[-1] = Found(kind, last.start, max(one.end, last.end))
-    return kept
 
 
 def _is_card(value: str) -> bool:

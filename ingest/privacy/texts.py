@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ingest.privacy import escapes
 from ingest.privacy.detectors import Detectors
 from ingest.privacy.searched import Searched
 
@@ -51,17 +52,30 @@ def kinds_in(
                 found += _unknown_parts(body, searched)
         except _NOT_JSON:
             found.append(_Part(b"", [], body))
-    left = _joined(found)
-    matches = detectors.may_match(left)
-    if searched is None:
-        return detectors.kinds_in(left) if matches else []
-    kept: list[_Part] = []
-    for part in found:
-        if matches and detectors.may_match(_joined([part])):
-            kept.append(part)
-        elif part.written:
-            searched.put(part.written)
-    return detectors.kinds_in(_joined(kept)) if kept else []
+    matches = _may_match(found, detectors)
+    kept = found if matches else []
+    if searched is not None:
+        kept = []
+        for part in found:
+            if matches and _may_match([part], detectors):
+                kept.append(part)
+            elif part.written:
+                searched.put(part.written)
+    return _kinds_in(kept, detectors) if kept else []
+
+
+def _may_match(parts: Sequence[_Part], detectors: Detectors) -> bool:
+    if detectors.may_match(_joined(parts)):
+        return True
+    undone = _undone(parts)
+    return bool(undone) and detectors.may_match(undone)
+
+
+def _kinds_in(parts: Sequence[_Part], detectors: Detectors) -> list[str]:
+    kinds = detectors.kinds_in(_joined(parts))
+    if undone := _undone(parts):
+        kinds += [kind for kind in detectors.kinds_in(undone) if kind not in kinds]
+    return kinds
 
 
 class _Part(NamedTuple):
@@ -79,6 +93,14 @@ def _joined(parts: Sequence[_Part]) -> bytes:
     texts = [text for part in parts for text in part.texts]
     bodies = [part.body for part in parts if part.body is not None]
     return BETWEEN.join((*bodies, BETWEEN.decode().join(texts).encode("utf-8", "surrogatepass")))
+
+
+def _undone(parts: Sequence[_Part]) -> bytes:
+    """Return those texts again that have escapes, with the escapes undone; mostly empty."""
+    found = [part.body for part in parts if part.body is not None]
+    for part in parts:
+        found += [one.encode("utf-8", "surrogatepass") for one in part.texts if "\\" in one]
+    return BETWEEN.join(one for text in found for one in escapes.levels(text))
 
 
 def _unknown_parts(body: bytes, searched: Searched) -> list[_Part]:
@@ -213,13 +235,14 @@ class Redaction:
         self._left -= len(data)
         if self._left < 0:
             raise TooLargeError("there is more text than privacy.max_bytes")
-        found = self._detectors.find(data)
+        found = escapes.find(self._detectors, data)
         if not found:
             return data
         parts: list[bytes] = []
         end = 0
         for one in found:
-            value = data[one.start : one.end].decode("utf-8", "replace")
+            # The value as others have it who do not escape it.
+            value = escapes.undone(data[one.start : one.end]).decode("utf-8", "replace")
             parts += [data[end : one.start], self._placeholder(one.kind, value).encode()]
             end = one.end
         self.replaced += len(found)
