@@ -80,7 +80,7 @@ def forget(
     """Remove what the target said.
 
     retire: give the traffic back to the newest champion that did not learn from it.
-    vacuum: rewrite a large SQLite file of an older version too.
+    vacuum: rewrite a large SQLite file too, when it may hold copies of old values.
     Raises: StoreError, OutboxError or OSError: run it again.
     """
     report = Report()

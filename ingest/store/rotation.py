@@ -5,8 +5,9 @@ written if nobody has changed them meanwhile. It keeps no place of its own: afte
 again and skips what has the first key. A value that cannot be decrypted stays as it is, is counted,
 and named by its key.
 
-In SQLite the old bytes are overwritten (`secure_delete`), and the log is emptied at the end. In
-PostgreSQL they stay in the dead rows until `VACUUM` has run.
+In SQLite the old bytes are overwritten (`secure_delete`), but SQLite leaves copies of rows that it
+moves to other pages, so the file is rewritten at the end, and the log is emptied. In PostgreSQL
+the old bytes stay in the dead rows until `VACUUM` has run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ingest.store.log_file import WAIT_S, empty_log
 from ingest.store.sealed_answers import seal_answer
 from sidecar.store.contents import answer_place, reply_place
 from sidecar.store.database import Database
+from sidecar.store.disk.traces import mark_replaced, rewrite
 from sidecar.store.frames import HEAD_BYTES, decoded_bytes, decoded_ids
 from sidecar.store.keyring import (
     BUS,
@@ -154,6 +156,8 @@ class Rotated:
     """Those that stayed as they are, by the reason."""
     log_emptied: bool = True
     """False: SQLite's log still holds pages as they were before, because somebody was reading."""
+    not_rewritten_mb: int = 0
+    """Size of a SQLite file that may hold copies of old values and was not rewritten; or 0."""
 
 
 def rotate(
@@ -161,11 +165,13 @@ def rotate(
     *,
     on_step: Callable[[Rotated], None] = lambda _: None,
     log_wait_s: float = WAIT_S,
+    large_too: bool = False,
 ) -> Rotated:
     """Encrypt all that a store says with the first key of its keyring.
 
     on_step: called after each write transaction.
     log_wait_s: how long it waits at the end for those who keep SQLite's log from being emptied.
+    large_too: rewrite a SQLite file over 256 MiB too; writers wait meanwhile.
     Raises: ValueError when there is no key; StoreError, and then it may be run again.
     """
     if not database.keyring:
@@ -175,6 +181,8 @@ def rotate(
         _rotate_table(database, table, done, on_step)
     _rotate_lists(database, BestOfScoreRow, "exchange_id", "explanations", done, on_step)
     _rotate_lists(database, GateComparisonRow, "comparison_id", "answers", done, on_step)
+    if database.engine.dialect.name == "sqlite":
+        done.not_rewritten_mb = rewrite(database, large_too=large_too)
     done.log_emptied = empty_log(database, wait_s=log_wait_s)
     return done
 
@@ -382,3 +390,4 @@ def _again(keyring: Keyring, stored: str, place: bytes) -> str:
 def _overwrite_what_goes(session: Session) -> None:
     if session.get_bind().dialect.name == "sqlite":
         session.execute(text("PRAGMA secure_delete = ON"))
+        mark_replaced(session)

@@ -32,7 +32,7 @@ def forget(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     vacuum: Annotated[
-        bool, typer.Option("--vacuum", help="rewrite a large file of an older version too")
+        bool, typer.Option("--vacuum", help="rewrite a large file too; writers wait meanwhile")
     ] = False,
     output: Output = "text",
 ) -> None:

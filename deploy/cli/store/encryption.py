@@ -64,7 +64,16 @@ def _put_first(path: Path, line: str) -> None:
 
 
 @store_app.command("rotate-key")
-def rotate_key(context: typer.Context, output: Output = "text") -> None:
+def rotate_key(
+    context: typer.Context,
+    output: Output = "text",
+    vacuum: Annotated[
+        bool,
+        typer.Option(
+            "--vacuum", help="rewrite a SQLite file over 256 MB too; writers wait meanwhile"
+        ),
+    ] = False,
+) -> None:
     """Encrypt with the first key all that is not yet; the processes may run meanwhile."""
     from ingest.store.rotation import rotate
     from sidecar.settings import open_keyring
@@ -78,7 +87,7 @@ def rotate_key(context: typer.Context, output: Output = "text") -> None:
         raise typer.Exit(1)
     with closing(Database(store.url, keyring)) as database:
         database.upgrade_if_behind()
-        done = rotate(database)
+        done = rotate(database, large_too=vacuum)
     left = sum(done.unreadable.values())
     found: dict[str, object] = {
         "key": keyring.first,
@@ -86,6 +95,7 @@ def rotate_key(context: typer.Context, output: Output = "text") -> None:
         "already": done.already,
     }
     found |= {"left_as_they_are": left, "log_emptied": done.log_emptied}
+    found["file_rewritten"] = not done.not_rewritten_mb
     print_found(found, output)
     for why, number in done.unreadable.most_common():
         note(f"{number} values stay as they are: {why}")
@@ -95,5 +105,10 @@ def rotate_key(context: typer.Context, output: Output = "text") -> None:
             "process was reading or writing. End long reads (an export, a backup, an open sqlite3 "
             "shell), then run `sidecar store rotate-key` again"
         )
-    if left or not done.log_emptied:
+    if done.not_rewritten_mb:
+        note(
+            f"the store's file of {done.not_rewritten_mb} MB may hold copies of old values: run "
+            "`sidecar store rotate-key --vacuum`; writers wait meanwhile"
+        )
+    if left or not done.log_emptied or done.not_rewritten_mb:
         raise typer.Exit(1)

@@ -1,8 +1,9 @@
-"""Leave no byte of deleted rows in the files of a SQLite store.
+"""Leave no byte of deleted rows, or of replaced values, in the files of a SQLite store.
 
 Every connection overwrites what it deletes (`secure_delete`, `sidecar.store.engines`), so what is
-left to do is to empty the log. A file that an older version has written holds what that one
-deleted; it is rewritten once (VACUUM), while writers wait.
+left to do is to empty the log. The file is rewritten (VACUUM), while writers wait, when it was
+written by an older version, which left what it deleted, and after values grew in place
+(`mark_replaced`): SQLite then moves rows to other pages and leaves copies between the rows.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import sqlite3
 import time
 from contextlib import closing
 
+from sqlalchemy import delete
+from sqlalchemy.orm import Session
+
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, get_flag, set_flag
 from sidecar.store.disk.write_ahead import empty_log
+from sidecar.store.models import FlagRow
 
 FLAG = "overwrites_deleted"
-"""Set in a store to which every writer has overwritten what it deleted."""
+"""Set in a store to which every writer has overwritten what it deleted, since it was rewritten."""
 REWRITTEN_BYTES = 256 * 2**20
 """A larger file is rewritten only when it is asked for: writers wait for it."""
 
@@ -34,27 +39,47 @@ def remove_traces(database: Database, *, large_too: bool = False) -> str:
             "gate_comparison, judge_call, signal` to have the "
             "space used again, `VACUUM FULL` to have it overwritten by the file system"
         )
+    megabytes = rewrite(database, large_too=large_too)
+    if megabytes:
+        return (
+            f"its file of {megabytes} MB may hold what was deleted or replaced: run this again "
+            "with --vacuum; writers wait meanwhile"
+        )
+    raw = database.engine.raw_connection()
+    with closing(raw):
+        connection = raw.driver_connection
+        assert isinstance(connection, sqlite3.Connection)
+        emptied = empty_log(connection)
+    return "" if emptied else "its -wal file is in use by a reader: run this again"
+
+
+def mark_replaced(session: Session) -> None:
+    """Note that values were replaced by longer ones: `rewrite` has to rewrite the file."""
+    session.execute(delete(FlagRow).where(FlagRow.name == FLAG))
+
+
+def rewrite(database: Database, *, large_too: bool = False) -> int:
+    """Rewrite the file of a SQLite store when copies of old values may be in it.
+
+    The log is not emptied. large_too: as in `remove_traces`.
+    Returns: 0; or the size in MB of a file that was too large and is left as it is.
+    Raises: StoreError when others keep it from being rewritten.
+    """
     with database.read() as session:
-        is_clean = get_flag(session, FLAG) is not None
+        if get_flag(session, FLAG) is not None:
+            return 0
     raw = database.engine.raw_connection()
     with closing(raw):
         connection = raw.driver_connection
         assert isinstance(connection, sqlite3.Connection)
         used = connection.execute("PRAGMA page_count").fetchone()[0]
-        size = used * connection.execute("PRAGMA page_size").fetchone()[0]
-        if not is_clean and (large_too or size <= REWRITTEN_BYTES):
-            try:
-                connection.execute("VACUUM")
-            except sqlite3.Error as error:
-                raise StoreError(f"the store cannot be rewritten: {error}; try again") from error
-            is_clean = True
-        emptied = empty_log(connection)
-    if is_clean:
-        with database.write() as session:
-            set_flag(session, FLAG, "1", now=time.time())
-    if not is_clean:
-        return (
-            f"its file of {size // 10**6} MB was written by an older version, which did not "
-            "overwrite what it deleted: run this again with --vacuum; writers wait meanwhile"
-        )
-    return "" if emptied else "its -wal file is in use by a reader: run this again"
+        size: int = used * connection.execute("PRAGMA page_size").fetchone()[0]
+        if size > REWRITTEN_BYTES and not large_too:
+            return max(1, size // 10**6)
+        try:
+            connection.execute("VACUUM")
+        except sqlite3.Error as error:
+            raise StoreError(f"the store cannot be rewritten: {error}; try again") from error
+    with database.write() as session:
+        set_flag(session, FLAG, "1", now=time.time())
+    return 0

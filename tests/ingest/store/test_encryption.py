@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import zlib
@@ -39,6 +40,7 @@ from ingest.store.rotation import rotate
 from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange
 from sidecar.store.database import Database
+from sidecar.store.disk import traces
 from sidecar.store.keyring import Keyring
 from sidecar.store.models import ChoiceRow, ExchangeRow, JudgeCallRow
 from support.ingest_kit import Kit
@@ -265,6 +267,36 @@ def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_
     assert MARK.encode() not in files(tmp_path)
 
 
+def leave_a_copy(plain: Database) -> Path:
+    """Leave bytes outside of all rows, as SQLite does when it moves a row to another page."""
+    path = Path(plain.url.removeprefix("sqlite:///"))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA secure_delete=OFF")
+        connection.execute("INSERT INTO flag VALUES ('x', ?, 1)", ("left-copy" * 1_000,))
+        connection.execute("DELETE FROM flag WHERE name = 'x'")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path
+
+
+def test_copies_of_old_values_outside_of_rows_are_gone_too(
+    new_store: NewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = new_store()
+    fill(plain, "a")
+    plain.close()
+    path = leave_a_copy(plain)
+    with closing(keyed(plain, NEW)) as database:
+        monkeypatch.setattr(traces, "REWRITTEN_BYTES", 0)
+        assert rotate(database).not_rewritten_mb > 0
+        assert b"left-copy" in files(path.parent)
+        # Nothing is left to encrypt; that the file is to be rewritten is known from the first run.
+        assert rotate(database, large_too=True).not_rewritten_mb == 0
+
+    assert b"left-copy" not in files(path.parent)
+    with closing(keyed(plain, NEW)) as database:
+        check(database, "a")
+
+
 def test_a_missing_key_costs_its_values_alone(new_store: NewStore) -> None:
     plain = new_store()
     with closing(keyed(plain, OLD)) as database:
@@ -284,6 +316,7 @@ KILLED = """
 import os, signal, sys
 from ingest.store.rotation import rotate
 from sidecar.store.database import Database
+from sidecar.store.disk import traces
 from sidecar.store.keyring import Keyring
 import ingest.store.rotation as rotation
 rotation.WRITTEN_ROWS = 3
