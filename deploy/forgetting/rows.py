@@ -43,7 +43,7 @@ class Found:
     session_id: str
     trace_id: str
     stored_bytes: int
-    """Of its content, about."""
+    """Size of its content, about."""
 
 
 def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:

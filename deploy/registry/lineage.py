@@ -45,7 +45,7 @@ class LineageGroup:
     content: str = "stored"
     """`stored`, or why its content is gone: `expired` (retention), `forgotten`."""
     content_digest: str = ""
-    """Of prompt and answers whose content is gone; empty: not known."""
+    """Digest of prompt and answers whose content is gone; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ class Consumed:
     feedback: int = 0
     """Feedback and outcomes, whatever became of them (`ingest.feedback.placing`)."""
     dropped: int = 0
-    """By the privacy policy of the project."""
+    """Records that the privacy policy of their project dropped."""
     forgotten: int = 0
-    """Of a user, a session or an exchange that `sidecar forget` was told."""
+    """Records of a user, a session or an exchange that `sidecar forget` removed."""
     decided: int = 0
     """Exchanges that selection decided, of those stored."""
 

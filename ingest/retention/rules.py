@@ -30,7 +30,7 @@ class Held:
     exchange_id: str
     stored_at: float
     stored_bytes: int
-    """Of its content, about."""
+    """Size of its content, about."""
     group_status: str | None
     """None: it has no group."""
 

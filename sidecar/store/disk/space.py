@@ -37,9 +37,9 @@ class Space:
     """Bytes of a store."""
 
     used: int
-    """Of SQLite: the pages that hold something. Of PostgreSQL: the large columns, as stored."""
+    """SQLite: pages that hold something. PostgreSQL: the large columns, as stored."""
     free: int
-    """Of SQLite: pages that hold nothing. Of PostgreSQL: not known, 0."""
+    """SQLite: pages that hold nothing. PostgreSQL: not known, 0."""
 
 
 def space_of(session: Session) -> Space:

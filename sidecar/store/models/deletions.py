@@ -31,7 +31,7 @@ class GroupDigestRow(Base):
     user_digest: Mapped[str] = mapped_column(String(64))
     """"": the request named no user."""
     content_digest: Mapped[str] = mapped_column(String(64))
-    """Of the prompt and the answers; "": they could not be read."""
+    """Digest of the prompt and the answers; "": they could not be read."""
     adapter: Mapped[str] = mapped_column(String(255))
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
@@ -40,7 +40,7 @@ class GroupDigestRow(Base):
     rubric_hash: Mapped[str | None] = mapped_column(String(64))
     deleted_at: Mapped[float]
     forgotten: Mapped[bool]
-    """By `sidecar forget`; else by retention."""
+    """True: `sidecar forget` deleted it. False: retention did."""
 
 
 class ForgottenRow(Base):
@@ -50,7 +50,7 @@ class ForgottenRow(Base):
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)
     """user | session | session_key | exchange"""
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """Of kind and name; the name itself is not stored."""
+    """Digest of kind and name; the name itself is not stored."""
     at: Mapped[float]
     until: Mapped[float | None]
     """Records of requests that arrived later are taken again; null: none is."""
