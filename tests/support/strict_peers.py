@@ -203,8 +203,15 @@ class StrictVllm(ScriptedServer[Seen]):
                 raise ConnectionAbortedError(step)
 
 
-def own_sockets() -> list[socket.socket]:
-    """Duplicates of all connected TCP sockets of this process: the relay's, the fake's, ours."""
+Ends = tuple[object, object]
+"""Addresses of a connected socket: its own and its peer's."""
+
+
+def own_sockets() -> list[tuple[Ends, socket.socket]]:
+    """Duplicates of all connected TCP sockets of this process: the relay's, the fake's, ours.
+
+    The addresses are read once: a connection may end at any moment.
+    """
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -213,27 +220,29 @@ def own_sockets() -> list[socket.socket]:
             sock = socket.socket(fileno=os.dup(int(name)))
         except OSError:  # closed meanwhile
             continue
-        if sock.family in (socket.AF_INET, socket.AF_INET6) and _connected(sock):
-            found.append(sock)
-        else:
+        ends = _ends(sock)
+        if ends is None:
             sock.close()
+        else:
+            found.append((ends, sock))
     return found
 
 
-def _connected(sock: socket.socket) -> bool:
+def _ends(sock: socket.socket) -> Ends | None:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
     try:
-        sock.getpeername()
-    except OSError:
-        return False
-    return True
+        return sock.getsockname(), sock.getpeername()
+    except OSError:  # not connected
+        return None
 
 
 def other_end(writer: asyncio.StreamWriter) -> socket.socket:
     """The socket that the relay holds of this connection. Raises LookupError."""
     here, there = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
     found = None
-    for sock in own_sockets():
-        if found is None and (sock.getsockname(), sock.getpeername()) == (there, here):
+    for ends, sock in own_sockets():
+        if found is None and ends == (there, here):
             found = sock
         else:
             sock.close()
