@@ -25,7 +25,7 @@ from ingest.store.sealed_answers import seal_answer
 from sidecar.store.contents import answer_place, reply_place
 from sidecar.store.database import Database
 from sidecar.store.disk.traces import mark_replaced, rewrite
-from sidecar.store.frames import HEAD_BYTES, decoded_bytes, decoded_ids
+from sidecar.store.frames import HEAD_BYTES, decoded_ids, exact_bytes
 from sidecar.store.keyring import (
     BUS,
     TEXT_MARK,
@@ -53,7 +53,7 @@ WRITTEN_BYTES: Final = 256 * 1024
 WRITTEN_ROWS: Final = 25
 """Rows of one: with `WRITTEN_BYTES`, milliseconds of the write lock (docs/log.md, 2026-11-22)."""
 Place = Callable[[Any], bytes]  # Any: a row
-Size = Callable[[bytes, int], int]
+Size = Callable[[bytes], int]
 
 
 class _Column(NamedTuple):
@@ -62,7 +62,7 @@ class _Column(NamedTuple):
     name: str
     place: Place
     size: Size | None = None
-    """Length of a value once it is decoded, from its head and its stored length; None: a text."""
+    """Length of a value once it is decoded, from its bytes without encryption; None: a text."""
 
 
 class _Table(NamedTuple):
@@ -74,8 +74,8 @@ class _Table(NamedTuple):
     columns: tuple[_Column, ...]
 
 
-def _plain(_head: bytes, length: int) -> int:
-    return length
+def _ids_bytes(value: bytes) -> int:
+    return decoded_ids(value[:HEAD_BYTES], len(value))
 
 
 TABLES: Final = (
@@ -87,12 +87,12 @@ TABLES: Final = (
             _Column(
                 "request_body",
                 lambda row: place_in("exchange", "request_body", row.exchange_id),
-                decoded_bytes,
+                exact_bytes,
             ),
             _Column(
                 "prompt_token_ids",
                 lambda row: place_in("exchange", "prompt_token_ids", row.exchange_id),
-                decoded_ids,
+                _ids_bytes,
             ),
         ),
     ),
@@ -104,12 +104,12 @@ TABLES: Final = (
             _Column(
                 "message_body",
                 lambda row: reply_place(row.exchange_id, row.index, "message_body"),
-                decoded_bytes,
+                exact_bytes,
             ),
             _Column(
                 "token_ids",
                 lambda row: reply_place(row.exchange_id, row.index, "token_ids"),
-                decoded_ids,
+                _ids_bytes,
             ),
         ),
     ),
@@ -121,12 +121,12 @@ TABLES: Final = (
             _Column(
                 "message_body",
                 lambda row: answer_place(row.group_id, row.index, "message_body"),
-                decoded_bytes,
+                exact_bytes,
             ),
             _Column(
                 "token_ids",
                 lambda row: answer_place(row.group_id, row.index, "token_ids"),
-                decoded_ids,
+                _ids_bytes,
             ),
             _Column(
                 "explanation", lambda row: answer_place(row.group_id, row.index, "explanation")
@@ -139,7 +139,7 @@ TABLES: Final = (
         ("group_id",),
         (_Column("reply", lambda row: place_in("judge_call", "reply", row.group_id)),),
     ),
-    _Table(DeadLetterRow, ("seq",), (), (_Column("payload", lambda _: BUS, _plain),)),
+    _Table(DeadLetterRow, ("seq",), (), (_Column("payload", lambda _: BUS, len),)),
 )
 """Tables whose values stand alone in a column."""
 
@@ -311,8 +311,8 @@ def _encrypted(
             if size is None:
                 new[name] = keyring.seal_text(keyring.open_text(stored, place), place)
             else:
-                length = size(stored[:HEAD_BYTES], len(stored))
-                new[name] = keyring.seal(keyring.open(stored, place), place, size=length)
+                value = keyring.open(stored, place)
+                new[name] = keyring.seal(value, place, size=size(value))
         except (ValueError, TypeError) as error:
             done.unreadable[str(error)] += 1
     return new

@@ -36,6 +36,8 @@ _ORDINARY_BYTES = 32 * 1024
 """Up to here zstd's own choice of parameters finds what value and base share, and is faster."""
 _MOST_INFLATED = 1_032
 """Bytes that a byte of a zlib stream becomes at most, by zlib's documentation."""
+_PIECE_BYTES = 1024 * 1024
+"""Bytes of a value that `exact_bytes` holds at once."""
 _UNKNOWN = zstandard.CONTENTSIZE_UNKNOWN
 
 
@@ -144,6 +146,24 @@ def decoded_bytes(head: bytes, stored_bytes: int) -> int:
         return content_bytes(head)
     except ValueError:
         return stored_bytes
+
+
+def exact_bytes(stored: bytes) -> int:
+    """Return how long a body is, whose zlib stream is read for it. A damaged one: as it is stored.
+
+    stored: not encrypted.
+    """
+    if stored[:4] == MAGIC:
+        return decoded_bytes(stored[:HEAD_BYTES], len(stored))
+    stream = zlib.decompressobj()
+    total, left = 0, stored
+    try:
+        while not stream.eof and left:
+            total += len(stream.decompress(left, _PIECE_BYTES))
+            left = stream.unconsumed_tail
+    except zlib.error:
+        return len(stored)
+    return total if stream.eof else len(stored)
 
 
 def _inflate(stored: bytes, limit: int) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sqlalchemy import delete, func, select, text
 
 from ingest.best_of.store import BestOfScores, load_scores, save_scores
@@ -41,7 +42,7 @@ from sidecar.capture.outbox import Outbox, OutboxReader
 from sidecar.records import Exchange
 from sidecar.store.database import Database
 from sidecar.store.disk import traces
-from sidecar.store.keyring import Keyring
+from sidecar.store.keyring import Keyring, sealed_size
 from sidecar.store.models import ChoiceRow, ExchangeRow, JudgeCallRow
 from support.ingest_kit import Kit
 from support.stores import NewStore
@@ -267,6 +268,26 @@ def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_
     assert MARK.encode() not in files(tmp_path)
 
 
+@pytest.mark.both_stores
+def test_the_length_beside_a_value_is_that_of_its_text(new_store: NewStore) -> None:
+    plain = new_store()
+    long = Kit.exchange("a", choices=(Kit.choice("z" * 300_000),))
+    Kit(plain).store(long)
+    with closing(keyed(plain, OLD)) as database:
+        assert not rotate(database).unreadable
+    with closing(keyed(plain, NEW | OLD)) as database:
+        assert not rotate(database).unreadable
+        with database.read() as session:
+            sealed = session.scalars(select(ChoiceRow.message_body)).one()
+
+    assert sealed_size(sealed) == len(long.choices[0].message)
+    # As docs/privacy.md says it, without our code.
+    end = 9 + sealed[8] + 12
+    place = "\x1f".join(("choice", "message_body", "a", "0")).encode()
+    body = AESGCM(NEW["new"]).decrypt(sealed[end - 12 : end], sealed[end:], sealed[:end] + place)
+    assert zlib.decompress(body) == long.choices[0].message
+
+
 def leave_a_copy(plain: Database) -> Path:
     """Leave bytes outside of all rows, as SQLite does when it moves a row to another page."""
     path = Path(plain.url.removeprefix("sqlite:///"))
@@ -317,7 +338,7 @@ import os, signal, sys
 from ingest.store.rotation import rotate
 from sidecar.store.database import Database
 from sidecar.store.disk import traces
-from sidecar.store.keyring import Keyring
+from sidecar.store.keyring import Keyring, sealed_size
 import ingest.store.rotation as rotation
 rotation.WRITTEN_ROWS = 3
 steps = 0
