@@ -12,7 +12,7 @@ from sidecar.settings.kinds import Between
 from sidecar.settings.section import Section
 
 SECRET, EMAIL, PHONE, CARD, IBAN, SSN = "SECRET", "EMAIL", "PHONE", "CREDIT_CARD", "IBAN", "US_SSN"
-BUILT_IN = (SECRET, EMAIL, PHONE, CARD, IBAN, SSN)
+BUILT_IN = (SECRET, EMAIL, PHONE, IBAN, CARD, SSN)  # a card number may stand within an IBAN
 MAX_PATTERN = 1_000
 """Characters of a pattern."""
 MAX_PATTERNS = 64

@@ -118,6 +118,10 @@ def test_of_two_that_overlap_the_first_kind_covers_both() -> None:
     assert found("https://u:pw@example.com/") == [("SECRET", "://u:pw@example.com")]
 
 
+def test_a_card_number_within_an_iban_is_a_part_of_the_iban() -> None:
+    assert found("DE83 4111 1111 1111 1111 22") == [("IBAN", "DE83 4111 1111 1111 1111 22")]
+
+
 def test_own_patterns_are_kinds_like_the_others() -> None:
     own = Detectors(("ORDER",), {"ORDER": r"\bORD-\d{4}\b"})
     assert [one.kind for one in own.find(b"ORD-1234 and ORD-12345")] == ["ORDER"]
