@@ -41,7 +41,7 @@ from sidecar.capture.outbox_removal import remove_records
 from sidecar.forwarding.dead_letters import FILE as DEAD_LETTERS
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
-from sidecar.store.disk.traces import remove_traces
+from sidecar.store.disk.traces import mark_replaced, remove_traces
 
 PASSES = 3
 """Times that the store is looked through at most: a record may have been stored meanwhile."""
@@ -118,6 +118,9 @@ def forget(
         report.rolled_back_to = None if done is None else done.after
     remove_feedback(database, target, told)  # what came meanwhile
     report.dead_letters = remove_dead_letters(database, wanted)
+    if report.exchanges:
+        with database.write() as session:
+            mark_replaced(session)  # deletes too leave copies of rows that SQLite moved before
     why = remove_traces(database, large_too=vacuum)
     if why:
         report.traces.append(f"store: {why}")

@@ -661,6 +661,23 @@ def test_the_file_of_an_older_version_is_rewritten(
     assert files_with_the_marker(path.parent) == set()
 
 
+def test_copies_that_sqlite_left_of_moved_rows_go_too(
+    kit: Kit, settings: Settings, store_kind: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("of SQLite's files")
+    kit.store(marked(kit, "a", 0))
+    path = Path(kit.database.url.removeprefix("sqlite:///"))
+    with closing(sqlite3.connect(path, isolation_level=None)) as moved:
+        moved.execute("PRAGMA secure_delete=OFF")
+        moved.execute("INSERT INTO flag VALUES ('x', ?, 1)", (MARKER * 1_000,))
+        moved.execute("DELETE FROM flag WHERE name = 'x'")
+
+    assert do(kit, settings, "user", USER).traces == []
+
+    assert files_with_the_marker(path.parent) == set()
+
+
 def test_what_a_user_told_of_others_goes_too(kit: Kit, settings: Settings) -> None:
     with kit.database.write() as session:
         save_feedback(
