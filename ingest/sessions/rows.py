@@ -175,13 +175,15 @@ def _continued(
     if not _same(prompt, row.ids, 0, first.start):
         return None, RowLink(row=row.number, shared=0)
     link = RowLink(row=row.number, shared=first.start)
+    free: tuple[int, _Row] | None = None
+    # The longest choice: another one may be a beginning of it, or have no ids.
     for row, answer in parent:
         if _same(prompt, row.ids, answer.start, answer.stop):
-            if answer.stop == len(row.ids):
-                return row, None
             if link.shared < answer.stop:
                 link = RowLink(row=row.number, shared=answer.stop)
-    return None, link
+            if answer.stop == len(row.ids) and (free is None or free[0] < answer.stop):
+                free = answer.stop, row
+    return (None, link) if free is None else (free[1], None)
 
 
 def _same(one: array[int], other: array[int], start: int, stop: int) -> bool:

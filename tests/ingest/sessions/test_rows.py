@@ -139,6 +139,14 @@ def test_an_answer_that_cannot_be_trained_on_is_context(context: TokenTurn) -> N
     assert [(one.start, one.stop) for one in found[0].answers] == [(1, 2), (3, 4)]
 
 
+@pytest.mark.parametrize("shorter", [(), (2,)])
+def test_of_choices_that_begin_each_other_the_longest_goes_on(shorter: tuple[int, ...]) -> None:
+    choices = (answer(*shorter), answer(2, 3, index=1))
+    found = join_rows([turn("a", None, [1], *choices), turn("b", "a", [1, 2, 3, 4], answer(5))])
+
+    assert [shape(row)[0] for row in found] == [[1, *shorter], [1, 2, 3, 4, 5]]
+
+
 def test_an_answer_without_ids_is_read_from_the_next_prompt() -> None:
     found = join_rows([turn("a", None, [1], answer()), turn("b", "a", [1, 2, 3], answer(4))])
 
