@@ -203,8 +203,8 @@ class StrictVllm(ScriptedServer[Seen]):
                 raise ConnectionAbortedError(step)
 
 
-Ends = tuple[object, object]
-"""Addresses of a connected socket: its own and its peer's."""
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""Addresses of a connected socket: its own and its peer's, as (host, port)."""
 
 
 def own_sockets() -> list[tuple[Ends, socket.socket]]:
@@ -232,14 +232,14 @@ def _ends(sock: socket.socket) -> Ends | None:
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
-        return sock.getsockname(), sock.getpeername()
+        return sock.getsockname()[:2], sock.getpeername()[:2]
     except OSError:  # not connected
         return None
 
 
 def other_end(writer: asyncio.StreamWriter) -> socket.socket:
     """The socket that the relay holds of this connection. Raises LookupError."""
-    here, there = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
+    here, there = (writer.get_extra_info(name)[:2] for name in ("sockname", "peername"))
     found = None
     for ends, sock in own_sockets():
         if found is None and ends == (there, here):

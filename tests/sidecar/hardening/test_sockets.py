@@ -26,13 +26,13 @@ async def test_small_pieces_are_sent_at_once_on_both_sides(
             await asyncio.sleep(0.001)
 
     sockets = tools.own_sockets()
-    to_clients = [sock for sock in sockets if sock.getsockname()[1] == running.port]
-    to_vllm = [sock for sock in sockets if sock.getpeername()[1] == fake_vllm.port]
+    to_clients = [sock for ((_, port), _), sock in sockets if port == running.port]
+    to_vllm = [sock for (_, (_, port)), sock in sockets if port == fake_vllm.port]
 
     asked = [(item, socket.IPPROTO_TCP, socket.TCP_NODELAY) for item in to_clients + to_vllm]
     assert [item.getsockopt(level, name) != 0 for item, level, name in asked] == [True] * len(asked)
     assert (len(to_clients), len(to_vllm)) >= (1, 1)
-    for sock in sockets:
+    for _, sock in sockets:
         sock.close()
     go_on.set()
     assert (await client.hear()).status == 200
@@ -55,8 +55,8 @@ async def test_no_connection_is_left_behind(
     async with asyncio.timeout(60):
         while True:
             sockets = tools.own_sockets()
-            held = [item for item in sockets if item.getsockname()[1] == running.port]
-            for sock in sockets:
+            held = [port for ((_, port), _), _ in sockets if port == running.port]
+            for _, sock in sockets:
                 sock.close()
             if not held:
                 break
