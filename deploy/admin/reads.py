@@ -280,17 +280,9 @@ def _dead_letters(session: Session) -> int:
 
 def _bus(session: Session) -> BusOut | None:
     state = read_state(session)
-    return None if state is None else BusOut(lag=state.lag, error=state.error, at=state.at)
+    return None if state is None else BusOut.model_validate(state)
 
 
 def _retention(session: Session) -> RetentionOut | None:
     state = read_retention(session)
-    if state is None:
-        return None
-    return RetentionOut(
-        at=state.at,
-        used_bytes=state.used_bytes,
-        free_bytes=state.free_bytes,
-        max_bytes=state.max_bytes,
-        oldest_at=state.oldest_at,
-    )
+    return None if state is None else RetentionOut.model_validate(state)

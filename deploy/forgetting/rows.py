@@ -70,7 +70,11 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         if not rows:
             return
         after = rows[-1].seq
-        yield [Found(*row) for row in rows]
+        # A damaged size, or none, counts as nothing.
+        yield [
+            Found(*named, size if isinstance(size, int) else 0)  # in the order of the columns
+            for *named, size in rows
+        ]
 
 
 def _is_of(target: Target) -> ColumnElement[bool]:
@@ -113,8 +117,7 @@ def mark_digests(session: Session, target: Target) -> list[str]:
         .execution_options(synchronize_session=False)
     ).all()
     runs: set[str] = set()
-    for start in range(0, len(rows), PAGE):
-        page = rows[start : start + PAGE]
+    for page in _pages(rows):
         found = select(GroupDigestRow.run_id).where(
             GroupDigestRow.group_id.in_(page), GroupDigestRow.status == "trained"
         )
@@ -132,8 +135,7 @@ def learners_of(session: Session, run_ids: Sequence[str]) -> list[str]:
         )
     ).all()
     made: set[str] = set()
-    for start in range(0, len(run_ids), PAGE):
-        page = run_ids[start : start + PAGE]
+    for page in _pages(run_ids):
         # Of a run that came to weights which were known, the adapter that has them.
         made.update(
             name

@@ -9,7 +9,7 @@ a crash the command is run again, and does what is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from deploy.forgetting.retire import retire as retire_adapters
 from deploy.forgetting.rows import (
     ACTOR,
     STAGE,
-    Found,
     end_runs,
     exchanges_of,
     learners_of,
@@ -33,7 +32,7 @@ from deploy.forgetting.target import Target, Wanted
 from deploy.registry import audit
 from ingest.grouping.selection import group_id_of
 from ingest.retention.deletion import delete_exchanges
-from ingest.retention.rules import Held, chunks
+from ingest.retention.rules import chunks
 from ingest.retention.sweep import BYTES, ROWS
 from ingest.store.forgotten import SKEW_S, name_digest, save_forgotten
 from sidecar.capture.outbox import outbox_path
@@ -97,7 +96,7 @@ def forget(
     for _ in range(PASSES):
         gone = 0
         for page in exchanges_of(database, target):
-            for names in _chunks(page):
+            for names in chunks(page, rows=ROWS, limit_bytes=BYTES):
                 deleted = delete_exchanges(
                     database, names, why="forgotten", now=now, release=release
                 )
@@ -137,20 +136,6 @@ def _locked(wanted: Wanted, exchanges: set[str]) -> Iterator[str]:
             f"{len(exchanges)} exchanges stay: others are stored as a difference from them, and "
             "are encrypted with a key that is missing; add it to store.encryption_key_file"
         )
-
-
-def _chunks(page: Sequence[Found]) -> list[list[str]]:
-    held = [
-        Held(
-            seq=one.seq,
-            exchange_id=one.exchange_id,
-            stored_at=0.0,
-            stored_bytes=one.stored_bytes if isinstance(one.stored_bytes, int) else 0,
-            group_status=None,
-        )
-        for one in page
-    ]
-    return chunks(held, rows=ROWS, limit_bytes=BYTES)
 
 
 def _remember(

@@ -250,15 +250,11 @@ def _store(
         unseen = _not_stored(session, records)
         arrived = [one.stored for one in unseen if one.stored is not None]
         gone = forgotten_of(session, arrived, now=now)
-        new = (
-            [
-                one
-                for one in unseen
-                if one.stored is None or one.stored.exchange.exchange_id not in gone
-            ]
-            if gone
-            else unseen
-        )
+        new = [
+            one
+            for one in unseen
+            if one.stored is None or one.stored.exchange.exchange_id not in gone
+        ]
         insert_exchanges(session, [record.rows for record in new if record.rows is not None])
         _tell(session, new, signals)
         conflicts = save_feedback(session, feedback, now=now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ingest.store.groups import CLAIMED
 
@@ -20,6 +21,18 @@ class Ages:
         """No exchange goes by its age before this."""
         known = [age for age in (self.exchanges_s, self.groups_s) if age is not None]
         return min(known) if known else None
+
+
+class Sized(Protocol):
+    """An exchange that is to be deleted."""
+
+    @property
+    def exchange_id(self) -> str: ...
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of its content, about."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +71,7 @@ def next_to_go(
     return chosen, bool(held and youngest_s is not None and held[-1].stored_at < now - youngest_s)
 
 
-def chunks(chosen: Sequence[Held], *, rows: int, limit_bytes: int) -> list[list[str]]:
+def chunks(chosen: Sequence[Sized], *, rows: int, limit_bytes: int) -> list[list[str]]:
     """Divide exchanges so that one transaction deletes a bounded number of rows and bytes."""
     found: list[list[str]] = []
     size = 0
