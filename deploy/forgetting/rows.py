@@ -72,8 +72,8 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         after = rows[-1].seq
         # A damaged size, or none, counts as nothing.
         yield [
-            Found(*named, size if isinstance(size, int) else 0)  # in the order of the columns
-            for *named, size in rows
+            Found(seq, name, key, session_id, trace_id, size if isinstance(size, int) else 0)
+            for seq, name, key, session_id, trace_id, size in rows
         ]
 
 
