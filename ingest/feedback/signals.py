@@ -57,7 +57,6 @@ class Turn:
 
     exchange_id: str
     session_id: str
-    parent: str | None
     began_at: float
     ended_at: float
     answered: bool
@@ -71,7 +70,7 @@ class Turn:
     """The last message, if a user wrote it."""
 
 
-def turn_of(exchange: Exchange, *, session_id: str, parent: str | None) -> Turn:
+def turn_of(exchange: Exchange, *, session_id: str) -> Turn:
     """Read an exchange as the rules need it."""
     messages = arrival_of(exchange).conversation.messages
     links = chain(b"", messages)
@@ -79,7 +78,6 @@ def turn_of(exchange: Exchange, *, session_id: str, parent: str | None) -> Turn:
     return Turn(
         exchange_id=exchange.exchange_id,
         session_id=session_id,
-        parent=parent,
         began_at=exchange.timings.started_at,
         ended_at=exchange.timings.started_at + exchange.timings.total_s,
         answered=exchange.outcome == "ok" and exchange.status == 200 and bool(exchange.choices),
@@ -90,9 +88,10 @@ def turn_of(exchange: Exchange, *, session_id: str, parent: str | None) -> Turn:
     )
 
 
-def between(siblings: Sequence[Turn]) -> list[Signal]:
+def between(siblings: Sequence[Turn], *, first: bool) -> list[Signal]:
     """Return the signals of exchanges of one session that continue the same exchange.
 
+    first: they continue none, so another question is a new conversation and corrects nothing.
     Of each kind the first later sibling that shows it counts.
     """
     order = sorted(siblings, key=lambda turn: (turn.began_at, turn.exchange_id))
@@ -100,14 +99,14 @@ def between(siblings: Sequence[Turn]) -> list[Signal]:
     for place, turn in enumerate(order):
         kinds: set[str] = set()
         for later in order[place + 1 : place + 1 + NEXT]:
-            signal = _shown(turn, later)
+            signal = _shown(turn, later, first=first)
             if signal is not None and signal.kind not in kinds:
                 kinds.add(signal.kind)
                 found.append(signal)
     return found
 
 
-def _shown(turn: Turn, later: Turn) -> Signal | None:
+def _shown(turn: Turn, later: Turn, *, first: bool) -> Signal | None:
     """What `later` shows about `turn`, which has the same parent and began before it."""
     after_s = round(later.began_at - turn.ended_at, 3)
     same_turn = bool(turn.turn_id) and turn.turn_id == later.turn_id
@@ -120,7 +119,7 @@ def _shown(turn: Turn, later: Turn) -> Signal | None:
         return None
     if turn.said is None or later.said is None or turn.before != later.before:
         return None
-    if turn.parent is None or not turn.answered or after_s < 0:
+    if first or not turn.answered or after_s < 0:
         return None
     likeness = alike(turn.said, later.said)
     if likeness < ALIKE:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from sqlalchemy import delete, select, tuple_
 from sqlalchemy.orm import Session
 
-from ingest.feedback.deriving import first_of_each
+from ingest.feedback.deriving import Derived, first_of_each
 from ingest.feedback.signals import Signal, SignalKind
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import SignalRow
@@ -15,7 +15,46 @@ from sidecar.store.models import SignalRow
 STAGE = "signal"
 """Stage of the counters: one reason for each kind."""
 WITHDRAWN = "abandonment_withdrawn"
+MOVED_AWAY = "withdrawn_by_move"
+"""An exchange that showed it continues another exchange than was known."""
 ABANDONMENT: SignalKind = "abandonment"
+BY_SIBLINGS: tuple[SignalKind, ...] = ("regeneration", "correction", "retry")
+
+
+def save_derived(session: Session, derived: Derived) -> None:
+    """Store what a batch shows, in the caller's transaction, and delete what moves disprove."""
+    _withdraw_moved(session, derived)
+    save_signals(session, derived.signals)
+
+
+def _withdraw_moved(session: Session, derived: Derived) -> None:
+    """Delete the stored signals about regrouped families that they do not show."""
+    about = [
+        *(
+            (name, kind)
+            for one in derived.regrouped
+            for name in one.children
+            for kind in BY_SIBLINGS
+        ),
+        *((one.parent, "tool_error") for one in derived.regrouped if one.parent is not None),
+    ]
+    if not about:
+        return
+    shown = {(one.exchange_id, one.kind, one.by_id) for one in first_of_each(derived.signals)}
+    stored = session.execute(
+        select(SignalRow.exchange_id, SignalRow.kind, SignalRow.by_id).where(
+            SignalRow.exchange_id.in_(sorted({name for name, _ in about}))
+        )
+    ).all()
+    scope = set(about)
+    wrong = [
+        (name, kind)
+        for name, kind, by_id in stored
+        if (name, kind) in scope and (name, kind, by_id) not in shown
+    ]
+    if wrong:
+        _delete(session, wrong)
+        count(session, STAGE, MOVED_AWAY, len(wrong))
 
 
 def save_signals(session: Session, signals: Iterable[Signal]) -> None:
@@ -69,12 +108,17 @@ def withdraw_abandonments(session: Session, began: Mapping[str, Collection[float
         if any(_began_at(evidence, at) < one <= at for one in began[name])
     ]
     if wrong:
-        session.execute(
-            delete(SignalRow)
-            .where(tuple_(SignalRow.exchange_id, SignalRow.kind).in_(wrong))
-            .execution_options(synchronize_session=False)
-        )
+        _delete(session, wrong)
         count(session, STAGE, WITHDRAWN, len(wrong))
+
+
+def _delete(session: Session, keys: Collection[tuple[str, str]]) -> None:
+    """Delete signals by exchange and kind."""
+    session.execute(
+        delete(SignalRow)
+        .where(tuple_(SignalRow.exchange_id, SignalRow.kind).in_(keys))
+        .execution_options(synchronize_session=False)
+    )
 
 
 def _began_at(evidence: object, at: float) -> float:

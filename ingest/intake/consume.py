@@ -22,17 +22,16 @@ import structlog
 from sqlalchemy.exc import StatementError
 from sqlalchemy.orm import Session
 
-from ingest.feedback.deriving import Placed, derive
+from ingest.feedback.deriving import Derived, Placed, derive
 from ingest.feedback.placing import Arrived, Conflict, join_waiting, save_feedback
-from ingest.feedback.signals import Signal, tool_error
-from ingest.feedback.store import save_signals, withdraw_abandonments
+from ingest.feedback.signals import tool_error
+from ingest.feedback.store import save_derived, withdraw_abandonments
 from ingest.intake.consumed import Consumed
 from ingest.intake.forgotten import forgotten_of
 from ingest.intake.placing import Sessions, as_moved
 from ingest.intake.reader import BusReader, Envelope
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
 from ingest.privacy.screen import Screened, keep_all
-from ingest.sessions.records import NO_KIN, Kin
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -92,7 +91,6 @@ class _Record:
     bounded: tuple[str, ...] = ()
     """What was changed for the store to hold it, as `sidecar.bounds.bound` says."""
     feedback: Feedback | None = None
-    kin: Kin = NO_KIN
     tool_error: str | None = None
     """By which rule the request says that a tool failed (`ingest.feedback.signals`)."""
     private: tuple[str, ...] = ()
@@ -158,7 +156,6 @@ class _Readiness:
             tokens,
             bounded=bounded,
             private=screened.reasons,
-            kin=self.sessions.kin(exchange.exchange_id),
             tool_error=tool_error(arrival.conversation.messages, exchange.request),
         )
 
@@ -207,6 +204,7 @@ def consume(
                 consumed += stored
                 if error is not None:
                     poison.append((record.envelope, error))
+        sessions.saved()
         for envelope, why in poison:
             bus.put_aside(envelope, _reason(why))
         bus.commit(records[-1].envelope.position)
@@ -241,7 +239,7 @@ def _store(
 ) -> Consumed:
     with database.read() as session:
         encode_exchanges(session, [one.rows for one in records if one.rows is not None])
-        signals = _signals(session, records)
+        derived = _derive(session, records, sessions)
     feedback = [one.feedback for one in records if one.feedback is not None]
     # A batch that is not decided may be stored beside that of another consumer: if both store one
     # exchange, the database refuses a row, and the records are stored one by one. Feedback is not:
@@ -256,7 +254,7 @@ def _store(
             if one.stored is None or one.stored.exchange.exchange_id not in gone
         ]
         insert_exchanges(session, [record.rows for record in new if record.rows is not None])
-        _tell(session, new, signals)
+        _tell(session, new, derived)
         conflicts = save_feedback(session, feedback, now=now)
         _keep_conflicts(session, records, conflicts, now=now)
         poison = 0
@@ -288,7 +286,6 @@ def _store(
             counts[STAGE, outcome] = getattr(consumed, outcome)
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
-    sessions.saved()
     for record in new:
         if record.tokens == DISAGREES and record.stored is not None:
             exchange = record.stored.exchange
@@ -301,16 +298,17 @@ def _store(
     return consumed
 
 
-def _signals(session: Session, records: Sequence[_Record]) -> list[Signal]:
+def _derive(session: Session, records: Sequence[_Record], sessions: Sessions) -> Derived:
     placed = [
-        Placed(record.stored, record.kin, record.tool_error)
+        Placed(record.stored, kin, record.tool_error)
         for record in records
-        if record.stored is not None and (record.tool_error or record.kin is not NO_KIN)
+        if record.stored is not None
+        and (kin := sessions.kin(record.stored.exchange.exchange_id)) is not None
     ]
-    return derive(session, placed) if placed else []
+    return derive(session, placed, sessions.regrouped())
 
 
-def _tell(session: Session, new: Sequence[_Record], signals: Sequence[Signal]) -> None:
+def _tell(session: Session, new: Sequence[_Record], derived: Derived) -> None:
     """Join what was told of exchanges before they came, and store what they tell themselves."""
     stored = [record.stored for record in new if record.stored is not None]
     if not stored:
@@ -332,7 +330,7 @@ def _tell(session: Session, new: Sequence[_Record], signals: Sequence[Signal]) -
     for one in stored:
         began.setdefault(one.place.session, []).append(one.exchange.timings.started_at)
     withdraw_abandonments(session, began)
-    save_signals(session, signals)
+    save_derived(session, derived)
 
 
 def _keep_conflicts(

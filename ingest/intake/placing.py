@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from ingest.grouping.held_out import is_held_out
 from ingest.sessions.arrival import arrival_of
 from ingest.sessions.memory import RequestReader
-from ingest.sessions.records import Arrival, Kin, Place
+from ingest.sessions.records import Arrival, Family, Kin, Place
 from ingest.sessions.tree import TTL_S, SessionTree
 from ingest.store import sessions as store
 from ingest.store.exchanges import StoredExchange, sessions_of
@@ -85,17 +85,23 @@ class Sessions:
         """`place` has moved exchanges, which is not stored yet."""
         return bool(self._moves)
 
-    def kin(self, exchange_id: str) -> Kin:
-        """Return who stands beside a placed exchange and below it."""
+    def kin(self, exchange_id: str) -> Kin | None:
+        """Return who stands beside a placed exchange, after all moves so far; None when it is
+        forgotten already."""
         return self._tree.kin(exchange_id)
+
+    def regrouped(self) -> list[Family]:
+        """Return the families that the moves of `save_moves` have changed."""
+        return self._tree.regrouped() if self._moves else []
 
     def save_moves(self, session: Session) -> None:
         """Store the moves that `place` caused, in the caller's transaction."""
         store.save_moves(session, self._moves.values())
 
     def saved(self) -> None:
-        """The transaction of `save_moves` is stored."""
+        """All placed exchanges are stored, or never will be, and `save_moves` after the last."""
         self._moves.clear()
+        self._tree.forget_regrouped()
 
 
 def as_moved(session: Session, found: Sequence[StoredExchange]) -> list[StoredExchange]:

@@ -163,24 +163,31 @@ class Node:
             waiting += node.children
         return moved
 
-    def come_above(self, other: Node) -> Node | None:
+    @property
+    def may_move(self) -> bool:
+        """Whether a parent that arrives later may be the better one. A parent found by a reply that
+        the request repeats in other words is such a guess, too."""
+        return not self.exact or self.how == "asked"
+
+    def come_above(self, other: Node) -> tuple[Node, Node] | None:
         """See to it that this node does not stand under `other`, of which it is the parent: a link
         between them was a guess, and the parent of `other` takes its place. Returns: the node whose
-        parent changed."""
+        parent changed, and the parent that it had."""
         guessed: Node | None = None
         node: Node | None = self
         while node is not None and node is not other:
-            if not node.exact:
+            if node.may_move:
                 guessed = node
             node = node.parent
         if node is None or guessed is None:
             return None
-        assert guessed.parent is not None, "it stands under `other`"
-        guessed.parent.children.remove(guessed)
+        left = guessed.parent
+        assert left is not None, "it stands under `other`"
+        left.children.remove(guessed)
         guessed.parent = None
         if other.parent is not None:
             guessed.join(other.parent, other.how)
-        return guessed
+        return guessed, left
 
     def place(self, moved_from: str | None = None) -> Place:
         return Place(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from ingest.sessions.messages import Conversation, Message
 
@@ -37,15 +37,24 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """Other exchanges that stand beside or below one that is placed now, by their ids."""
+    """Where an exchange stands, and who stands beside it, by their ids."""
 
-    siblings: tuple[str, ...] = ()
-    """Nearest in time of those that continue the same exchange, or begin the same session."""
-    adopted: tuple[str, ...] = ()
-    """Those that arrived before it and continue it, the newest."""
+    session: str
+    parent: str | None
+    """The exchange that it continues."""
+    siblings: tuple[str, ...]
+    """Next before and after it, of those that continue the same exchange, or begin the same
+    session."""
 
 
-NO_KIN: Final = Kin()
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Exchanges that continue one exchange, or begin a session, by their ids."""
+
+    session: str
+    parent: str | None
+    children: tuple[str, ...]
+    """The newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

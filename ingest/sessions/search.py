@@ -17,6 +17,7 @@ from ingest.sessions.indexes import (
     REPLIED,
     TOLD,
     WANTED,
+    WANTED_ASKED,
     Indexes,
 )
 from ingest.sessions.messages import digest_of
@@ -79,7 +80,7 @@ class Search:
         retried = self._retried()
         if retried is not None:
             self.session = retried.session
-            return retried.parent, "retry", retried.exact
+            return retried.parent, "retry", not retried.may_move
         if self._replied:
             last = self._replied[-1]
             caller = self._caller()
@@ -109,14 +110,22 @@ class Search:
             return summary, "kept", False
         return None, "root", False
 
+    @property
+    def asked(self) -> bytes:
+        """Digest of the conversation, without the reply."""
+        return self._chain[-1]
+
     def register(self, node: Node) -> list[bytes]:
         """Remember the exchange. Returns: its `answered` digests."""
         indexes, whole = self._indexes, self._chain[-1]
         indexes.add(ASKED, (whole,), node)
         answered = list(dict.fromkeys(marks.link(whole, reply) for reply in self._arrival.replies))
         indexes.add(ANSWERED, answered, node)
-        if self._replied and not node.exact:
-            indexes.add(WANTED, (self._chain[self._replied[-1]],), node)
+        if self._replied and node.may_move:
+            last = self._replied[-1]
+            indexes.add(WANTED, (self._chain[last],), node)
+            if not node.exact:
+                indexes.add(WANTED_ASKED, (self._chain[last - 1],), node)
         new = self._messages[self._replied[-1] if node.exact and self._replied else 0 :]
         found: dict[int, set[Key]] = defaultdict(set)
         for message in new[-traces.SEARCHED :]:
@@ -182,8 +191,9 @@ class Search:
         self, index: int, key: bytes | None, *, least: int = 0, caller: Node | None = None
     ) -> Node | None:
         """Choose among conversations that are the same up to here: the same trace, the agent that
-        is most alike, one that nobody has continued yet, and of these the one that waits longest:
-        conversations that are the same are likely to go on in the order in which they began."""
+        is most alike, one that was answered, one that nobody has continued yet, and of these the
+        one that waits longest: conversations that are the same are likely to go on in the order in
+        which they began."""
         best: Node | None = None
         best_rank: tuple[float, ...] = ()
         trace = self._arrival.trace_id
@@ -197,6 +207,7 @@ class Search:
                 node is caller,
                 bool(trace) and node.trace_id == trace,
                 likeness,
+                node.has_reply,
                 is_open,
                 -node.at if is_open else node.at,
             )

@@ -18,9 +18,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from ingest.sessions.indexes import GUESSED, WANTED, Indexes
-from ingest.sessions.node import Agents, Node, Session
-from ingest.sessions.records import NO_KIN, Arrival, How, Kin, Place
+from ingest.sessions.indexes import GUESSED, WANTED, WANTED_ASKED, Indexes
+from ingest.sessions.node import ALIKE, Agents, Node, Session
+from ingest.sessions.records import Arrival, Family, How, Kin, Place
 from ingest.sessions.search import Search
 
 MAX_NODES: Final = 50_000
@@ -31,10 +31,10 @@ TTL_S: Final = 24 * 3600.0
 """A conversation that pauses for longer begins a new session."""
 COMMON: Final = 8
 """Sessions of a day from which an opening is common: a greeting, or a task that a timer starts."""
-KIN: Final = 16
-"""Siblings of an exchange that `kin` names."""
+KIN: Final = 8
+"""Siblings before an exchange, and after it, that `kin` names."""
 KIN_OF: Final = 64
-"""Exchanges under one parent, or without one in a session, among which they are looked for."""
+"""Exchanges under one parent, or without one in a session, that are a family."""
 EXACT: Final = frozenset({"answered", "asked"})
 """The parent is the exchange whose reply the request repeats last. A retry is taken for one that
 may still have to be moved."""
@@ -64,6 +64,8 @@ class SessionTree:
         """Sessions that the client named, by header or trace."""
         self._openings: Counter[str] = Counter()
         """Sessions that begin with each opening."""
+        self._regrouped: dict[Node | Session, None] = {}
+        """Parents whose children a move has changed, and sessions whose first exchanges it has."""
         self._waiting: dict[str, list[Node]] = {}
         """Restored exchanges whose parent was stored after them, by its exchange id."""
 
@@ -98,28 +100,41 @@ class SessionTree:
             node.turn = parent.turn + 1
             node.segment = parent.segment + (how == "kept")
         answered = self._add(node, search, parent, how, exact=exact)
-        moved = self._adopt(node, answered)
+        moved = self._adopt(node, answered, search.asked)
         return [node.place(), *moved]
 
-    def kin(self, exchange_id: str) -> Kin:
-        """Return who stands beside an exchange and below it."""
+    def kin(self, exchange_id: str) -> Kin | None:
+        """Return who stands beside an exchange; None when it is not remembered any more."""
         node = self._nodes.get(exchange_id)
         if node is None:
-            return NO_KIN
-        children = node.children
-        adopted = tuple(one.exchange_id for one in children[-KIN:]) if children else ()
-        parent = node.parent
-        if parent is None:
-            nodes = node.session.nodes
-            alone = len(nodes) == 1 or len(nodes) > KIN_OF
-            family = [] if alone else [one for one in nodes if one.parent is None]
-        else:
-            family = parent.children[-KIN_OF:]
-        if len(family) < 2:
-            return Kin((), adopted) if adopted else NO_KIN
-        others = [one for one in family if one is not node]
-        others.sort(key=lambda one: abs(one.at - node.at))
-        return Kin(tuple(one.exchange_id for one in others[:KIN]), adopted)
+            return None
+        family = _family(node.session if node.parent is None else node.parent)
+        siblings: tuple[str, ...] = ()
+        if len(family) > 1:
+            order = sorted({*family, node}, key=lambda one: (one.at, one.exchange_id))
+            own = order.index(node)
+            near = order[max(0, own - KIN) : own] + order[own + 1 : own + 1 + KIN]
+            siblings = tuple(one.exchange_id for one in near)
+        return Kin(
+            node.session.name,
+            None if node.parent is None else node.parent.exchange_id,
+            siblings,
+        )
+
+    def regrouped(self) -> list[Family]:
+        """Return the families that moves have changed since `forget_regrouped`, as they are now."""
+        return [
+            Family(
+                one.session.name if isinstance(one, Node) else one.name,
+                one.exchange_id if isinstance(one, Node) else None,
+                tuple(child.exchange_id for child in _family(one)),
+            )
+            for one in self._regrouped
+        ]
+
+    def forget_regrouped(self) -> None:
+        """Begin a new list of families that moves change."""
+        self._regrouped.clear()
 
     def restore(self, arrival: Arrival, place: Place, *, now: float) -> None:
         """Remember an exchange whose place is known, after a restart. In the order in which they
@@ -209,24 +224,34 @@ class SessionTree:
                 self._named[name] = session
                 session.names.append(name)
 
-    def _adopt(self, node: Node, answered: Iterable[bytes]) -> list[Place]:
+    def _adopt(self, node: Node, answered: Iterable[bytes], asked: bytes) -> list[Place]:
         """Move those under `node` that arrived before it."""
         moved: list[Place] = []
         for key in answered:
             for child in list(self._indexes.under(WANTED, key)):
-                if child.exact or child is node:
-                    continue
-                freed = node.come_above(child)
-                child.join(node, "answered")
-                child.exact = True
-                before = child.session
-                # What may have been trained on is never asked in an exam again.
-                node.session.held_out = node.session.held_out and before.held_out
-                moved += child.settle(node.session, node.segment)
-                if freed is not None:
-                    moved += freed.settle(node.session, freed.segment)
-                if not before.nodes:
-                    self._rename(before, node.session)
+                if child.may_move and child is not node:
+                    moved += self._move(child, node, "answered")
+        for child in list(self._indexes.under(WANTED_ASKED, asked)):
+            if not child.exact and child.agent.likeness(node.agent) >= ALIKE:
+                moved += self._move(child, node, "asked")
+        return moved
+
+    def _move(self, child: Node, node: Node, how: How) -> list[Place]:
+        """Put `child` under `node`. Returns: the new places of all that this moves."""
+        before = child.session
+        freed = node.come_above(child)
+        self._regrouped[node] = self._regrouped[child.parent or before] = None
+        child.join(node, how)
+        child.exact = True
+        # What may have been trained on is never asked in an exam again.
+        node.session.held_out = node.session.held_out and before.held_out
+        moved = child.settle(node.session, node.segment)
+        if freed is not None:
+            below, left = freed
+            self._regrouped[left] = None
+            moved += below.settle(node.session, below.segment)
+        if not before.nodes:
+            self._rename(before, node.session)
         return moved
 
     def _rename(self, before: Session, session: Session) -> None:
@@ -258,3 +283,12 @@ class SessionTree:
             for name in session.names:
                 del self._named[name]
             self._end(session)
+
+
+def _family(parent: Node | Session) -> list[Node]:
+    """Return the newest children of an exchange, or the exchanges without a parent in a session:
+    none of a session of more than `KIN_OF` exchanges."""
+    if isinstance(parent, Node):
+        return parent.children[-KIN_OF:]
+    nodes = parent.nodes
+    return [] if len(nodes) > KIN_OF else [one for one in nodes if one.parent is None]

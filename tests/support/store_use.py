@@ -139,6 +139,7 @@ def _ingest(use: _Use) -> None:
         save_scores(session, _scores("best-of"))
     use.change(ExchangeRow, {"request_body": b"?"}, ExchangeRow.exchange_id == unreadable)
     late, early = _conversation("late", 1), _conversation("early", 0)
+    *moved, mover = _moved("moved")
     exchanges = [
         *(_exchange(f"new-{number}") for number in range(16)),
         _exchange("forgotten"),
@@ -150,6 +151,7 @@ def _ingest(use: _Use) -> None:
         early,
         msgspec.structs.replace(early, exchange_id="early-again", turn_id="again"),
         *_tool_failed(),
+        *moved,
     ]
     told = [
         _feedback("exchange", exchange_id(7)),
@@ -172,7 +174,11 @@ def _ingest(use: _Use) -> None:
         for _ in range(5):
             intake.step()
             use.clock.now += 30.0
-        exchanges = [*(_exchange(f"then-{number}") for number in range(20)), *exchanges[-6:]]
+        exchanges = [
+            *(_exchange(f"then-{number}") for number in range(20)),
+            *exchanges[-8:-2],
+            mover,
+        ]
     with use.database.read() as session:
         load_rows(session, "late")
         derive_session(session, "early")
@@ -219,6 +225,19 @@ def _tool_failed() -> list[Exchange]:
         _exchange("after-call", request={"messages": [*asked, reply, result]}),
         _exchange("call", request={"messages": asked}, choices=(answer,)),
     ]
+
+
+def _moved(name: str) -> list[Exchange]:
+    """The first and the third turn of a conversation, and the second, after which a tool failed: it
+    comes late, and takes the third turn and its signal from the first."""
+    call = {"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": name, "content": "Error: no such parcel"}
+    first, second = _conversation(f"{name}-0", 0), _conversation(f"{name}-1", 1)
+    answer = Choice(index=0, message=json.dumps(reply).encode(), finish_reason="tool_calls")
+    between = msgspec.structs.replace(second, choices=(answer,))
+    messages = [*json.loads(second.request)["messages"], reply, result]
+    return [first, _exchange(f"{name}-2", request={"messages": messages}), between]
 
 
 def _of_turns(folder: Path) -> tuple[str, str]:

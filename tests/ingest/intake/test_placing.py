@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -89,6 +90,21 @@ def test_a_late_exchange_moves_those_below_it_in_the_store(kit: Kit) -> None:
     take(kit, sessions, turn(kit, THIRD, 2, about=TRAINED))
     take(kit, sessions, turn(kit, FIRST, 0, about=TRAINED))
     take(kit, sessions, turn(kit, SECOND, 1, about=TRAINED))
+
+    assert rows(kit) == {
+        FIRST: (FIRST, None, 0, False),
+        SECOND: (FIRST, FIRST, 1, False),
+        THIRD: (FIRST, SECOND, 2, False),
+    }
+
+
+def test_a_move_is_stored_too_when_a_batch_with_a_refused_row_is_stored_one_by_one(
+    kit: Kit,
+) -> None:
+    turns = [turn(kit, name, at, about=TRAINED) for at, name in enumerate((FIRST, SECOND, THIRD))]
+    refused = kit.exchange("nan", propensity=math.nan)
+
+    take(kit, Sessions(held_out_rate=RATE), refused, turns[2], turns[0], turns[1])
 
     assert rows(kit) == {
         FIRST: (FIRST, None, 0, False),
