@@ -10,6 +10,7 @@ import pytest
 from benchmarks.sessions.records import Found, SentRequest, Side
 from benchmarks.sessions.scoring import leak, right_parents, right_sessions, score
 from benchmarks.sessions.twins import settled, twins_of
+from benchmarks.sessions.wrong import wrong
 from ingest.grouping.held_out import is_held_out
 
 
@@ -195,3 +196,23 @@ def test_the_finder_does_not_see_the_truth() -> None:
         (one.exchange_id, "", None) for one in STREAM
     ]
     assert (got.session, got.parent, got.leak) == (0, 0, 0)
+
+
+def test_a_wrong_parent_is_counted_by_what_the_texts_could_have_told() -> None:
+    own, shared = "a text of this conversation alone", "a text that several conversations hold"
+    stream = [
+        sent("a1", "A", None, at=1, says=own, reply="a long reply of the first session"),
+        sent("b1", "B", None, at=2, says=shared),
+        sent("a2", "A", None, at=3, says=shared),
+        sent("a3", "A", "a1", at=4, says=own),
+        sent("b2", "B", "b1", at=5, says=shared),
+        sent("a4", "A", "a2", at=6, says="short"),
+    ]
+    first = found(a1=("A", None), b1=("B", None), a2=("A", None))
+    said = first | found(a3=("B", "b1"), b2=("A", "a2"), a4=("x", None))
+
+    assert wrong(stream, said) == {
+        "another session, text of its own": 1,
+        "another session, shared text": 1,
+        "a new session, no text": 1,
+    }
