@@ -16,9 +16,11 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from benchmarks.sessions.mixes import BY_NAME
 from benchmarks.sessions.product import by_ingest
 from benchmarks.sessions.records import Found, SentRequest
-from benchmarks.sessions.run import BY_NAME, DATA, Data
+from benchmarks.sessions.run import DATA
+from benchmarks.sessions.streams import Data
 from benchmarks.sessions.twins import settled, twins_of
 from ingest.sessions.arrival import conversation_of
 
