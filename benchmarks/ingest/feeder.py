@@ -3,13 +3,15 @@
 `python -m benchmarks.ingest.feeder BUS RATE SECONDS LOG PREFIX` offers replies to the real
 recorder, which writes them to the real bus at its flush interval. Each exchange id is written to
 the log with the time of its reply. With MOST as a last argument, it pauses while more records than
-that wait on the bus.
+that wait on the bus. After SIGTERM it writes what it has offered, and ends.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,10 +38,12 @@ def main(
     source = exchanges(prefix=prefix)
     reader = OutboxReader(outbox_path(url, log.parent))
     looked = 0.0
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
     began = time.monotonic()
     with log.open("a") as written:
         number = 0
-        while (now := time.monotonic() - began) < seconds:
+        while (now := time.monotonic() - began) < seconds and not ending.is_set():
             while number < now * rate:
                 exchange = next(source)
                 written.write(f"{exchange.exchange_id} {time.time()}\n")
@@ -49,7 +53,7 @@ def main(
             time.sleep(0.002)
             if most < float("inf") and now - looked > LOOK_S:
                 paused = time.monotonic()
-                while reader.count() > most:
+                while reader.count() > most and not ending.is_set():
                     time.sleep(LOOK_S)
                 began += time.monotonic() - paused
                 looked = time.monotonic() - began

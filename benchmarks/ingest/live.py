@@ -19,9 +19,11 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.ingest.cells import ROOT, Bus, Json, migrated, outbox
+from benchmarks.ingest.cells import ROOT, Bus, Consumer, Json, kafka, migrated, outbox
+from benchmarks.ingest.servers import Servers
 from benchmarks.ingest.traffic import MODEL
 from ingest.intake.bus import open_bus
+from sidecar.capture.outbox import Outbox, OutboxReader, outbox_path
 
 PATIENCE_S = 120.0
 """How long nothing may move before an account fails."""
@@ -177,22 +179,76 @@ def kills(folder: Path, *, times: int, rate: float) -> Json:
                     process.send_signal(signal.SIGKILL)
                     process.wait()
                 print(f"  kill {number + 1} of {times}", file=sys.stderr)
-            feeding.terminate()  # what it has not flushed is lost with it, as a proxy's would be
-            feeding.wait()
-        taken = Counter(stored(folder / "store.db"))
-        waiting = _waiting(bus)
+            _end(feeding)
         with ingest(folder, bus.url, store):
             drain(bus, store, log)
-        return _account("SIGKILL of ingest", times, set(taken) | waiting, folder / "store.db")
+        return _account("SIGKILL of ingest", times, set(offered(offered_at)), folder / "store.db")
 
 
-def _waiting(bus: Bus) -> set[str]:
-    from sidecar.records import decode_exchange
+def kills_of_forwarder(folder: Path, servers: Servers, *, times: int, rate: float) -> Json:
+    """Kill the forwarding process at random moments under load, then let one drain the outbox, and
+    a consumer the topic. Raises: NoServerError."""
+    folder.mkdir()
+    rng = random.Random(13)
+    with kafka(folder, servers) as bus:
+        config, offered_at = folder / "sidecar.toml", folder / "offered"
+        config.write_text(
+            f"state_dir = {json.dumps(str(folder))}\n[bus]\nurl = {json.dumps(bus.url)}\n"
+            "[kafka]\npartitions = 1\n"
+        )
+        path = outbox_path(bus.url, folder)
+        Outbox(path, max_rows=1_000_000).close()  # makes the file
+        with feeder(bus, offered_at, rate=rate, seconds=1e6) as feeding:
+            waiting = OutboxReader(path)
+            for number in range(times):
+                with forwarder(config) as process:
+                    _wait_for_less(waiting)
+                    time.sleep(rng.uniform(0.0, 0.5))
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                print(f"  kill {number + 1} of {times}", file=sys.stderr)
+            _end(feeding)
+        with forwarder(config):
+            while waiting.count():
+                time.sleep(0.1)
+        store = f"sqlite:///{folder}/store.db"
+        consumer = Consumer(bus.url, store, settle_s=0.0)
+        try:
+            consumer.until_done()
+        finally:
+            consumer.stop()
+        return _account("SIGKILL of forward", times, set(offered(offered_at)), folder / "store.db")
 
-    reader = open_bus(bus.url)
-    rows = reader.read(10_000_000, 2**62)
-    reader.close()
-    return {decode_exchange(row.payload).exchange_id for row in rows}
+
+@contextmanager
+def forwarder(config: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that the proxy starts, from the outbox to Kafka."""
+    command = [sys.executable, "-P", "-m", "sidecar.forwarding", "--config", str(config)]
+    with config.with_name("forward.log").open("ab") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _end(feeding: subprocess.Popen[bytes]) -> None:
+    """Let the recorder write all that it was offered. Raises: RuntimeError when it can't."""
+    feeding.terminate()
+    if feeding.wait(PATIENCE_S):
+        raise RuntimeError("the recorder did not write all it was offered")
+
+
+def _wait_for_less(waiting: OutboxReader) -> None:
+    """Wait until records leave the outbox. Raises: RuntimeError when none do."""
+    most, deadline = 0, time.monotonic() + PATIENCE_S
+    while (now := waiting.count()) >= most:
+        most = max(most, now)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing is forwarded, {now} records wait")
+        time.sleep(0.02)
 
 
 def full_disk(folder: Path, *, rate: float) -> Json:

@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.ingest import live, memory, sizes, throughput
 from benchmarks.ingest.cells import ROOT, Json
+from benchmarks.ingest.servers import NoServerError, Servers
 from benchmarks.results import Target, at_least, at_most
 
 BENCH = ROOT / ".bench"
@@ -158,6 +159,17 @@ def _latency(folder: Path, options: argparse.Namespace, found: Found) -> None:
 
 def _kills(folder: Path, options: argparse.Namespace, found: Found) -> None:
     _nothing_lost(live.kills(folder, times=options.kills, rate=200.0), found)
+    servers_folder = folder / "servers"
+    servers_folder.mkdir()
+    with Servers(servers_folder) as servers:
+        try:
+            row = live.kills_of_forwarder(
+                folder / "forward", servers, times=options.kills, rate=200.0
+            )
+        except NoServerError as error:
+            found.targets.append(at_most("SIGKILL of forward: lost", None, 0.0, str(error)))
+        else:
+            _nothing_lost(row, found)
 
 
 def _disk(folder: Path, options: argparse.Namespace, found: Found) -> None:
