@@ -20,11 +20,10 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Row, Table, Update, bindparam, func, select, text, tuple_, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from ingest.store.log_file import WAIT_S, empty_log
 from ingest.store.sealed_answers import seal_answer
 from sidecar.store.contents import answer_place, reply_place
 from sidecar.store.database import Database
-from sidecar.store.disk.traces import mark_replaced, rewrite
+from sidecar.store.disk.traces import empty_store_log, mark_replaced, rewrite
 from sidecar.store.frames import HEAD_BYTES, decoded_ids, exact_bytes
 from sidecar.store.keyring import (
     BUS,
@@ -52,6 +51,11 @@ WRITTEN_BYTES: Final = 256 * 1024
 """Bytes of one write transaction, if one row has no more."""
 WRITTEN_ROWS: Final = 25
 """Rows of one: with `WRITTEN_BYTES`, milliseconds of the write lock (docs/log.md, 2026-11-22)."""
+LOG_WAIT_S: Final = 60.0
+"""How long it waits at the end for those who keep SQLite's log from being emptied: reads of the
+sidecar's processes take seconds at most."""
+LOG_ATTEMPT_MS: Final = 20
+"""How long one attempt waits, since the processes that write go on."""
 Place = Callable[[Any], bytes]  # Any: a row
 Size = Callable[[bytes], int]
 
@@ -164,13 +168,11 @@ def rotate(
     database: Database,
     *,
     on_step: Callable[[Rotated], None] = lambda _: None,
-    log_wait_s: float = WAIT_S,
     large_too: bool = False,
 ) -> Rotated:
     """Encrypt all that a store says with the first key of its keyring.
 
     on_step: called after each write transaction.
-    log_wait_s: how long it waits at the end for those who keep SQLite's log from being emptied.
     large_too: rewrite a SQLite file over 256 MiB too; writers wait meanwhile.
     Raises: ValueError when there is no key; StoreError, and then it may be run again.
     """
@@ -183,7 +185,7 @@ def rotate(
     _rotate_lists(database, GateComparisonRow, "comparison_id", "answers", done, on_step)
     if database.engine.dialect.name == "sqlite":
         done.not_rewritten_mb = rewrite(database, large_too=large_too)
-    done.log_emptied = empty_log(database, wait_s=log_wait_s)
+    done.log_emptied = empty_store_log(database, wait_s=LOG_WAIT_S, attempt_ms=LOG_ATTEMPT_MS)
     return done
 
 

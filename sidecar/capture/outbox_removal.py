@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sidecar.errors import OutboxError
-from sidecar.store.disk.write_ahead import empty_log
+from sidecar.store.disk.write_ahead import WAIT_S, empty_log
 
 BUSY_TIMEOUT_S = 15.0
 PAGE = 20
@@ -80,4 +80,4 @@ def _rewrite(connection: sqlite3.Connection) -> bool:
     small = (pages - free) * size <= REWRITTEN_BYTES
     if small:
         connection.execute("VACUUM")
-    return empty_log(connection) and small
+    return empty_log(connection, wait_s=WAIT_S) and small

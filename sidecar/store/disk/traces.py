@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.disk.write_ahead import empty_log
+from sidecar.store.disk.write_ahead import WAIT_S, empty_log
 from sidecar.store.models import FlagRow
 
 FLAG = "overwrites_deleted"
@@ -45,12 +46,20 @@ def remove_traces(database: Database, *, large_too: bool = False) -> str:
             f"its file of {megabytes} MB may hold what was deleted or replaced: run this again "
             "with --vacuum; writers wait meanwhile"
         )
-    raw = database.engine.raw_connection()
-    with closing(raw):
-        connection = raw.driver_connection
-        assert isinstance(connection, sqlite3.Connection)
-        emptied = empty_log(connection)
-    return "" if emptied else "its -wal file is in use by a reader: run this again"
+    return (
+        ""
+        if empty_store_log(database, wait_s=WAIT_S)
+        else "its -wal file is in use by a reader: run this again"
+    )
+
+
+def empty_store_log(database: Database, *, wait_s: float, attempt_ms: int = 0) -> bool:
+    """Empty the log of a store in SQLite, as `empty_log`. True for PostgreSQL, which has no such
+    file."""
+    if database.engine.dialect.name != "sqlite":
+        return True
+    with _connection(database) as connection:
+        return empty_log(connection, wait_s=wait_s, attempt_ms=attempt_ms)
 
 
 def mark_replaced(session: Session) -> None:
@@ -68,10 +77,7 @@ def rewrite(database: Database, *, large_too: bool = False) -> int:
     with database.read() as session:
         if get_flag(session, FLAG) is not None:
             return 0
-    raw = database.engine.raw_connection()
-    with closing(raw):
-        connection = raw.driver_connection
-        assert isinstance(connection, sqlite3.Connection)
+    with _connection(database) as connection:
         used = connection.execute("PRAGMA page_count").fetchone()[0]
         size: int = used * connection.execute("PRAGMA page_size").fetchone()[0]
         if size > REWRITTEN_BYTES and not large_too:
@@ -83,3 +89,12 @@ def rewrite(database: Database, *, large_too: bool = False) -> int:
     with database.write() as session:
         set_flag(session, FLAG, "1", now=time.time())
     return 0
+
+
+@contextmanager
+def _connection(database: Database) -> Iterator[sqlite3.Connection]:
+    raw = database.engine.raw_connection()
+    with closing(raw):
+        connection = raw.driver_connection
+        assert isinstance(connection, sqlite3.Connection)
+        yield connection

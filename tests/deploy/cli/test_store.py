@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.main import main
-from ingest.store import log_file, rotation
+from ingest.store import rotation
 from ingest.store.exchanges import dead_letter
 from sidecar.store.database import Database
 from sidecar.store.keyring import is_sealed, read_keys
@@ -91,12 +91,8 @@ def test_rotate_key_says_when_a_reader_keeps_the_log(
         dead_letter(session, b"what a user said", where="1", reason="why", now=1.0)
     main(["store", "new-key", "--file", str(tmp_path / "keys")])
     waits: list[float] = []
-    monkeypatch.setattr("ingest.store.log_file.time.sleep", waits.append)
-    monkeypatch.setattr(
-        rotation,
-        "empty_log",
-        lambda database, *, wait_s: log_file.empty_log(database, wait_s=min(wait_s, 0.1)),
-    )
+    monkeypatch.setattr("sidecar.store.disk.write_ahead.time.sleep", waits.append)
+    monkeypatch.setattr(rotation, "LOG_WAIT_S", 0.1)
     rotate = ["--config", str(settings), "store", "rotate-key", "-o", "json"]
 
     with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:

@@ -627,9 +627,9 @@ def test_while_a_reader_keeps_an_older_state_it_says_what_is_left(
 ) -> None:
     if store_kind != "sqlite":
         pytest.skip("of SQLite's files")
-    from sidecar.store.disk import write_ahead
+    from sidecar.store.disk import traces
 
-    monkeypatch.setattr(write_ahead, "TRIES", 2)
+    monkeypatch.setattr(traces, "WAIT_S", 0.1)
     fill(kit, settings)
     path = kit.database.url.removeprefix("sqlite:///")
     with closing(sqlite3.connect(path, isolation_level=None)) as reader:
