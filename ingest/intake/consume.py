@@ -42,7 +42,6 @@ from ingest.store.exchanges import (
     rows_of,
     stored_among,
 )
-from ingest.store.places import SHARED_OPENING
 from ingest.tokens.check import DISAGREES, NOT_CHECKED
 from sidecar.bounds import bound
 from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
@@ -61,6 +60,8 @@ DROPPED = "dropped"
 """By the privacy policy of the project."""
 FORGOTTEN = "forgotten"
 """Dropped, because `sidecar forget` was told its user, session or exchange."""
+SHARED_OPENING = "shared_opening"
+"""`untrainable_reason` of an exchange whose place says `shares_opening`, if it has no other."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError)
 """Errors of bytes that are no record, or of a value that no row can hold."""
 REFUSED = (StatementError, OverflowError)
@@ -143,7 +144,7 @@ class _Readiness:
             return _Record(envelope, error=error)
         arrival = self.sessions.read(exchange)
         place, held_out = self.sessions.place(exchange, now=self.now, arrival=arrival)
-        if place.shares_opening:
+        if place.shares_opening and exchange.untrainable_reason is None:
             exchange = msgspec.structs.replace(exchange, untrainable_reason=SHARED_OPENING)
         rows.put(place, exchange, held_out=held_out)
         stored = StoredExchange(

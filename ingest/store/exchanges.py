@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session, defer
 from ingest.errors import UnreadableExchangesError
 from ingest.sessions.records import Place
 from ingest.store.bases import Row, content_of, encode_contents, settle_bases
-from ingest.store.places import SHARED_OPENING, place_columns, place_of
+from ingest.store.places import place_columns, place_of
 from sidecar.records import Choice, Exchange
 from sidecar.store.arrays import unpack_ids
 from sidecar.store.content_cache import Content
@@ -79,14 +79,13 @@ class ExchangeRows:
     """`choices` encrypted; None: the store has no key."""
 
     def put(self, place: Place | None, exchange: Exchange, *, held_out: bool) -> None:
-        """Set the columns that say where the exchange stands.
+        """Set the columns that say where the exchange stands, and what was found out about it then.
 
         place: None: its session is the one that its key names.
         """
         columns = {"session_id": exchange.session_key} if place is None else place_columns(place)
-        if place is not None and place.shares_opening:
-            columns["untrainable_reason"] = SHARED_OPENING
-        self.exchange.update(columns, held_out=held_out)
+        reason = exchange.untrainable_reason
+        self.exchange.update(columns, held_out=held_out, untrainable_reason=reason)
 
 
 def rows_of(exchange: Exchange, *, now: float) -> ExchangeRows:

@@ -8,9 +8,6 @@ from ingest.sessions.records import Place
 from sidecar.store.database import check_id
 from sidecar.store.models import ExchangeRow
 
-SHARED_OPENING = "shared_opening"
-"""`untrainable_reason` of an exchange whose place says `shares_opening`."""
-
 
 def place_columns(place: Place) -> dict[str, object]:
     """The columns of a place, by name."""
@@ -21,6 +18,7 @@ def place_columns(place: Place) -> dict[str, object]:
         "branch": place.branch,
         "segment": place.segment,
         "placed_by": place.how,
+        "shares_opening": place.shares_opening,
     }
 
 
@@ -38,6 +36,6 @@ def place_of(row: ExchangeRow) -> Place:
         "segment": row.segment,
         "how": row.placed_by or "root",
         "held_out": row.held_out,
-        "shares_opening": row.untrainable_reason == SHARED_OPENING,
+        "shares_opening": row.shares_opening,
     }
     return msgspec.convert(columns, Place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, Index, String, Text
+from sqlalchemy import ForeignKey, Index, String, Text, false
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base, partial_index
@@ -77,6 +77,8 @@ class ExchangeRow(Base):
     placed_by: Mapped[str] = mapped_column(String(16), default="", server_default="")
     """How its place was found (`ingest.sessions.records.How`); empty: it has none."""
     held_out: Mapped[bool]
+    shares_opening: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """It begins its session as sessions on the other side of held-out begin."""
     request_body: Mapped[bytes]
     prompt_token_ids: Mapped[bytes]
     sampling: Mapped[dict[str, Any]]

@@ -162,10 +162,19 @@ def test_of_an_opening_that_is_used_again_and_again_sessions_are_on_both_sides(
         assert found[first][3] == (on_this_side and held_out)
 
 
-def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(kit: Kit) -> None:
+@pytest.mark.both_stores
+@pytest.mark.parametrize(
+    ("reason", "stored"), [(None, {None, "shared_opening"}), ("ids_missing", {"ids_missing"})]
+)
+def test_a_restart_keeps_the_side_of_a_session_with_a_common_opening(
+    kit: Kit, reason: str | None, stored: set[str | None]
+) -> None:
     sessions = Sessions(held_out_rate=RATE)
     names = [f"first_{number}" for number in range(3 * COMMON)]
-    take(kit, sessions, *(turn(kit, name, 0, about=TRAINED) for name in names))
+    openings = [turn(kit, name, 0, about=TRAINED, untrainable_reason=reason) for name in names]
+    take(kit, sessions, *openings)
+    with kit.database.read() as session:
+        assert set(session.scalars(select(ExchangeRow.untrainable_reason))) == stored
     restarted = Sessions(held_out_rate=RATE)
     restarted.restore(kit.database, now=6.0)
     sides: dict[str, list[bool]] = {}

@@ -12,7 +12,7 @@ from sidecar.store.mapping import RowMapping
 from sidecar.store.models import ChoiceRow, ExchangeRow
 from support.exchanges import make_plain_exchange
 
-PLACE = {"session_id", "parent_id", "turn", "branch", "segment", "placed_by"}
+PLACE = {"session_id", "parent_id", "turn", "branch", "segment", "placed_by", "shares_opening"}
 FILLED_BY_INGEST = {"seq", "stored_at", "started_at", "held_out", "selection", *PLACE}
 """Columns of `exchange` that hold what ingest knows or decides, or a copy to search by."""
 DELTAS = {"request": "request_body", "prompt_token_ids": "prompt_token_ids"}
