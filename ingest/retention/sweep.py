@@ -148,10 +148,11 @@ class Sweeper:
                 yield done.exchanges
 
     def _excess(self) -> int:
-        if not self._settings.max_bytes:
+        limit = self._settings.max_bytes
+        if not limit:
             return 0
         with self._database.read() as session:
-            return space_of(session).used - self._settings.max_bytes
+            return space_of(session, limit=limit).used - limit
 
     def _judge_calls(self, now: float) -> Iterator[int]:
         """Delete replies of the judge. Of the gate's the row stays: the lineage names the judge."""
@@ -247,7 +248,7 @@ class Sweeper:
 
     def _report(self, now: float) -> None:
         with self._database.read() as session:
-            space = space_of(session)
+            space = space_of(session, limit=self._settings.max_bytes)
             oldest = session.scalar(
                 select(ExchangeRow.stored_at).order_by(ExchangeRow.seq).limit(1)
             )

@@ -98,6 +98,8 @@ NOT_RUN = {
     "sidecar/routing/source.py:RoutingSource.read": OF_A_FEW_ROWS,
     "sidecar/store/engines.py:_open_sqlite.<locals>._prepare": CONNECTION,
     "sidecar/store/disk/write_ahead.py:empty_log": "writes the log into the file, reads no table",
+    "sidecar/store/disk/space.py:_rows_bytes": "PostgreSQL over its limit: reads every row, once a "
+    "minute, without the write lock",
     "sidecar/store/postgres.py:lock_writers": CONNECTION,
     "sidecar/store/postgres.py:open_postgres.<locals>._limit": CONNECTION,
 }

@@ -3,7 +3,8 @@
 SQLite keeps the pages of deleted rows in a list of free pages and uses them again. A file that was
 made with `auto_vacuum = INCREMENTAL` (all that this version makes) can be shortened step by step;
 an older file only uses its pages again. PostgreSQL uses the space of deleted rows again after its
-own autovacuum, and its files seldom shrink, so there the rows are added up instead.
+own autovacuum, and its files seldom shrink, so where they are over a limit the rows are added up
+instead.
 """
 
 from __future__ import annotations
@@ -14,22 +15,19 @@ from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from sidecar.store.models import AnswerRow, ChoiceRow, DeadLetterRow, ExchangeRow, JudgeCallRow
+from sidecar.store.tables import METADATA
 
 STEP_PAGES = 256
 """Pages that one transaction gives back: 1 MiB."""
 _INCREMENTAL = 2
 _LARGE_COLUMNS = (
-    ExchangeRow.request_body,
-    ExchangeRow.prompt_token_ids,
-    ChoiceRow.message_body,
-    ChoiceRow.token_ids,
-    ChoiceRow.logprobs,
-    AnswerRow.message_body,
-    AnswerRow.token_ids,
-    AnswerRow.logprobs,
-    JudgeCallRow.reply,
-    DeadLetterRow.payload,
+    (ExchangeRow.request_body, ExchangeRow.prompt_token_ids),
+    (ChoiceRow.message_body, ChoiceRow.token_ids, ChoiceRow.logprobs),
+    (AnswerRow.message_body, AnswerRow.token_ids, AnswerRow.logprobs),
+    (JudgeCallRow.reply,),
+    (DeadLetterRow.payload,),
 )
+"""By table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +35,37 @@ class Space:
     """Bytes of a store."""
 
     used: int
-    """SQLite: pages that hold something. PostgreSQL: the large columns, as stored."""
+    """SQLite: pages that hold something. PostgreSQL: the files of all tables, with their indexes
+    and the space of deleted rows; over the limit the large columns alone, as stored."""
     free: int
     """SQLite: pages that hold nothing. PostgreSQL: not known, 0."""
 
 
-def space_of(session: Session) -> Space:
-    """Measure the store. SQLite answers from the head of the file; PostgreSQL reads its tables,
-    though not the large values."""
+def space_of(session: Session, *, limit: int = 0) -> Space:
+    """Measure the store: from the head of SQLite's file, or by the size of PostgreSQL's files.
+
+    limit: bytes; 0: none. PostgreSQL's files keep the space of deleted rows, so when they are over
+        it, the tables are read, though not the large values.
+    """
     if session.get_bind().dialect.name == "postgresql":
-        used = sum(
-            session.scalar(select(func.sum(func.pg_column_size(column)))) or 0
-            for column in _LARGE_COLUMNS
-        )
-        return Space(int(used), 0)
+        sizes = [func.pg_total_relation_size(name) for name in METADATA.tables]
+        files: int = session.execute(select(sum(sizes[1:], sizes[0]))).scalar_one()
+        return Space(_rows_bytes(session) if 0 < limit < files else files, 0)
     size, pages, free = (_pragma(session, name) for name in ("page_size", "page_count", _FREE))
     return Space((pages - free) * size, free * size)
 
 
 _FREE = "freelist_count"
+
+
+def _rows_bytes(session: Session) -> int:
+    sizes = (
+        [func.coalesce(func.sum(func.pg_column_size(column)), 0) for column in columns]
+        for columns in _LARGE_COLUMNS
+    )
+    return sum(
+        int(size) for of_a_table in sizes for size in session.execute(select(*of_a_table)).one()
+    )
 
 
 def give_back(session: Session) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
-from sqlalchemy import func, select, text, update
+from sqlalchemy import event, func, select, text, update
 from sqlalchemy.orm import Session
 
 from deploy.funnel.read import read_funnel
@@ -322,7 +324,7 @@ def test_a_store_that_is_too_large_loses_the_oldest_first(kit: Kit) -> None:
         one = kit.exchange(f"e{number:02}", prompt_token_ids=prompt)
         store(kit, one, days_ago=1, session=f"s{number}")
     with kit.database.read() as session:
-        used = space_of(session).used
+        used = space_of(session, limit=1).used
 
     for _ in range(3):  # what a row takes is an estimate, so one pass may delete too little
         sweep_once(kit.database, retention(max_bytes=used - 250_000))
@@ -463,3 +465,31 @@ def test_a_damaged_state_is_no_state(kit: Kit) -> None:
         set_flag(session, sweep.FLAG, json.dumps({"at": "?"}), now=1.0)
     with kit.database.read() as session:
         assert read_state(session) is None
+
+
+def test_the_tables_are_read_for_their_size_only_when_the_files_are_over_a_limit(
+    kit: Kit, store_kind: str
+) -> None:
+    if store_kind == "sqlite":
+        pytest.skip("SQLite's file says how many of its pages are free")
+    prompt = tuple(Random(1).choices(range(49_000), k=20_000))
+    store(kit, kit.exchange("e", prompt_token_ids=prompt), days_ago=1)
+    read: list[str] = []
+
+    @event.listens_for(kit.database.engine, "before_cursor_execute")
+    def _note(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
+        read.extend(re.findall(r"pg_column_size\((\w+)", sql))
+
+    with kit.database.read() as session:
+        files = space_of(session).used
+    for limit in (0, files + 1_000_000):  # a pass writes its state
+        sweep_once(kit.database, retention(max_bytes=limit))
+    assert read == []
+
+    sweep_once(kit.database, retention(max_bytes=files - 1))
+
+    assert set(read) == {"exchange", "choice", "answer", "judge_call", "dead_letter"}
+    with kit.database.read() as session:
+        state = read_state(session)
+    assert state is not None
+    assert 40_000 < state.used_bytes < 100_000 < files  # the ids of the prompt, 2 bytes each
