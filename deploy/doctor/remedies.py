@@ -30,6 +30,10 @@ OF_SETTINGS: Final[Mapping[str, tuple[Name, str]]] = {
     "learner": ("learning", "learner_not_ready"),
 }
 """Setting, or section, of a finding without such a cause."""
+REFUSED: Final[Mapping[str, str]] = {
+    "refused_unknown_model": "have agents name `serving.model` as their `model`",
+}
+"""Why no request was captured -> what to do, where it is no loss and no setting of [capture]."""
 SELECTIONS: Final[Mapping[str, str]] = {
     "untrainable:ids_missing": "use vLLM 0.32, which obeys return_token_ids, and no gateway before "
     "it that drops the field",

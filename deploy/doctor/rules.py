@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
-from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, SELECTIONS
+from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
 from deploy.funnel.stages import STAGES, Name, Stage
 
 FEW = 3
@@ -127,7 +127,8 @@ def _captures(stage: Stage) -> Iterator[Diagnosis]:
             stage="requests",
             cause=reason,
             text=f"none of {stage.entered} requests was captured, {number} of them: {reason}",
-            to_do="see `Capture losses` in docs/runbook.md, and docs/data-dictionary.md for a "
+            to_do=REFUSED.get(reason)
+            or "see `Capture losses` in docs/runbook.md, and docs/data-dictionary.md for a "
             "reason that begins with skipped_ (the [capture] settings)",
         )
 

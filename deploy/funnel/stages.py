@@ -26,7 +26,7 @@ from ingest.store.exchanges import NEW
 from ingest.store.groups import CLAIMED, SAMPLED, SAMPLING
 from learner.runs.source import NOT_GROUPS, TRAINED
 from learner.runs.source import STAGE as LEARN
-from sidecar.capture.durable_counts import BUS, CAPTURE, FORWARDED, KEPT, REQUESTS
+from sidecar.capture.durable_counts import BUS, CAPTURE, FORWARDED, KEPT, REFUSED, REQUESTS
 
 Counters = Mapping[str, Mapping[str, int]]
 """Stage -> reason -> count, as in the table `counter`."""
@@ -75,6 +75,7 @@ def stages_of(
 
     claimed: groups that a training run has now. adapters: number of versions by state.
     """
+    requests = counters.get(REQUESTS, {})
     capture, bus, consume = (counters.get(name, {}) for name in (CAPTURE, BUS, CONSUME))
     selection, learn = counters.get(SELECTION, {}), counters.get(LEARN, {})
     sampling, judging = counters.get("sampling", {}), counters.get("judging", {})
@@ -92,9 +93,12 @@ def stages_of(
             "requests",
             "requests",
             "captured",
-            entered=sum(counters.get(REQUESTS, {}).values()),
+            entered=sum(requests.values()),
             passed=kept,
-            ended=_without(capture, KEPT),
+            ended={
+                **_without(capture, KEPT),
+                **{why: number for why, number in requests.items() if why.startswith(REFUSED)},
+            },
         ),
         _stage(
             "bus",

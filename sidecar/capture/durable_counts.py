@@ -24,6 +24,8 @@ STOP_S = 5.0
 REQUESTS, CAPTURE, BUS = "requests", "capture", "bus"
 """Stages of the counter rows."""
 KEPT = "kept"
+REFUSED = "refused_"
+"""Beginning of the reasons of requests that the proxy refused for what their bodies say."""
 FORWARDED = "forwarded"
 Counts = dict[tuple[str, str], int]
 """(stage, reason) -> records."""
@@ -54,6 +56,8 @@ SOURCES = (
     _Source("sidecar_forward_set_aside", BUS, "set_aside_", "reason"),
     _Source("sidecar_outbox_rows_gone", BUS, "outbox_gone"),
     _Source("sidecar_exchanges", REQUESTS, "", "outcome"),
+    _Source("sidecar_models_unknown", REQUESTS, f"{REFUSED}unknown_model"),
+    _Source("sidecar_bodies_unreadable", REQUESTS, REFUSED, "reason"),
 )
 
 

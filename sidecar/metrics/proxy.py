@@ -79,6 +79,10 @@ class Metrics:
             "Requests answered 400 because their body could not be read.",
             ["reason"],
         )
+        self.models_unknown = make.counter(
+            "sidecar_models_unknown",
+            "Model requests answered 404 because they name another model than the served one.",
+        )
         self._upstreams(make)
         self._capture(make)
         self.forwarding = ForwardingMetrics(make)

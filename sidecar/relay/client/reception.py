@@ -175,6 +175,8 @@ def _receive_model_request(
             context.rate_limited_log.warning(
                 "body_unreadable", reason=plan.reason, surface=rule.surface
             )
+        else:
+            context.metrics.models_unknown.inc()
         return with_limits(plan, admission.headers)
     n = 1
     if BEST_OF_HEADER in headers.aside:

@@ -34,7 +34,7 @@ class Refusal:
     headers: tuple[bytes, ...] = ()
     """Further header lines, each `name: value`."""
     reason: str = ""
-    """Label for the metric of unreadable bodies; empty when the body is not the reason."""
+    """Label for the metric of unreadable bodies; empty when the body can be read."""
 
 
 def vllm_error(

@@ -33,6 +33,7 @@ from learner.runs.train import Run
 from sidecar.capture.outbox import Outbox
 from sidecar.records import Exchange, Sampling, Timings
 from sidecar.settings import Settings, load_settings
+from sidecar.store.counts import add_counts
 from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
@@ -277,6 +278,19 @@ def test_a_vllm_that_lacks_what_learning_needs(
     vllm[1].overrides[path] = (200, reply)
 
     assert stop_of(online.doctor(capsys)) == (1, stage, cause)
+
+
+def test_agents_that_name_another_model(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(sidecar.open()) as database, database.engine.begin() as connection:
+        add_counts(connection, {("requests", "refused_unknown_model"): 3})
+
+    code, found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of((code, found)) == (1, "requests", "refused_unknown_model")
+    assert found["stages"][0]["ended"] == {"refused_unknown_model": 3}
+    assert "`serving.model`" in found["diagnoses"][0]["to_do"]
 
 
 def test_replies_without_token_ids_show_in_the_store_too(

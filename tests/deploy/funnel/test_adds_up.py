@@ -109,6 +109,9 @@ class System:
         capture = Capture(CaptureSettings(max_pending=6), outbox, metrics, None)
         for _ in range(self.rng.randrange(10)):
             self.number += 1
+            if self.rng.random() < 0.1:
+                metrics.models_unknown.inc()
+                continue
             outcome = self.rng.choice(["ok", "ok", "ok", "cut", "upstream_error"])
             accounts.exchange(outcome, ROUTE)  # type: ignore[arg-type]
             if self.rng.random() < 0.2:
@@ -381,19 +384,27 @@ def test_a_proxy_tells_the_store_what_its_metrics_grew_by(new_store: NewStore) -
     counts = DurableCounts(database.url, lambda: [table.read()], interval_s=0.01)
     metrics.captures_kept.inc(2)
     metrics.exchanges.labels("ok").inc(4)
+    metrics.models_unknown.inc(3)
     counts.start()
     metrics.captures_lost.labels("queue_full").inc()
     metrics.captures_skipped.labels("not_sampled").inc()
+    metrics.bodies_unreadable.labels("not_json").inc()
     counts.stop()
 
     with database.read() as session:
         found = read_funnel(session, MODEL)
     assert found.counters == {
         "capture": {"kept": 2, "lost_queue_full": 1, "skipped_not_sampled": 1},
-        "requests": {"ok": 4},
+        "requests": {"ok": 4, "refused_unknown_model": 3, "refused_not_json": 1},
     }
     requests = found.stage("requests")
-    assert (requests.entered, requests.passed, requests.waiting) == (4, 2, {})
+    assert (requests.entered, requests.passed, requests.waiting) == (8, 2, {})
+    assert requests.ended == {
+        "lost_queue_full": 1,
+        "skipped_not_sampled": 1,
+        "refused_unknown_model": 3,
+        "refused_not_json": 1,
+    }
 
 
 def test_counts_wait_for_a_store_that_is_away(tmp_path: Path) -> None:

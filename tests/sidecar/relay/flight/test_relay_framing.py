@@ -124,6 +124,8 @@ async def test_only_the_public_model_can_be_named(
         "code": 404,
     }
     assert fake_vllm.requests == []
+    assert running.metric("sidecar_models_unknown_total") == 1
+    assert running.metric("sidecar_exchanges_total", outcome="ok") == 0
 
 
 async def test_a_model_that_is_no_text_is_left_for_vllm_to_refuse(
