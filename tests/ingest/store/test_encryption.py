@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sqlalchemy import delete, func, select, text
+from sqlalchemy import Executable, delete, func, select, text, update
 
 from ingest.best_of.store import BestOfScores, load_scores, save_scores
 from ingest.errors import UnreadableExchangesError
@@ -28,6 +29,7 @@ from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.ruler import JudgeCall
 from ingest.sessions.records import Place
+from ingest.store import rotation
 from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
 from ingest.store.groups import (
@@ -43,7 +45,7 @@ from sidecar.records import Exchange
 from sidecar.store.database import Database
 from sidecar.store.disk import traces
 from sidecar.store.keyring import Keyring, sealed_size
-from sidecar.store.models import ChoiceRow, ExchangeRow, JudgeCallRow
+from sidecar.store.models import BestOfScoreRow, ChoiceRow, ExchangeRow, JudgeCallRow
 from support.ingest_kit import Kit
 from support.stores import NewStore
 
@@ -255,6 +257,45 @@ def test_a_key_is_rotated_and_the_old_one_can_go(new_store: NewStore) -> None:
         assert not [value for value in everything(database) if MARK.encode() in value]
         with database.read() as session:
             assert MARK not in str(session.scalars(select(JudgeCallRow.reply)).first())
+
+
+CHANGED = ["", "said later"]
+
+
+@pytest.mark.both_stores
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (update(BestOfScoreRow).values(explanations=CHANGED), [CHANGED]),
+        (delete(BestOfScoreRow), []),
+    ],
+    ids=["changed", "deleted"],
+)
+def test_a_list_that_another_process_changes_meanwhile_stays_as_that_left_it(
+    new_store: NewStore, monkeypatch: pytest.MonkeyPatch, change: Executable, left: list[list[str]]
+) -> None:
+    plain = new_store()
+    fill(plain, "a")
+    encrypted_list = rotation._encrypted_list
+
+    def encrypt_while_it_changes(*arguments: Any) -> list[Any]:
+        new = encrypted_list(*arguments)
+        with plain.write() as other:
+            other.execute(change)
+        return new
+
+    with closing(keyed(plain, NEW)) as database:
+        with monkeypatch.context() as patched:
+            patched.setattr(rotation, "_encrypted_list", encrypt_while_it_changes)
+            done = rotate(database)
+
+        assert done.unreadable == {"changed meanwhile: run it again": 1}
+        with plain.read() as session:
+            assert session.scalars(select(BestOfScoreRow.explanations)).all() == left
+        assert not rotate(database).unreadable
+        with database.read() as session:
+            scores = load_scores(session, ["other-a"]).values()
+            assert [list(one.explanations) for one in scores] == left
 
 
 def test_what_was_not_encrypted_is_gone_from_the_files(new_store: NewStore, tmp_path: Path) -> None:
