@@ -26,6 +26,7 @@ from sidecar.store.models import (
     ChoiceRow,
     DeadLetterRow,
     ExchangeRow,
+    FeedbackRow,
     GroupRow,
     JudgeCallRow,
     RunRow,
@@ -91,6 +92,8 @@ class Sweeper:
         self._due = 0.0
         self._deleted = 0
         self._locked = 0
+        self._told = 0
+        """Feedback up to this row is joined to an exchange, which it goes with."""
 
     def step(self, now: float) -> bool:
         """Do one step of a pass, if one is under way or due.
@@ -124,6 +127,7 @@ class Sweeper:
         """Yield after each transaction: the number of rows that it deleted."""
         yield from self._exchanges(now)
         yield from self._judge_calls(now)
+        yield from self._feedback(now)
         yield from self._dead_letters(now)
         yield from self._runs(now)
         yield from self._space()
@@ -190,6 +194,37 @@ class Sweeper:
                 delete(JudgeCallRow).where(JudgeCallRow.seq.in_(gone)).returning(JudgeCallRow.seq)
             ).all()
             count(session, STAGE, "judge_calls", len(deleted))
+        return len(deleted)
+
+    def _feedback(self, now: float) -> Iterator[int]:
+        """Delete feedback whose exchange has not come."""
+        age_s = _seconds(self._settings.feedback_days)
+        while age_s is not None:
+            with self._database.read() as session:
+                rows = session.execute(
+                    select(FeedbackRow.seq, FeedbackRow.exchange_id, FeedbackRow.stored_at)
+                    .where(FeedbackRow.seq > self._told)
+                    .order_by(FeedbackRow.seq)
+                    .limit(PAGE)
+                ).all()
+            # A damaged time: it stays, and keeps none behind it.
+            known = [row for row in rows if isinstance(row.stored_at, float)]
+            old = [row for row in known if row.stored_at < now - age_s]
+            yield self._delete_feedback([row.seq for row in old if row.exchange_id is None])
+            if len(rows) < PAGE or len(old) < len(known):
+                return
+            self._told = rows[-1].seq
+
+    def _delete_feedback(self, gone: list[int]) -> int:
+        if not gone:
+            return 0
+        with self._database.write(alone=False) as session:
+            deleted = session.scalars(
+                delete(FeedbackRow)
+                .where(FeedbackRow.seq.in_(gone), FeedbackRow.exchange_id.is_(None))
+                .returning(FeedbackRow.seq)
+            ).all()
+            count(session, STAGE, "feedback", len(deleted))
         return len(deleted)
 
     def _dead_letters(self, now: float) -> Iterator[int]:

@@ -213,6 +213,8 @@ class Retention(Section):
     """Exchanges that have a group, with the group, its answers and scores."""
     judge_calls_days: Days = 90.0
     """Replies of the judge."""
+    feedback_days: Days = 90.0
+    """Feedback and outcomes that are joined to no exchange; others go with theirs."""
     dead_letters_days: Days = 30.0
     """Records of the bus that could not be stored."""
     runs_days: Days = 365.0

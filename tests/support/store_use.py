@@ -69,6 +69,7 @@ from sidecar.store.models import (
     BreakerTripRow,
     CanaryRow,
     ExchangeRow,
+    FeedbackRow,
     GroupRow,
     JudgeCallRow,
 )
@@ -188,7 +189,8 @@ def _ingest(use: _Use) -> None:
 
 def _retention(use: _Use) -> None:
     """Delete the oldest hours of the month, each kind by its age, and some more by size."""
-    days = dict.fromkeys(("exchanges_days", "judge_calls_days", "runs_days", "groups_days"), 29.9)
+    days = {name: 29.9 for name in Retention.model_fields if name.endswith("_days")}
+    use.change(FeedbackRow, {"exchange_id": None}, FeedbackRow.seq <= 10)
     use.change(JudgeCallRow, {"at": 0.0}, JudgeCallRow.seq <= 200)
     by_age = Sweeper(use.database, Retention(**days))
     while by_age.step(NOW):

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_status
+from ingest.feedback.placing import save_feedback
 from ingest.intake.loop import Intake
 from ingest.retention import sweep
 from ingest.retention.sweep import Sweeper, read_state
@@ -25,6 +26,7 @@ from ingest.ruler.ruler import JudgeCall
 from ingest.sessions.records import Place
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange
 from sidecar.errors import StoreError
+from sidecar.feedback.record import Feedback
 from sidecar.records import Exchange
 from sidecar.settings import Groups, Retention, Serving, Settings
 from sidecar.store.database import Database, set_flag
@@ -36,6 +38,7 @@ from sidecar.store.models import (
     ChoiceRow,
     DeadLetterRow,
     ExchangeRow,
+    FeedbackRow,
     GroupDigestRow,
     GroupRow,
     JudgeCallRow,
@@ -46,9 +49,7 @@ from support.ingest_kit import Kit
 pytestmark = pytest.mark.both_stores
 DAY_S = 86_400.0
 NOW = 1_000 * DAY_S
-FOR_GOOD = dict.fromkeys(
-    ("exchanges_days", "groups_days", "judge_calls_days", "dead_letters_days", "runs_days"), 0.0
-)
+FOR_GOOD = {name: 0.0 for name in Retention.model_fields if name.endswith("_days")}
 
 
 def retention(**days: float) -> Retention:
@@ -423,6 +424,44 @@ def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit:
         assert session.scalars(select(RunRow.run_id)).all() == ["made"]
     assert sorted(calls) == [("c-1", ""), ("g-2", "words")]
     assert kit.counts("retention") == {"judge_calls": 1, "dead_letters": 1, "runs": 1}
+
+
+def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, store_kind: str
+) -> None:
+    monkeypatch.setattr(sweep, "PAGE", 3)
+    store(kit, kit.exchange("here"), days_ago=40)
+    for days_ago, targets in ((31, "ab"), (31, ["here"] * 4), (31, "c"), (29, "def")):
+        told = [
+            Feedback(
+                feedback_id=f"fb-{days_ago}-{target}-{number}",
+                kind="feedback",
+                target_kind="exchange",
+                target=target,
+                project="default",
+                received_at=1.0,
+                score=1.0,
+            )
+            for number, target in enumerate(targets)
+        ]
+        with kit.database.write() as session:
+            save_feedback(session, told, now=NOW - days_ago * DAY_S)
+    if store_kind == "sqlite":
+        with kit.database.write() as session:
+            session.execute(text("UPDATE feedback SET stored_at = 'damaged' WHERE seq = 3"))
+    sweeper = Sweeper(kit.database, retention(feedback_days=30))
+
+    while sweeper.step(NOW):
+        continue
+
+    with kit.database.read() as session:
+        left = list(session.scalars(select(FeedbackRow.target).order_by(FeedbackRow.seq)))
+    assert left == ["here"] * 4 + ["d", "e", "f"]
+    assert kit.counts("retention") == {"feedback": 3}
+    while sweeper.step(NOW + 2 * DAY_S):
+        continue
+    assert kit.counts("retention") == {"feedback": 6}
+    assert rows(kit, FeedbackRow) == 4
 
 
 def test_ingest_deletes_while_it_stores(kit: Kit) -> None:
