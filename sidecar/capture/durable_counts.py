@@ -21,7 +21,7 @@ INTERVAL_S = 5.0
 """Seconds between two transactions; each takes about a millisecond of the store's write lock."""
 STOP_S = 5.0
 """Longest wait for the last transaction."""
-REQUESTS, CAPTURE, BUS = "requests", "capture", "bus"
+REQUESTS, CAPTURE, BUS, RETENTION = "requests", "capture", "bus", "retention"
 """Stages of the counter rows."""
 KEPT = "kept"
 REFUSED = "refused_"
@@ -54,6 +54,7 @@ SOURCES = (
     _Source("sidecar_captures_skipped", CAPTURE, "skipped_", "reason"),
     _Source("sidecar_forwarded", BUS, FORWARDED),
     _Source("sidecar_forward_set_aside", BUS, "set_aside_", "reason"),
+    _Source("sidecar_forward_expired", RETENTION, "proxy_dead_letters"),
     _Source("sidecar_outbox_rows_gone", BUS, "outbox_gone"),
     _Source("sidecar_exchanges", REQUESTS, "", "outcome"),
     _Source("sidecar_models_unknown", REQUESTS, f"{REFUSED}unknown_model"),

@@ -84,7 +84,10 @@ def _run(settings: Settings) -> int:
     forwarder = Forwarder(
         OutboxReader(path),
         lambda: KafkaSender(place, kafka, lambda: time.monotonic() >= stop_by[0]),
-        DeadLetters(settings.state_dir / FILE),
+        DeadLetters(
+            settings.state_dir / FILE,
+            max_age_s=settings.retention.dead_letters_days * 86_400.0 or None,
+        ),
         tally,
         partition_by=kafka.partition_by,
         keyring=open_keyring(settings.store),
@@ -133,6 +136,7 @@ def forward_until(forwarder: Forwarder, tally: Tally, stopping: threading.Event)
     pauses = Backoff(first_s=0.5, last_s=5.0)
     failures = 0
     while not stopping.is_set():
+        forwarder.expire(time.time())
         try:
             gone = forwarder.step()
         except (ForwardingError, OutboxError) as error:

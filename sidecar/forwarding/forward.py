@@ -79,6 +79,10 @@ class Forwarder:
             raise ForwardingError(failure.reason, failure.message)
         return gone
 
+    def expire(self, now: float) -> None:
+        """Delete what was set aside too long ago, a little at a time. now: Unix seconds."""
+        self._tally.expired(self._dead_letters.expire(now))
+
     def _send(self, rows: list[OutboxRow]) -> Failure | None:
         """Send rows. Returns: why one failed that is to be sent again."""
         if not rows:

@@ -116,6 +116,7 @@ class ForwardingProcess:
     def _count(self, report: Report) -> None:
         metrics = self._metrics
         metrics.forwarded.inc(report.forwarded)
+        metrics.expired.inc(report.expired)
         for reason, count in report.failures.items():
             metrics.failures.labels(reason).inc(count)
         for reason, count in report.set_aside.items():

@@ -22,6 +22,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     forwarded: int = 0
     set_aside: dict[str, int] = {}
     failures: dict[str, int] = {}
+    expired: int = 0
+    """Records that were set aside and deleted because of their age."""
     waiting: int | None = None
     """Records in the outbox; None when it cannot be read."""
     reachable: bool = True
@@ -44,6 +46,7 @@ class Tally:
         self._forwarded = 0
         self._set_aside: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._expired = 0
         self._reachable = True
 
     def forwarded(self, count: int) -> None:
@@ -53,6 +56,10 @@ class Tally:
     def set_aside(self, reason: str) -> None:
         with self._lock:
             self._set_aside[reason] += 1
+
+    def expired(self, count: int) -> None:
+        with self._lock:
+            self._expired += count
 
     def failed(self, reason: str) -> None:
         """Note an attempt that failed."""
@@ -72,10 +79,11 @@ class Tally:
                 forwarded=self._forwarded,
                 set_aside=dict(self._set_aside),
                 failures=dict(self._failures),
+                expired=self._expired,
                 waiting=waiting,
                 reachable=self._reachable,
             )
-            self._forwarded = 0
+            self._forwarded = self._expired = 0
             self._set_aside.clear()
             self._failures.clear()
         return report

@@ -31,6 +31,10 @@ class ForwardingMetrics:
             "Exchanges that the topic cannot hold, kept in dead-letters.db, by reason.",
             ["reason"],
         )
+        self.expired = make.counter(
+            "sidecar_forward_expired",
+            "Exchanges deleted from dead-letters.db because of their age.",
+        )
         self.restarts = make.counter(
             "sidecar_forward_restarts", "Times that the forwarding process ended unasked."
         )

@@ -216,7 +216,7 @@ class Retention(Section):
     feedback_days: Days = 90.0
     """Feedback and outcomes that are joined to no exchange; others go with theirs."""
     dead_letters_days: Days = 30.0
-    """Records of the bus that could not be stored."""
+    """Records of the bus that could not be stored, and those that Kafka did not take."""
     runs_days: Days = 365.0
     """Training runs that made no adapter."""
     max_bytes: Annotated[int, Between(0, 10**15, "0 sets no limit; no disk is larger")] = 0

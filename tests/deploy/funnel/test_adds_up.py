@@ -385,6 +385,7 @@ def test_a_proxy_tells_the_store_what_its_metrics_grew_by(new_store: NewStore) -
     metrics.captures_kept.inc(2)
     metrics.exchanges.labels("ok").inc(4)
     metrics.models_unknown.inc(3)
+    metrics.forwarding.expired.inc(2)
     counts.start()
     metrics.captures_lost.labels("queue_full").inc()
     metrics.captures_skipped.labels("not_sampled").inc()
@@ -396,6 +397,7 @@ def test_a_proxy_tells_the_store_what_its_metrics_grew_by(new_store: NewStore) -
     assert found.counters == {
         "capture": {"kept": 2, "lost_queue_full": 1, "skipped_not_sampled": 1},
         "requests": {"ok": 4, "refused_unknown_model": 3, "refused_not_json": 1},
+        "retention": {"proxy_dead_letters": 2},
     }
     requests = found.stage("requests")
     assert (requests.entered, requests.passed, requests.waiting) == (8, 2, {})

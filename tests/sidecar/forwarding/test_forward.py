@@ -5,12 +5,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from sidecar.capture.outbox import Outbox, OutboxReader
+from sidecar.capture.outbox import Outbox, OutboxReader, OutboxRow
 from sidecar.errors import ForwardingError
 from sidecar.feedback.record import Feedback, encode_feedback
 from sidecar.forwarding.__main__ import forward_until
@@ -136,6 +138,44 @@ def test_one_record_is_kept_however_large_it_is(kit: Kit) -> None:
     assert [name for name, _, _ in kit.dead()] == ["huge"]
 
 
+def test_what_was_set_aside_too_long_ago_is_deleted_a_few_at_a_time(
+    kit: Kit, tmp_path: Path
+) -> None:
+    path = tmp_path / "aside" / "dead-letters.db"
+    aside = DeadLetters(path, max_age_s=30.0)
+    forwarder = Forwarder(kit.reader, kit.open, aside, kit.tally, partition_by="caller")
+    forwarder.expire(0.0)  # there is no file yet
+    for number in range(8):
+        row = OutboxRow(seq=number, exchange_id=f"e{number}", at=float(number), payload=b"said")
+        assert aside.keep(row, "too large")
+
+    def left() -> list[str]:
+        with closing(sqlite3.connect(path)) as connection:
+            rows = connection.execute("SELECT exchange_id FROM dead_letter ORDER BY rowid")
+            return [name for (name,) in rows]
+
+    found = []
+    # Of 0 to 6 s, at 37 s: five, then two. The rest at the next look, an hour later.
+    for now in (37.0, 37.0, 38.5, 37.0 + 3_600.0):
+        forwarder.expire(now)
+        found.append(left())
+
+    assert found == [["e5", "e6", "e7"], ["e7"], ["e7"], []]
+    assert kit.tally.take(0) == Report(expired=8, waiting=0)
+    assert kit.tally.take(0) == Report(waiting=0)
+    assert b"said" not in path.read_bytes()
+
+
+def test_a_damaged_file_of_dead_letters_is_said_once_an_hour(tmp_path: Path) -> None:
+    aside = DeadLetters(tmp_path / "damaged.db", max_age_s=30.0)
+    (tmp_path / "damaged.db").write_bytes(b"no database at all" * 99)
+
+    with capture_logs() as logs:
+        assert aside.expire(100.0) == aside.expire(101.0) == 0
+
+    assert [one["event"] for one in logs] == ["dead_letters_not_expired"]
+
+
 def test_a_new_outbox_with_the_numbers_of_the_old_one_is_forwarded_too(kit: Kit) -> None:
     kit.write("a", "b")
     kit.sender.failing = {"a"}
@@ -209,8 +249,12 @@ def test_a_broker_that_is_away_is_counted_and_asked_again(
     kit.write("a")
     kit.sender.failing = {"a"}
 
+    looked: list[float] = []
+    monkeypatch.setattr(kit.forwarder, "expire", looked.append)
+
     forward_until(kit.forwarder, kit.tally, stopping)
 
     assert pauses == [0.5, 1.0, 2.0, 0.1]
+    assert len(looked) == 5  # before each attempt
     assert kit.sent == ["a"]
     assert kit.tally.take(0) == Report(forwarded=1, failures={"timeout": 3}, waiting=0)
