@@ -20,7 +20,13 @@ import structlog
 from sqlalchemy.orm import Session
 
 from deploy.canary import gate_store
-from deploy.canary.gate_answers import Answered, FreshAnswers, as_rows, seed_of
+from deploy.canary.gate_answers import (
+    Answered,
+    FreshAnswers,
+    as_rows,
+    seed_of,
+    storable_calls,
+)
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
 from deploy.registry.canary_rule import GateEvidence
@@ -283,7 +289,10 @@ class Gate:
         rows = await asyncio.to_thread(
             as_rows, answered, scores, explanations, screen=self._screen, project=prompt.project
         )
-        await asyncio.to_thread(self._save, canary, prompt, status, rows, calls)
+        kept = await asyncio.to_thread(
+            storable_calls, calls, screen=self._screen, project=prompt.project
+        )
+        await asyncio.to_thread(self._save, canary, prompt, status, rows, kept)
 
     def _save(
         self,

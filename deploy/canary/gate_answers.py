@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.canary.answer_shape import is_short
@@ -18,6 +18,7 @@ from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
 from ingest.errors import AdapterGoneError, EngineDownError
 from ingest.privacy.screen import Screen
+from ingest.ruler.ruler import JudgeCall
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
@@ -100,11 +101,12 @@ def as_rows(
     """Convert answers to the store's JSON; without scores when the judge gave none.
 
     An answer that the project's privacy policy keeps out of the store is stored without what it
-    says: its score counts all the same, since the judge saw it redacted.
+    says: its score counts all the same, since the judge saw it redacted. What the judge says about
+    an answer is under the same policy: `privacy.hide` may show it more than may be stored.
     """
-    stored = [
-        screen.answer(json.dumps(one.message).encode(), project=project).may_store
-        for one in answered
+    stored = [_may_store(one.message, screen, project) for one in answered]
+    told = [
+        words if _may_store({"content": words}, screen, project) else "" for words in explanations
     ]
     return [
         {
@@ -116,10 +118,28 @@ def as_rows(
             "finish_reason": one.finish_reason,
             "short": is_short(one.message, one.finish_reason),
             "score": scores[place] if scores else None,
-            "explanation": explanations[place] if explanations else None,
+            "explanation": told[place] if told else None,
         }
         for place, one in enumerate(answered)
     ]
+
+
+def storable_calls(calls: Sequence[JudgeCall], *, screen: Screen, project: str) -> list[JudgeCall]:
+    """Leave out the judge's replies that the project's privacy policy keeps out of the store."""
+    return [
+        call
+        if _may_store({"content": f"{call.reply.text}\n{call.error}"}, screen, project)
+        else replace(
+            call,
+            reply=replace(call.reply, text=""),
+            error=None if call.ok else "left out: private",
+        )
+        for call in calls
+    ]
+
+
+def _may_store(message: dict[str, Any], screen: Screen, project: str) -> bool:
+    return screen.answer(json.dumps(message).encode(), project=project).may_store
 
 
 def seed_of(canary: Canary, purpose: str) -> int:

@@ -27,6 +27,7 @@ from deploy.records import AdapterVersion, Canary
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.supervise.loops import LoopView
+from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
 from learner.adapter_folder import folder_digest
 from sidecar.records import BASE
@@ -131,6 +132,7 @@ class World:
             room=self.room,
             parallel=2,
             clock=self.clock,
+            view=JudgeView(self.privacy),
             screen=Screen(self.privacy),
         )
         return Controller(

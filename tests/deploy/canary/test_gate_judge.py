@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import select
 
 from deploy.canary.controller import Controller
 from ingest.errors import (
@@ -17,8 +19,8 @@ from ingest.errors import (
 )
 from ingest.ruler.judge import JudgeReply
 from sidecar.settings import Privacy
-from sidecar.store.models import CounterRow
-from support.fake_judge import FakeJudge
+from sidecar.store.models import CounterRow, JudgeCallRow
+from support.fake_judge import FakeJudge, Shown
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -110,6 +112,15 @@ async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_
     assert world.canary(name).phase == "ramping"
 
 
+def quote(shown: Shown) -> str:
+    """A judge that repeats what it is shown."""
+    entries = [
+        {"id": name, "explanation": f"It says: {answer['content']}", "score": 0.5}
+        for name, answer in shown.items()
+    ]
+    return json.dumps({"scores": entries})
+
+
 @pytest.mark.parametrize(
     ("privacy", "kept"),
     [
@@ -137,3 +148,35 @@ async def test_a_comparison_keeps_no_answer_that_may_not_be_stored(
     said = [(answer["content"], answer.get("left_out")) for answer in answers]
     assert (None, "private") in said or kept
     assert ("none", None) in said
+
+
+@pytest.mark.parametrize(
+    ("privacy", "key_kept"),
+    [
+        ({}, True),
+        ({"flagged": "drop"}, False),
+        ({"projects": {"default": {"flagged": "drop"}}}, False),
+    ],
+)
+async def test_the_judges_words_are_not_kept_when_they_quote_what_may_not_be_stored(
+    world: World, privacy: dict[str, Any], key_kept: bool
+) -> None:
+    world.register(1)
+    world.hold_out(2)
+    world.sampler.script = (f"the key is {KEY}", "none")
+    world.judge.script = [f"no JSON, but {KEY}", quote]
+    world.privacy = Privacy.model_validate({"hide": [], **privacy})
+
+    await play(world, world.controller(), 12)
+
+    explanations = [one["explanation"] for row in world.comparisons() for one in row.answers]
+    with world.database.read() as session:
+        calls = [(one.ok, one.reply, one.error) for one in session.scalars(select(JudgeCallRow))]
+    assert (KEY in str(explanations)) is key_kept
+    assert (KEY in str(calls)) is key_kept
+    assert "It says: none" in explanations
+    assert {ok for ok, _, _ in calls} == {True, False}
+    if not key_kept:
+        assert "" in explanations
+        assert (True, "", None) in calls
+        assert (False, "", "left out: private") in calls
