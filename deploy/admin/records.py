@@ -31,6 +31,7 @@ from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, new
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from ingest.feedback.reading import Told, told_of, told_of_session
 from ingest.store.groups import opened_explanation
+from ingest.store.sessions import stored_name
 from sidecar.store.arrays import unpack_ids
 from sidecar.store.contents import load_contents, opened_reply
 from sidecar.store.database import DAMAGE, decompress
@@ -144,10 +145,13 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
         session_id: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
     ) -> SessionOut:
         columns = [getattr(ExchangeRow, name) for name in TurnOut.model_fields]
-        statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == session_id)
-        statement = newest_first(statement, limit=limit, cursor=cursor, key={ExchangeRow.seq: int})
         with database.read() as session:
-            rows = session.execute(statement).all()
+            stored = stored_name(session, session_id)
+            statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == stored)
+            key = {ExchangeRow.seq: int}
+            rows = session.execute(
+                newest_first(statement, limit=limit, cursor=cursor, key=key)
+            ).all()
             if not rows and cursor is None:
                 raise UnknownRecordError(f"no session {session_id}; an exchange names its own")
             page = page_of(
@@ -157,13 +161,13 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
                 name=lambda row: f"exchange {row.exchange_id}",
                 cursor=lambda row: encode_cursor(row.seq),
             )
-            with naming(f"what was told of session {session_id}"):
+            with naming(f"what was told of session {stored}"):
                 return SessionOut(
-                    session_id=session_id,
+                    session_id=stored,
                     exchanges=page.items,
                     damaged=page.damaged,
                     next_cursor=page.next_cursor,
-                    **_told(told_of_session(session, session_id)),
+                    **_told(told_of_session(session, stored)),
                 )
 
 

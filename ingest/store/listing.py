@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
@@ -12,6 +12,7 @@ from ingest.errors import UnreadableExchangesError
 from ingest.records import ScoredGroup
 from ingest.store.exchanges import StoredExchange, load_by_seq
 from ingest.store.groups import load_scored_group
+from ingest.store.sessions import stored_name
 from sidecar.store.database import DAMAGE, Database
 from sidecar.store.models import ExchangeRow, GroupRow
 
@@ -27,6 +28,7 @@ class Wanted:
     """Which exchanges are listed; None: any."""
 
     session: str | None = None
+    """As `ingest.store.sessions.stored_name` takes it."""
     user: str | None = None
     project: str | None = None
     adapter: str | None = None
@@ -47,6 +49,7 @@ def newest_exchanges(
     database: Database, wanted: Wanted, *, limit: int | None = None
 ) -> Iterator[StoredExchange | Unreadable]:
     """Yield exchanges, the newest first. Each page is a read transaction of its own."""
+    wanted = _as_stored(database, wanted)
     before: int | None = None
     left = limit
     while left is None or left > 0:
@@ -67,6 +70,7 @@ def newest_scored_groups(
     database: Database, wanted: Wanted, *, limit: int | None = None
 ) -> Iterator[ScoredGroup | Unreadable]:
     """Yield groups with scores, the newest first. Groups are never held out."""
+    wanted = _as_stored(database, wanted)
     before: int | None = None
     left = limit
     while left is None or left > 0:
@@ -89,6 +93,13 @@ def newest_scored_groups(
             return
         before = rows[-1].seq
         left = None if left is None else left - len(rows)
+
+
+def _as_stored(database: Database, wanted: Wanted) -> Wanted:
+    if wanted.session is None:
+        return wanted
+    with database.read() as session:
+        return replace(wanted, session=stored_name(session, wanted.session))
 
 
 def _window(session: Session, wanted: Wanted, before: int | None) -> range | None:

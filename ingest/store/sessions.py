@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.sessions.records import Place
@@ -12,6 +12,7 @@ from ingest.store.exchanges import StoredExchange
 from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
 from ingest.store.places import place_columns
 from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow
+from sidecar.store.models.capture import NAMED_OTHERWISE
 
 
 def newest_exchanges(
@@ -39,6 +40,21 @@ def newest_exchanges(
             break
         sizes.append((seq, request + prompt))
     yield from read_pages(session, pages_of(reversed(sizes)))
+
+
+def stored_name(session: Session, name: str) -> str:
+    """Return the name under which a session is stored, by that name or by another one that a client
+    gave a part of it: then the session that has the newest part. An unknown name is returned as it
+    is."""
+    if session.scalar(select(ExchangeRow.seq).where(ExchangeRow.session_id == name).limit(1)):
+        return name
+    found = session.scalar(
+        select(ExchangeRow.session_id)
+        .where(text(NAMED_OTHERWISE), ExchangeRow.session_key == name)
+        .order_by(ExchangeRow.seq.desc())
+        .limit(1)
+    )
+    return name if found is None else found
 
 
 def save_moves(session: Session, moves: Iterable[Place]) -> None:

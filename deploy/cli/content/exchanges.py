@@ -24,7 +24,13 @@ exchanges_app = typer.Typer(
 FORMS = ("jsonl", "trl-sft", "trl-preference", "art")
 SNIPPET = 60
 """Characters of the last message in a listing."""
-SessionOption = Annotated[str, typer.Option("--session", help="of this session")]
+SessionOption = Annotated[
+    str,
+    typer.Option(
+        "--session",
+        help="of this session: its stored name, or another that a client gave a part of it",
+    ),
+]
 UserOption = Annotated[str, typer.Option("--user", help="of this user")]
 AdapterOption = Annotated[str, typer.Option("--adapter", help="answered by it; `base` without one")]
 SinceOption = Annotated[str, typer.Option("--since", help="not older than this: 12h, 30d, 8w")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from deploy.admin.actions import until_loaded
 from deploy.engine.reconcile import EngineView
@@ -358,6 +358,33 @@ async def test_what_was_told_of_an_exchange_and_of_its_session_is_shown(
     assert of_session["next_cursor"] is None
     assert status["feedback"] == {"joined": 3, "stored_feedback": 2, "stored_outcome": 1}
     assert status["signals"] == {"regeneration": 1}
+
+
+@pytest.mark.both_stores
+async def test_a_session_is_found_by_the_second_name_that_a_client_gave_a_part_of_it(
+    world: World, api: Api
+) -> None:
+    add_groups(world, 3)
+    names = [(await api.get(f"/groups/g{number}")).json()["exchange_id"] for number in range(3)]
+    for name, key in zip(names, ("h:one", "h:two", "h:two"), strict=True):
+        with world.database.write() as session:
+            session.execute(
+                update(ExchangeRow)
+                .where(ExchangeRow.exchange_id == name)
+                .values(session_id="h:one", session_key=key)
+            )
+    tell(world, names[1], "h:one")
+
+    by_both = [(await api.get(f"/sessions/{name}", limit=2)).json() for name in ("h:one", "h:two")]
+    cursor = by_both[1]["next_cursor"]
+    rest = (await api.get("/sessions/h:two", limit=2, cursor=cursor)).json()
+
+    assert by_both[0] == by_both[1]
+    assert by_both[1]["session_id"] == "h:one"
+    assert len(by_both[1]["feedback"]) == 2
+    assert [one["exchange_id"] for one in by_both[1]["exchanges"]] == names[:0:-1]
+    assert [one["exchange_id"] for one in rest["exchanges"]] == names[:1]
+    assert (await api.get("/sessions/h:three")).status_code == 404
 
 
 async def test_funnel_counts_where_records_stop(world: World, api: Api) -> None:

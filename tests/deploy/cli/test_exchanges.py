@@ -22,7 +22,7 @@ from ingest.store import listing
 from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, mark_scored, save_group
 from sidecar.store.database import Database
-from sidecar.store.models import GroupRow
+from sidecar.store.models import ExchangeRow, GroupRow
 from support.ingest_kit import make_exchange, make_feedback, message
 from support.migrated_store import open_migrated
 
@@ -76,6 +76,25 @@ def test_the_newest_are_listed_over_pages_and_by_session(
     assert "the newest 4 are shown, and there may be more" in said
     assert of_all == ""
     assert [one["exchange_id"] for one in json.loads(of_one)] == ["e3", "e1"]
+
+
+def test_a_session_is_listed_and_exported_by_its_second_name(
+    database: Database, run: Run, tmp_path: Path
+) -> None:
+    for number, key in enumerate(("h:one", "h:two", "h:other")):
+        save(database, number, session_key=key)
+        score(database, f"e{number}", (0.2, 0.8))
+    for table in (ExchangeRow, GroupRow):
+        with database.write() as session:
+            here = table.exchange_id.in_(["e0", "e1"])
+            session.execute(update(table).where(here).values(session_id="h:one"))
+
+    listed = json.loads(run("ls", "--session", "h:two", "-o", "json")[1])
+    exported = run("export", "--form", "art", "--session", "h:two")[1].splitlines()
+
+    assert [one["exchange_id"] for one in listed] == ["e1", "e0"]
+    assert len(exported) == 2
+    assert run("ls", "--session", "h:three")[1] == ""
 
 
 def test_a_rare_value_is_looked_for_a_window_of_rows_at_a_time(
