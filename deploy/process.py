@@ -31,7 +31,6 @@ from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
-from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
@@ -91,12 +90,14 @@ async def serve(settings: Settings, database: Database) -> int:
             session, settings.serving.model, now=time.time(), actor=audit.CONTROL
         )
     key = settings.serving.api_key
-    sampler = open_replicas(settings.serving.upstreams, key.get_secret_value() if key else None)
+    sampler = open_replicas(
+        settings.serving.upstreams, key.get_secret_value() if key else None, settings.groups
+    )
     judge = LiteLlmJudge(settings.judge)
     async with contextlib.AsyncExitStack() as clients:
         replicas = {
             url: VllmControl(await clients.enter_async_context(_vllm_client(settings, url)))
-            for url in settings.serving.upstreams
+            for url in (*settings.serving.upstreams, *settings.only_sampling)
         }
         try:
             await _run(settings, database, replicas, sampler, judge, listener, stop)
@@ -131,19 +132,21 @@ async def _run(
             loop.call_soon_threadsafe(event.set)
 
     model = settings.serving.model
-    fleet = Fleet(
-        {
-            url: Reconciler(
-                database=database,
-                control=control,
-                model=model,
-                max_loras=settings.serving.max_loras,
-                replica=url,
-            )
-            for url, control in replicas.items()
-        }
-    )
-    controller = make_controller(settings, database, replicas, sampler, judge, on_change)
+    reconcilers = {
+        url: Reconciler(
+            database=database,
+            control=control,
+            model=model,
+            max_loras=settings.serving.max_loras,
+            replica=url,
+        )
+        for url, control in replicas.items()
+    }
+    # No user waits for a vLLM that only samples: it gets its adapters, and decides nothing.
+    serving = settings.serving.upstreams
+    fleet = Fleet({url: reconcilers[url] for url in serving})
+    controls = {url: replicas[url] for url in serving}
+    controller = make_controller(settings, database, controls, sampler, judge, on_change)
 
     def keep(url: str, reconciler: Reconciler) -> Loop:
         def every_s() -> float:
@@ -153,7 +156,7 @@ async def _run(
 
     loops = [
         Loop("tick", controller.tick, lambda: settings.canary.poll_s),
-        *(keep(url, reconciler) for url, reconciler in fleet.reconcilers.items()),
+        *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
     context = AdminContext(
         database=database,
@@ -201,7 +204,7 @@ def make_controller(
         judge=judge,
         rules=rules,
         judging=settings.judge,
-        room=Throttle(sampler, settings.groups.max_running_requests, interval_s=PROBE_INTERVAL_S),
+        room=sampler,
         parallel=max(1, settings.groups.concurrency // (2 * rules.gate_answers)),
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),

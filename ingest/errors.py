@@ -6,7 +6,9 @@ IngestError
 ├── NoTokenizerError (LookupError)  the base model's tokenizer is not on this machine
 ├── SamplingError (ConnectionError) vLLM gave no usable candidate: try the group again later
 │   ├── EngineDownError             vLLM cannot be reached: wait
-│   ├── AdapterGoneError            vLLM does not know the adapter: a retry will not help
+│   ├── EngineBusyError             vLLM takes no request for now (429): wait as long as it says
+│   ├── NoRoomError                 users need the capacity: wait
+│   ├── AdapterGoneError            vLLM does not know the adapter: wait if it is to be loaded again
 │   └── RequestRefusedError         vLLM refuses the request itself (400)
 ├── JudgeUnavailableError (ConnectionError)  no usable answer: try again later
 │   ├── JudgeBusyError              a rate limit: wait as long as it says
@@ -51,12 +53,29 @@ class EngineDownError(SamplingError):
     """vLLM refuses connections or answers that it is unavailable."""
 
 
+class EngineBusyError(SamplingError):
+    """vLLM, or a gateway before it, takes no request for now (429)."""
+
+    def __init__(self, message: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.headers = headers or {}
+        """Of the reply: `retry-after` may say how long."""
+
+
+class NoRoomError(SamplingError):
+    """No vLLM has capacity to spare: users come first."""
+
+
 class AdapterGoneError(SamplingError):
     """vLLM serves no model or adapter of this name (404)."""
 
 
 class RequestRefusedError(SamplingError):
-    """vLLM refuses the request itself (400); a retry will not help."""
+    """vLLM refuses the request itself (400, 413, 422); a retry will not help."""
+
+
+AWAY = (EngineDownError, EngineBusyError, NoRoomError, AdapterGoneError)
+"""What concerns vLLM and no answer: it passes, also a lost adapter that control loads again."""
 
 
 class JudgeUnavailableError(IngestError, ConnectionError):

@@ -108,13 +108,16 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         log.error("store_not_ready", error=str(error))
         return 1
     api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
-    engine = open_replicas(serving.upstreams, api_key, settings.groups.timeout_s)
+    groups = settings.groups
+    engine = open_replicas(
+        groups.sampling_upstreams or serving.upstreams, api_key, groups, timeout_s=groups.timeout_s
+    )
     judge = LiteLlmJudge(settings.judge)
     sampling = SamplingWorker(
         database,
         CheckedSampler(engine, TokenCheck(serving.base_model_path)),
         engine,
-        settings.groups,
+        groups,
         model=serving.model,
         logprobs_mode=serving.logprobs_mode,
         sampling_defaults=serving.sampling_defaults,

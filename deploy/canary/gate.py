@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from sqlalchemy.orm import Session
@@ -32,8 +32,7 @@ from deploy.records import Canary
 from deploy.registry.canary_rule import GateEvidence
 from deploy.registry.gate_rule import judge_gate, mean_difference
 from ingest.errors import (
-    AdapterGoneError,
-    EngineDownError,
+    AWAY,
     JudgeBusyError,
     JudgeRefusalError,
     JudgeReplyError,
@@ -48,7 +47,7 @@ from ingest.ruler.judge import Judge
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, score_answers
-from ingest.vllm.sampler import Sampler
+from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
 from sidecar.settings import Canary as CanarySettings
 from sidecar.settings import Judge as JudgeSettings
@@ -62,7 +61,7 @@ WAITS = Backoff(first_s=1.0, last_s=60.0)
 """Waits between attempts while the judge or vLLM is unreachable."""
 ATTEMPTS = 3
 """Failed judge calls (while the judge answers the probe) after which a prompt is set aside."""
-_AWAY = (EngineDownError, AdapterGoneError, JudgeBusyError)
+_AWAY = (*AWAY, JudgeBusyError)
 """Errors that concern no answer: retry later. The reconciler reloads a lost adapter."""
 
 
@@ -91,14 +90,6 @@ class Retry:
         """Return the wait after one more failure: twice the last one, up to a limit."""
         wait_s = WAITS.after_s(self.wait_s)
         return Retry(at=now + wait_s, wait_s=wait_s, reason=reason)
-
-
-class Room(Protocol):
-    """Tells whether the users' load leaves capacity in the engine."""
-
-    async def is_open(self) -> bool:
-        """Return True when there is capacity. Raises: SamplingError when the load is unknown."""
-        ...
 
 
 class Gate:

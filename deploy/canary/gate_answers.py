@@ -16,7 +16,7 @@ from typing import Any
 from deploy.canary.answer_shape import is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
-from ingest.errors import AdapterGoneError, EngineDownError
+from ingest.errors import AWAY
 from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
@@ -63,8 +63,7 @@ class FreshAnswers:
         )
         errors = [one for one in sampled if isinstance(one, BaseException)]
         # An engine that is down or has lost an adapter causes the other errors: raise that one.
-        away = (EngineDownError, AdapterGoneError)
-        for error in sorted(errors, key=lambda one: not isinstance(one, away)):
+        for error in sorted(errors, key=lambda one: not isinstance(one, AWAY)):
             raise error
         return [
             Answered(

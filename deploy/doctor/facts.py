@@ -9,6 +9,7 @@ from deploy.funnel.read import Funnel
 from deploy.funnel.stages import Name
 from deploy.preflight.findings import Finding
 from ingest.intake.bus_report import BusState
+from ingest.sampling.budget import Spent
 from sidecar.settings import Settings
 
 
@@ -42,8 +43,8 @@ class StoreFacts:
 
     funnel: Funnel
     bus: BusState | None = None
-    tokens_today: int = 0
-    """Tokens that sampling has spent today, UTC."""
+    spent: Spent | None = None
+    """The budget of sampling that is spent."""
     learner_paused: bool = False
     run: LastRun | None = None
     adapter: tuple[str, str, str] | None = None

@@ -31,7 +31,7 @@ from deploy.preflight.store import check_store
 from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
 from ingest.intake.bus_report import read_state
-from ingest.sampling.budget import tokens_spent
+from ingest.sampling.budget import first_spent, read_usage
 from learner.ready import EMPTY, why_not_ready
 from learner.runs.cron import read_cron
 from learner.runs.schedule import PAUSED_FLAG
@@ -144,7 +144,7 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
             return StoreFacts(
                 funnel=read_funnel(session, model),
                 bus=read_state(session),
-                tokens_today=tokens_spent(session, now=now),
+                spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
                 learner_paused=get_flag(session, PAUSED_FLAG) == "1",
                 run=newest_run(session, model),
                 adapter=newest_adapter(session, model),

@@ -14,6 +14,7 @@ OF_CHECKS: Final[Mapping[str, tuple[Name, str]]] = {
     "kafka_away": ("bus", "kafka_away"),
     "no_token_ids": ("selection", "no_token_ids"),
     "no_load": ("sampling", "vllm_load_unknown"),
+    "sampling_away": ("sampling", "sampling_vllm_away"),
     "no_judge": ("sampling", "no_judge"),
     "judge_key": ("judging", "judge_key"),
     "judge": ("judging", "judge_away"),
@@ -70,6 +71,12 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
         "private",
         "the candidates hold what privacy.flag names: leave out the kind that is no secret here, "
         "or learn from other prompts",
+    ),
+    "request_refused": (
+        "sampling",
+        "request_refused",
+        "vLLM refuses (400) to sample again what it has answered: `candidate_dropped` in score's "
+        "log has its words; its options, or the chat template, may have changed",
     ),
     "sampling_failed": (
         "sampling",

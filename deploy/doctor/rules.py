@@ -111,7 +111,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _captures(stages["requests"])
     yield from _bus(facts, store, stages["bus"])
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
-    yield from _budget(facts, store, stages["sampling"])
+    yield from _budget(store, stages["sampling"])
     yield from _masks(store.recent.served)
     yield from _groups(facts, store)
     yield from _run(store)
@@ -153,15 +153,16 @@ def _bus(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
         )
 
 
-def _budget(facts: Facts, store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
-    limit = facts.settings.groups.tokens_per_day
-    if store.tokens_today >= limit:
+def _budget(store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
+    spent = store.spent
+    if spent is not None:
+        waiting = sum(stage.waiting.values())
+        end = f"{spent.until:%Y-%m-%d %H:%M} UTC" if spent.until else "users are served more"
         yield Diagnosis(
             stage="sampling",
             cause="budget_spent",
-            text=f"{store.tokens_today:,} tokens were sampled today and groups.tokens_per_day is "
-            f"{limit:,}; {sum(stage.waiting.values())} groups wait for midnight UTC",
-            to_do="wait, or raise groups.tokens_per_day and restart score",
+            text=f"{spent.why}; {waiting} groups wait until {end}",
+            to_do=f"wait, or raise {spent.setting} and restart score",
         )
 
 

@@ -12,12 +12,20 @@ from sidecar.settings import Serving, Settings
 
 TIMEOUT_S = 10.0
 """Limit of one call. The longest asks for one token, and vLLM may be busy with others' requests."""
+SERVING, SAMPLING = "serving.upstreams", "groups.sampling_upstreams"
 LORA_METRIC = "vllm:lora_requests_info"
 """A metric that vLLM (0.32) has only with `--enable-lora`."""
 
 
 async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
-    """Yield what is wrong with each vLLM of `serving.upstreams`."""
+    """Yield what is wrong with each vLLM of `serving.upstreams`, and of those that only sample."""
+    async for finding in _check_serving(settings):
+        yield finding
+    async for finding in _check_sampling(settings):
+        yield finding
+
+
+async def _check_serving(settings: Settings) -> AsyncIterator[Finding]:
     serving = settings.serving
     for url in serving.upstreams:
         async with _client(serving, url) as client:
@@ -38,6 +46,28 @@ async def check_replicas(settings: Settings) -> AsyncIterator[Finding]:
                     "serving.upstreams",
                     f"{url} does not answer ({why}); start vLLM, or correct it",
                     "vllm_away",
+                )
+
+
+async def _check_sampling(settings: Settings) -> AsyncIterator[Finding]:
+    serving = settings.serving
+    for url in settings.only_sampling:
+        async with _client(serving, url) as client:
+            try:
+                names = _names(await client.get("/v1/models"))
+                if names is None or serving.model not in names:
+                    why = f"serves no {serving.model!r}, so no candidates are sampled; name a vLLM"
+                    yield error(SAMPLING, f"{url} {why} that does", "sampling_away")
+                    continue
+                async for finding in _check_adapters(client, url, SAMPLING):
+                    yield finding
+            except httpx.HTTPError as problem:
+                why = str(problem) or type(problem).__name__
+                yield error(
+                    SAMPLING,
+                    f"{url} does not answer ({why}), so no candidates are sampled; start vLLM, or "
+                    "correct it",
+                    "sampling_away",
                 )
 
 
@@ -76,33 +106,33 @@ async def _check(client: httpx.AsyncClient, url: str, serving: Serving) -> Async
             "vllm_model",
         )
         return
-    async for finding in _check_adapters(client, url):
+    async for finding in _check_adapters(client, url, SERVING):
         yield finding
     async for finding in _check_tokens(client, url, serving.model):
         yield finding
 
 
-async def _check_adapters(client: httpx.AsyncClient, url: str) -> AsyncIterator[Finding]:
+async def _check_adapters(
+    client: httpx.AsyncClient, url: str, setting: str
+) -> AsyncIterator[Finding]:
     load = await client.post("/v1/load_lora_adapter", json={})  # no name: nothing is loaded
     if load.status_code in (404, 405):
         yield error(
-            "serving.upstreams",
+            setting,
             f"{url} loads no adapters at run time; start vLLM with "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
             "no_lora",
         )
     metrics = await client.get("/metrics")
     if metrics.status_code != 200:
-        yield warning(
-            "serving.upstreams",
-            f"{url}/metrics answers {metrics.status_code}; without it candidates are sampled "
-            "beside users' requests, whatever the load, and --enable-lora cannot be checked",
+        yield error(
+            setting,
+            f"{url}/metrics answers {metrics.status_code}; it gets no candidates while its load is "
+            "not known, and --enable-lora cannot be checked; let the sidecar read it",
             "no_load",
         )
     elif LORA_METRIC not in metrics.text:
-        yield error(
-            "serving.upstreams", f"{url} runs without --enable-lora; start vLLM with it", "no_lora"
-        )
+        yield error(setting, f"{url} runs without --enable-lora; start vLLM with it", "no_lora")
 
 
 async def _check_tokens(client: httpx.AsyncClient, url: str, model: str) -> AsyncIterator[Finding]:

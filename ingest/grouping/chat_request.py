@@ -139,8 +139,11 @@ def candidate_body(
     temperature: float,
     max_tokens: int | None,
     seed: int | None = None,
+    priority: int | None = None,
 ) -> dict[str, Any]:
     """Build the request for one more answer to the same prompt, not streamed.
+
+    priority: vLLM's, lower comes first; None: the field is left out.
 
     Every sampling field is set: a missing one would take its default from the model's own
     `generation_config`, which often holds a top_p or a top_k.
@@ -169,4 +172,6 @@ def candidate_body(
         body["max_completion_tokens"] = max_tokens
     if seed is not None:
         body["seed"] = seed
+    if priority is not None:
+        body["priority"] = priority
     return body

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import structlog
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.grouping.engine_facts import FLAG, UNKNOWN, load_facts, state
@@ -54,3 +55,10 @@ def live_adapters(session: Session, model: str) -> frozenset[str]:
         alias = session.get(AliasRow, (model, "champion"))
         return frozenset({alias.adapter if alias is not None else BASE})
     return frozenset({table.champion, table.canary or table.champion})
+
+
+def kept_adapters(session: Session, model: str) -> frozenset[str]:
+    """Return the adapters that control keeps loaded in vLLM: those that serve, and the champion's
+    and its predecessor's."""
+    aliases = session.scalars(select(AliasRow.adapter).where(AliasRow.model == model))
+    return live_adapters(session, model) | frozenset(aliases)

@@ -32,6 +32,7 @@ from ingest.intake.placing import Sessions, as_moved
 from ingest.intake.reader import BusReader, Envelope
 from ingest.privacy.screen import STAGE as PRIVACY_STAGE
 from ingest.privacy.screen import Screened, keep_all
+from ingest.sampling.budget import completion_tokens, count_served
 from ingest.store.exchanges import (
     NEW,
     ExchangeRows,
@@ -287,6 +288,8 @@ def _store(
             counts[STAGE, outcome] = getattr(consumed, outcome)
         for (stage, reason), number in counts.items():
             count(session, stage, reason, number)
+        served = (one.stored.exchange for one in new if one.stored is not None)
+        count_served(session, sum(map(completion_tokens, served)), now=now)
     for record in new:
         if record.tokens == DISAGREES and record.stored is not None:
             exchange = record.stored.exchange

@@ -15,11 +15,27 @@ import msgspec
 from ingest.records import Answer
 from sidecar.backoff import Backoff
 
-Miss = Literal["held_back", "engine_down", "adapter_gone", "prompt_mismatch", "private", "failed"]
-"""Reasons for a missing candidate. held_back: users came first; prompt_mismatch: vLLM used another
-prompt than the one of the served answer; private: the project's privacy policy keeps the answer out
-of training, or out of the store; failed: the reply was an error or invalid."""
+Miss = Literal[
+    "held_back",
+    "engine_down",
+    "engine_busy",
+    "adapter_away",
+    "adapter_gone",
+    "refused",
+    "prompt_mismatch",
+    "private",
+    "failed",
+]
+"""Reasons for a missing candidate. held_back: users came first; engine_busy: vLLM takes no request
+for now; adapter_away: vLLM lacks the adapter, which control loads again; adapter_gone: it is not
+loaded again; refused: vLLM refuses the request itself; prompt_mismatch: vLLM used another prompt
+than the one of the served answer; private: the project's privacy policy keeps the answer out of
+training, or out of the store; failed: the reply was an error or invalid."""
 
+WAITS: frozenset[Miss] = frozenset({"held_back", "engine_down", "engine_busy", "adapter_away"})
+"""Misses that pass, and are not the group's fault."""
+OF_ALL: frozenset[Miss] = WAITS | {"adapter_gone", "refused"}
+"""Misses that every candidate of the round would share: after one, no other is requested."""
 MAX_ROUNDS = 5
 """Most rounds that leave candidates missing through the group's own fault."""
 RETRIES = Backoff(first_s=5.0, last_s=300.0)
@@ -35,6 +51,10 @@ class Attempt:
     miss: Miss | None = None
     tokens: int = 0
     """Tokens sampled for it, whether it was kept or not."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt that vLLM read for it."""
+    wait_s: float = 0.0
+    """Seconds that vLLM asked to be left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +81,19 @@ def conclude(
         return _complete(answers)
     if "adapter_gone" in misses:
         return Conclusion(action="set_aside", reason="adapter_gone")
-    if "held_back" in misses or "engine_down" in misses:
+    if "refused" in misses:
+        return _with_what_there_is(answers, "request_refused")
+    if not WAITS.isdisjoint(misses):
         return Conclusion(action="wait")
     if len(misses) == size - _served(answers) and set(misses) == {"prompt_mismatch"}:
         # No candidate matched: the rendering has changed since, and a retry would not help.
         return Conclusion(action="set_aside", reason="prompt_mismatch")
     if set(misses) == {"private"}:
         # A retry would draw from the same distribution again; the others are enough to compare.
-        if len(answers) >= MIN_ANSWERS:
-            return _complete(answers)
-        return Conclusion(action="set_aside", reason="private")
+        return _with_what_there_is(answers, "private")
     if rounds + 1 < MAX_ROUNDS:
         return Conclusion(action="retry")
-    if len(answers) >= MIN_ANSWERS:
-        return _complete(answers)
-    return Conclusion(action="set_aside", reason="sampling_failed")
+    return _with_what_there_is(answers, "sampling_failed")
 
 
 def back_off_s(rounds: int) -> float:
@@ -86,6 +104,13 @@ def back_off_s(rounds: int) -> float:
 def all_identical(answers: Sequence[Answer]) -> bool:
     """Return True when all answers look equal to a judge. The ids of tool calls do not count."""
     return len({_as_seen(answer.message) for answer in answers}) <= 1
+
+
+def _with_what_there_is(answers: Sequence[Answer], reason: str) -> Conclusion:
+    """Conclude a group that gets no more answers. reason: why, if they are too few."""
+    if len(answers) >= MIN_ANSWERS:
+        return _complete(answers)
+    return Conclusion(action="set_aside", reason=reason)
 
 
 def _complete(answers: Sequence[Answer]) -> Conclusion:

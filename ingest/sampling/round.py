@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import structlog
 from sqlalchemy.orm import Session
 
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    NoRoomError,
+    RequestRefusedError,
+    SamplingError,
+)
 from ingest.grouping.engine_facts import fill
 from ingest.grouping.exchangeable import LogprobsMode, candidate_temperature
+from ingest.grouping.rules import kept_adapters
 from ingest.privacy.screen import Screen
 from ingest.records import Answer, Group
+from ingest.ruler.judge_errors import retry_after_s
+from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.sampling.budget import spend_tokens
 from ingest.sampling.candidates import Attempt, Conclusion, back_off_s, conclude
 from ingest.store.exchanges import load_exchange
@@ -37,6 +47,10 @@ from sidecar.store.database import count
 STAGE = "candidate"
 """Stage of the counter rows: ("candidate", "kept" or the miss) -> number of candidates."""
 
+AWAY_S = 5.0
+"""How long a group is left alone while its adapter is loaded again, and after a 429 that does not
+say how long."""
+
 log = structlog.get_logger()
 
 
@@ -47,6 +61,8 @@ class Job:
     group: Group
     project: str
     """The project of the served answer: its privacy policy holds for the candidates."""
+    model: str
+    """The public model name."""
     request: dict[str, Any]
     upstream_model: str
     temperature: float
@@ -77,6 +93,7 @@ def load_job(
     return Job(
         group=group,
         project=stored.exchange.project,
+        model=model,
         request=msgspec.json.decode(group.request, type=dict[str, Any]),
         upstream_model=upstream_model(model, group.adapter),
         temperature=candidate_temperature(sampling, mode),
@@ -86,8 +103,10 @@ def load_job(
     )
 
 
-async def ask(sampler: Sampler, job: Job, screen: Screen) -> Attempt:
+async def ask(sampler: Sampler, job: Job, screen: Screen, *, now: float) -> Attempt:
     """Sample one candidate. Errors of vLLM are not raised: the attempt holds the miss.
+
+    now: Unix seconds.
 
     A candidate that the project's privacy policy keeps out of training is a miss: it has no use but
     to be learned from.
@@ -101,18 +120,26 @@ async def ask(sampler: Sampler, job: Job, screen: Screen) -> Attempt:
                 max_tokens=job.max_tokens,
             )
         )
+    except NoRoomError:
+        return Attempt(miss="held_back")
     except EngineDownError as error:
         return _missed(job, Attempt(miss="engine_down"), error)
+    except EngineBusyError as error:
+        asked_s = retry_after_s(error.headers, now)
+        wait_s = AWAY_S if asked_s is None else min(asked_s, LONGEST_RETRY_AFTER_S)
+        return _missed(job, Attempt(miss="engine_busy", wait_s=wait_s), error)
+    except RequestRefusedError as error:
+        return _missed(job, Attempt(miss="refused"), error)
     except AdapterGoneError as error:
         # The base cannot be unloaded: a 404 for it means a wrong name or URL, an operator's error.
         gone = job.group.adapter != BASE
         return _missed(job, Attempt(miss="adapter_gone" if gone else "failed"), error)
     except SamplingError as error:
         return _missed(job, Attempt(miss="failed"), error)
-    tokens = len(sampled.token_ids)
+    tokens, prompt_tokens = len(sampled.token_ids), len(sampled.prompt_token_ids)
     if sampled.prompt_token_ids != job.group.prompt_token_ids:
         log.warning("candidate_dropped", group_id=job.group.group_id, reason="prompt_mismatch")
-        return Attempt(miss="prompt_mismatch", tokens=tokens)
+        return Attempt(miss="prompt_mismatch", tokens=tokens, prompt_tokens=prompt_tokens)
     screened = await asyncio.to_thread(screen.answer, sampled.message, project=job.project)
     if not screened.may_learn:
         log.warning(
@@ -121,7 +148,7 @@ async def ask(sampler: Sampler, job: Job, screen: Screen) -> Attempt:
             reason="private",
             found=list(screened.reasons),
         )
-        return Attempt(miss="private", tokens=tokens)
+        return Attempt(miss="private", tokens=tokens, prompt_tokens=prompt_tokens)
     answer = Answer(
         index=len(job.group.answers),
         origin="sampled",
@@ -131,7 +158,7 @@ async def ask(sampler: Sampler, job: Job, screen: Screen) -> Attempt:
         logprobs=sampled.logprobs,
         temperature=job.temperature,
     )
-    return Attempt(answer=answer, tokens=tokens)
+    return Attempt(answer=answer, tokens=tokens, prompt_tokens=prompt_tokens)
 
 
 def store_round(
@@ -139,7 +166,13 @@ def store_round(
 ) -> Conclusion:
     """Store a round and the group's next status, in the caller's transaction."""
     group_id = job.group.group_id
-    spend_tokens(session, sum(attempt.tokens for attempt in attempts), now=now)
+    spend_tokens(
+        session,
+        sampled=sum(attempt.tokens for attempt in attempts),
+        prompts=sum(attempt.prompt_tokens for attempt in attempts),
+        now=now,
+    )
+    attempts = _told_by_registry(session, job, attempts)
     kept = [attempt.answer for attempt in attempts if attempt.answer is not None]
     misses = [attempt.miss for attempt in attempts if attempt.miss is not None]
     added = append_answers(session, group_id, kept, size=size)
@@ -160,8 +193,24 @@ def store_round(
         case "retry":
             retry_sampling(session, group_id, until=now + back_off_s(job.rounds + 1))
         case "wait":
-            release_group(session, group_id)
+            wait_s = max((attempt.wait_s for attempt in attempts), default=0.0)
+            release_group(session, group_id, until=now + wait_s if wait_s else 0.0)
     return conclusion
+
+
+def _told_by_registry(session: Session, job: Job, attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """Tell an adapter that vLLM lost, and gets again, from one that is retired.
+
+    A vLLM that restarts has no adapter until control has loaded them.
+    """
+    if all(attempt.miss != "adapter_gone" for attempt in attempts):
+        return attempts
+    if job.group.adapter not in kept_adapters(session, job.model):
+        return attempts
+    return [
+        replace(one, miss="adapter_away", wait_s=AWAY_S) if one.miss == "adapter_gone" else one
+        for one in attempts
+    ]
 
 
 def _missed(job: Job, attempt: Attempt, error: SamplingError) -> Attempt:

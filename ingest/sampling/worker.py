@@ -1,7 +1,8 @@
 """The sampling worker: completes chosen groups with candidates from the adapter that answered.
 
-Users come first: a candidate is requested only while vLLM has capacity for it, and a candidate that
-is held back is requested later. One round of a group is stored in one transaction: its answers, its
+Users come first: a candidate is requested only while a vLLM has capacity for it, and a candidate
+that is held back is requested later. The first candidate of a round goes alone: what it is refused
+for, the others would be too. One round of a group is stored in one transaction: its answers, its
 tokens, the dropped candidates with reasons, and the group's next status. The groups of a worker
 that died are sampled again when its lease has run out.
 """
@@ -17,28 +18,34 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.orm import Session
 
-from ingest.errors import SamplingError
+from ingest.errors import EngineDownError, SamplingError
 from ingest.grouping.exchangeable import LogprobsMode
 from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.group import UNREADABLE
 from ingest.ruler.judge_errors import storable
-from ingest.sampling.budget import day_of, next_midnight, tokens_spent
-from ingest.sampling.candidates import Attempt, Conclusion
+from ingest.sampling.budget import first_spent, read_usage
+from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion
 from ingest.sampling.round import Job, ask, load_job, store_round
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
-from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
-from ingest.vllm.sampler import LoadProbe, Sampler
-from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
+from ingest.store.troubles import MAX_WHY, SAMPLING_WAITS, Trouble, write_trouble
+from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
 from sidecar.errors import StoreError
 from sidecar.settings import Groups, SamplingField
-from sidecar.store.database import DAMAGE, Database
+from sidecar.store.database import DAMAGE, Database, count
 
 POLL_S = 0.5
 """How long an idle worker waits before it polls again."""
 PAUSES = Backoff(first_s=POLL_S, last_s=5.0)
 """Pauses while vLLM or the store is unreachable: the first equals the poll, then they double."""
+LEASE_TIMEOUTS = 4
+"""A round asks once alone and then for the rest, which may wait for others' candidates twice."""
 LEASE_SLACK_S = 60.0
+WAITING = "sampling_waits"
+"""Counter rows: (stage, why) -> how often sampling began to wait."""
+EARLIER, ENGINE_DOWN, LOAD_UNKNOWN = "earlier", "engine_down", "load_unknown"
+"""Why sampling waits: an earlier process may have said something; no vLLM is reachable; none tells
+its load. Else the setting of a budget that is spent."""
 
 Result = TypeVar("Result")
 
@@ -48,43 +55,42 @@ log = structlog.get_logger()
 class SamplingWorker:
     """Claims groups in status `sampling` and completes them. One per event loop.
 
-    The daily budget is checked before a group is begun, and a begun group is finished: so at most
-    `concurrency + size` answers are sampled beyond the budget.
+    The budgets are checked before a group is begun, and a begun group is finished: so at most
+    `2 * concurrency + size` answers are sampled beyond a budget.
     """
 
     def __init__(
         self,
         database: Database,
         sampler: Sampler,
-        load_probe: LoadProbe,
+        room: Room,
         settings: Groups,
         *,
         model: str,
         logprobs_mode: LogprobsMode = "processed_logprobs",
         sampling_defaults: Mapping[SamplingField, float] | None = None,
         now: Callable[[], float] = time.time,
-        probe_interval_s: float = PROBE_INTERVAL_S,
         screen: Screen | None = None,
     ) -> None:
-        """screen: the privacy policies that candidates must pass; None: the default one."""
+        """room: tells when to begin; `sampler` itself raises NoRoomError when users came meanwhile.
+        screen: the privacy policies that candidates must pass; None: the default one."""
         self._database = database
         self._sampler = sampler
+        self._room = room
         self._settings = settings
         self._model = model
         self._mode = logprobs_mode
         self._defaults = sampling_defaults
         self._screen = screen or default_screen()
         self._now = now
-        self._throttle = Throttle(
-            load_probe, settings.max_running_requests, interval_s=probe_interval_s
-        )
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._working: set[str] = set()
         self._failures = 0
         """Consecutive failures of vLLM or the store; they set the pause."""
-        self._day_said = ""
-        self._told = True
-        """The store may say that the budget is spent; at first because of an earlier process."""
+        self._quiet_until = 0.0
+        """Unix seconds until which vLLM asked to be left alone."""
+        self._told: tuple[str, float | None] | None = (EARLIER, None)
+        """Why sampling waits as the store says it, and until when; None: it says nothing."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Complete groups until `stop` is set; then give back those in progress."""
@@ -109,35 +115,59 @@ class SamplingWorker:
         return sum(await asyncio.gather(*(self._complete(name) for name in names)))
 
     async def _take(self) -> list[str]:
-        """Claim as many groups as keep every slot busy; none without capacity or budget."""
-        wanted = self._settings.size - 1
-        groups = ceil(self._settings.concurrency / wanted) - len(self._working)
-        if groups <= 0:
+        """Claim as many groups as keep every slot busy; none without capacity or budget.
+
+        Twice as many as fill the slots, because each begins with a single candidate.
+        """
+        groups = ceil(2 * self._settings.concurrency / (self._settings.size - 1))
+        groups -= len(self._working)
+        if groups <= 0 or self._now() < self._quiet_until:
             return []
         try:
-            if not await self._throttle.is_open():
-                return []
-            names = await asyncio.to_thread(self._claim, groups)
-        except (SamplingError, StoreError) as error:
-            self._failures += 1
-            log.warning("sampling_waits", error=str(error), pause_s=_pause_s(self._failures))
+            is_open = await self._is_open()
+            names = await asyncio.to_thread(self._claim, groups) if is_open else []
+        except StoreError as error:
+            self._fail(error)
             return []
-        if not names:
+        if is_open and not names:
             self._failures = 0
         self._working.update(names)
         return names
 
+    async def _is_open(self) -> bool:
+        """Return True when vLLM has room; say in the store when that is not known, or is again.
+
+        Raises: StoreError.
+        """
+        try:
+            is_open = await self._room.is_open()
+        except SamplingError as error:
+            self._fail(error)
+            reason = ENGINE_DOWN if isinstance(error, EngineDownError) else LOAD_UNKNOWN
+            why = f"the load of vLLM is not known: {storable(str(error))}"
+            await asyncio.to_thread(self._write_waiting, reason, why)
+            return False
+        # Users who come first are no trouble. A spent budget ends where groups are claimed.
+        blind = self._told is not None and self._told[0] in (EARLIER, ENGINE_DOWN, LOAD_UNKNOWN)
+        if blind and not is_open:
+            await asyncio.to_thread(self._write_going)
+        return is_open
+
+    def _fail(self, error: Exception) -> None:
+        self._failures += 1
+        log.warning("sampling_waits", error=str(error), pause_s=_pause_s(self._failures))
+
     def _claim(self, limit: int) -> list[str]:
         now = self._now()
         with self._database.write(alone=False) as session:
-            spent = tokens_spent(session, now=now)
-            if spent >= self._settings.tokens_per_day:
-                self._say_spent(session, spent, now)
+            usage = read_usage(session, now=now)
+            spent = first_spent(usage, self._settings, now=now)
+            if spent is not None:
+                until = spent.until.timestamp() if spent.until is not None else None
+                self._say_waiting(session, spent.setting, spent.why, until=until)
                 return []
-            if self._told:
-                self._told = False
-                write_trouble(session, SAMPLING_WAITS, None, now=now)
-            lease_s = 2 * self._settings.timeout_s + LEASE_SLACK_S
+            self._say_going(session)
+            lease_s = LEASE_TIMEOUTS * self._settings.timeout_s + LEASE_SLACK_S
             names = claim_groups(session, SAMPLING, limit=limit, now=now, lease_s=lease_s)
         return [name for name in names if name not in self._working]
 
@@ -154,9 +184,11 @@ class SamplingWorker:
             if job is None:
                 log.error("group_without_exchange", group_id=group_id)
                 return False
-            attempts = await asyncio.gather(*(self._candidate(job) for _ in range(job.missing)))
+            attempts = await self._round(job)
             down = any(attempt.miss == "engine_down" for attempt in attempts)
             self._failures = self._failures + 1 if down else 0
+            busy_s = max((one.wait_s for one in attempts if one.miss == "engine_busy"), default=0.0)
+            self._quiet_until = max(self._quiet_until, self._now() + busy_s)
             conclusion = await self._patiently(lambda: self._store(job, attempts))
         finally:
             self._working.discard(group_id)
@@ -170,15 +202,19 @@ class SamplingWorker:
         )
         return conclusion.action == "sampled"
 
+    async def _round(self, job: Job) -> list[Attempt]:
+        """Request the missing candidates: one, and then the others if it tells nothing of them."""
+        if job.missing == 0:
+            return []
+        first = await self._candidate(job)
+        if first.miss in OF_ALL:
+            return [first]
+        others = (self._candidate(job) for _ in range(job.missing - 1))
+        return [first, *await asyncio.gather(*others)]
+
     async def _candidate(self, job: Job) -> Attempt:
         async with self._slots:
-            try:
-                if not await self._throttle.is_open():
-                    return Attempt(miss="held_back")
-            except SamplingError:  # `_take` polls the load as often, and logs the error
-                return Attempt(miss="engine_down")
-            with self._throttle.sending():
-                return await ask(self._sampler, job, self._screen)
+            return await ask(self._sampler, job, self._screen, now=self._now())
 
     def _load(self, group_id: str) -> Job | None:
         with self._database.read() as session:
@@ -238,16 +274,35 @@ class SamplingWorker:
             task.result()  # re-raises an unexpected error
         return done
 
-    def _say_spent(self, session: Session, spent: int, now: float) -> None:
-        if self._day_said == day_of(now):
+    def _write_waiting(self, reason: str, why: str) -> None:
+        with self._database.write(alone=False) as session:
+            self._say_waiting(session, reason, why)
+
+    def _write_going(self) -> None:
+        with self._database.write(alone=False) as session:
+            self._say_going(session)
+
+    def _say_waiting(
+        self, session: Session, reason: str, why: str, *, until: float | None = None
+    ) -> None:
+        """Write why no candidates are sampled, and count it, once for each reason and end.
+
+        until: Unix seconds at which it ends by itself; None: not known.
+        """
+        if self._told == (reason, until):
             return
-        self._day_said = day_of(now)
-        until = next_midnight(now)
-        log.warning("sampling_budget_spent", tokens=spent, waits_until=until.isoformat())
-        why = f"groups.tokens_per_day is spent: {spent} candidate tokens today"
-        trouble = Trouble(since=now, why=why, until=until.timestamp())
-        write_trouble(session, SAMPLING_WAITS, trouble, now=now)
-        self._told = True
+        now = self._now()
+        log.warning("sampling_stopped", reason=reason, why=why, until=until)
+        count(session, WAITING, reason)
+        write_trouble(
+            session, SAMPLING_WAITS, Trouble(since=now, why=why[:MAX_WHY], until=until), now=now
+        )
+        self._told = reason, until
+
+    def _say_going(self, session: Session) -> None:
+        if self._told is not None:
+            write_trouble(session, SAMPLING_WAITS, None, now=self._now())
+            self._told = None
 
 
 def _pause_s(failures: int) -> float:

@@ -14,7 +14,10 @@ WAITING = "vllm:num_requests_waiting"
 KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 
 REOPEN_SHARE = 0.75
-"""The gate opens again at this share of the limit, so that it does not flutter around it."""
+"""The gate opens again at this share of the limits, so that it does not flutter around them."""
+REOPEN_AFTER = 2
+"""Measurements in a row that must find room before the gate opens again. A limit of no waiting
+request has no lower one, and an engine that is just full shows waiting requests now and then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +30,22 @@ class EngineLoad:
     """0..1, of the fullest rank."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLimits:
+    """Above one of them an engine gets no candidates; nor while a request waits in it."""
+
+    requests: int
+    """Users' requests, running and waiting."""
+    kv_cache_usage: float
+    """Share of the KV cache in use, 0..1, whoever uses it."""
+
+
 def parse_load(metrics: str) -> EngineLoad:
     """Read the load from vLLM's metrics in Prometheus text format.
 
     Each metric has one line per engine (data parallel rank), told apart by labels.
-    Raises: SamplingError when a line cannot be read, or when running or waiting is not there
-    (`--disable-log-stats`).
+    Raises: SamplingError when a line cannot be read or holds no finite number, or when one of the
+    three metrics is not there (`--disable-log-stats`).
     """
     found: dict[str, list[float]] = {RUNNING: [], WAITING: [], KV_CACHE_USAGE: []}
     # Only the lines that matter are parsed: a page has thousands, and a bad one among the others
@@ -49,34 +62,41 @@ def parse_load(metrics: str) -> EngineLoad:
                 raise SamplingError(f"vLLM's metrics: cannot use {line[:200]!r}")
             if sample.name in found:
                 found[sample.name].append(sample.value)
-    if not found[RUNNING] or not found[WAITING]:
+    if missing := [name for name, values in found.items() if not values]:
         raise SamplingError(
-            f"vLLM's metrics hold no {RUNNING} or no {WAITING}; start it without "
+            f"vLLM's metrics hold no {' and no '.join(missing)}; start it without "
             "--disable-log-stats"
         )
     return EngineLoad(
         running=round(sum(found[RUNNING])),
         waiting=round(sum(found[WAITING])),
-        kv_cache_usage=max(found[KV_CACHE_USAGE], default=0.0),
+        kv_cache_usage=max(found[KV_CACHE_USAGE]),
     )
 
 
 class LoadGate:
-    """Open while the users leave room. Closes above the limit, opens again well below it."""
+    """Open while the users leave room. Closes above a limit, opens again well below them all."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limits: LoadLimits) -> None:
+        self._limits = limits
         self._open = True
+        self._roomy = 0
+        """Measurements in a row that found room."""
 
     def update(self, load: EngineLoad, *, own: int) -> bool:
         """Take a new measurement. own: our candidates in flight, which are not users'.
 
+        A waiting request closes the gate also when it is one of ours: the engine is full.
         Returns: whether the gate is open now.
         """
         # The gauges lag behind what was just sent, so ours may not be counted in them yet.
         users = max(0, load.running + load.waiting - own)
-        if users > self._limit:
-            self._open = False
-        elif users <= self._limit * REOPEN_SHARE:
-            self._open = True
+        limits, kv = self._limits, load.kv_cache_usage
+        if load.waiting > 0 or users > limits.requests or kv > limits.kv_cache_usage:
+            self._open, self._roomy = False, 0
+        elif users <= limits.requests * REOPEN_SHARE and kv <= limits.kv_cache_usage * REOPEN_SHARE:
+            self._roomy += 1
+            self._open = self._open or self._roomy >= REOPEN_AFTER
+        else:
+            self._roomy = 0
         return self._open

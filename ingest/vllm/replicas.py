@@ -1,85 +1,93 @@
 """Several vLLM replicas as one source of candidates.
 
-Candidates go to one replica, the one whose load is measured: the throttle applies to it. When it is
-unreachable, or does not know the adapter, the next replica replaces it. Balancing users over
-replicas is the proxy's work.
+The load of each replica is measured by itself, and a candidate goes to one that has room: of those
+the one with the fewest candidates in flight. When it is unreachable, refuses for now, or does not
+know the adapter, the next one with room is asked. Balancing users over replicas is the proxy's
+work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-import structlog
-
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
-from ingest.vllm.load import EngineLoad
+from ingest.errors import AWAY, NoRoomError, SamplingError
+from ingest.vllm.load import LoadLimits
 from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
-
-Result = TypeVar("Result")
-
-log = structlog.get_logger()
+from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
+from sidecar.settings import Groups
 
 
 class Replica(Sampler, LoadProbe, Protocol):
     """One vLLM replica."""
 
 
-class ReplicaSampler:
-    """A `Sampler` and `LoadProbe` over one or more replicas. Close it with `aclose`."""
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    replica: Replica
+    throttle: Throttle
 
-    def __init__(self, replicas: Mapping[str, Replica]) -> None:
-        """replicas: by base URL, at least one; the first is used first."""
-        self._replicas = list(replicas.items())
-        self._now = 0
-        """Index of the replica in use."""
+
+class ReplicaSampler:
+    """A `Sampler` over one or more replicas, and the `Room` in them. Close it with `aclose`."""
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica],
+        limits: LoadLimits,
+        *,
+        interval_s: float = PROBE_INTERVAL_S,
+    ) -> None:
+        """replicas: by base URL, at least one; of equals the first is asked first."""
+        self._replicas = [
+            _Guarded(one, Throttle(one, limits, interval_s=interval_s, replica=url))
+            for url, one in replicas.items()
+        ]
+
+    async def is_open(self) -> bool:
+        """Return True when a replica has room. Raises: SamplingError when no load is known."""
+        return bool(await self._with_room())
 
     async def sample(self, request: SampleRequest) -> SampledAnswer:
-        """See `Sampler.sample`. Raises: the error of the replica in use, if no other answers."""
-
-        async def ask(replica: Replica) -> SampledAnswer:
-            return await replica.sample(request)
-
-        # Any other error concerns this one answer, so the next replica is not asked.
-        return await self._first(ask, (EngineDownError, AdapterGoneError))
-
-    async def load(self) -> EngineLoad:
-        """Return the load of the replica that candidates are sent to. See `LoadProbe.load`."""
-        return await self._first(lambda replica: replica.load(), (SamplingError,))
-
-    async def _first(
-        self,
-        ask: Callable[[Replica], Awaitable[Result]],
-        passing: tuple[type[SamplingError], ...],
-    ) -> Result:
-        """Ask the replica in use, then the others; the one that answers is used from then on."""
-        first, errors = self._now, list[SamplingError]()
-        for step in range(len(self._replicas)):
-            place = (first + step) % len(self._replicas)
-            url, replica = self._replicas[place]
+        """See `Sampler.sample`. Raises: the error of the first replica asked, if no other answers;
+        NoRoomError when none has room."""
+        errors = list[SamplingError]()
+        for one in await self._with_room():
             try:
-                result = await ask(replica)
-            except passing as error:
+                with one.throttle.sending():
+                    return await one.replica.sample(request)
+            except AWAY as error:  # any other error concerns this one answer
                 errors.append(error)
-                continue
-            if place != first and not isinstance(errors[0], AdapterGoneError):
-                self._move(first, place, url, errors[0])
-            return result
-        raise errors[0]
+        raise errors[0] if errors else NoRoomError("users need the capacity of every vLLM")
 
-    def _move(self, first: int, place: int, url: str, error: SamplingError) -> None:
-        if self._now == first:  # else another request has changed the replica meanwhile
-            self._now = place
-            log.warning("sampling_moved", replica=url, reason=str(error))
+    async def _with_room(self) -> list[_Guarded]:
+        """Return the replicas with room, the least busy first. Raises: as `is_open`."""
+        found = await asyncio.gather(
+            *(one.throttle.is_open() for one in self._replicas), return_exceptions=True
+        )
+        unknown = [one for one in found if isinstance(one, BaseException)]
+        for error in unknown:
+            if not isinstance(error, SamplingError) or len(unknown) == len(found):
+                raise error
+        pairs = zip(self._replicas, found, strict=True)
+        return sorted(
+            (one for one, is_open in pairs if is_open is True),
+            key=lambda one: one.throttle.in_flight,
+        )
 
     async def aclose(self) -> None:
-        for _, replica in self._replicas:
-            if isinstance(replica, VllmSampler):
-                await replica.aclose()
+        for one in self._replicas:
+            if isinstance(one.replica, VllmSampler):
+                await one.replica.aclose()
 
 
 def open_replicas(
-    urls: Sequence[str], api_key: str | None = None, timeout_s: float = 120.0
+    urls: Sequence[str], api_key: str | None, groups: Groups, *, timeout_s: float = 120.0
 ) -> ReplicaSampler:
-    """Open a sampler over the replicas of `serving.upstreams`."""
-    return ReplicaSampler({url: VllmSampler(url, api_key, timeout_s) for url in urls})
+    """Open a sampler over the vLLMs at these base URLs, with the limits of `[groups]`."""
+    return ReplicaSampler(
+        {url: VllmSampler(url, api_key, timeout_s, priority=groups.priority) for url in urls},
+        LoadLimits(requests=groups.max_running_requests, kv_cache_usage=groups.max_kv_cache_usage),
+    )

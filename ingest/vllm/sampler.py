@@ -7,14 +7,22 @@ the requested model and its ids, log-probabilities and token count agree; anythi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 import msgspec
+import structlog
 
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    RequestRefusedError,
+    SamplingError,
+)
 from ingest.grouping.chat_request import candidate_body
 from ingest.grouping.exchangeable import why_inexact
 from ingest.vllm.load import EngineLoad, parse_load
@@ -25,6 +33,12 @@ KEEPALIVE_S = 2.0
 """Idle time after which we close a connection, well before vLLM's uvicorn does (5 s)."""
 METRICS_TIMEOUT_S = 5.0
 UNAVAILABLE = (502, 503, 504)
+REFUSED = (400, 413, 422)
+PRIORITY = 1_000_000
+"""Lower comes first in vLLM, and a request without the field has 0: users come before candidates,
+and push them out of the engine when it is full."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +78,15 @@ class Sampler(Protocol):
     async def sample(self, request: SampleRequest) -> SampledAnswer:
         """Sample one answer to the messages and tools, with a temperature only.
 
-        Raises: AdapterGoneError, EngineDownError, or SamplingError with the reason.
+        Raises: one of the subclasses of SamplingError, or SamplingError with the reason.
         """
+
+
+class Room(Protocol):
+    """Tells whether the users' load leaves capacity in the engine."""
+
+    async def is_open(self) -> bool:
+        """Return True when there is capacity. Raises: SamplingError when the load is unknown."""
 
 
 class LoadProbe(Protocol):
@@ -78,7 +99,19 @@ class LoadProbe(Protocol):
 class VllmSampler:
     """A `Sampler` and `LoadProbe` over vLLM's HTTP API. Close it with `aclose`."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        *,
+        priority: Literal["auto", "off"] = "off",
+    ) -> None:
+        """priority: `auto`: requests have a low priority if vLLM takes the field."""
+        self._asks_priority = priority == "auto"
+        self._takes_priority: bool | None = None
+        """None: not asked since vLLM was last away."""
+        self._asking = asyncio.Lock()
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
             base_url=base_url,
@@ -100,15 +133,47 @@ class VllmSampler:
             temperature=request.temperature,
             max_tokens=request.max_tokens,
             seed=request.seed,
+            priority=PRIORITY if await self._priority(request.upstream_model) else None,
         )
         response = await self._send(self._client.build_request("POST", CHAT_PATH, json=body))
         if response.status_code == 404:
             raise AdapterGoneError(
                 f"vLLM serves no {request.upstream_model}: {response.text[:300]}"
             )
+        why = f"status {response.status_code}: {response.text[:300]}"
+        if response.status_code in REFUSED:
+            raise RequestRefusedError(why)
+        if response.status_code == 429:
+            raise EngineBusyError(why, headers=response.headers)
         if response.status_code != 200:
-            raise SamplingError(f"status {response.status_code}: {response.text[:300]}")
+            raise SamplingError(why)
         return read_reply(response.content, asked=request.upstream_model)
+
+    async def _priority(self, model: str) -> bool:
+        """Return True when vLLM takes the field `priority`; it is asked with one token.
+
+        One that schedules first come first served ignores the field (0.32) or refuses it (older).
+        """
+        if not self._asks_priority:
+            return False
+        async with self._asking:
+            if self._takes_priority is None:
+                body = {
+                    "model": model,
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "max_completion_tokens": 1,
+                    "priority": PRIORITY,
+                }
+                reply = await self._send(self._client.build_request("POST", CHAT_PATH, json=body))
+                # Another status says nothing of the field: it is asked again with the next request.
+                if reply.status_code == 200 or reply.status_code in REFUSED:
+                    self._takes_priority = reply.status_code == 200
+                    log.info(
+                        "sampling_priority",
+                        replica=str(self._client.base_url),
+                        sent=self._takes_priority,
+                    )
+            return self._takes_priority is True
 
     async def load(self) -> EngineLoad:
         request = self._client.build_request("GET", METRICS_PATH, timeout=METRICS_TIMEOUT_S)
@@ -121,6 +186,7 @@ class VllmSampler:
         try:
             response = await self._client.send(request)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._takes_priority = None  # it may come back with other options
             raise EngineDownError(f"{request.url}: cannot connect: {error}") from error
         except httpx.TimeoutException as error:
             raise SamplingError(f"{request.url}: no reply in time") from error

@@ -68,20 +68,24 @@ def _keys(settings: Settings) -> Iterator[Problem]:
 
 
 def _upstreams(settings: Settings) -> Iterator[Problem]:
-    key, upstreams = ("serving", "upstreams"), settings.serving.upstreams
-    if not upstreams:
-        yield key, "is empty; name at least one vLLM"
-    if len({url.rstrip("/").lower() for url in upstreams}) < len(upstreams):
-        yield key, "names one vLLM twice; name each once"
+    if not settings.serving.upstreams:
+        yield ("serving", "upstreams"), "is empty; name at least one vLLM"
+    lists = (
+        (("serving", "upstreams"), settings.serving.upstreams),
+        (("groups", "sampling_upstreams"), settings.groups.sampling_upstreams),
+    )
     proxy, admin = settings.proxy, settings.admin
     own = {"proxy": (proxy.host, proxy.port), "admin": (admin.host, admin.port)}
-    for name, (host, port) in own.items():
-        if any(_same_place(url, host, port) for url in upstreams):
-            yield (
-                key,
-                f"names the sidecar's own {name}.host and {name}.port, so requests would go round "
-                "in a circle; name vLLM's address",
-            )
+    for key, upstreams in lists:
+        if len({url.rstrip("/").lower() for url in upstreams}) < len(upstreams):
+            yield key, "names one vLLM twice; name each once"
+        for name, (host, port) in own.items():
+            if any(_same_place(url, host, port) for url in upstreams):
+                yield (
+                    key,
+                    f"names the sidecar's own {name}.host and {name}.port, so requests would go "
+                    "round in a circle; name vLLM's address",
+                )
 
 
 def _same_place(url: str, host: str, port: int) -> bool:

@@ -19,6 +19,7 @@ from sidecar.settings.kinds import (
     Share,
     Text,
     Timeout,
+    Upstream,
     WebUrl,
     no_empty_key,
 )
@@ -32,6 +33,9 @@ DEFAULT_RUBRIC = (
     "A small difference in quality is a small difference in score, a large one a large one.\n"
     "Partial progress earns partial credit."
 )
+
+
+Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
 
 
 class Groups(Section):
@@ -60,11 +64,30 @@ class Groups(Section):
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
     ] = 5_000_000
     """Sampled candidate tokens a day. When they are spent, sampling waits for midnight UTC."""
+    tokens_per_hour: Budget = 0
+    """Sampled candidate tokens an hour; when spent, sampling waits for the next. 0: no limit."""
+    prompt_tokens_per_day: Budget = 0
+    """Prompt tokens of candidates a day, also where vLLM has them in its cache. 0: no limit."""
+    prompt_tokens_per_hour: Budget = 0
+    """Prompt tokens of candidates an hour. 0: no limit."""
+    max_share_of_served: Annotated[float, Between(0, 1_000, "0 sets no limit")] = 0.0
+    """Sampling waits once the day's candidate tokens are this multiple of the tokens that users
+    were answered with. 0: no limit."""
     concurrency: Parallel = 16
     """Candidates sampled at once."""
+    sampling_upstreams: tuple[Upstream, ...] = ()
+    """Base URLs of vLLMs that sample candidates in place of `serving.upstreams`: the same model,
+    options and key. Control loads the adapters there too."""
+    priority: Literal["auto", "off"] = "auto"
+    """`auto`: candidates are sent with a low `priority` where vLLM takes that field (it is asked
+    once); `--scheduling-policy priority` obeys it."""
     max_running_requests: Count = 48
-    """Sampling waits while vLLM has more running and waiting requests than this, so that users come
-    first."""
+    """A vLLM where users have more running and waiting requests than this gets no candidates, so
+    that users come first."""
+    max_kv_cache_usage: Annotated[
+        float, Between(0, 1, "it is a share; at 0 no candidate is ever sampled", above_low=True)
+    ] = 0.8
+    """A vLLM whose KV cache is fuller than this gets no candidates. 1: however full it is."""
     timeout_s: Timeout = 120.0
     """Longest time of one candidate."""
 

@@ -287,6 +287,12 @@ class Settings(BaseSettings):
     admin: Admin = Admin()
     telemetry: Telemetry = Telemetry()
 
+    @property
+    def only_sampling(self) -> tuple[str, ...]:
+        """The vLLMs that sample candidates and answer no user."""
+        serving = self.serving.upstreams
+        return tuple(url for url in self.groups.sampling_upstreams if url not in serving)
+
     @classmethod
     def settings_customise_sources(  # type: ignore[no-untyped-def]
         cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings

@@ -6,33 +6,38 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from deploy.canary.gate import Room
 from ingest.errors import EngineDownError, SamplingError
-from ingest.vllm.sampler import LoadProbe, VllmSampler
+from ingest.vllm.replicas import ReplicaSampler
+from ingest.vllm.sampler import LoadProbe, Room, VllmSampler
 from ingest.vllm.throttle import Throttle
-from support.fake_load import FakeRoom, ScriptedLoad
-from support.fake_vllm import FakeVllm, whole_reply
+from support.fake_load import LIMITS, FakeRoom, LoadedSampler, ScriptedLoad
+from support.fake_sampler import FakeSampler
+from support.fake_vllm import FakeVllm, load_metrics
 
-METRICS = b"""vllm:num_requests_running{engine="0"} 3.0
-vllm:num_requests_waiting{engine="0"} 0.0
-vllm:kv_cache_usage_perc{engine="0"} 0.0
-"""
-ANSWERS = {"": METRICS, "unreadable": b"<html>"}
+ANSWERS = {
+    "": load_metrics(running=3),
+    "unreadable": b"<html>",
+    "nan": load_metrics(running=3, kv_cache=float("nan")),
+}
 BuildLoad = Callable[..., Awaitable[LoadProbe]]
 
 
 @pytest.fixture(params=["scripted", "vllm"])
 async def build(request: pytest.FixtureRequest) -> AsyncIterator[BuildLoad]:
-    """Make a probe of an engine with three requests; or of one in `trouble`: "down" or
-    "unreadable"."""
+    """Make a probe of an engine with three requests; or of one in `trouble`: "down",
+    "unreadable" or "nan"."""
     close: list[Callable[[], Awaitable[None]]] = []
 
     async def scripted(trouble: str = "") -> LoadProbe:
-        errors = {"down": EngineDownError("away"), "unreadable": SamplingError("no metrics")}
+        errors = {
+            "down": EngineDownError("away"),
+            "unreadable": SamplingError("no metrics"),
+            "nan": SamplingError("nan"),
+        }
         return ScriptedLoad(errors.get(trouble, 3))
 
     async def vllm(trouble: str = "") -> LoadProbe:
-        server = FakeVllm(script=lambda _: [whole_reply(ANSWERS[trouble])])
+        server = FakeVllm(script=lambda _: [], metrics=ANSWERS.get(trouble))
         await server.start()
         sampler = VllmSampler(f"http://127.0.0.1:{server.port}", timeout_s=30.0)
         close.extend((sampler.aclose, server.stop))
@@ -54,7 +59,8 @@ async def test_the_load_is_told_as_often_as_it_is_asked_for(build: BuildLoad) ->
 
 
 @pytest.mark.parametrize(
-    ("trouble", "error"), [("down", EngineDownError), ("unreadable", SamplingError)]
+    ("trouble", "error"),
+    [("down", EngineDownError), ("unreadable", SamplingError), ("nan", SamplingError)],
 )
 async def test_each_trouble_has_its_error(
     build: BuildLoad, trouble: str, error: type[SamplingError]
@@ -69,7 +75,7 @@ BuildRoom = Callable[[int | Exception], Room]
 """Makes a room for the number of requests that users have in the engine, of 8 that may run."""
 
 
-@pytest.fixture(params=["fake", "throttle"])
+@pytest.fixture(params=["fake", "throttle", "replicas"])
 def room_at(request: pytest.FixtureRequest) -> BuildRoom:
     def fake(users: int | Exception) -> Room:
         room = FakeRoom()
@@ -78,9 +84,14 @@ def room_at(request: pytest.FixtureRequest) -> BuildRoom:
         return room
 
     def throttle(users: int | Exception) -> Room:
-        return Throttle(ScriptedLoad(users), 8, interval_s=0.0)
+        return Throttle(ScriptedLoad(users), LIMITS, interval_s=0.0)
 
-    return fake if request.param == "fake" else throttle
+    def replicas(users: int | Exception) -> Room:
+        one = LoadedSampler(FakeSampler(), ScriptedLoad(users))
+        return ReplicaSampler({"http://a": one}, LIMITS, interval_s=0.0)
+
+    builders = {"fake": fake, "throttle": throttle, "replicas": replicas}
+    return builders[request.param]
 
 
 async def test_there_is_room_while_users_have_few_requests(room_at: BuildRoom) -> None:

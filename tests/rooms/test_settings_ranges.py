@@ -96,7 +96,7 @@ def build_all(settings: Settings, folder: Path) -> None:
     bus = open_bus(f"sqlite:///{folder}/outbox.db")
     Intake(bus, database, settings)
     judge = LiteLlmJudge(settings.judge)
-    engine = open_replicas(settings.serving.upstreams, None, settings.groups.timeout_s)
+    engine = open_replicas(settings.serving.upstreams, None, settings.groups)
     SamplingWorker(
         database, engine, engine, settings.groups, model="m", logprobs_mode="processed_logprobs"
     )

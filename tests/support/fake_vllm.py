@@ -132,6 +132,8 @@ class FakeVllm(ScriptedServer[SeenRequest]):
     models: list[str] | None = None
     """What the watch is told; None: that it needs a key."""
     healthy: bool = True
+    metrics: bytes | None = None
+    """What `GET /metrics` tells; None: the script answers it."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = 0
@@ -141,6 +143,9 @@ class FakeVllm(ScriptedServer[SeenRequest]):
                 if request.line == "GET /health HTTP/1.1":
                     status = "200 OK" if self.healthy else "503 Service Unavailable"
                     writer.write(whole_reply(b"", status))
+                    continue
+                if self.metrics is not None and request.line == "GET /metrics HTTP/1.1":
+                    writer.write(whole_reply(self.metrics))
                     continue
                 if request.headers.get("user-agent") == "learning-sidecar-watch":
                     writer.write(self._models_reply())
@@ -189,6 +194,15 @@ async def _read_request(reader: asyncio.StreamReader) -> SeenRequest | None:
     }
     body = await reader.readexactly(int(headers.get("content-length", "0")))
     return SeenRequest(line, headers, body)
+
+
+def load_metrics(*, running: float = 0, waiting: float = 0, kv_cache: float = 0) -> bytes:
+    """What vLLM's metrics page says of its load."""
+    return (
+        f'vllm:num_requests_running{{engine="0"}} {running}\n'
+        f'vllm:num_requests_waiting{{engine="0"}} {waiting}\n'
+        f'vllm:kv_cache_usage_perc{{engine="0"}} {kv_cache}\n'
+    ).encode()
 
 
 def whole_reply(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:

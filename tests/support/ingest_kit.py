@@ -37,7 +37,7 @@ from sidecar.store.models import (
     RoutingRow,
     SignalRow,
 )
-from support.fake_load import ScriptedLoad
+from support.fake_load import FakeRoom, ScriptedLoad
 from support.fake_sampler import FakeSampler
 from support.kafka_broker import UP_S, Broker
 from support.stores import NewStore
@@ -138,6 +138,7 @@ class Kit:
     message = staticmethod(message)
     MemoryBus = MemoryBus
     FakeSampler = FakeSampler
+    FakeRoom = FakeRoom
     ScriptedLoad = ScriptedLoad
 
     def __init__(self, database: Database) -> None:

@@ -76,7 +76,7 @@ from sidecar.store.models import (
 from support.clock import Clock
 from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge, Reply, score_by_content
-from support.fake_load import FakeRoom, ScriptedLoad
+from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
 from support.ingest_kit import MemoryBus, make_choice, make_exchange
 from support.large_store import EXCHANGES, MODEL, NOW, adapter, exchange_id
@@ -316,7 +316,7 @@ async def _score(use: _Use) -> None:
         sampling = SamplingWorker(
             use.database,
             sampler,
-            ScriptedLoad(0),
+            FakeRoom(),
             use.settings.groups,
             model=MODEL,
             now=use.clock,

@@ -37,7 +37,7 @@ from sidecar.store.counts import add_counts
 from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, sound_vllm
 from support.fake_judge import FakeJudge, score_by_content, shown_answers
-from support.fake_load import ScriptedLoad
+from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
 from support.ingest_kit import make_choice, make_exchange
 from support.kafka_broker import unclosed_sockets
@@ -151,7 +151,7 @@ class Sidecar:
             sampling = SamplingWorker(
                 database,
                 FakeSampler(lambda _: "other"),
-                ScriptedLoad(0),
+                FakeRoom(),
                 self.settings.groups,
                 model=MODEL,
             )
@@ -332,7 +332,7 @@ def test_all_groups_tied(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_budget_is_spent(sidecar: Sidecar, capsys: pytest.CaptureFixture[str]) -> None:
-    sidecar.configure(groups={"tokens_per_day": 1, "concurrency": 2})
+    sidecar.configure(groups={"tokens_per_day": 1, "concurrency": 1})
     sidecar.serve(*(exchange(number) for number in range(12)))
     sidecar.score(1.0, 0.0)
 

@@ -62,6 +62,14 @@ def test_consuming_a_record_twice_changes_nothing(kit: Kit) -> None:
         assert session.scalar(select(func.count()).select_from(ChoiceRow)) == 1
 
 
+def test_the_tokens_that_users_were_answered_with_are_counted_once(kit: Kit) -> None:
+    counted, not_counted = kit.exchange("a", completion_tokens=7), kit.exchange("b")
+    for _ in range(2):
+        take(kit, kit.MemoryBus([encode_exchange(counted), encode_exchange(not_counted)]))
+
+    assert kit.counts("served_tokens") == {"1970-01-01": 7 + 3}  # three ids were recorded
+
+
 def test_a_store_that_fails_leaves_the_batch_on_the_bus(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,12 +97,11 @@ async def test_a_damaged_group_keeps_no_other_from_its_candidates(
     worker = SamplingWorker(
         kit.database,
         kit.FakeSampler(*(f"answer {number}" for number in range(9))),
-        kit.ScriptedLoad(),
+        kit.FakeRoom(),
         Groups(size=4, concurrency=16),
         model="smollm",
         logprobs_mode="processed_logprobs",
         now=lambda: 1e6,
-        probe_interval_s=0.01,
     )
 
     for _ in range(3):
@@ -120,12 +119,11 @@ async def test_a_group_that_cannot_be_read_is_set_aside_with_its_reason(kit: Kit
     worker = SamplingWorker(
         kit.database,
         kit.FakeSampler(),
-        kit.ScriptedLoad(),
+        kit.FakeRoom(),
         Groups(size=4, concurrency=16),
         model="smollm",
         logprobs_mode="processed_logprobs",
         now=lambda: 1e6,
-        probe_interval_s=0.01,
     )
 
     assert await worker.step() == 0

@@ -22,7 +22,7 @@ def worker(kit: Kit, sampler: Sampler, privacy: Privacy | None) -> SamplingWorke
     return SamplingWorker(
         kit.database,
         sampler,
-        kit.ScriptedLoad(),
+        kit.FakeRoom(),
         Groups(size=4),
         model="smollm",
         now=Clock(1_795_262_400.0),

@@ -9,19 +9,29 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    RequestRefusedError,
+    SamplingError,
+)
 from ingest.grouping.exchangeable import LogprobsMode
 from ingest.records import Group
-from ingest.sampling.budget import day_of, next_midnight, spend_tokens
+from ingest.sampling.budget import count_served, spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
 from ingest.store.troubles import SAMPLING_WAITS, read_trouble
+from ingest.vllm.load import EngineLoad, LoadLimits
+from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
 from sidecar.errors import StoreError
 from sidecar.records import Sampling
 from sidecar.settings import Groups
 from sidecar.store.database import Database
+from sidecar.store.models import AliasRow
 from support.clock import Clock
+from support.fake_load import LoadedSampler
 from support.ingest_kit import Kit
 
 NOON = 1_795_262_400.0  # 2026-11-21 12:00 UTC
@@ -47,15 +57,20 @@ def make_worker(kit: Kit, clock: Clock) -> MakeWorker:
         **settings: Any,
     ) -> SamplingWorker:
         values = {"size": 4, "concurrency": 16, **settings}
+        groups = Groups(**values)
+        replica = LoadedSampler(sampler, load or kit.ScriptedLoad())
+        limits = LoadLimits(
+            requests=groups.max_running_requests, kv_cache_usage=groups.max_kv_cache_usage
+        )
+        engine = ReplicaSampler({"http://a": replica}, limits, interval_s=probe_interval_s)
         return SamplingWorker(
             kit.database,
-            sampler,
-            load or kit.ScriptedLoad(),
-            Groups(**values),
+            engine,
+            engine,
+            groups,
             model="smollm",
             logprobs_mode=mode,
             now=clock,
-            probe_interval_s=probe_interval_s,
         )
 
     return make
@@ -169,11 +184,14 @@ async def test_an_adapter_that_is_gone_sets_the_group_aside(
 ) -> None:
     kit.route(champion="v2")
     (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
+    kit.route(champion="v3")  # and v2 is not kept as the one before
+    sampler = kit.FakeSampler(AdapterGoneError("404"))
 
-    await make_worker(kit.FakeSampler(AdapterGoneError("404"))).step()
+    await make_worker(sampler).step()
 
     assert kit.row(group_id).reason == "adapter_gone"
     assert kit.counts("sampling") == {"adapter_gone": 1}
+    assert len(sampler.requests) == 1
 
 
 async def test_a_base_that_is_not_found_is_a_wrong_setting_and_costs_no_group(
@@ -231,7 +249,7 @@ async def test_a_group_that_fails_five_times_is_set_aside(
     kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     (group_id,) = kit.choose(kit.exchange("e1"))
-    worker = make_worker(kit.FakeSampler(SamplingError("status 400")))
+    worker = make_worker(kit.FakeSampler(SamplingError("status 500")))
 
     for _ in range(5):
         assert kit.row(group_id).status == "sampling"
@@ -245,19 +263,111 @@ async def test_a_group_that_fails_five_times_is_set_aside(
 async def test_no_more_candidates_are_in_flight_than_allowed(
     kit: Kit, make_worker: MakeWorker
 ) -> None:
-    kit.choose(*(kit.exchange(f"e{n}") for n in range(6)))
+    kit.choose(*(kit.exchange(f"e{n}") for n in range(9)))
     sampler = kit.FakeSampler()
     sampler.hold = asyncio.Event()
 
     step = asyncio.create_task(make_worker(sampler, concurrency=5).step())
     async with asyncio.timeout(60):
+        while sampler.in_flight < 4:
+            await asyncio.sleep(0.001)
+        firsts, sampler.hold = sampler.hold, asyncio.Event()
+        firsts.set()
         while sampler.in_flight < 5:
             await asyncio.sleep(0.001)
     sampler.hold.set()
 
-    assert await step == 2  # two groups, six candidates, keep five slots busy
+    assert await step == 4  # four groups, each with one candidate first, fill five slots
     assert sampler.most_in_flight == 5
-    assert len(sampler.requests) == 6
+    assert len(sampler.requests) == 12
+
+
+async def test_a_group_that_vllm_refuses_costs_one_request(
+    kit: Kit, make_worker: MakeWorker, clock: Clock
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    sampler = kit.FakeSampler(RequestRefusedError("status 400"))
+    worker = make_worker(sampler, size=8)
+
+    for _ in range(6):
+        await worker.step()
+        clock.now += 300.0
+
+    assert len(sampler.requests) == 1
+    assert (kit.row(group_id).status, kit.row(group_id).reason) == ("set_aside", "request_refused")
+    assert kit.counts("candidate") == {"refused": 1}
+
+
+async def test_a_refused_group_with_two_answers_of_its_own_goes_to_the_judge(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    choices = tuple(kit.choice(f"c{n}", index=n) for n in range(2))
+    (group_id,) = kit.choose(kit.exchange("e1", choices=choices))
+
+    assert await make_worker(kit.FakeSampler(RequestRefusedError("status 400"))).step() == 1
+
+    assert kit.row(group_id).status == "sampled"
+
+
+@pytest.mark.parametrize("role", ["champion", "canary", "previous"])
+async def test_an_adapter_that_a_restarted_vllm_lacks_is_waited_for(
+    kit: Kit, make_worker: MakeWorker, clock: Clock, role: str
+) -> None:
+    kit.route(champion="v2")
+    (group_id,) = kit.choose(kit.exchange("e1", adapter="v2"))
+    if role == "previous":
+        with kit.database.write() as session:
+            session.add(AliasRow(model="smollm", alias="previous", adapter="v2", generation=1))
+    kit.route(
+        champion="v2" if role == "champion" else "v3", canary="v2" if role == "canary" else None
+    )
+    restarted = kit.FakeSampler(AdapterGoneError("404"))
+    worker = make_worker(restarted)
+
+    for _ in range(20):
+        assert await worker.step() == 0
+        assert await worker.step() == 0  # left alone for 5 s
+        clock.now += 5.0
+
+    assert len(restarted.requests) == 20
+    row = kit.row(group_id)
+    assert (row.status, row.sampling_attempts) == ("sampling", 0)
+    assert kit.counts("candidate") == {"adapter_away": 20}
+    assert await make_worker(kit.FakeSampler()).step() == 1
+
+
+async def test_a_vllm_that_takes_no_request_for_now_is_left_alone_as_long_as_it_says(
+    kit: Kit, make_worker: MakeWorker, clock: Clock
+) -> None:
+    ids = kit.choose(kit.exchange("e1"), kit.exchange("e2"))
+    busy = kit.FakeSampler(EngineBusyError("status 429", headers={"retry-after": "20"}))
+    worker = make_worker(busy)
+
+    for _ in range(8):  # more than the five rounds after which a group has failed
+        await worker.step()
+        clock.now += 19.9
+        await worker.step()
+        clock.now += 0.1
+
+    assert len(busy.requests) == 8 * 2  # one for each group
+    assert {(kit.row(one).status, kit.row(one).sampling_attempts) for one in ids} == {
+        ("sampling", 0)
+    }
+    assert kit.counts("candidate") == {"engine_busy": 16}
+    assert await make_worker(kit.FakeSampler()).step() == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait_s"), [({}, 5.0), ({"retry-after": "86400"}, 300.0)], ids=["unsaid", "a day"]
+)
+async def test_a_wait_that_vllm_does_not_state_is_short_and_a_long_one_is_cut(
+    kit: Kit, make_worker: MakeWorker, clock: Clock, headers: dict[str, str], wait_s: float
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+
+    await make_worker(kit.FakeSampler(EngineBusyError("status 429", headers=headers))).step()
+
+    assert kit.row(group_id).lease_until == NOON + wait_s
 
 
 async def test_users_come_first(kit: Kit, make_worker: MakeWorker) -> None:
@@ -276,24 +386,57 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
     (group_id,) = kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
     # Measured before the claim and before each candidate; ours in flight are not users'.
-    load = kit.ScriptedLoad(0, 0, 12, 0)
+    load = kit.ScriptedLoad(0, 0, 0, 12, 0)
     worker = make_worker(sampler, load, max_running_requests=8, probe_interval_s=0.0)
 
     assert await worker.step() == 0
 
     assert kit.counts("candidate") == {"kept": 2, "held_back": 1}
     assert (kit.row(group_id).status, kit.row(group_id).sampling_attempts) == ("sampling", 0)
+    assert await worker.step() == 0  # once is not enough
     assert await worker.step() == 1
     assert len(sampler.requests) == 3
 
 
 async def test_an_engine_whose_load_is_not_known_gets_no_candidates(
-    kit: Kit, make_worker: MakeWorker
+    kit: Kit, make_worker: MakeWorker, clock: Clock
+) -> None:
+    kit.choose(kit.exchange("e1"))
+    sampler = kit.FakeSampler()
+    load = kit.ScriptedLoad(SamplingError("no metrics"))
+    worker = make_worker(sampler, load, probe_interval_s=0.0)
+
+    assert await worker.step() == 0
+    clock.now += 60.0
+    assert await worker.step() == 0
+
+    assert sampler.requests == []
+    with kit.database.read() as session:
+        told = read_trouble(session, SAMPLING_WAITS, now=clock.now)
+    assert told is not None
+    assert (told.since, told.why) == (NOON, "the load of vLLM is not known: no metrics")
+    assert kit.counts("sampling_waits") == {"load_unknown": 1}
+    load.users = [99]  # known, and no room: that is no trouble
+    assert await worker.step() == 0
+    with kit.database.read() as session:
+        assert read_trouble(session, SAMPLING_WAITS, now=clock.now) is None
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        EngineLoad(running=1, waiting=1, kv_cache_usage=0.0),
+        EngineLoad(running=1, waiting=0, kv_cache_usage=0.81),
+    ],
+    ids=["one waits", "the cache is full"],
+)
+async def test_an_engine_without_room_gets_no_candidates(
+    kit: Kit, make_worker: MakeWorker, load: EngineLoad
 ) -> None:
     kit.choose(kit.exchange("e1"))
     sampler = kit.FakeSampler()
 
-    assert await make_worker(sampler, kit.ScriptedLoad(SamplingError("no metrics"))).step() == 0
+    assert await make_worker(sampler, kit.ScriptedLoad(load)).step() == 0
 
     assert sampler.requests == []
 
@@ -302,7 +445,7 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
     kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
-    settings = {"tokens_per_day": 15, "concurrency": 3}
+    settings = {"tokens_per_day": 15, "concurrency": 1}
     assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5 tokens
 
     restarted = make_worker(kit.FakeSampler(), **settings)
@@ -322,14 +465,65 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
 
 
+@pytest.mark.parametrize(
+    ("setting", "limit", "stage", "why"),
+    [
+        ("tokens_per_hour", 15, "sampling_tokens_hour", "15 candidate tokens this hour"),
+        ("prompt_tokens_per_hour", 12, "sampling_prompt_hour", "12 prompt tokens this hour"),
+    ],
+)
+async def test_a_spent_hour_waits_for_the_next_and_survives_a_restart(
+    kit: Kit, make_worker: MakeWorker, clock: Clock, setting: str, limit: int, stage: str, why: str
+) -> None:
+    kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
+    settings = {setting: limit, "concurrency": 1}
+    assert await make_worker(kit.FakeSampler(), **settings).step() == 1  # 3 x 5, 3 x 4 of prompts
+
+    restarted = make_worker(kit.FakeSampler(), **settings)
+    assert await restarted.step() == 0
+    with kit.database.read() as session:
+        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+    assert told is not None
+    assert (told.why, told.until) == (f"groups.{setting} is spent: {why}", NOON + 3600)
+    clock.now = NOON + 3599
+    assert await restarted.step() == 0
+    clock.now = NOON + 3600
+    assert await restarted.step() == 1
+
+    assert kit.counts(stage) == {"2026-11-21T13": limit}  # and no row of the hour before
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 30}
+    assert kit.counts("sampling_prompt_tokens") == {"2026-11-21": 24}
+    assert kit.counts("sampling_waits") == {f"groups.{setting}": 1}
+
+
+async def test_a_share_of_what_users_are_served_waits_for_more_of_it(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
+    worker = make_worker(kit.FakeSampler(), max_share_of_served=0.5, concurrency=1)
+    with kit.database.write() as session:
+        count_served(session, 30, now=NOON)
+    assert await worker.step() == 1  # 15 candidate tokens are half of 30
+
+    assert await worker.step() == 0
+    with kit.database.read() as session:
+        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+    assert told is not None
+    assert told.until is None
+    assert told.why.endswith("15 candidate tokens today, 30 tokens of answers to users")
+    with kit.database.write() as session:
+        count_served(session, 1, now=NOON)
+    assert await worker.step() == 1
+
+
 @pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000", "9e999"])
 async def test_a_damaged_count_of_tokens_begins_again_and_still_limits_the_day(
     kit: Kit, make_worker: MakeWorker, stored: str
 ) -> None:
     kit.choose(*(kit.exchange(f"e{n}") for n in range(2)))
-    settings = {"tokens_per_day": 15, "concurrency": 3}
+    settings = {"tokens_per_day": 15, "concurrency": 1}
     with kit.database.write() as session:
-        spend_tokens(session, 15, now=NOON)
+        spend_tokens(session, sampled=15, prompts=0, now=NOON)
     with kit.database.write() as session:
         session.execute(text(f"UPDATE counter SET count = {stored} WHERE reason = '2026-11-21'"))
 
@@ -351,12 +545,6 @@ async def test_a_damaged_count_of_rounds_is_none_used_up(
     assert await make_worker(kit.FakeSampler()).step() == 1
 
     assert kit.row(damaged).status == "sampled"
-
-
-def test_the_day_ends_at_midnight_utc() -> None:
-    assert day_of(NOON) == "2026-11-21"
-    assert next_midnight(NOON).isoformat() == "2026-11-22T00:00:00+00:00"
-    assert next_midnight(NOON + 12 * 3600).isoformat() == "2026-11-23T00:00:00+00:00"
 
 
 async def test_answers_of_a_worker_thought_dead_come_too_late_and_are_counted(
@@ -404,7 +592,7 @@ async def test_a_running_worker_takes_one_group_after_the_other(
 ) -> None:
     ids = kit.choose(*(kit.exchange(f"e{n}") for n in range(5)))
     stop = asyncio.Event()
-    running = asyncio.create_task(make_worker(kit.FakeSampler(), concurrency=3).run(stop))
+    running = asyncio.create_task(make_worker(kit.FakeSampler(), concurrency=2).run(stop))
 
     async with asyncio.timeout(60):
         while kit.counts("sampling") != {"sampled": 5}:

@@ -1,110 +1,156 @@
-"""Candidates from several replicas: one is used, the next when it is away."""
+"""Candidates from several replicas: each goes to one that has room."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
 
 import pytest
 from structlog.testing import capture_logs
 
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    NoRoomError,
+    SamplingError,
+)
+from ingest.vllm.load import EngineLoad
 from ingest.vllm.replicas import ReplicaSampler
-from ingest.vllm.sampler import SampledAnswer, SampleRequest
-from support.ingest_kit import Kit
+from ingest.vllm.sampler import SampleRequest
+from support.fake_load import LIMITS, LoadedSampler, ScriptedLoad
+from support.fake_sampler import FakeSampler
 
 ASK = SampleRequest(upstream_model="m", chat={}, temperature=1.0, max_tokens=4)
+FULL = EngineLoad(running=0, waiting=0, kv_cache_usage=0.99)
+QUEUE = EngineLoad(running=8, waiting=1, kv_cache_usage=0.0)
 
 
-class FakeReplica:
-    """Answers under its own name, or raises `error`."""
+class World:
+    """Three replicas that answer under their own names."""
 
-    def __init__(self, kit: Kit, name: str) -> None:
-        self.error: Exception | None = None
-        self._sampler = kit.FakeSampler(f"by {name}")
-        self._load = kit.ScriptedLoad(len(name))
-        self.asked = 0
+    def __init__(self) -> None:
+        self.samplers = {name: FakeSampler(f"by {name}") for name in "abc"}
+        self.loads = {name: ScriptedLoad() for name in "abc"}
+        self.engine = ReplicaSampler(
+            {name: LoadedSampler(self.samplers[name], self.loads[name]) for name in "abc"},
+            LIMITS,
+            interval_s=0.0,
+        )
 
-    async def sample(self, request: SampleRequest) -> SampledAnswer:
-        self.asked += 1
-        if self.error is not None:
-            raise self.error
-        return await self._sampler.sample(request)
+    def fail(self, name: str, error: Exception) -> None:
+        self.samplers[name].errors["m"] = error
 
-    async def load(self) -> Any:
-        self.asked += 1
-        if self.error is not None:
-            raise self.error
-        return await self._load.load()
+    def load(self, **loads: int | EngineLoad | Exception) -> None:
+        for name, load in loads.items():
+            self.loads[name].users = [load]
+
+    async def said(self) -> str:
+        return (await self.engine.sample(ASK)).message.decode()
+
+    @property
+    def asked(self) -> list[int]:
+        return [len(one.requests) for one in self.samplers.values()]
 
 
 @pytest.fixture
-def replicas(kit: Kit) -> dict[str, FakeReplica]:
-    return {name: FakeReplica(kit, name) for name in ("a", "bb", "ccc")}
+def world() -> World:
+    return World()
 
 
-async def said(sampler: ReplicaSampler) -> str:
-    return (await sampler.sample(ASK)).message.decode()
+async def test_one_at_a_time_they_go_to_the_first_that_has_room(world: World) -> None:
+    assert "by a" in await world.said()
+    assert "by a" in await world.said()
+
+    assert world.asked == [2, 0, 0]
 
 
-async def test_the_first_is_asked_while_it_answers(replicas: dict[str, FakeReplica]) -> None:
-    sampler = ReplicaSampler(replicas)
+async def test_many_at_once_are_spread_over_those_with_room(world: World) -> None:
+    world.load(b=FULL)
+    for sampler in world.samplers.values():
+        sampler.hold = asyncio.Event()
 
-    assert "by a" in await said(sampler)
-    assert (await sampler.load()).running == 1
-    assert [one.asked for one in replicas.values()] == [2, 0, 0]
+    tasks = [asyncio.create_task(world.engine.sample(ASK)) for _ in range(4)]
+    async with asyncio.timeout(60):
+        while sum(world.asked) < 4:
+            await asyncio.sleep(0)
+
+    assert world.asked == [2, 0, 2]
+    for sampler in world.samplers.values():
+        assert sampler.hold is not None
+        sampler.hold.set()
+    await asyncio.gather(*tasks)
 
 
-async def test_when_it_is_away_the_next_takes_its_place_and_keeps_it(
-    replicas: dict[str, FakeReplica],
+@pytest.mark.parametrize("load", [9, QUEUE, FULL, SamplingError("NaN")])
+async def test_a_replica_that_users_need_or_that_hides_its_load_gets_no_candidate(
+    world: World, load: int | EngineLoad | Exception
 ) -> None:
-    sampler = ReplicaSampler(replicas)
-    replicas["a"].error = EngineDownError("connection refused")
+    world.load(a=load)
+
+    assert await world.engine.is_open()
+    assert "by b" in await world.said()
+    assert world.asked == [0, 1, 0]
+
+
+async def test_when_users_need_every_replica_none_is_asked(world: World) -> None:
+    world.load(a=9, b=QUEUE, c=FULL)
+
+    assert not await world.engine.is_open()
+    with pytest.raises(NoRoomError):
+        await world.said()
+    assert world.asked == [0, 0, 0]
+
+
+async def test_a_load_that_no_replica_tells_is_an_error(world: World) -> None:
+    world.load(a=SamplingError("no metrics"), b=EngineDownError("b"), c=EngineDownError("c"))
+
+    with pytest.raises(SamplingError, match="no metrics"):
+        await world.engine.is_open()
+    with pytest.raises(SamplingError, match="no metrics"):
+        await world.said()
+
+
+async def test_an_unknown_load_beside_a_full_one_is_no_room_and_no_error(world: World) -> None:
+    world.load(a=SamplingError("no metrics"), b=FULL, c=FULL)
+
+    assert not await world.engine.is_open()
+
+
+async def test_a_replica_whose_load_becomes_unknown_is_named_once(world: World) -> None:
+    world.load(b=SamplingError("no metrics"))
 
     with capture_logs() as logs:
-        assert (await sampler.load()).running == 2
-    assert "by bb" in await said(sampler)
+        for _ in range(3):
+            await world.engine.is_open()
 
-    assert [one.asked for one in replicas.values()] == [1, 2, 0]
-    assert [(line["event"], line["replica"]) for line in logs] == [("sampling_moved", "bb")]
-    replicas["a"].error = None
-    replicas["bb"].error = EngineDownError("connection refused")
-    replicas["ccc"].error = EngineDownError("connection refused")
-    assert "by a" in await said(sampler)
+    said = [line for line in logs if line["event"] == "sampling_load_unknown"]
+    assert [(line["replica"], line["why"]) for line in said] == [("b", "no metrics")]
 
 
-async def test_a_load_that_cannot_be_told_moves_on_too(replicas: dict[str, FakeReplica]) -> None:
-    sampler = ReplicaSampler(replicas)
-    replicas["a"].error = SamplingError("no reply in time")
-
-    assert (await sampler.load()).running == 2
-
-
-async def test_an_adapter_that_one_replica_lacks_is_asked_of_the_next_without_moving(
-    replicas: dict[str, FakeReplica],
+@pytest.mark.parametrize(
+    "error", [EngineDownError("refused"), EngineBusyError("429"), AdapterGoneError("404")]
+)
+async def test_what_another_may_not_have_is_asked_of_the_next(
+    world: World, error: Exception
 ) -> None:
-    sampler = ReplicaSampler(replicas)
-    replicas["a"].error = AdapterGoneError("404")
+    world.fail("a", error)
 
-    assert "by bb" in await said(sampler)
-    replicas["a"].error = None
-    assert "by a" in await said(sampler)
-
-
-async def test_a_bad_answer_is_not_asked_of_another(replicas: dict[str, FakeReplica]) -> None:
-    sampler = ReplicaSampler(replicas)
-    replicas["a"].error = SamplingError("status 400")
-
-    with pytest.raises(SamplingError, match="400"):
-        await said(sampler)
-    assert replicas["bb"].asked == 0
+    assert "by b" in await world.said()
+    world.samplers["a"].errors.clear()
+    assert "by a" in await world.said()
 
 
-async def test_when_all_are_away_the_first_one_s_error_is_raised(
-    replicas: dict[str, FakeReplica],
-) -> None:
-    sampler = ReplicaSampler(replicas)
-    for name, replica in replicas.items():
-        replica.error = EngineDownError(name)
+async def test_a_bad_answer_is_not_asked_of_another(world: World) -> None:
+    world.fail("a", SamplingError("status 500"))
+
+    with pytest.raises(SamplingError, match="500"):
+        await world.said()
+    assert world.asked == [1, 0, 0]
+
+
+async def test_when_all_fail_the_first_ones_error_is_raised(world: World) -> None:
+    for name in "abc":
+        world.fail(name, EngineDownError(name))
 
     with pytest.raises(EngineDownError, match=r"^a$"):
-        await sampler.load()
+        await world.said()

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    RequestRefusedError,
+    SamplingError,
+)
 from ingest.vllm.load import EngineLoad
-from ingest.vllm.sampler import SampledAnswer, SampleRequest, VllmSampler
-from support.fake_vllm import FakeVllm, SeenRequest, Step, whole_reply
-
-METRICS = b"""vllm:num_requests_running{engine="0"} 2.0
-vllm:num_requests_waiting{engine="0"} 1.0
-vllm:kv_cache_usage_perc{engine="0"} 0.125
-"""
+from ingest.vllm.sampler import PRIORITY, SampledAnswer, SampleRequest, VllmSampler
+from support.fake_vllm import FakeVllm, SeenRequest, Step, load_metrics, whole_reply
 
 
 def reply(**changes: Any) -> dict[str, Any]:
@@ -47,29 +48,34 @@ TOKENS = [("Hi", -0.5), ("<end>", -0.25)]
 class Answering:
     """The script of a fake vLLM that answers every question alike, and remembers them."""
 
+    server: FakeVllm
+
     def __init__(self) -> None:
         self.status = 200
         self.body: dict[str, Any] | bytes = reply()
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.silent = False
+        self.extra = ""
+        """Further lines of the reply's head."""
+        self.refuses_priority = False
         self.url = ""
 
     def __call__(self, request: SeenRequest) -> Sequence[Step]:
         self.headers.append(request.headers)
-        if request.line.startswith("GET /metrics"):
-            return [whole_reply(METRICS)]
         self.asked.append(json.loads(request.body))
         if self.silent:
             return [asyncio.Event()]
         data = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
-        return [whole_reply(data, f"{self.status} X")]
+        refused = self.refuses_priority and "priority" in self.asked[-1]
+        return [whole_reply(data, f"{400 if refused else self.status} X", self.extra)]
 
 
 @pytest.fixture
 async def vllm() -> AsyncIterator[Answering]:
     answering = Answering()
-    fake = FakeVllm(script=answering)
+    metrics = load_metrics(running=2, waiting=1, kv_cache=0.125)
+    fake = answering.server = FakeVllm(script=answering, metrics=metrics)
     await fake.start()
     answering.url = f"http://127.0.0.1:{fake.port}"
     yield answering
@@ -221,8 +227,10 @@ async def test_a_reply_that_is_not_one_is_refused(
     ("status", "error"),
     [
         (404, AdapterGoneError),
-        (400, SamplingError),
-        (429, SamplingError),
+        (400, RequestRefusedError),
+        (413, RequestRefusedError),
+        (422, RequestRefusedError),
+        (429, EngineBusyError),
         (500, SamplingError),
         (503, EngineDownError),
     ],
@@ -266,3 +274,84 @@ async def test_an_engine_that_never_answers_is_given_up(vllm: Answering) -> None
 
 async def test_the_load_is_read_from_the_metrics(sampler: VllmSampler) -> None:
     assert await sampler.load() == EngineLoad(running=2, waiting=1, kv_cache_usage=0.125)
+
+
+async def test_a_429_comes_with_what_vllm_says_of_the_wait(
+    vllm: Answering, sampler: VllmSampler
+) -> None:
+    vllm.status, vllm.extra = 429, "Retry-After: 20\r\n"
+
+    with pytest.raises(EngineBusyError) as caught:
+        await ask(sampler)
+
+    assert caught.value.headers["retry-after"] == "20"
+
+
+@pytest.fixture
+async def yielding(vllm: Answering) -> AsyncIterator[VllmSampler]:
+    sampler = VllmSampler(vllm.url, timeout_s=60.0, priority="auto")
+    yield sampler
+    await sampler.aclose()
+
+
+async def test_candidates_come_after_users_where_vllm_takes_a_priority(
+    vllm: Answering, yielding: VllmSampler
+) -> None:
+    await asyncio.gather(*(ask(yielding) for _ in range(3)))
+
+    question, *candidates = vllm.asked
+    assert (question["max_completion_tokens"], question["priority"]) == (1, PRIORITY)
+    assert question["model"] == "smollm--v3"
+    assert [body["priority"] for body in candidates] == [PRIORITY] * 3
+    assert PRIORITY > 0  # that of a user's request without the field
+
+
+async def test_no_candidate_has_a_priority_where_vllm_refuses_it(
+    vllm: Answering, yielding: VllmSampler
+) -> None:
+    vllm.refuses_priority = True
+
+    for _ in range(3):
+        await ask(yielding)
+
+    assert ["priority" in body for body in vllm.asked] == [True, False, False, False]
+
+
+async def test_a_vllm_that_was_away_is_asked_again_whether_it_takes_a_priority(
+    vllm: Answering, yielding: VllmSampler
+) -> None:
+    await ask(yielding)
+    port = vllm.server.port
+    await vllm.server.stop()
+    with pytest.raises(SamplingError):  # a kept connection may break first
+        await ask(yielding)
+    with pytest.raises(EngineDownError):
+        await yielding.load()
+    vllm.refuses_priority = True
+    await vllm.server.start(port)
+
+    await ask(yielding)
+
+    assert ["priority" in body for body in vllm.asked] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("status", [404, 429, 500, 503])
+async def test_a_reply_that_says_nothing_of_the_priority_is_asked_for_again(
+    vllm: Answering, yielding: VllmSampler, status: int
+) -> None:
+    vllm.status = status
+    with pytest.raises(SamplingError):
+        await ask(yielding)
+    vllm.status = 200
+
+    await ask(yielding)
+
+    assert vllm.asked[-1]["priority"] == PRIORITY
+
+
+async def test_without_the_setting_no_priority_is_asked_for_or_sent(
+    vllm: Answering, sampler: VllmSampler
+) -> None:
+    await ask(sampler)
+
+    assert ["priority" in body for body in vllm.asked] == [False]

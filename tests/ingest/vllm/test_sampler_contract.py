@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    RequestRefusedError,
+    SamplingError,
+)
 from ingest.vllm.sampler import Sampler, SampleRequest, VllmSampler
 from support.fake_sampler import FakeSampler
 from support.fake_vllm import FakeVllm, recording, whole_reply
@@ -22,19 +28,20 @@ Build = Callable[..., Awaitable[Sampler]]
 
 @pytest.fixture(params=["fake", "vllm"])
 async def build(request: pytest.FixtureRequest) -> AsyncIterator[Build]:
-    """Make a sampler that answers, or fails as `trouble` says: "gone", "down" or "refused"."""
+    """Make a sampler that answers, or fails by `trouble`: "gone", "down", "busy", "refused"."""
     close: list[Callable[[], Awaitable[None]]] = []
 
     async def fake(trouble: str = "") -> Sampler:
         errors = {
             "gone": AdapterGoneError("404"),
             "down": EngineDownError("cannot connect"),
-            "refused": SamplingError("status 400"),
+            "busy": EngineBusyError("status 429"),
+            "refused": RequestRefusedError("status 400"),
         }
         return FakeSampler(*([errors[trouble]] if trouble else []))
 
     async def vllm(trouble: str = "") -> Sampler:
-        statuses = {"gone": "404 Not Found", "refused": "400 Bad Request"}
+        statuses = {"gone": "404 Not Found", "busy": "429 X", "refused": "400 Bad Request"}
         answer = recording("chat.asked").reply
         server = FakeVllm(
             script=lambda _: [whole_reply(b"{}", statuses[trouble]) if trouble else answer]
@@ -75,7 +82,12 @@ async def test_a_request_may_be_asked_again_with_a_seed_and_without_a_limit(buil
 
 @pytest.mark.parametrize(
     ("trouble", "error"),
-    [("gone", AdapterGoneError), ("down", EngineDownError), ("refused", SamplingError)],
+    [
+        ("gone", AdapterGoneError),
+        ("down", EngineDownError),
+        ("busy", EngineBusyError),
+        ("refused", RequestRefusedError),
+    ],
 )
 async def test_each_trouble_has_its_error(
     build: Build, trouble: str, error: type[SamplingError]
