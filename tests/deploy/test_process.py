@@ -118,6 +118,32 @@ def test_every_replica_is_kept_and_one_that_is_down_is_shown(tmp_path: Path, wor
     assert engine["replicas"][first] == {"away": None, "loaded": [name], "refused": {}}
 
 
+def test_a_vllm_that_only_samples_gets_the_adapters_and_is_waited_for_by_nobody(
+    tmp_path: Path, world: World
+) -> None:
+    name = world.register(1)
+    world.promote(name)
+    away = f"http://127.0.0.1:{free_port()}"
+    with vllm_in_thread() as (serving, one), vllm_in_thread() as (sampling, other):
+        config = write_config(
+            tmp_path,
+            serving={"upstreams": [serving], "model": "m"},
+            groups={"sampling_upstreams": [sampling, away, serving]},
+            store={"url": world.database.url},
+        )
+        with control(config) as process:
+            admin = wait_for(process, "control_ready")["admin"]
+            loaded = {wait_for(process, "adapter_loaded")["replica"] for _ in range(2)}
+            engine = httpx.get(f"{admin}/admin/v1/status").json()["engine"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+
+    assert loaded == {serving, sampling}
+    assert (one.loads, other.loads) == ([name], [name])
+    assert list(engine["replicas"]) == [serving]
+    assert engine["away"] is None
+
+
 def test_bad_folders_and_a_broken_canary_leave_control_and_its_admin_api_alive(
     tmp_path: Path, world: World
 ) -> None:

@@ -280,6 +280,14 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ("[serving]\nupstreams = []", "setting serving.upstreams is empty; name at least one"),
         ('[serving]\nupstreams = ["http://a:1", "http://A:1/"]', "names one vLLM twice"),
         (
+            '[groups]\nsampling_upstreams = ["http://a:1", "http://A:1/"]',
+            "groups.sampling_upstreams names one vLLM twice",
+        ),
+        (
+            '[groups]\nsampling_upstreams = ["http://127.0.0.1:8080"]',
+            "groups.sampling_upstreams names the sidecar's own proxy.host",
+        ),
+        (
             '[serving]\nupstreams = ["http://a:1/v1"]',
             "setting serving.upstreams: http://a:1/v1 ends in /v1",
         ),

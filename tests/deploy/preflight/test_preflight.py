@@ -114,6 +114,39 @@ def test_a_vllm_that_is_not_there_is_an_error_unless_up_starts_it(tmp_path: Path
     assert check(ours)[0][:2] == ("warning", "serving.upstreams")
 
 
+@pytest.mark.parametrize(
+    ("path", "reply", "words"),
+    [
+        ("/v1/models", (200, b'{"data": []}'), "serves no 'm'"),
+        ("/metrics", (404, b""), "/metrics answers 404"),
+        ("/v1/load_lora_adapter", (404, b""), "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    ],
+)
+def test_what_a_vllm_that_only_samples_lacks_is_an_error(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints], path: str, reply: Any, words: str
+) -> None:
+    with sound_vllm() as (sampling, endpoints):
+        settings = settings_with(tmp_path, vllm[0], groups={"sampling_upstreams": [sampling]})
+        assert [one[1] for one in check(settings)] == ["judge.model"]
+        endpoints.overrides[path] = reply
+
+        error, judge = check(settings)
+
+    assert error[:2] == ("error", "groups.sampling_upstreams")
+    assert words in error[2]
+    assert judge[1] == "judge.model"
+
+
+def test_a_vllm_that_only_samples_and_is_not_there_is_an_error(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    away = {"sampling_upstreams": ["http://127.0.0.1:9"]}
+
+    error, _ = check(settings_with(tmp_path, vllm[0], groups=away))
+
+    assert error[:2] == ("error", "groups.sampling_upstreams")
+
+
 def test_folders_and_programs_that_cannot_be_used_are_named(
     tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
 ) -> None:
