@@ -33,6 +33,7 @@ from ingest.best_of.groups import answers_digest
 from ingest.best_of.questions import BestOfJudge
 from ingest.best_of.store import BestOfScores, save_scores
 from ingest.errors import (
+    AdapterGoneError,
     EngineDownError,
     JudgeRejectedError,
     JudgeUnavailableError,
@@ -311,8 +312,8 @@ def _scores(name: str) -> BestOfScores:
 
 
 async def _score(use: _Use) -> None:
-    samplers = FakeSampler(EngineDownError("away")), FakeSampler(SamplingError("broken"))
-    for sampler in (*samplers, FakeSampler()):
+    errors = EngineDownError("away"), AdapterGoneError("404"), SamplingError("broken")
+    for sampler in (*map(FakeSampler, errors), FakeSampler()):
         sampling = SamplingWorker(
             use.database,
             sampler,

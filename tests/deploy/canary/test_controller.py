@@ -11,7 +11,13 @@ from sqlalchemy.orm import Session
 
 from deploy.registry import transitions
 from deploy.registry.rollback import rollback
-from ingest.errors import AdapterGoneError, EngineDownError, SamplingError
+from ingest.errors import (
+    AdapterGoneError,
+    EngineBusyError,
+    EngineDownError,
+    NoRoomError,
+    SamplingError,
+)
 from ingest.vllm.sampler import SampleRequest
 from sidecar.store.models import CounterRow, JudgeCallRow
 
@@ -465,8 +471,16 @@ async def test_answers_cut_short_fail_the_gate_whatever_the_judge_says(world: Wo
     )
 
 
-@pytest.mark.parametrize("error", [EngineDownError("down"), AdapterGoneError("gone")])
-async def test_a_vllm_that_is_away_or_lost_the_adapter_makes_the_gate_wait(
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineDownError("down"),
+        AdapterGoneError("gone"),
+        EngineBusyError("429"),
+        NoRoomError("users"),
+    ],
+)
+async def test_a_vllm_that_is_away_full_or_lost_the_adapter_makes_the_gate_wait(
     world: World, error: Exception
 ) -> None:
     name = world.register(1)
