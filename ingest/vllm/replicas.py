@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ingest.errors import AWAY, NoRoomError, SamplingError
+from ingest.errors import AWAY, EngineDownError, NoRoomError, SamplingError
 from ingest.vllm.load import LoadLimits
 from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
@@ -52,9 +52,15 @@ class ReplicaSampler:
 
     async def sample(self, request: SampleRequest) -> SampledAnswer:
         """See `Sampler.sample`. Raises: the error of the first replica asked, if no other answers;
-        NoRoomError when none has room."""
+        NoRoomError when none has room, or none tells its load."""
         errors = list[SamplingError]()
-        for one in await self._with_room():
+        try:
+            replicas = await self._with_room()
+        except EngineDownError:
+            raise
+        except SamplingError as error:
+            raise NoRoomError(f"no vLLM tells its load: {error}") from error
+        for one in replicas:
             try:
                 with one.throttle.sending():
                     return await one.replica.sample(request)

@@ -398,6 +398,19 @@ async def test_users_who_come_in_the_middle_of_a_group_hold_its_rest_back(
     assert len(sampler.requests) == 3
 
 
+async def test_a_load_that_is_lost_in_the_middle_of_a_group_costs_it_no_round(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    load = kit.ScriptedLoad(0, 0, SamplingError("no metrics"))
+    worker = make_worker(kit.FakeSampler(), load, probe_interval_s=0.0)
+
+    assert await worker.step() == 0
+
+    assert kit.counts("candidate") == {"kept": 1, "held_back": 2}
+    assert (kit.row(group_id).status, kit.row(group_id).sampling_attempts) == ("sampling", 0)
+
+
 async def test_an_engine_whose_load_is_not_known_gets_no_candidates(
     kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:

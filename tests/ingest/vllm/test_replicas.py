@@ -106,7 +106,7 @@ async def test_a_load_that_no_replica_tells_is_an_error(world: World) -> None:
 
     with pytest.raises(SamplingError, match="no metrics"):
         await world.engine.is_open()
-    with pytest.raises(SamplingError, match="no metrics"):
+    with pytest.raises(NoRoomError, match="no metrics"):
         await world.said()
 
 
