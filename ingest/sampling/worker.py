@@ -38,6 +38,9 @@ POLL_S = 0.5
 """How long an idle worker waits before it polls again."""
 PAUSES = Backoff(first_s=POLL_S, last_s=5.0)
 """Pauses while vLLM or the store is unreachable: the first equals the poll, then they double."""
+AHEAD = 3
+"""Claimed groups, as a multiple of those whose candidates fill the slots. Measured with answers of
+one second each: 2.1 groups a second, as when all candidates of a group went at once; 1.8 with 2."""
 LEASE_TIMEOUTS = 4
 """A round asks once alone and then for the rest, which may wait for others' candidates twice."""
 LEASE_SLACK_S = 60.0
@@ -56,7 +59,7 @@ class SamplingWorker:
     """Claims groups in status `sampling` and completes them. One per event loop.
 
     The budgets are checked before a group is begun, and a begun group is finished: so at most
-    `2 * concurrency + size` answers are sampled beyond a budget.
+    `AHEAD * concurrency + size` answers are sampled beyond a budget.
     """
 
     def __init__(
@@ -117,9 +120,9 @@ class SamplingWorker:
     async def _take(self) -> list[str]:
         """Claim as many groups as keep every slot busy; none without capacity or budget.
 
-        Twice as many as fill the slots, because each begins with a single candidate.
+        Each begins with a single candidate, so more are claimed than fill the slots (`AHEAD`).
         """
-        groups = ceil(2 * self._settings.concurrency / (self._settings.size - 1))
+        groups = ceil(AHEAD * self._settings.concurrency / (self._settings.size - 1))
         groups -= len(self._working)
         if groups <= 0 or self._now() < self._quiet_until:
             return []

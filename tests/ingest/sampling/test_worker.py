@@ -269,17 +269,17 @@ async def test_no_more_candidates_are_in_flight_than_allowed(
 
     step = asyncio.create_task(make_worker(sampler, concurrency=5).step())
     async with asyncio.timeout(60):
-        while sampler.in_flight < 4:
+        while sampler.in_flight < 5:
             await asyncio.sleep(0.001)
         firsts, sampler.hold = sampler.hold, asyncio.Event()
         firsts.set()
-        while sampler.in_flight < 5:
+        while len(sampler.requests) < 10:
             await asyncio.sleep(0.001)
     sampler.hold.set()
 
-    assert await step == 4  # four groups, each with one candidate first, fill five slots
+    assert await step == 5  # five groups, of which nine are there, keep five slots busy
     assert sampler.most_in_flight == 5
-    assert len(sampler.requests) == 12
+    assert len(sampler.requests) == 15
 
 
 async def test_a_group_that_vllm_refuses_costs_one_request(
