@@ -309,6 +309,7 @@ async def test_a_refused_group_with_two_answers_of_its_own_goes_to_the_judge(
     assert kit.row(group_id).status == "sampled"
 
 
+@pytest.mark.both_stores
 @pytest.mark.parametrize("role", ["champion", "canary", "previous"])
 async def test_an_adapter_that_a_restarted_vllm_lacks_is_waited_for(
     kit: Kit, make_worker: MakeWorker, clock: Clock, role: str
@@ -478,6 +479,7 @@ async def test_a_spent_allowance_waits_for_midnight_and_survives_a_restart(
     assert kit.counts("sampling_tokens") == {"2026-11-21": 15, "2026-11-22": 15}
 
 
+@pytest.mark.both_stores
 @pytest.mark.parametrize(
     ("setting", "limit", "stage", "why"),
     [
@@ -509,6 +511,7 @@ async def test_a_spent_hour_waits_for_the_next_and_survives_a_restart(
     assert kit.counts("sampling_waits") == {f"groups.{setting}": 1}
 
 
+@pytest.mark.both_stores
 async def test_a_share_of_what_users_are_served_waits_for_more_of_it(
     kit: Kit, make_worker: MakeWorker
 ) -> None:
