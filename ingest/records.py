@@ -58,3 +58,18 @@ class ScoredGroup:
     """[G] the judge's explanations."""
     judge_model: str
     rubric_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """How far the passes of a judge differ over one group: its noise and its position bias."""
+
+    by_answer: tuple[float, ...]
+    """[G] mean absolute difference between two passes' scores of the answer, 0..1."""
+    flipped: float
+    """Share of the pairs of distinct answers that two passes put in opposite order, 0..1."""
+
+    @property
+    def mean(self) -> float:
+        """Mean over the answers, 0..1."""
+        return sum(self.by_answer) / len(self.by_answer)

@@ -138,6 +138,10 @@ class GroupOut(Out):
     scored_at: float | None
     judge_model: str | None
     rubric_hash: str | None
+    disagreement: float | None
+    """How far the judge's passes differ, mean over the answers; null after a single pass."""
+    flipped_pairs: float | None
+    """Share of the pairs of answers that two passes put in opposite order."""
     run_id: str | None
 
 
@@ -150,6 +154,8 @@ class AnswerOut(Out):
     temperature: float
     untrainable_reason: str | None
     score: float | None
+    disagreement: float | None
+    """Mean absolute difference between two passes' scores."""
     explanation: str | None
 
 

@@ -242,6 +242,7 @@ def _answer(session: Session, row: AnswerRow) -> AnswerOut:
         temperature=row.temperature,
         untrainable_reason=row.untrainable_reason,
         score=row.score,
+        disagreement=row.disagreement,
         explanation=opened_explanation(session, row) or None,
     )
 

@@ -3,6 +3,8 @@
 LiteLLM is imported at the first call, in a thread: the import takes seconds, and a process without
 a judge never needs it. LiteLLM's own retries, cache, telemetry and price-list download are off:
 `ingest.ruler.judging` alone decides on retries and waits, and only the prompt leaves the machine.
+A call asks a second time, at once, when the server turns out to take no JSON schema, or when the
+judge turns out to think, for which the token limit of a reply is too low; later calls know it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import structlog
+
 from ingest.errors import JudgeGarbledError, JudgeRefusalError, JudgeUnavailableError
-from ingest.ruler.judge_errors import explain, sort_error, storable
+from ingest.ruler.judge_errors import explain, refuses_schema, sort_error, storable
+from ingest.ruler.prompt import reply_tokens
 from ingest.ruler.reply import MAX_REPLY_CHARACTERS
 from sidecar.hiding import MIN_FREE_FORM, hidden_values, hide_values
 from sidecar.settings import Judge as JudgeSettings
@@ -24,6 +29,14 @@ from sidecar.settings.no_proxy import ask_loopback_directly
 
 MAX_COUNT = 2**31 - 1
 """Largest believable number of tokens in one call: it fits the integer column of every store."""
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""Parameters that limit the tokens of a reply; ours is the first."""
+THINKS = ("reasoning_effort", "thinking")
+"""Parameters that make a judge think before it answers."""
+SCHEMA = "response_format"
+"""Parameter that names the JSON schema of a reply."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +49,8 @@ class JudgeReply:
     cost_usd: float | None = None
     """Cost of the call in US dollars; None also for a model without a price in LiteLLM."""
     seconds: float = 0.0
+    cut: bool = False
+    """The reply ended at a limit of tokens."""
 
 
 class Judge(Protocol):
@@ -49,6 +64,8 @@ class Judge(Protocol):
         self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
     ) -> JudgeReply:
         """Answer a conversation with JSON of the schema, if the model supports schemas.
+
+        schema: made by `reply_schema`; its ids also bound the length of the reply.
 
         Raises: JudgeUnavailableError or a subclass when there was no usable answer,
         JudgeRefusalError when there never will be one to this conversation.
@@ -68,7 +85,8 @@ class LiteLlmJudge:
         """Values that an error's text must not quote."""
         self._litellm: Any = None  # Any: LiteLLM's package ships no types that hold under strict
         self._loading = asyncio.Lock()
-        self._takes_schema = False
+        self._sends_schema = settings.json_schema != "off" and SCHEMA not in settings.params
+        self._limits = not any(name in settings.params for name in (*LIMITS, *THINKS))
 
     @property
     def model(self) -> str:
@@ -83,7 +101,7 @@ class LiteLlmJudge:
         try:
             # LiteLLM's own timeout is per read; a server that sends slowly would exceed it.
             async with asyncio.timeout(self._settings.timeout_s):
-                response = await litellm.acompletion(**self._request(messages, schema))
+                response = await self._ask(litellm, self._request(messages, schema))
         except TimeoutError as error:
             raise JudgeUnavailableError(
                 f"judge {self.model} did not answer in {self._settings.timeout_s:g} s; "
@@ -102,6 +120,29 @@ class LiteLlmJudge:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise JudgeGarbledError(self._explain(error)) from None
 
+    async def _ask(self, litellm: Any, request: dict[str, Any]) -> Any:
+        """Send the request; again without its schema when the server takes none, again without our
+        token limit when the judge thinks. Both are remembered."""
+        refused = ""
+        try:
+            response = await litellm.acompletion(**request)
+        except Exception as error:
+            tries = self._settings.json_schema == "auto" and SCHEMA in request
+            if not tries or SCHEMA in self._settings.params or not refuses_schema(error):
+                raise
+            refused = self._explain(error)
+        if refused:  # not in the handler: the chain of causes decides what an error becomes
+            del request[SCHEMA]
+            response = await litellm.acompletion(**request)
+            self._sends_schema = False  # only now: the schema was the cause
+            log.info("judge_takes_no_schema", model=self.model, why=refused)
+        ours = LIMITS[0] in request and LIMITS[0] not in self._settings.params
+        if ours and _cut_in_thought(response):
+            log.info("judge_thinks", model=self.model, cut_at_tokens=request.pop(LIMITS[0]))
+            self._limits = False
+            response = await litellm.acompletion(**request)
+        return response
+
     async def aclose(self) -> None:
         """Close LiteLLM's connection pool. All judges share it: call this when the process ends."""
         if self._litellm is not None:
@@ -112,10 +153,19 @@ class LiteLlmJudge:
         async with self._loading:
             if self._litellm is None:
                 ask_loopback_directly(os.environ, *self._urls())
-                litellm = await asyncio.to_thread(_import_litellm)
-                self._takes_schema = bool(litellm.supports_response_schema(self.model))
-                self._litellm = litellm
+                self._litellm = await asyncio.to_thread(self._look_up)
         return self._litellm
+
+    def _look_up(self) -> Any:
+        """Import LiteLLM, and ask it what it knows of the model."""
+        litellm = _import_litellm()
+        prices = litellm.model_cost
+        known = prices.get(self.model) or prices.get(self.model.partition("/")[2]) or {}
+        if self._settings.json_schema == "auto" and known.get("supports_response_schema") is False:
+            self._sends_schema = False
+        if litellm.supports_reasoning(self.model):
+            self._limits = False
+        return litellm
 
     def _urls(self) -> list[str]:
         """Return the URLs that LiteLLM is configured to call."""
@@ -138,8 +188,10 @@ class LiteLlmJudge:
             request["api_base"] = settings.api_base
         if settings.api_key is not None:
             request["api_key"] = settings.api_key.get_secret_value()
-        if self._takes_schema:
-            request["response_format"] = {
+        if self._limits:
+            request[LIMITS[0]] = reply_tokens(schema)
+        if self._sends_schema:
+            request[SCHEMA] = {
                 "type": "json_schema",
                 "json_schema": {"name": "scores", "strict": True, "schema": dict(schema)},
             }
@@ -158,6 +210,7 @@ class LiteLlmJudge:
             completion_tokens=_count(getattr(usage, "completion_tokens", None)),
             cost_usd=float(cost) if cost is not None and math.isfinite(cost) else None,
             seconds=seconds,
+            cut=bool(choices) and choices[0].finish_reason == "length",
         )
 
     def _explain(self, error: Exception) -> str:
@@ -172,6 +225,16 @@ def _import_litellm() -> Any:
     litellm.telemetry = False
     litellm.suppress_debug_info = True
     return litellm
+
+
+def _cut_in_thought(response: Any) -> bool:  # Any: a LiteLLM ModelResponse
+    """Tell whether a reply ended at its token limit because the judge thinks before it answers."""
+    if not response.choices or response.choices[0].finish_reason != "length":
+        return False
+    message = response.choices[0].message
+    text = message.content or ""
+    thought = getattr(message, "reasoning_content", None)
+    return bool(thought) or not text or text.lstrip().startswith("<think>")
 
 
 def _count(value: Any) -> int | None:  # Any: what the provider wrote

@@ -30,6 +30,7 @@ TRY_AGAIN = frozenset({408, 409, 425})
 _KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
 _NO_KEY = re.compile(r"(?i)missing credentials|missing .*\bapi[ _]key|api_key .*must be set")
 """What a provider's client says before it sends anything."""
+_NO_SCHEMA = re.compile(r"(?i)response_?format|json_?schema|structured.?output|guided_")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A provider's error is shown on terminals and must not control them."""
 
@@ -56,6 +57,13 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
             f"{text} (nothing was sent: set the API key of the judge's provider in the environment)"
         )
     return JudgeGarbledError(f"{text} (the reply is no chat completion that LiteLLM can read)")
+
+
+def refuses_schema(error: BaseException) -> bool:
+    """Tell whether a request may have been refused for its JSON schema: by the server, or by
+    LiteLLM, which knows some providers that take none."""
+    refused = getattr(error, "status_code", None) in {400, 422, 501}
+    return refused and _NO_SCHEMA.search(str(error)) is not None
 
 
 def _by_status(status: int, text: str, wait_s: float | None) -> JudgeUnavailableError:

@@ -163,6 +163,7 @@ class Judgements:
                 self._judge_model,
                 self._rubric_hash,
                 now,
+                outcome.judgement.disagreement,
             )
         return False
 

@@ -2,8 +2,9 @@
 
 The conversation is sent once. The answers follow in a random order under random ids, both drawn
 for this prompt alone. All text of users, tools and models is untrusted: it is sent as JSON inside
-blocks whose delimiter lines carry a nonce. Every character that could imitate a delimiter or a role
-token, or that is invisible, is escaped, so the text can neither open nor close a block.
+blocks whose delimiter lines carry a nonce. What could imitate a delimiter or a role token, and
+every invisible character, is escaped, so the text can neither open nor close a block. Ordinary code
+and HTML stay as they are.
 
     <conversation-NONCE>            one message a line
     <tools-NONCE>                   one tool a line; left out when there are none
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WORDING = "1"
+WORDING = "2"
 """Version of the instructions below. It is part of `rubric_hash`: other words give other scores."""
 
 INSTRUCTIONS = """\
@@ -51,8 +52,33 @@ Grading standards:
 Reply with one JSON object and nothing else, one entry for each of the {count} ids:
 {{"scores": [{{"id": "<id>", "explanation": "<one short sentence>", "score": <0 to 1>}}]}}"""
 
-_ROLE_TOKEN = re.compile(r"\[(?=/?[A-Z_]{2,}\])")
-"""Role tokens such as `[INST]`, which some chat templates read as a change of speaker."""
+_TAG = re.compile(
+    r"""<(?=[\s/\\<]{0,3}+(?:
+        (?i:conversation|tools|answer)  # our delimiters, whatever follows
+      | [!#-;=?-{}~]{0,40}+[|\x80-\U0010ffff]  # <|user|>, <turn|>; lookalikes of bars and letters
+      | (?:\w{1,20}:)?(\w{1,60})\s{0,3}/?>  # a bare tag: its name decides
+    ))""",
+    re.ASCII | re.VERBOSE,
+)
+"""A `<` that may begin a delimiter or a role token. The bounds keep the search linear."""
+_ROLE_TAGS = re.compile(
+    r"s|[be]os|[se]op|eo[aht]|pad|unk|unused\d*|cls|sep|mask|think(ing)?|thought|reasoning|role|turn"
+    r"|system|user|assistant|developer|human|ai|tool(call)?|function|instructions?|inst|sys"
+    r"|\w*_\w*(?<!_t)",
+    re.IGNORECASE,
+)
+"""Names of bare tags that are role tokens of some chat template, or read like one. Many have an
+underscore (`<start_of_turn>`, `<SPECIAL_10>`), which no element of HTML has."""
+_BRACKET = re.compile(r"\[(?=/?[A-Z_]{2,40}\]|\||gMASK\]|e~\[)")
+"""A `[` that begins a role token: `[INST]`, `[|user|]`, `[gMASK]`, `[e~[`."""
+_IMITATORS = re.compile("[\u226e\u226f\ufe64\ufe65\uff1c\uff1e\u25b7\u25c1]")
+"""What normalisation turns into angle brackets, and the brackets of `\u25c1think\u25b7`."""
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Categories of controls, invisible and direction marks, surrogates, private use, line breaks."""
+REPLY_TOKENS = 256
+TOKENS_PER_ANSWER = 128
+"""Room for the reply's frame, and for each answer's entry: an id, a sentence and a score take about
+60 tokens; a judge that is wordy or indents its JSON takes up to twice as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +118,7 @@ def build_prompt(
         raise ValueError("nothing to judge: the group has no answers")
     order = list(range(len(answers)))
     rng.shuffle(order)
-    nonce = f"{rng.getrandbits(64):016x}"
+    nonce = f"{rng.getrandbits(32):08x}"
     # A leading letter: the judge would return an id of digits alone as a number.
     ids = [f"a{number:07x}" for number in rng.sample(range(16**7), len(answers))]
     if reverse:
@@ -134,13 +160,17 @@ def shown_answer(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def escape(text: str) -> str:
-    """Escape JSON text: no character can imitate a delimiter or a role token, or be invisible.
+    """Escape JSON text: nothing in it imitates a delimiter or a role token, or is invisible.
 
-    The result is the same JSON value. Only characters inside JSON strings change: of the escaped
-    ones, only `[` occurs outside of a string, and never before capitals.
+    The result is the same JSON value: what is escaped occurs only inside of JSON strings.
     """
-    inert = "".join(_escape_character(character) for character in text)
-    return _ROLE_TOKEN.sub(r"\\u005b", inert)
+    text = _BRACKET.sub(r"\\u005b", _TAG.sub(_tag, text)).replace("]~", r"\u005d~")
+    if text.isprintable() and _IMITATORS.search(text) is None:
+        return text  # nearly always
+    hidden = {character: _escaped(character) for character in set(text) if _is_hidden(character)}
+    if not hidden:
+        return text
+    return re.sub(f"[{re.escape(''.join(hidden))}]", lambda found: hidden[found[0]], text)
 
 
 def rubric_hash(rubric: str) -> str:
@@ -168,20 +198,26 @@ def reply_schema(ids: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def reply_tokens(schema: Mapping[str, Any]) -> int:
+    """Return the most tokens that a reply of this schema may take: 256 and 128 for each answer."""
+    ids = schema["properties"]["scores"]["items"]["properties"]["id"]["enum"]
+    return REPLY_TOKENS + TOKENS_PER_ANSWER * len(ids)
+
+
 def _block(name: str, values: Sequence[Mapping[str, Any]], attribute: str = "") -> str:
     lines = [escape(json.dumps(value, ensure_ascii=False)) for value in values]
     return "\n".join([f"<{name}{attribute}>", *lines, f"</{name}>"])
 
 
-def _escape_character(character: str) -> str:
-    if character.isascii():
-        # JSON has escaped the control characters below 0x20 already.
-        return f"\\u{ord(character):04x}" if character in "<>\x7f" else character
-    # Compatibility forms ("＜", "≮"): a server that normalises text would turn them into brackets.
-    imitates = set(unicodedata.normalize("NFKD", character)) & set("<>")
-    # C*: controls, invisible and direction marks, surrogates, private use; Zl, Zp: line breaks.
-    unseen = unicodedata.category(character) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-    if not imitates and not unseen:
-        return character
+def _tag(found: re.Match[str]) -> str:
+    plain = found[1] is not None and _ROLE_TAGS.fullmatch(found[1]) is None
+    return "<" if plain else r"\u003c"  # plain: `<td>`, `<String>`, `<uint8_t>`
+
+
+def _is_hidden(character: str) -> bool:
+    return _IMITATORS.match(character) is not None or unicodedata.category(character) in _UNSEEN
+
+
+def _escaped(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))

@@ -1,8 +1,9 @@
 """Read a judge's reply: one finite score for each id, matched by id, or an error to show it. Pure.
 
-The form may vary (a code fence, text before and after, thinking), the scores may not: one that is
-missing, duplicate, unknown or out of range refuses the whole reply, because a group with one wrong
-score teaches the wrong thing.
+The form may vary (a code fence, text before and after, thinking, a bare list of entries, a map from
+id to score, a number in quotes, a comma too many), the scores may not: one that is missing,
+duplicate, unknown or out of range refuses the whole reply, because a group with one wrong score
+teaches the wrong thing. Scores without ids are refused too: their order may be any.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ingest.errors import JudgeReplyError
@@ -20,7 +21,24 @@ MAX_REPLY_CHARACTERS = 200_000
 
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Thinking at the start of the reply only: an explanation may quote these tags."""
-_DECODER = json.JSONDecoder()
+_START = re.compile(r"\{|\[(?=\s*\{)")
+"""Where an object or a list of objects may begin."""
+_MAX_STARTS = 2_000
+"""Attempts to read a value: hostile text could make each one expensive."""
+_LAST_COMMA = re.compile(r'("(?:[^"\\]|\\.)*+(?:"|\Z))|,(?=\s*[}\]])', re.DOTALL)
+"""A comma before a closing bracket; strings are passed over."""
+_NUMBER = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,20})?")
+
+
+def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its members. Raises: JudgeReplyError when two have one name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise JudgeReplyError("an object holds the same name twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_names)
 
 
 def parse_reply(
@@ -32,7 +50,7 @@ def parse_reply(
     Returns: ([G] scores 0..1, [G] explanations), both in the order of the prompt's `answers`.
     Raises: JudgeReplyError; its message names the defect and may be shown to the judge.
     """
-    found = _read_entries(_scores_in(text), ids_in_order)
+    found = _read_entries(_scores_in(text, ids_in_order), ids_in_order)
     missing = [wanted for wanted in ids_in_order if wanted not in found]
     if missing:
         raise JudgeReplyError(f"these ids have no score: {', '.join(missing)}")
@@ -41,36 +59,56 @@ def parse_reply(
     return tuple(score for score, _ in answers), tuple(words for _, words in answers)
 
 
-def _scores_in(text: str) -> list[Any]:
-    """Return the "scores" list of the one object in the text that has it."""
+def _scores_in(text: str, ids: Sequence[str]) -> list[Any]:
+    """Return the entries of the one value in the text that holds scores."""
     if len(text) > MAX_REPLY_CHARACTERS:
         raise JudgeReplyError(f"the reply is longer than {MAX_REPLY_CHARACTERS} characters")
-    found = [
-        value["scores"] for value in _objects(_THINKING.sub("", text, count=1)) if "scores" in value
-    ]
+    text = _THINKING.sub("", text, count=1)
+    found = _all_entries(text, ids) or _all_entries(_LAST_COMMA.sub(r"\1", text), ids)
     if not found:
         raise JudgeReplyError('the reply holds no JSON object with a "scores" list')
     if any(not _same(other, found[0]) for other in found[1:]):
         raise JudgeReplyError('the reply holds more than one "scores" list; send one object only')
-    if not isinstance(found[0], list):
-        raise JudgeReplyError('"scores" is not a list')
     return found[0]
 
 
-def _objects(text: str) -> list[dict[str, Any]]:
-    """List every JSON object in the text, left to right, without nested ones."""
-    objects: list[dict[str, Any]] = []
-    start = text.find("{")
-    while start >= 0:
+def _all_entries(text: str, ids: Sequence[str]) -> list[list[Any]]:
+    return [entries for value in _values(text) if (entries := _entries(value, ids)) is not None]
+
+
+def _entries(value: Any, ids: Sequence[str]) -> list[Any] | None:
+    """Return the entries that a value holds; None when it is about something else."""
+    if isinstance(value, dict) and "scores" in value:
+        value = value["scores"]
+        if not isinstance(value, dict | list):
+            raise JudgeReplyError('"scores" is not a list')
+    elif isinstance(value, dict):
+        if not any(name in ids for name in value):
+            return None
+    elif not any(isinstance(entry, dict) and entry.get("id") in ids for entry in value):
+        return None
+    if isinstance(value, dict):
+        return [{"id": name, "score": score} for name, score in value.items()]
+    return list(value)
+
+
+def _values(text: str) -> Iterator[Any]:
+    """Read the JSON objects and lists of objects in the text, left to right, no nested ones."""
+    end = 0
+    for _ in range(_MAX_STARTS):
+        start = _START.search(text, end)
+        if start is None:
+            return
         try:
-            value, end = _DECODER.raw_decode(text, start)
+            value, end = _DECODER.raw_decode(text, start.start())
+        except JudgeReplyError:
+            raise
         except (ValueError, RecursionError):
             # ValueError also covers an integer that is too long, which is no JSONDecodeError.
-            end = start + 1
+            end = start.end()
         else:
-            objects.append(value)
-        start = text.find("{", end)
-    return objects
+            yield value
+    raise JudgeReplyError("the reply holds too many brackets that belong to no JSON object")
 
 
 def _same(one: Any, other: Any) -> bool:  # Any: decoded JSON; NaN must equal itself here
@@ -92,6 +130,8 @@ def _read_entries(entries: Sequence[Any], ids: Sequence[str]) -> dict[str, tuple
 
 
 def _score(name: str, value: Any) -> float:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)
     # bool is an int in Python, and `true` is not a score.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise JudgeReplyError(f"the score of id {name} is {_short(value)}, not a number")

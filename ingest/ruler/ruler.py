@@ -12,22 +12,26 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from opentelemetry import trace
 
 from ingest.errors import JudgeReplyError
 from ingest.privacy.judge_view import JudgeView, View, default_view
+from ingest.records import Disagreement
 from ingest.ruler.judge import Judge, JudgeReply
 from ingest.ruler.prompt import RulerPrompt, build_prompt, shown_answer
-from ingest.ruler.reply import parse_reply
+from ingest.ruler.reply import parse_reply, unique_names
 
 ATTEMPTS = 2
 SEED_BITS = 29
 """Size of the seed of `score_answers`, in bits."""
 SHOWN_BACK_CHARACTERS = 4_000
 """Characters of an unusable reply that the judge is shown again: enough to correct it."""
+CUT = "; the reply was cut at the limit of tokens, so write shorter explanations"
 
 _tracer = trace.get_tracer("ingest.ruler.ruler")
 
@@ -58,6 +62,8 @@ class Judgement:
     """[G] mean scores over the passes, unitless, 0..1, comparable within this group only."""
     explanations: tuple[str, ...]
     """[G] the judge's explanations, one line per pass."""
+    disagreement: Disagreement | None
+    """How far the passes differ; None after a single pass."""
     calls: tuple[JudgeCall, ...]
 
 
@@ -94,9 +100,10 @@ async def score_answers(
         nobody knows what to hide; ValueError without answers.
     """
     whole = View(context=context, tools=tools, answers=answers)
-    # A long prompt takes milliseconds; users of best of N wait on this loop.
+    # In threads, here and below: a megabyte takes tens of milliseconds, and users of best of N
+    # wait on this loop.
     seen = await asyncio.to_thread(view or default_view(), whole)
-    distinct, place_of = merge_identical(seen.answers)
+    distinct, place_of = await asyncio.to_thread(merge_identical, seen.answers)
     calls: list[JudgeCall] = []
 
     def note(call: JudgeCall) -> None:
@@ -107,7 +114,8 @@ async def score_answers(
     rounds: list[Read] = []
     for number in range(passes):
         order_seed = 2 * seed + number
-        prompt = build_prompt(
+        prompt = await asyncio.to_thread(
+            build_prompt,
             context=seen.context,
             tools=seen.tools,
             answers=distinct,
@@ -127,14 +135,41 @@ async def score_answers(
     return Judgement(
         scores=tuple(scores[place] for place in place_of),
         explanations=tuple(words[place] for place in place_of),
+        disagreement=measure_disagreement([scores for scores, _ in rounds], place_of),
         calls=tuple(calls),
+    )
+
+
+def measure_disagreement(
+    rounds: Sequence[Sequence[float]], place_of: Sequence[int]
+) -> Disagreement | None:
+    """Compare the passes of a judge over one group, two by two. Pure.
+
+    rounds: [passes][D] scores of the D distinct answers.
+    place_of: [G] index of each answer in them.
+    Returns: None for fewer than two passes.
+    """
+    couples = list(combinations(rounds, 2))
+    if not couples:
+        return None
+    apart = [
+        sum(abs(a[i] - b[i]) for a, b in couples) / len(couples) for i in range(len(rounds[0]))
+    ]
+    flips = [
+        (a[i] - a[j]) * (b[i] - b[j]) < 0
+        for a, b in couples
+        for i, j in combinations(range(len(a)), 2)
+    ]
+    return Disagreement(
+        by_answer=tuple(apart[place] for place in place_of),
+        flipped=sum(flips) / len(flips) if flips else 0.0,
     )
 
 
 def merge_identical(
     answers: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Drop answers that look equal to the judge.
+    """Drop answers that look equal to the judge, or differ only in how their JSON is written.
 
     Returns: (the distinct answers in order of first appearance, [G] index of each answer in them).
     """
@@ -142,12 +177,22 @@ def merge_identical(
     distinct: list[Mapping[str, Any]] = []
     place_of: list[int] = []
     for answer in answers:
-        key = json.dumps(shown_answer(answer), sort_keys=True)
+        key = _looks(answer)
         if key not in first:
             first[key] = len(distinct)
             distinct.append(answer)
         place_of.append(first[key])
     return distinct, place_of
+
+
+def _looks(answer: Mapping[str, Any]) -> str:
+    shown = shown_answer(answer)
+    shown["content"] = shown["content"] or ""  # null in a whole reply, "" in a stream
+    for call in shown.get("tool_calls", ()):
+        with suppress(ValueError, TypeError, RecursionError):  # no JSON text: compared as it is
+            value = json.loads(call["arguments"], object_pairs_hook=unique_names)
+            call["arguments"] = json.dumps(value, sort_keys=True)
+    return json.dumps(shown, sort_keys=True)
 
 
 async def _one_pass(
@@ -165,11 +210,12 @@ async def _one_pass(
         span.set_attribute("judge.completion_tokens", completion_tokens)
         try:
             read = parse_reply(reply.text, prompt.ids_in_order, prompt.order)
-        except JudgeReplyError as error:
+        except JudgeReplyError as wrong:
+            error = JudgeReplyError(f"{wrong}{CUT}") if reply.cut else wrong
             note(_call(judge, order_seed, attempt, reply, error))
             attempt += 1
             if attempt == ATTEMPTS:
-                raise
+                raise error from wrong
             messages += _complaint(reply.text, error)
         else:
             note(_call(judge, order_seed, attempt, reply, None))

@@ -16,7 +16,7 @@ import msgspec
 from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.orm import Session
 
-from ingest.records import Answer, Group, ScoredGroup
+from ingest.records import Answer, Disagreement, Group, ScoredGroup
 from sidecar.store.arrays import ID_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
 from sidecar.store.database import count, insert_into
@@ -222,28 +222,39 @@ def mark_scored(
     judge_model: str,
     rubric_hash: str,
     now: float,
+    disagreement: Disagreement | None = None,
 ) -> bool:
     """sampled -> scored, with one score and explanation per answer, in the answers' order.
 
+    disagreement: of the judge's passes; None when there was one pass.
     Raises: ValueError when there is not exactly one of each per answer.
     """
     answers = _answer_rows(session, group_id)
-    if not len(answers) == len(scores) == len(explanations):
+    apart = [None] * len(answers) if disagreement is None else disagreement.by_answer
+    if not len(answers) == len(scores) == len(explanations) == len(apart):
         raise ValueError(
             f"group {group_id} has {len(answers)} answers, "
             f"got {len(scores)} scores and {len(explanations)} explanations"
         )
     if not _step(session, group_id, SAMPLED, SCORED, stage="judging", reason="scored"):
         return False
-    for answer, score, explanation in zip(answers, scores, explanations, strict=True):
+    for answer, score, explanation, far in zip(answers, scores, explanations, apart, strict=True):
         answer.score = score
+        answer.disagreement = far
         answer.explanation = keyring_of(session).seal_text(
             explanation, answer_place(group_id, answer.index, "explanation")
         )
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id)
-        .values(scored_at=now, judge_model=judge_model, rubric_hash=rubric_hash, detail=None)
+        .values(
+            scored_at=now,
+            judge_model=judge_model,
+            rubric_hash=rubric_hash,
+            disagreement=disagreement and disagreement.mean,
+            flipped_pairs=disagreement and disagreement.flipped,
+            detail=None,
+        )
     )
     session.flush()
     return True

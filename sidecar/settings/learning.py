@@ -26,13 +26,17 @@ from sidecar.settings.kinds import (
 from sidecar.settings.section import Section
 
 DEFAULT_RUBRIC = (
-    "An answer that reaches the goal set by the system prompt and the user beats one that does "
-    "not.\n"
-    "Among answers that reach it, the one that follows the system prompt's instructions about form "
-    "more closely, and wastes fewer words, beats the others.\n"
-    "A small difference in quality is a small difference in score, a large one a large one.\n"
-    "Partial progress earns partial credit."
+    "An answer that reaches the goal set by the system prompt and the user, or takes the right "
+    "next step towards it, always scores significantly higher than one that does not.\n"
+    "Among answers that reach it, one that keeps to the system prompt's instructions and takes no "
+    "detours (needless steps, tool calls or questions) scores higher. Length by itself is neither "
+    "a merit nor a fault.\n"
+    "If one answer is only slightly better than another, the difference in score is small; if it "
+    "is significantly better, the difference is large.\n"
+    "An answer that makes progress towards the goal without reaching it may get partial credit."
 )
+"""After the default rubric of RULER as published (openpipe-art 0.5.18): its four rules in the same
+order, said of next actions in place of trajectories."""
 
 
 Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
@@ -103,14 +107,19 @@ class Judge(Section):
     """Key of the judge's API. Without it LiteLLM reads the provider's own environment variable."""
     rubric: Text = DEFAULT_RUBRIC
     """What makes an answer better, in plain words."""
-    passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 1
-    """Judge calls per group, each with the answers in another order; the score is their mean."""
+    passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 2
+    """Judge calls per group; the score is their mean. The second shows the answers in the reverse
+    order of the first, so that what a judge gives to a position cancels out."""
     concurrency: Parallel = 8
     """Groups judged at once."""
     timeout_s: Timeout = 60.0
     """Longest time of one call."""
+    json_schema: Literal["auto", "on", "off"] = "auto"
+    """Whether the judge is sent the JSON schema of its reply. `auto`: unless LiteLLM knows that the
+    model takes none; a server that refuses it is asked without it from then on."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …)."""
+    """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …). Without `max_tokens` in
+    them a reply may take 256 tokens and 128 for each answer; a judge that thinks has no limit."""
 
 
 class BestOf(Section):

@@ -18,7 +18,7 @@ from demo.stand_in_judge import MODEL, UnreadablePromptError, judge_text, read_p
 from demo.stand_in_rule import is_complete, score_answer, score_parts, stems
 from ingest.errors import JudgeUnavailableError
 from ingest.ruler.judge import LiteLlmJudge
-from ingest.ruler.prompt import build_prompt
+from ingest.ruler.prompt import build_prompt, reply_schema
 from ingest.ruler.ruler import score_answers
 from sidecar.settings import Judge as JudgeSettings
 
@@ -280,4 +280,4 @@ def test_it_lists_its_model(server_url: str) -> None:
 
 async def test_another_prompt_is_answered_400(judge: LiteLlmJudge) -> None:
     with pytest.raises(JudgeUnavailableError, match="no answer blocks"):
-        await judge.complete([{"role": "user", "content": "Hello!"}], {})
+        await judge.complete([{"role": "user", "content": "Hello!"}], reply_schema(()))

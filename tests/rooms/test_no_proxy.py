@@ -12,6 +12,7 @@ from deploy.process import _vllm_client
 from deploy.supervise.http_status import status_of
 from ingest.errors import IngestError
 from ingest.ruler.judge import LiteLlmJudge
+from ingest.ruler.prompt import reply_schema
 from ingest.vllm.probe import probe
 from ingest.vllm.sampler import VllmSampler
 from sidecar.settings import Judge, Settings, Telemetry
@@ -95,7 +96,7 @@ async def test_the_judge_on_this_machine_is_asked_directly(
     for model in ("openai/m", "hosted_vllm/m"):
         judge = LiteLlmJudge(Judge(model=model, api_base=f"{server.url}/v1", api_key="k" * 9))
         with pytest.raises(IngestError):
-            await judge.complete([{"role": "user", "content": "?"}], {})
+            await judge.complete([{"role": "user", "content": "?"}], reply_schema(()))
         await judge.aclose()
 
     assert len(server.lines) == 2

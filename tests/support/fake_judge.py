@@ -11,7 +11,7 @@ from typing import Any
 from ingest.errors import JudgeUnavailableError
 from ingest.ruler.judge import JudgeReply
 
-ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]{16} id="(\w+)">\n(.*)\n</answer-[0-9a-f]{16}>')
+ANSWER_BLOCK = re.compile(r'<answer-[0-9a-f]+ id="(\w+)">\n(.*)\n</answer-[0-9a-f]+>')
 Shown = Mapping[str, dict[str, Any]]
 """{id: shown answer} in the order shown. Any: JSON."""
 Reply = str | Exception | Callable[[Shown], str]

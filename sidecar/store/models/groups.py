@@ -55,6 +55,10 @@ class GroupRow(Base):
     scored_at: Mapped[float | None]
     judge_model: Mapped[str | None] = mapped_column(String(255))
     rubric_hash: Mapped[str | None] = mapped_column(String(64))
+    disagreement: Mapped[float | None]
+    """Mean over the answers of how far the judge's passes differ; null after a single pass."""
+    flipped_pairs: Mapped[float | None]
+    """Share of the pairs of answers that two passes put in opposite order."""
     run_id: Mapped[str | None] = mapped_column(String(64))
     learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
     """Runs that failed, or may have failed, because of this group."""
@@ -76,6 +80,8 @@ class AnswerRow(Base):
     temperature: Mapped[float]
     untrainable_reason: Mapped[str | None] = mapped_column(String(64))
     score: Mapped[float | None]
+    disagreement: Mapped[float | None]
+    """Mean absolute difference between two passes' scores."""
     explanation: Mapped[str | None] = mapped_column(Text)
 
 

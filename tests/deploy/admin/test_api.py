@@ -192,6 +192,8 @@ def add_groups(world: World, count: int) -> None:
                     scored_at=2.0,
                     judge_model="j",
                     rubric_hash="r",
+                    disagreement=0.125,
+                    flipped_pairs=0.5,
                     run_id=None,
                 )
             )
@@ -208,6 +210,7 @@ def add_groups(world: World, count: int) -> None:
                     temperature=1.0,
                     untrainable_reason=None,
                     score=0.5,
+                    disagreement=0.25,
                     explanation="so",
                 )
             )
@@ -301,6 +304,8 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
 
     assert group["answers"][0]["message"] == {"content": "Hi."}
     assert (group["answers"][0]["score"], group["answers"][0]["tokens"]) == (0.5, 1)
+    assert (group["disagreement"], group["flipped_pairs"]) == (0.125, 0.5)
+    assert group["answers"][0]["disagreement"] == 0.25
     assert exchange["group_id"] == "g0"
     assert (exchange["surface"], exchange["project"], exchange["key_id"]) == ("chat", "default", "")
     assert (exchange["turn_id"], exchange["retry_count"], exchange["fallback_from"]) == ("", 0, "")

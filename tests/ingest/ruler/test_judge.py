@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ingest.errors import JudgeUnavailableError
+from ingest.errors import JudgeRejectedError, JudgeUnavailableError
+from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN
 
 if TYPE_CHECKING:
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
 
 
 MESSAGES = [{"role": "user", "content": "what?"}]
-SCHEMA = {"type": "object", "properties": {"scores": {"type": "array"}}}
+SCHEMA = reply_schema(("ab", "cd"))
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "scores", "strict": True, "schema": SCHEMA},
+}
+NO_SCHEMA = (400, {"error": {"message": "response_format of type json_schema is not supported"}})
+OWN = ("openai/local-judge", "hosted_vllm/x", "openrouter/x/y", "litellm_proxy/x")
+"""Models of which LiteLLM does not know whether they take a schema."""
 KEY = "sk-test-key-1"
 
 
@@ -30,18 +38,172 @@ async def test_model_key_and_parameters_are_sent(judge_kit: JudgeKit) -> None:
     judge = judge_kit.litellm_judge(server.url, params={"temperature": 0.25, "max_tokens": 77})
     await judge.complete(MESSAGES, SCHEMA)
     assert server.requests == [
-        {"model": "local-judge", "messages": MESSAGES, "temperature": 0.25, "max_tokens": 77}
+        {
+            "model": "local-judge",
+            "messages": MESSAGES,
+            "temperature": 0.25,
+            "max_tokens": 77,
+            "response_format": FORMAT,
+        }
     ]
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-async def test_the_schema_is_sent_to_a_model_that_takes_one(judge_kit: JudgeKit) -> None:
+@pytest.mark.parametrize("model", [*OWN, "openai/gpt-4o-mini"])
+async def test_the_schema_is_sent_to_a_model_that_may_take_one(
+    judge_kit: JudgeKit, model: str
+) -> None:
     server = judge_kit.serve((200, judge_kit.completion("ok")))
-    await judge_kit.litellm_judge(server.url, model="openai/gpt-4o-mini").complete(MESSAGES, SCHEMA)
-    assert server.requests[0]["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "scores", "strict": True, "schema": SCHEMA},
-    }
+    await judge_kit.litellm_judge(server.url, model=model).complete(MESSAGES, SCHEMA)
+    assert server.requests[0]["response_format"] == FORMAT
+
+
+async def test_ollama_gets_the_schema_in_its_own_parameter(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve((200, {"message": {"role": "assistant", "content": "ok"}}))
+    judge = judge_kit.litellm_judge(server.url, model="ollama_chat/x")
+    await judge.complete(MESSAGES, SCHEMA)
+    assert server.requests[0]["format"] == SCHEMA
+
+
+async def test_a_server_that_takes_no_schema_is_asked_once_with_it(judge_kit: JudgeKit) -> None:
+    good = (200, judge_kit.completion("ok"))
+    server = judge_kit.serve(lambda body: NO_SCHEMA if "response_format" in body else good)
+    judge = judge_kit.litellm_judge(server.url)
+
+    replies = [await judge.complete(MESSAGES, SCHEMA) for _ in range(3)]
+
+    assert [reply.text for reply in replies] == ["ok"] * 3  # no outage, and nobody's fault
+    asked = ["response_format" in request for request in server.requests]
+    assert asked == [True, False, False, False]
+
+
+async def test_a_provider_to_which_litellm_sends_no_schema_is_asked_without(
+    judge_kit: JudgeKit,
+) -> None:
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    judge = judge_kit.litellm_judge(server.url, model="featherless_ai/x")
+    assert (await judge.complete(MESSAGES, SCHEMA)).text == "ok"
+    assert ["response_format" in request for request in server.requests] == [False]
+
+
+async def test_a_refusal_that_only_quotes_the_word_is_not_remembered(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve((400, failure("what is response_format? is not allowed")))
+    judge = judge_kit.litellm_judge(server.url)
+    with pytest.raises(JudgeRejectedError, match="is not allowed"):
+        await judge.complete(MESSAGES, SCHEMA)
+    server.script = [(200, judge_kit.completion("ok"))]
+    await judge.complete(MESSAGES, SCHEMA)
+    asked = ["response_format" in request for request in server.requests]
+    assert asked == [True, False, True]
+
+
+async def test_an_outage_after_the_refused_schema_is_an_outage(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve(NO_SCHEMA, (503, failure("away")))
+    with pytest.raises(JudgeUnavailableError, match="away") as raised:
+        await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
+    assert raised.value.reason == "judge_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "sent"),
+    [
+        ("off", "openai/gpt-4o-mini", False),
+        ("off", "hosted_vllm/x", False),
+        ("on", "hosted_vllm/x", True),
+        ("on", "openai/gpt-audio", True),
+        ("auto", "openai/gpt-audio", False),  # LiteLLM knows that it takes none
+    ],
+)
+async def test_the_schema_can_be_forced_and_forbidden(
+    judge_kit: JudgeKit, setting: str, model: str, sent: bool
+) -> None:
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    judge = judge_kit.litellm_judge(server.url, model=model, json_schema=setting)
+    await judge.complete(MESSAGES, SCHEMA)
+    assert ("response_format" in server.requests[0]) is sent
+
+
+async def test_a_forced_schema_that_is_refused_is_an_error(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve(NO_SCHEMA)
+    judge = judge_kit.litellm_judge(server.url, json_schema="on")
+    with pytest.raises(JudgeRejectedError, match="json_schema is not supported"):
+        await judge.complete(MESSAGES, SCHEMA)
+    assert len(server.requests) == 1
+
+
+async def test_the_format_named_in_the_parameters_is_left_alone(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    wanted = {"type": "json_object"}
+    judge = judge_kit.litellm_judge(server.url, params={"response_format": wanted})
+    await judge.complete(MESSAGES, SCHEMA)
+    assert server.requests[0]["response_format"] == wanted
+
+
+@pytest.mark.parametrize(("answers", "tokens"), [(2, 512), (8, 1280), (16, 2304)])
+async def test_a_reply_may_take_256_tokens_and_128_for_each_answer(
+    judge_kit: JudgeKit, answers: int, tokens: int
+) -> None:
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    schema = reply_schema([f"a{number}" for number in range(answers)])
+    await judge_kit.litellm_judge(server.url).complete(MESSAGES, schema)
+    assert server.requests[0]["max_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "params"),
+    [
+        ("openai/o3", {}),  # LiteLLM knows that it reasons
+        ("hosted_vllm/x", {"reasoning_effort": "low"}),
+        ("hosted_vllm/x", {"max_completion_tokens": 99}),
+    ],
+)
+async def test_a_judge_that_thinks_or_has_a_limit_gets_none_from_us(
+    judge_kit: JudgeKit, model: str, params: dict[str, Any]
+) -> None:
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    await judge_kit.litellm_judge(server.url, model=model, params=params).complete(MESSAGES, SCHEMA)
+    assert "max_tokens" not in server.requests[0]
+    expected = params.get("max_completion_tokens")
+    assert server.requests[0].get("max_completion_tokens") == expected
+
+
+def cut(judge_kit: JudgeKit, text: str | None, **more: Any) -> tuple[int, dict[str, Any]]:
+    reply = judge_kit.completion(text)
+    reply["choices"][0]["finish_reason"] = "length"
+    reply["choices"][0]["message"] |= more
+    return 200, reply
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [("<think>The first", {}), (None, {}), (None, {"reasoning_content": "The first"})],
+)
+async def test_a_judge_that_is_cut_while_it_thinks_is_asked_again_without_a_limit(
+    judge_kit: JudgeKit, text: str | None, more: dict[str, Any]
+) -> None:
+    thought = cut(judge_kit, text, **more)
+    good = (200, judge_kit.completion("ok"))
+    server = judge_kit.serve(lambda body: thought if "max_tokens" in body else good)
+    judge = judge_kit.litellm_judge(server.url)
+
+    replies = [await judge.complete(MESSAGES, SCHEMA) for _ in range(2)]
+
+    assert [(reply.text, reply.cut) for reply in replies] == [("ok", False)] * 2
+    assert ["max_tokens" in request for request in server.requests] == [True, False, False]
+
+
+async def test_a_judge_that_talks_without_end_is_cut_and_said_to_be(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve(cut(judge_kit, '{"scores": [{"id'))
+    reply = await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
+    assert (reply.text, reply.cut) == ('{"scores": [{"id', True)
+    assert len(server.requests) == 1
+
+
+async def test_a_limit_of_the_operators_own_is_kept(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve(cut(judge_kit, "<think>The first"))
+    judge = judge_kit.litellm_judge(server.url, params={"max_tokens": 7})
+    assert (await judge.complete(MESSAGES, SCHEMA)).cut
+    assert [request["max_tokens"] for request in server.requests] == [7]
 
 
 async def test_a_priced_model_reports_its_cost_and_another_none(judge_kit: JudgeKit) -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+from ingest.ruler.prompt import reply_schema
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
 
 
 MESSAGES = [{"role": "system", "content": "judge"}, {"role": "user", "content": "what?"}]
-SCHEMA: dict[str, Any] = {"type": "object"}
+SCHEMA = reply_schema(("ab", "cd"))
 TOO_LONG = {"error": {"message": "This model's maximum context length is 10 tokens.", "code": 400}}
 
 Build = Callable[..., Any]

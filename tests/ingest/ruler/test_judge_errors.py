@@ -16,6 +16,7 @@ from ingest.errors import (
 )
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judge_errors import explain, retry_after_s
+from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN, hidden_values
 from sidecar.settings import Judge as JudgeSettings
 
@@ -43,7 +44,7 @@ def shaped(completion: dict[str, Any], **choice: Any) -> dict[str, Any]:
 async def raised_by(judge_kit: JudgeKit, model: str, *reply: Any) -> IngestError:
     judge = judge_kit.litellm_judge(judge_kit.serve(reply).url, model=model)
     with pytest.raises((JudgeUnavailableError, JudgeRefusalError)) as raised:
-        await judge.complete(MESSAGES, {"type": "object"})
+        await judge.complete(MESSAGES, reply_schema(("ab", "cd")))
     return raised.value
 
 
@@ -176,4 +177,4 @@ async def test_a_missing_key_is_told_as_such_and_not_as_a_reply_that_cannot_be_r
     judge = LiteLlmJudge(JudgeSettings(model="openai/gpt-4.1-mini"))
 
     with pytest.raises(JudgeRejectedError, match="set the API key of the judge's provider"):
-        await judge.complete([{"role": "user", "content": "what?"}], {"type": "object"})
+        await judge.complete([{"role": "user", "content": "what?"}], reply_schema(("ab", "cd")))

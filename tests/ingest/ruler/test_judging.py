@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+from sqlalchemy import select
 
 from ingest.errors import JudgeRefusalError
 from ingest.ruler.prompt import rubric_hash
 from ingest.store.groups import load_scored_group
 from sidecar.store.database import Database
+from sidecar.store.models import AnswerRow
 from support.clock import Clock
 from support.fake_judge import Shown
 
@@ -67,6 +69,26 @@ async def test_every_pass_is_written(database: Database, clock: Clock, judge_kit
     assert [row.order_seed for row in judge_kit.calls(database)] == [200, 201, 202]
 
 
+async def test_how_far_two_passes_differ_is_stored(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge_kit.put_group(database, "g1", "good", "fair", "bad")
+    judge = judge_kit.FakeJudge(
+        judge_kit.score_by_content({"good": 0.75, "fair": 0.5, "bad": 0.0}),
+        judge_kit.score_by_content({"good": 0.25, "fair": 0.5, "bad": 0.25}),
+    )
+
+    await judge_kit.worker(database, judge, clock, passes=2).step()
+
+    first, second = (list(judge_kit.shown_answers(talk)) for talk in judge.conversations)
+    assert second == first[::-1]
+    with database.read() as session:
+        rows = session.scalars(select(AnswerRow).order_by(AnswerRow.index)).all()
+    assert [(row.score, row.disagreement) for row in rows] == [(0.5, 0.5), (0.5, 0), (0.125, 0.25)]
+    group = judge_kit.group_row(database, "g1")
+    assert (group.disagreement, group.flipped_pairs) == (0.25, 1 / 3)  # good and fair
+
+
 RUBBISH: dict[str, Any] = {
     "bad JSON": lambda ids: "{",
     "prose": lambda ids: "The first.",
@@ -78,7 +100,7 @@ RUBBISH: dict[str, Any] = {
     "NaN": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: float("nan")},
     "infinity": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: float("inf")},
     "a boolean": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: True},
-    "a text": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: "0.5"},
+    "a text": lambda ids: {**dict.fromkeys(ids, 0.5), ids[0]: "good"},
     "nothing": lambda ids: "",
 }
 

@@ -51,6 +51,15 @@ def test_the_order_of_the_reply_does_not_matter() -> None:
         f'<think>maybe {{"scores": []}} or so</think>{GOOD}',
         f"{GOOD}\n{GOOD}",
         json.dumps({**json.loads(GOOD), "note": "extra keys are nobody's harm"}),
+        json.dumps(json.loads(GOOD)["scores"]),
+        f"Scores of [1] and [2]: {json.dumps(json.loads(GOOD)['scores'], indent=2)}",
+        '{"scores": {"cd": 0.5, "ab": 0.1, "ef": 1}}',
+        'In short: {"ef": 1.0, "ab": 0.1, "cd": 0.5}.',
+        GOOD.replace("0.1", '"0.1"').replace("0.5", '"0.50"').replace(": 1}", ': "1"}'),
+        GOOD.replace("]}", ",]}"),
+        GOOD.replace("]}", "], }"),
+        GOOD.replace("}", " ,\n}"),
+        '{"ab": "0.1", "cd": 0.5, "ef": 1,}',
     ],
 )
 def test_what_stands_around_the_object_does_not_matter(text: str) -> None:
@@ -72,6 +81,11 @@ def test_an_explanation_that_no_store_takes_is_mended() -> None:
     assert parse_reply(text, IDS, ORDER)[1] == ("ab?c", "ab?c", "ab?c")
 
 
+def test_a_comma_in_an_explanation_stays() -> None:
+    text = GOOD.replace('"w"', '"[a,] {b, } \\",]"').replace("]}", ",]}")
+    assert parse_reply(text.replace(",]}", ",] }"), IDS, ORDER)[1] == ('[a,] {b, } ",]',) * 3
+
+
 def with_score(value: str) -> str:
     return f'{{"scores": [{{"id": "ab", "score": {value}}}, {{"id": "cd", "score": 0.5}}, ' + (
         '{"id": "ef", "score": 0.5}]}'
@@ -82,10 +96,27 @@ RUBBISH = {
     "nothing": ("", 'no JSON object with a "scores" list'),
     "prose": ("The second one is best.", "no JSON object"),
     "cut off": (GOOD[:-5], "no JSON object"),
-    "a list": (json.dumps(json.loads(GOOD)["scores"]), "no JSON object"),
+    "a list of numbers, which may be in any order": ("[0.1, 0.5, 1.0]", "no JSON object"),
+    "a list without ids": ('[{"score": 0.1}, {"score": 0.5}, {"score": 1}]', "no JSON object"),
+    "half a list": (json.dumps(json.loads(GOOD)["scores"][:2]), "these ids have no score: ef"),
+    "half a map": ('{"ab": 0.1, "cd": 0.5}', "these ids have no score: ef"),
+    "a map by position": ('{"scores": {"1": 0.1, "2": 0.5, "3": 1}}', '"1" is not one of the ids'),
+    "a map with more in it": (
+        '{"ab": 0.1, "cd": 0.5, "ef": 1, "best": "ef"}',
+        '"best" is not one of the ids',
+    ),
+    "a map with an id doubled": ('{"ab": 0.1, "cd": 0.5, "ef": 1, "ab": 1}', "same name twice"),
+    "an entry with two scores": (
+        GOOD.replace('"score": 1', '"score": 1, "score": 0'),
+        "name twice",
+    ),
+    "a list and another map": (
+        json.dumps(json.loads(GOOD)["scores"]) + '{"ab": 0.2, "cd": 0.5, "ef": 1}',
+        'more than one "scores" list',
+    ),
     "another object": ('{"score": 1}', "no JSON object"),
     "single quotes": (GOOD.replace('"', "'"), "no JSON object"),
-    "scores no list": ('{"scores": {"ab": 1, "cd": 0, "ef": 0}}', "is not a list"),
+    "scores no list": ('{"scores": "0.1, 0.5, 1"}', "is not a list"),
     "scores null": ('{"scores": null}', "is not a list"),
     "an entry no object": ('{"scores": [0.1, 0.5, 1.0]}', "is not an object"),
     "empty": ('{"scores": []}', "have no score: ab, cd, ef"),
@@ -118,7 +149,12 @@ RUBBISH = {
     "a huge integer": (with_score("9" * 400), "not from 0 to 1"),
     "an unreadable integer": (with_score("9" * 5000), "no JSON object"),
     "true": (with_score("true"), "is true, not a number"),
-    "text": (with_score('"0.5"'), 'is "0.5", not a number'),
+    "text": (with_score('"good"'), 'is "good", not a number'),
+    "a quoted share": (with_score('"50%"'), 'is "50%", not a number'),
+    "a quoted fraction": (with_score('"8/10"'), 'is "8/10", not a number'),
+    "a quoted decimal comma": (with_score('"0,5"'), 'is "0,5", not a number'),
+    "a quoted seven": (with_score('"7"'), "is 7.0, not from 0 to 1"),
+    "a quoted NaN": (with_score('"NaN"'), 'is "NaN", not a number'),
     "null score": (with_score("null"), "is null, not a number"),
     "a list for a score": (with_score("[0.5]"), "not a number"),
     "two that differ": (
@@ -126,6 +162,7 @@ RUBBISH = {
         'more than one "scores" list',
     ),
     "nested too deep": ("{" + '"a":[' * 5_000, "no JSON object"),
+    "brackets without end": ("{" * 10_000 + GOOD, "too many brackets"),
     "too long": (" " * (MAX_REPLY_CHARACTERS + 1) + GOOD, "longer than"),
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from ingest.errors import JudgeRefusalError, JudgeReplyError, JudgeUnavailableError
 from ingest.ruler import ruler
 from ingest.ruler.prompt import build_prompt
-from ingest.ruler.ruler import JudgeCall, merge_identical, score_answers
+from ingest.ruler.ruler import JudgeCall, measure_disagreement, merge_identical, score_answers
+from sidecar.settings import Judge
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -135,6 +138,107 @@ def test_calls_that_differ_only_in_their_id_are_identical() -> None:
     distinct, place_of = merge_identical([call("x", "{}"), call("y", "{}"), call("z", "[]")])
     assert place_of == [0, 0, 1]
     assert len(distinct) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"a": 1, "b": [true, null]}', '{"b":[true,null],"a":1}'),
+        ('{"t": "\u00fc"}', '{ "t": "ü" }'),
+        ("", ""),
+        ("{not JSON", "{not JSON"),
+    ],
+)
+def test_calls_whose_arguments_are_written_otherwise_are_identical(one: str, other: str) -> None:
+    distinct, place_of = merge_identical([calling(one), calling(other)])
+    assert place_of == [0, 0]
+    assert distinct == [calling(one)]  # shown as it was written
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"a": [1, 2]}', '{"a": [2, 1]}'),
+        ('{"a": 1}', '{"a": "1"}'),
+        ('{"a": 1}', '{"a": true}'),
+        ('{"a": 1}', '{"a": 1.0}'),
+        ('{"a": 2}', '{"a": 1, "a": 2}'),  # which of the two counts, the tool decides
+        ('"x"', "x"),
+        ("", "{}"),
+    ],
+)
+def test_calls_whose_arguments_differ_are_not_identical(one: str, other: str) -> None:
+    assert merge_identical([calling(one), calling(other)])[1] == [0, 1]
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    return {"content": None, "tool_calls": [{"function": {"name": "t", "arguments": arguments}}]}
+
+
+def test_no_content_and_empty_content_are_identical() -> None:
+    # A whole reply holds null where a stream holds "".
+    streamed = {**calling("{}"), "content": ""}
+    assert merge_identical([calling("{}"), streamed])[1] == [0, 0]
+
+
+async def test_two_passes_tell_how_far_they_differ(judge_kit: JudgeKit) -> None:
+    judge = judge_kit.FakeJudge(
+        judge_kit.score_by_content({"a": 0.75, "b": 0.5, "c": 0.0}),
+        judge_kit.score_by_content({"a": 0.25, "b": 0.5, "c": 0.0}),
+    )
+    judgement = await score(judge, said("a", "b", "c", "a"), passes=2)
+    found = judgement.disagreement
+    assert found.by_answer == (0.5, 0.0, 0.0, 0.5)
+    assert found.mean == 0.25
+    assert found.flipped == 1 / 3  # a and b, of the three pairs
+
+
+def test_the_disagreement_of_three_passes_is_the_mean_over_their_pairs() -> None:
+    # |differences| of the first answer: 0.25, 0.5, 0.25; of the second: 0.25, 0, 0.25.
+    found = measure_disagreement([(1.0, 0.75), (0.75, 1.0), (0.5, 0.75)], [0, 1])
+    assert found is not None
+    assert found.by_answer == (1 / 3, 0.5 / 3)
+    # First against second pass: flipped; second against third: not; first against third: flipped.
+    assert found.flipped == 2 / 3
+
+
+def test_a_tie_is_no_flip_and_one_pass_tells_nothing() -> None:
+    found = measure_disagreement([(0.5, 0.5), (0.25, 0.75)], [0, 1])
+    assert found is not None
+    assert found.flipped == 0.0
+    assert measure_disagreement([(0.5, 0.5)], [0, 1]) is None
+
+
+def test_the_default_is_two_passes() -> None:
+    assert Judge().passes == 2
+
+
+async def test_a_prompt_is_not_written_on_the_event_loop(
+    judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def build(**arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return build_prompt(**arguments)
+
+    monkeypatch.setattr(ruler, "build_prompt", build)
+    await score(judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), said("good", "bad"))
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+async def test_a_judge_whose_reply_was_cut_is_told_so(judge_kit: JudgeKit) -> None:
+    class Wordy(judge_kit.FakeJudge):  # type: ignore[misc, name-defined]
+        async def complete(self, messages: Any, schema: Any) -> Any:
+            reply = await super().complete(messages, schema)
+            return replace(reply, cut=len(self.conversations) == 1)
+
+    judge = Wordy('{"scores": [{"id', judge_kit.score_by_content(WORTH))
+    judgement = await score(judge, said("good", "bad"))
+    assert judgement.scores == (0.9, 0.1)
+    assert "cut at the limit of tokens" in judge.conversations[1][-1]["content"]
+    assert "cut at the limit of tokens" in judgement.calls[0].error
 
 
 async def test_a_bad_reply_is_answered_once_with_what_is_wrong(judge_kit: JudgeKit) -> None:

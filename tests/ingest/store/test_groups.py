@@ -4,9 +4,10 @@ import threading
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from ingest.grouping.selection import group_id_of
-from ingest.records import Answer, Group
+from ingest.records import Answer, Disagreement, Group
 from ingest.store.groups import (
     append_answers,
     claim_groups,
@@ -22,6 +23,7 @@ from ingest.store.groups import (
     save_group,
     set_aside,
 )
+from sidecar.store.models import AnswerRow
 from support.ingest_kit import Kit
 
 pytestmark = pytest.mark.both_stores
@@ -188,6 +190,31 @@ def test_scores_must_be_one_per_answer(kit: Kit) -> None:
         mark_sampled(session, group_id)
         with pytest.raises(ValueError, match="1 answers, got 2 scores"):
             mark_scored(session, group_id, [0.5, 0.5], ["a", "b"], "judge", "hash", 7.0)
+
+
+def test_how_far_the_passes_differ_is_stored_by_answer_and_by_group(kit: Kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    apart = Disagreement(by_answer=(0.25, 0.5), flipped=1.0)
+    with kit.database.write() as session:
+        append_answers(session, group_id, [answer(kit, "b")], size=2)
+        mark_sampled(session, group_id)
+        assert mark_scored(session, group_id, [0.5, 0.5], ["a", "b"], "judge", "hash", 7.0, apart)
+
+    row = kit.row(group_id)
+    assert (row.disagreement, row.flipped_pairs) == (0.375, 1.0)
+    with kit.database.read() as session:
+        stored = select(AnswerRow.disagreement).order_by(AnswerRow.index)
+        assert session.scalars(stored).all() == [0.25, 0.5]
+
+
+def test_after_one_pass_nothing_is_known_of_its_noise(kit: Kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"))
+    with kit.database.write() as session:
+        mark_sampled(session, group_id)
+        assert mark_scored(session, group_id, [0.5], ["a"], "judge", "hash", 7.0)
+
+    row = kit.row(group_id)
+    assert (row.disagreement, row.flipped_pairs) == (None, None)
 
 
 def test_a_group_without_scores_is_not_a_scored_group(kit: Kit) -> None:
