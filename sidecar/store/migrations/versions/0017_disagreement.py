@@ -1,7 +1,7 @@
 """How far the passes of the judge differ, by group and by answer
 
 Revision ID: 0017_disagreement
-Revises: 0018_shares_opening
+Revises: 0016_second_name
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0017_disagreement"
-down_revision = "0018_shares_opening"
+down_revision = "0016_second_name"
 branch_labels = None
 depends_on = None
 

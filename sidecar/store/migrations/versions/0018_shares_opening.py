@@ -3,7 +3,7 @@
 It was read from `untrainable_reason`, where an earlier reason of the exchange has its place.
 
 Revision ID: 0018_shares_opening
-Revises: 0016_second_name
+Revises: 0017_disagreement
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0018_shares_opening"
-down_revision = "0016_second_name"
+down_revision = "0017_disagreement"
 branch_labels = None
 depends_on = None
 
