@@ -71,7 +71,8 @@ _ROLE_TAGS = re.compile(
 underscore (`<start_of_turn>`, `<SPECIAL_10>`), which no element of HTML has."""
 _BRACKET = re.compile(r"\[(?=/?[A-Z_]{2,40}\]|\||gMASK\]|e~\[)")
 """A `[` that begins a role token: `[INST]`, `[|user|]`, `[gMASK]`, `[e~[`."""
-_IMITATORS = re.compile("[\u226e\u226f\ufe64\ufe65\uff1c\uff1e\u25b7\u25c1]")
+_BEYOND_ASCII = re.compile(r"[^\x20-\x7e]+")
+_IMITATORS = frozenset("\u226e\u226f\ufe64\ufe65\uff1c\uff1e\u25b7\u25c1")
 """What normalisation turns into angle brackets, and the brackets of `\u25c1think\u25b7`."""
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Categories of controls, invisible and direction marks, surrogates, private use, line breaks."""
@@ -165,9 +166,8 @@ def escape(text: str) -> str:
     The result is the same JSON value: what is escaped occurs only inside of JSON strings.
     """
     text = _BRACKET.sub(r"\\u005b", _TAG.sub(_tag, text)).replace("]~", r"\u005d~")
-    if text.isprintable() and _IMITATORS.search(text) is None:
-        return text  # nearly always
-    hidden = {character: _escaped(character) for character in set(text) if _is_hidden(character)}
+    beyond = set("".join(_BEYOND_ASCII.findall(text)))
+    hidden = {character: _escaped(character) for character in beyond if _is_hidden(character)}
     if not hidden:
         return text
     return re.sub(f"[{re.escape(''.join(hidden))}]", lambda found: hidden[found[0]], text)
@@ -215,7 +215,7 @@ def _tag(found: re.Match[str]) -> str:
 
 
 def _is_hidden(character: str) -> bool:
-    return _IMITATORS.match(character) is not None or unicodedata.category(character) in _UNSEEN
+    return character in _IMITATORS or unicodedata.category(character) in _UNSEEN
 
 
 def _escaped(character: str) -> str:
