@@ -32,8 +32,8 @@ GROWTH = 0.03
 """Share by which memory may grow from the fourth fifth of the records to the last one."""
 LONG_MB = 182.0
 """Memory that records with long prompts may add, 150 MB and 32: 4 MB on the bus, 32 MB in a portion
-of records, as much again that Python and SQLite have freed and keep, and a vocabulary; what messages
-say is remembered in 24 MB, and messages that hold no secret in 8 MB."""
+of records, as much again that Python and SQLite have freed and keep, and a vocabulary; what
+messages say is remembered in 24 MB, and which of them hold no secret in 8 MB."""
 LATENCY_S = 2.0
 CPU_OF_DELTAS = 1.25
 """CPU of storing and of reading once, over that of rows that are compressed alone. Storing takes as
