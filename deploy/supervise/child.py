@@ -1,4 +1,4 @@
-"""One process under `sidecar up`: start it, read that it is ready, notice its end, restart it.
+"""One process under `sidecar up`: start it, read its reports, notice its end, restart it.
 
 The child has its own log and its own process group, so that Ctrl-C on the terminal does not reach
 it. If the supervisor is killed, the kernel ends the child (`sidecar.processes.parent_death`).
@@ -26,7 +26,7 @@ from sidecar.backoff import STEADY_S, Waits
 from sidecar.processes.children import own_environment
 from sidecar.processes.parent_death import guarded_command
 from sidecar.processes.readiness import VARIABLE as READY_VARIABLE
-from sidecar.processes.readiness import read_ready
+from sidecar.processes.readiness import read_report
 
 log = structlog.get_logger()
 
@@ -50,6 +50,7 @@ class Child:
         """The address that it reported; "" if it listens nowhere. None: it is not ready."""
         self.died: str | None = None
         """How it ended the last time; None while it runs."""
+        self._said: list[str] = []
         self._lives_s: list[float] = []
         """Seconds of each life."""
         self._log_file: IO[bytes] | None = None
@@ -107,7 +108,7 @@ class Child:
             if now >= self.restart_at:
                 self._start_again(now)
             return
-        self._read_ready()
+        self._read_report()
         code = self.process.poll()
         if code is not None:
             self._note_end(now, describe_exit(code), asked=code in ASKED_TO_END)
@@ -118,10 +119,18 @@ class Child:
         except OSError as error:  # out of memory or processes, a full disk
             self._note_end(now, f"could not be started: {error.strerror}", asked=False)
 
-    def _read_ready(self) -> None:
-        if self._ready_pipe is not None and self.address is None:
-            self.address = read_ready(self._ready_pipe)
-            self.worked = self.worked or self.address is not None
+    def _read_report(self) -> None:
+        if self._ready_pipe is None:
+            return
+        address, said = read_report(self._ready_pipe)
+        if address is not None:
+            self.address, self.worked = address, True
+        self._said += [_printable(line) for line in said]
+
+    def take_said(self) -> list[str]:
+        """Return the lines for the terminal that it reported since the last call."""
+        said, self._said = self._said, []
+        return said
 
     def _note_end(self, now: float, how: str, *, asked: bool) -> None:
         """Plan the restart. asked: somebody told it to end, and it did; that is no error."""
@@ -156,8 +165,7 @@ class Child:
         except OSError:
             return ""
         lines = tail.decode("utf-8", "replace").strip().splitlines()
-        printable = "".join(one if one.isprintable() else "?" for one in lines[-1]) if lines else ""
-        return printable[:300]
+        return _printable(lines[-1])[:300] if lines else ""
 
     def terminate(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -188,3 +196,7 @@ class Child:
         if self._ready_pipe is not None:
             os.close(self._ready_pipe)
             self._ready_pipe = None
+
+
+def _printable(line: str) -> str:
+    return "".join(one if one.isprintable() else "?" for one in line)

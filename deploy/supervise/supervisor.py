@@ -88,6 +88,8 @@ class Supervisor:
                 now = time.monotonic()
                 for child in self.children:
                     child.check(now)
+                    for line in child.take_said():
+                        self._announce(line)
                     if child.is_hopeless:
                         raise StartError(_given_up(child))
         finally:

@@ -294,6 +294,30 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     until(lambda: not is_alive(pid))
 
 
+def test_what_a_child_says_is_shown_on_the_terminal(tmp_path: Path) -> None:
+    code = (
+        "import time; from sidecar.processes.readiness import open_report; report = open_report();"
+        "report.ready(); report.say('judge rejects:\\n401 \\x1b[31m' + 'x' * 2_000);"
+        "time.sleep(600)"
+    )
+    spec = ProcessSpec(name="score", command=python(code), tells_ready=True)
+    said: list[str] = []
+
+    def announce(line: str) -> None:
+        said.append(line)
+        if line.startswith("judge"):
+            supervisor.stopping.set()
+
+    supervisor = Supervisor(Settings(state_dir=tmp_path), None, announce=announce, specs=[spec])
+    supervisor._tell_when_ready = lambda: None  # type: ignore[method-assign]
+    supervisor._supervise()
+
+    assert said[0].startswith("judge rejects: 401 ?[31mxxx")
+    assert len(said[0]) == 900
+    assert said[1:] == ["stopping", "stopped"]
+    assert supervisor.children[0].worked
+
+
 def test_an_absent_vllm_is_named_with_what_to_check() -> None:
     line = _waiting_line("http://10.0.0.5:8000", None, owned=False)
 

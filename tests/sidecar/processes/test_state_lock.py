@@ -11,7 +11,7 @@ import pytest
 
 from sidecar.errors import StateLockError
 from sidecar.processes.children import own_environment, own_python
-from sidecar.processes.readiness import VARIABLE, read_ready, tell_ready
+from sidecar.processes.readiness import VARIABLE, read_report, tell_ready
 from sidecar.processes.state_lock import holder, only_one
 
 HOLDER = (
@@ -74,13 +74,13 @@ def test_ready_is_told_once_through_the_pipe_of_the_supervisor(
     os.set_blocking(ours, False)
     monkeypatch.setenv(VARIABLE, str(theirs))
 
-    before = read_ready(ours)
+    before = read_report(ours)
     tell_ready("http://127.0.0.1:1")
-    told = read_ready(ours)
+    told = read_report(ours)
     tell_ready("again")
 
-    assert (before, told) == (None, "http://127.0.0.1:1")
-    assert read_ready(ours) is None
+    assert (before, told) == ((None, []), ("http://127.0.0.1:1", []))
+    assert read_report(ours) == (None, [])
     assert VARIABLE not in os.environ
     os.close(ours)
 
