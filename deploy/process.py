@@ -29,7 +29,8 @@ from deploy.registry import audit, routing_writer
 from deploy.supervise.loops import Loop
 from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
-from ingest.ruler.judge import LiteLlmJudge
+from ingest.ruler.judge import Judge, LiteLlmJudge
+from ingest.ruler.pause import LONGEST_STAY_S, Pause, PausingJudge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
@@ -100,7 +101,8 @@ async def serve(settings: Settings, database: Database) -> int:
             for url in (*settings.serving.upstreams, *settings.only_sampling)
         }
         try:
-            await _run(settings, database, replicas, sampler, judge, listener, stop)
+            patient = PausingJudge(judge, Pause(), longest_stay_s=LONGEST_STAY_S)
+            await _run(settings, database, replicas, sampler, patient, listener, stop)
         finally:
             await sampler.aclose()
             await judge.aclose()
@@ -119,7 +121,7 @@ async def _run(
     database: Database,
     replicas: Mapping[str, AdapterControl],
     sampler: ReplicaSampler,
-    judge: LiteLlmJudge,
+    judge: Judge,
     listener: socket.socket,
     stop: asyncio.Event,
 ) -> None:
@@ -193,7 +195,7 @@ def make_controller(
     database: Database,
     replicas: Mapping[str, AdapterControl],
     sampler: ReplicaSampler,
-    judge: LiteLlmJudge,
+    judge: Judge,
     on_change: Callable[[], None],
 ) -> Controller:
     """Build the controller from the settings."""

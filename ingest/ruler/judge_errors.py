@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 
 import httpx
@@ -81,7 +82,9 @@ def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
         seconds = float(value)
     except ValueError:
         try:
-            seconds = parsedate_to_datetime(value).timestamp() - now
+            date = parsedate_to_datetime(value)
+            # A date of HTTP is in GMT, also in the old form that does not say so.
+            seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now
         except (ValueError, OverflowError):
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None

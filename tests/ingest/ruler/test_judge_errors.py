@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -119,6 +120,19 @@ async def test_retry_after_is_read_and_makes_any_error_a_limit(judge_kit: JudgeK
 )
 def test_a_retry_after_is_seconds_or_a_date_or_nothing(said: str, seconds: float | None) -> None:
     assert retry_after_s({"retry-after": said}, 10.0) == seconds
+
+
+@pytest.mark.parametrize("said", ["Thu Jan  1 00:01:00 1970", "Thu, 01 Jan 1970 00:01:00 -0000"])
+def test_a_date_without_a_zone_is_gmt_wherever_the_machine_stands(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert retry_after_s({"retry-after": said}, 10.0) == 50.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_the_text_is_one_line_without_secrets_and_can_be_stored() -> None:
