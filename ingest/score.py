@@ -89,12 +89,13 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.privacy.screen import Screen
     from ingest.ruler.judge import LiteLlmJudge
     from ingest.ruler.judging import JudgingWorker
+    from ingest.ruler.pause import LONGEST_STAY_S, Pause, PausingJudge
     from ingest.sampling.worker import SamplingWorker
     from ingest.tokens.base_tokenizer import TokenCheck
     from ingest.vllm.checked_sampler import CheckedSampler
     from ingest.vllm.replicas import open_replicas
     from sidecar.errors import StoreError
-    from sidecar.processes.readiness import tell_ready
+    from sidecar.processes.readiness import open_report
     from sidecar.scoring.wire import socket_path
     from sidecar.settings import open_keyring
     from sidecar.store.database import Database
@@ -123,11 +124,23 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         sampling_defaults=serving.sampling_defaults,
         screen=Screen(settings.privacy),
     )
-    judging = JudgingWorker(database, judge, settings.judge, view=JudgeView(settings.privacy))
-    best_of = BestOfServer(socket_path(settings.state_dir), BestOfJudge(database, judge, settings))
-    tell_ready()
+    report = open_report()
+    pause = Pause()
+    judging = JudgingWorker(
+        database,
+        PausingJudge(judge, pause, longest_stay_s=LONGEST_STAY_S),
+        settings.judge,
+        view=JudgeView(settings.privacy),
+        announce=report.say,
+    )
+    waited_for = PausingJudge(judge, pause, longest_stay_s=0.0)
+    best_of = BestOfServer(
+        socket_path(settings.state_dir), BestOfJudge(database, waited_for, settings)
+    )
+    report.ready()
     log.info("score_ready", judge=settings.judge.model, passes=settings.judge.passes)
     try:
+        await judging.begin()  # before sampling, which waits for what the judge says
         async with asyncio.TaskGroup() as workers:
             workers.create_task(sampling.run(stop))
             workers.create_task(judging.run(stop))
@@ -137,6 +150,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         await judge.aclose()
         await engine.aclose()
         database.close()
+        report.close()
     log.info("score_stopped")
     return 0
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.admin.out import BusOut, FeedbackOut, Out, RetentionOut, SignalOut, TroubleOut
+from deploy.admin.out import BusOut, FeedbackOut, JudgeOut, Out, RetentionOut, SignalOut, TroubleOut
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
@@ -329,8 +329,8 @@ class StatusOut(Out):
     """Implicit signals by kind."""
     bus: BusOut | None
     retention: RetentionOut | None = None
-    judge: TroubleOut | None = None
-    """Why the judge gives no scores; null when it does, or has not been asked."""
+    judge: JudgeOut | None = None
+    """The judge; null when no score process with a judge has run."""
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
     dead_letters: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -81,8 +81,27 @@ class AliasOut(Out):
     generation: int
 
 
+class JudgeOut(Out):
+    """The judge, as score last saw it."""
+
+    state: Literal["unknown", "works", "away", "rejected"]
+    """`unknown`: it is being asked since score started. `away`: no answer, a rate limit, or scores
+    for no group: that may pass. `rejected`: it answers without scores: an operator has to act."""
+    since: float
+    """Unix seconds, as the times below."""
+    good_at: float | None
+    """When it last answered as it should: a question of score, or a group."""
+    error_at: float | None
+    error: str
+    """Its last error; also of one group while it works for others."""
+    until: float | None
+    """When it is asked again, at the earliest; null when it works."""
+    waiting: int
+    """Complete groups that wait for it."""
+
+
 class TroubleOut(Out):
-    """Why a worker of ingest waits."""
+    """Why sampling waits."""
 
     since: float
     """Unix seconds."""

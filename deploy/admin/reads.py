@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from fastapi import APIRouter, Depends, Response
 from sqlalchemy import func, select
@@ -25,7 +26,15 @@ from deploy.admin.models import (
     RoutingOut,
     StatusOut,
 )
-from deploy.admin.out import AliasOut, BusOut, FunnelOut, RetentionOut, StageOut, TroubleOut
+from deploy.admin.out import (
+    AliasOut,
+    BusOut,
+    FunnelOut,
+    JudgeOut,
+    RetentionOut,
+    StageOut,
+    TroubleOut,
+)
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
 from deploy.errors import UnknownAdapterError
@@ -37,9 +46,11 @@ from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
+from ingest.judge_watch.state import newest_scored, read_judge_state
 from ingest.retention.sweep import read_state as read_retention
+from ingest.store.groups import SAMPLED
 from ingest.store.sealed_answers import opened_answers
-from ingest.store.troubles import JUDGE_WAITS, SAMPLING_WAITS, read_trouble
+from ingest.store.troubles import SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
@@ -74,6 +85,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             aliases = versions.aliases_of(session, model)
             table = routing_writer.current(session, model)
             canary = canaries.active(session, model)
+            groups = groups_by_status(read_funnel(session, model).stages)
             return StatusOut(
                 model=model,
                 champion=aliases.get("champion", BASE),
@@ -95,13 +107,13 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 engine=EngineOut.of(context.engine),
                 control={name: LoopOut.of(view) for name, view in context.loops().items()},
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
-                groups=groups_by_status(read_funnel(session, model).stages),
+                groups=groups,
                 exchanges=tallies.exchanges(session),
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
-                judge=_trouble(session, JUDGE_WAITS, context.clock()),
-                sampling=_trouble(session, SAMPLING_WAITS, context.clock()),
+                judge=_judge(session, groups.get(SAMPLED, 0)),
+                sampling=_sampling(session, context.clock()),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),
                 token_check=_token_check(session),
@@ -266,8 +278,19 @@ def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     return {str(value): number for value, number in rows}
 
 
-def _trouble(session: Session, name: str, now: float) -> TroubleOut | None:
-    found = read_trouble(session, name, now=now)
+def _judge(session: Session, waiting: int) -> JudgeOut | None:
+    found, newest = read_judge_state(session), newest_scored(session)
+    if found is None:
+        return None
+    times = (found.good_at, newest[1] if newest is not None else None)
+    good_at = max((at for at in times if isinstance(at, float)), default=None)
+    return JudgeOut.model_validate(
+        {**msgspec.structs.asdict(found), "good_at": good_at, "waiting": waiting}
+    )
+
+
+def _sampling(session: Session, now: float) -> TroubleOut | None:
+    found = read_trouble(session, SAMPLING_WAITS, now=now)
     if found is None:
         return None
     return TroubleOut(since=found.since, why=found.why, until=found.until)

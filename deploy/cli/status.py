@@ -84,6 +84,16 @@ class Trouble(msgspec.Struct):
     until: float | None
 
 
+class Judge(msgspec.Struct):
+    state: str
+    since: float
+    good_at: float | None
+    error_at: float | None
+    error: str
+    until: float | None
+    waiting: int
+
+
 class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
@@ -99,7 +109,7 @@ class Status(msgspec.Struct, kw_only=True):
     groups: dict[str, int]
     exchanges: int
     bus: Bus | None
-    judge: Trouble | None = None
+    judge: Judge | None = None
     sampling: Trouble | None = None
     dead_letters: int = 0
     token_check: str
@@ -133,8 +143,8 @@ def status_lines(
         *_told(status.feedback, status.signals),
         *_bus(status.bus, now),
         *_dead_letters(status.dead_letters),
-        *_trouble("Sampling: waits", status.sampling, now),
-        *_trouble("Judge: gives no scores", status.judge, now),
+        *_sampling(status.sampling, now),
+        *_judge(status.judge, now),
         *_retention(status.retention, now),
         *_token_check(status.token_check),
     ]
@@ -246,11 +256,33 @@ def _dead_letters(number: int) -> Iterator[str]:
         yield f"Dead letters: {_count(number, 'record')} could not be stored; see the runbook."
 
 
-def _trouble(doing: str, trouble: Trouble | None, now: float) -> Iterator[str]:
+def _sampling(trouble: Trouble | None, now: float) -> Iterator[str]:
     if trouble is None:
         return
     until = "" if trouble.until is None else f", until {shown_time(trouble.until, now)}"
-    yield f"{doing} since {shown_time(trouble.since, now)}{until}: {trouble.why}"
+    yield f"Sampling: waits since {shown_time(trouble.since, now)}{until}: {trouble.why}"
+
+
+def _judge(judge: Judge | None, now: float) -> Iterator[str]:
+    if judge is None:
+        yield "Judge: no score process with a judge has run (judge.model)."
+        return
+    since = shown_time(judge.since, now)
+    again = ""
+    if judge.until is not None and judge.until > now:
+        again = f", next {shown_age(now - judge.until)}"
+    said = {
+        "unknown": f"is being asked whether it works, since {since}",
+        "works": "gives scores",
+        "away": f"gives no scores since {since}; it is asked again{again}",
+        "rejected": f"REJECTS every question since {since}; check judge.model, api_base, key and "
+        f"params, and restart score; it is asked again{again}",
+    }.get(judge.state, judge.state)
+    good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
+    waits = "group waits" if judge.waiting == 1 else "groups wait"
+    yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
+    if judge.error_at is not None:
+        yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
 
 
 def _retention(retention: Retention | None, now: float) -> Iterator[str]:

@@ -9,6 +9,7 @@ from deploy.funnel.read import Funnel
 from deploy.funnel.stages import Name
 from deploy.preflight.findings import Finding
 from ingest.intake.bus_report import BusState
+from ingest.judge_watch.state import JudgeState
 from ingest.sampling.budget import Spent
 from sidecar.settings import Settings
 
@@ -45,6 +46,8 @@ class StoreFacts:
     bus: BusState | None = None
     spent: Spent | None = None
     """The budget of sampling that is spent."""
+    judge: JudgeState | None = None
+    """The judge, as score last saw it."""
     learner_paused: bool = False
     run: LastRun | None = None
     adapter: tuple[str, str, str] | None = None

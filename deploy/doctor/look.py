@@ -31,6 +31,7 @@ from deploy.preflight.store import check_store
 from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
 from ingest.intake.bus_report import read_state
+from ingest.judge_watch.state import read_judge_state
 from ingest.sampling.budget import first_spent, read_usage
 from learner.ready import EMPTY, why_not_ready
 from learner.runs.cron import read_cron
@@ -145,6 +146,7 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 funnel=read_funnel(session, model),
                 bus=read_state(session),
                 spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
+                judge=read_judge_state(session) if settings.judge.model else None,
                 learner_paused=get_flag(session, PAUSED_FLAG) == "1",
                 run=newest_run(session, model),
                 adapter=newest_adapter(session, model),

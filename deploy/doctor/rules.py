@@ -112,6 +112,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _bus(facts, store, stages["bus"])
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
     yield from _budget(store, stages["sampling"])
+    yield from _judge(facts, store)
     yield from _masks(store.recent.served)
     yield from _groups(facts, store)
     yield from _run(store)
@@ -164,6 +165,24 @@ def _budget(store: StoreFacts, stage: Stage) -> Iterator[Diagnosis]:
             text=f"{spent.why}; {waiting} groups wait until {end}",
             to_do=f"wait, or raise {spent.setting} and restart score",
         )
+
+
+def _judge(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
+    """Yield what score saw of the judge, unless the judge was asked just now."""
+    judge = store.judge
+    asked = any(one.cause in ("judge", "judge_key") for one in facts.findings)
+    if asked or judge is None or judge.state not in ("away", "rejected"):
+        return
+    rejects = judge.state == "rejected"
+    yield Diagnosis(
+        stage="judging",
+        cause="judge_rejects" if rejects else "judge_away",
+        text=f"the judge gives no scores: {judge.error}",
+        to_do="correct judge.model, judge.api_base, judge.api_key or judge.params, and restart "
+        "score; no candidates are sampled meanwhile"
+        if rejects
+        else "see why it does not answer; score asks it again and again",
+    )
 
 
 def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:

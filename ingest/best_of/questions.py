@@ -39,6 +39,7 @@ from ingest.ruler.outage import Outage
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.store.exchanges import NEW, StoredExchange, load_exchange
+from ingest.store.patience import patiently
 from sidecar.errors import StoreError
 from sidecar.scoring.wire import Material, NoPick, Pick, Verdict
 from sidecar.settings import Settings
@@ -48,6 +49,13 @@ EXPIRE_S = 86_400.0
 """Age after which scores without an exchange (its capture was lost) are given up."""
 SWEEP_S = 60.0
 SWEEP_LIMIT = 500
+LONGEST_KEPT_S = 600.0
+"""Longest time that scores are kept for a store that refuses them."""
+MOST_KEPT = 64
+"""Questions whose scores wait for the store; more are given up at once, since each holds a request
+in memory."""
+STOP_GRACE_S = 15.0
+"""Longest time that a stop waits for the store; as `ingest.ruler.judging.STOP_GRACE_S`."""
 NEVER_CAME = "exchange_never_came"
 NOT_KEPT = "not_kept"
 
@@ -115,7 +123,13 @@ class BestOfJudge:
         for task in self._judging:
             task.cancel()
         await asyncio.gather(*self._judging, return_exceptions=True)
-        await asyncio.gather(*self._keeping)
+        if not self._keeping:
+            return
+        _, late = await asyncio.wait(self._keeping, timeout=STOP_GRACE_S)
+        for waiting in late:
+            waiting.cancel()
+        if late:
+            log.warning("best_of_scores_lost", questions=len(late), error="the process stops")
 
     async def sweep(self) -> None:
         """Settle scores that were left over, or give them up; see `EXPIRE_S`."""
@@ -154,11 +168,21 @@ class BestOfJudge:
                 log.warning("best_of_judge_up", lasted_s=round(lasted_s, 1))
 
     async def _keep(self, judged: Judged) -> None:
+        exchange_id = judged.material.exchange_id
+        many = len(self._keeping) > MOST_KEPT
         try:
-            await asyncio.to_thread(self._store, judged)
+            await patiently(
+                lambda: self._store(judged),
+                on_failure=lambda error, pause_s: log.warning(
+                    "best_of_scores_wait",
+                    exchange_id=exchange_id,
+                    error=str(error),
+                    again_s=pause_s,
+                ),
+                longest_s=0.0 if many else LONGEST_KEPT_S,
+            )
         except StoreError as error:
             # The user has the answer; the exchange is selected and judged like any other.
-            exchange_id = judged.material.exchange_id
             log.warning("best_of_scores_lost", exchange_id=exchange_id, error=str(error))
 
     def _store(self, judged: Judged) -> None:

@@ -102,16 +102,6 @@ def doubt(session: Session, failed: Failed, *, now: float) -> bool:
     return _put_back(session, row, failed, now=now, ended=ended)
 
 
-def newest_scored(session: Session) -> str | None:
-    """Return the newest scored group, to judge it again as a probe; None when there is none."""
-    return session.scalar(
-        select(GroupRow.group_id)
-        .where(GroupRow.scored_at.is_not(None))
-        .order_by(GroupRow.scored_at.desc())
-        .limit(1)
-    )
-
-
 def failures(row: GroupRow) -> dict[str, int]:
     """Return the group's failed attempts by reason. Unreadable entries are left out."""
     try:

@@ -60,6 +60,9 @@ let a few bad groups at the front of the queue slow down all others."""
 SEVERAL = 3
 """Different failed groups that are enough instead once one of them has failed twice: groups that
 never failed go first, so none of those is left."""
+IDLE_S = 10.0
+"""When no group was tried so long after the wait of an outage, none waits, and the judge is probed.
+Those that failed last may be claimed 5 s after the wait."""
 UNUSABLE_IN_A_ROW = 3
 """Consecutive groups that the judge may refuse for good (too long, unusable reply twice) without a
 check. After that a probe must show that the judge does not refuse everything."""
@@ -117,6 +120,10 @@ class Blame:
         self._unusable = 0
         self._quiet_until = 0.0
 
+    def begin(self) -> None:
+        """Ask for a probe before the first group: nothing is known of the judge."""
+        self._open = True
+
     def room(self, most: int, now: float) -> int:
         """Return how many groups may be in flight: `most`, one to test the judge again, or none."""
         if self._open or now < self._quiet_until:
@@ -127,7 +134,10 @@ class Blame:
 
     def wants_probe(self, now: float) -> bool:
         """Return True when a probe is due, provided that no other call is in flight."""
-        return self._open and now >= max(self.outage.retry_at, self._quiet_until)
+        if not self._open and (self._all_fail or not self.outage.lasts):
+            return False  # a judge that is good for a sum only is not asked for sums
+        due_at = max(self.outage.retry_at, self._quiet_until)
+        return now >= (due_at if self._open else due_at + IDLE_S)
 
     def failed(self, failed: Failed, now: float) -> bool:
         """Note a group without a usable answer. Returns: True when a pause for all begins now."""

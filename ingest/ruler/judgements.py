@@ -13,6 +13,7 @@ import structlog
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from ingest.judge_watch.state import newest_scored
 from ingest.records import Group
 from ingest.ruler.attempts import (
     Claimed,
@@ -21,7 +22,6 @@ from ingest.ruler.attempts import (
     doubt,
     give_back,
     hold,
-    newest_scored,
 )
 from ingest.ruler.blame import Failed
 from ingest.ruler.calls import save_judge_calls
@@ -31,7 +31,6 @@ from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.probe import SUBJECT
 from ingest.ruler.ruler import JudgeCall
 from ingest.store.groups import load_group, mark_scored, set_aside
-from ingest.store.troubles import JUDGE_WAITS, MAX_WHY, Trouble, write_trouble
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
@@ -60,6 +59,8 @@ class Judgements:
         self._judge_model = judge_model
         self._rubric_hash = rubric_hash
         self._lease_s = lease_s
+        self._lost = 0
+        """Paid calls that could not be stored, and are not counted yet."""
 
     def claim(self, limit: int, *, suspects: bool) -> Claimed:
         """Claim up to `limit` groups; see `claim_for_judge` for `suspects`."""
@@ -72,19 +73,6 @@ class Judgements:
                 suspects=suspects,
             )
 
-    def tell(self, why: str | None) -> None:
-        """Write why the judge gives no scores, for `sidecar status`; None: it gives them.
-
-        A store that refuses is logged: the log of this process says it too.
-        """
-        now = self._clock()
-        trouble = None if why is None else Trouble(since=now, why=storable(why)[:MAX_WHY])
-        try:
-            with self._database.write(alone=False) as session:
-                write_trouble(session, JUDGE_WAITS, trouble, now=now)
-        except StoreError as error:
-            log.warning("judge_state_not_stored", error=str(error))
-
     def load(self, group_id: str) -> Group | None:
         """Load a group with its exchanges. Returns: None when it is gone."""
         with self._database.read() as session:
@@ -96,11 +84,13 @@ class Judgements:
         Returns: None when there is none, or when it cannot be read.
         """
         with self._database.read() as session:
-            group_id = newest_scored(session)
+            newest = newest_scored(session)
             try:
-                return None if group_id is None else load_group(session, group_id)
+                return None if newest is None else load_group(session, newest[0])
             except _DAMAGE as error:
-                log.warning("judge_probe_unreadable", group_id=group_id, error=str(error))
+                log.warning(
+                    "judge_probe_unreadable", group_id=newest and newest[0], error=str(error)
+                )
                 return None
 
     def record(
@@ -116,13 +106,25 @@ class Judgements:
         claimed until it is charged or given back.
         """
         now = self._clock()
-        # Repeated when it conflicts with another transaction: the calls have been paid for.
-        changed = self._database.repeat(
-            lambda session: self._record(session, group_id, calls, outcome, failed, now=now),
-            alone=False,
-        )
+        lost, self._lost = self._lost, 0
+
+        def write(session: Session) -> bool:
+            count(session, "judge_calls", "lost", lost)
+            return self._record(session, group_id, calls, outcome, failed, now=now)
+
+        try:
+            # Repeated when it conflicts with another transaction: the calls have been paid for.
+            changed = self._database.repeat(write, alone=False)
+        except StoreError:
+            self._lost += lost
+            raise
         if failed is None:
             _log_outcome(group_id, outcome, changed)
+
+    def lose(self, group_id: str, calls: Sequence[JudgeCall], error: str) -> None:
+        """Give up calls that the store did not take for so long; they count with the next ones."""
+        self._lost += len(calls)
+        log.error("judgement_lost", group_id=group_id, calls=len(calls), error=error)
 
     def _record(
         self,

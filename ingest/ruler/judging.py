@@ -4,6 +4,10 @@ A group's outcome is written in one transaction with every judge call made for i
 without a usable answer, `ingest.ruler.blame` finds out whether the group or the judge is at fault.
 Failures caused by the group are counted, and after a few it is set aside with the judge's error;
 while the judge is down the worker waits, longer each time, and no failure counts against a group.
+The judge is asked before the first group too, and while it is down and no group waits; what is
+known of it is written for `sidecar status` and for sampling (`ingest.judge_watch.state`).
+
+A judgement has been paid for, so it is kept until the store takes it, also while the process stops.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any, Literal
 
 import structlog
 
 from ingest.errors import JudgeBusyError, JudgeUnavailableError
+from ingest.judge_watch.report import CHECK, JudgeReport
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Group
 from ingest.ruler.blame import DEFECT, Blame, Cleared, Failed
@@ -27,6 +33,7 @@ from ingest.ruler.outage import LAST_DELAY_S, Outage
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
+from ingest.store.patience import patiently
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -38,6 +45,13 @@ GIVEN_BACK_S = 5.0
 LONGEST_SETUP_WAIT_S = 300.0
 """Longest wait while the judge refuses the probe, or every group: an operator has to act, and
 useless replies may cost money."""
+LONGEST_KEPT_S = 3600.0
+"""Longest time that a judgement is kept for a store that refuses it. It occupies one of
+`judge.concurrency` places meanwhile, so that no more of them are bought."""
+STOP_GRACE_S = 15.0
+"""Longest time that a stop waits for judgements to be stored. One attempt at a locked store takes
+15 s, and may have begun just before the end of this: together less than the 35 s after which
+`sidecar up` kills a process."""
 ALL_FAIL = "the judge answers a simple sum but fails on every group"
 
 log = structlog.get_logger()
@@ -55,9 +69,10 @@ class JudgingWorker:
         clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         view: JudgeView | None = None,
+        announce: Callable[[str], None] = lambda _: None,
     ) -> None:
         """draw_seed: called for each group, so that nobody can predict the ids in its prompt.
-        view: as for `score_answers`."""
+        view: as for `score_answers`. announce: tells the operator's terminal."""
         self._view = view
         self._judge = judge
         self._settings = settings
@@ -72,23 +87,35 @@ class JudgingWorker:
         )
         self._blame = Blame()
         self._store = Outage()
-        """Outage of the store: judge calls whose result cannot be stored are wasted."""
+        """Outage of the store: no further judge calls are made, since nothing can be stored."""
         self._asking: set[str] = set()
+        self._storing: set[str] = set()
+        """Groups whose judgement waits to be stored."""
+        self._report = JudgeReport(database, clock, announce)
+        self._starts = False
+        """True until the first probe."""
         self._suspect: str | None = None
         """Id of the group in flight that a process died over: at most one at a time."""
         self._logged: str | None = None
         """Reason that was last logged in the present outage."""
 
+    async def begin(self) -> None:
+        """Have the judge asked before the first group, and sampling wait for what it says."""
+        self._starts = True
+        self._blame.begin()
+        await self._report.begin()
+
     async def run(self, stop: asyncio.Event) -> None:
         """Judge groups, at most `judge.concurrency` at once, until `stop` is set.
 
-        Groups in flight are then cancelled and given back, so another worker judges them again.
+        Groups that the judge is asked about are then given back, so another worker judges them
+        again; judgements that wait to be stored are waited for, up to `STOP_GRACE_S`.
         """
         in_flight: dict[asyncio.Task[None], str] = {}
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.to_thread(self._judgements.tell, None)  # what a killed process left there
         try:
             while not stop.is_set():
+                await self._report.tell()
                 for group_id in await self._claim(self._room() - len(in_flight)):
                     in_flight[asyncio.create_task(self._work(group_id))] = group_id
                 if not in_flight and self._wants_probe():
@@ -101,11 +128,17 @@ class JudgingWorker:
                     task.result()
         finally:
             stopping.cancel()
-            for task in in_flight:
-                task.cancel()
-            await asyncio.gather(stopping, *in_flight, return_exceptions=True)
+            kept = {task for task, group_id in in_flight.items() if group_id in self._storing}
+            if kept:
+                log.info("judging_stops_when_stored", groups=len(kept), longest_s=STOP_GRACE_S)
+            await _end([stopping, *(in_flight.keys() - kept)])
+            late = (await asyncio.wait(kept, timeout=STOP_GRACE_S))[1] if kept else set()
+            await _end(late)
             held = [failed.group_id for failed in self._blame.release()]
-            await asyncio.to_thread(self._judgements.give_back, [*in_flight.values(), *held])
+            given_back = [*(in_flight[task] for task in in_flight.keys() - kept), *held]
+            if not late:  # else the store is away, and the leases run out by themselves
+                await asyncio.to_thread(self._judgements.give_back, given_back)
+                await self._report.tell()
 
     async def step(self) -> int:
         """Judge waiting groups, as many as may be in flight. Returns: the number tried."""
@@ -113,6 +146,7 @@ class JudgingWorker:
         await asyncio.gather(*(self._work(group_id) for group_id in group_ids))
         if self._wants_probe():
             await self._probe()
+        await self._report.tell()
         return len(group_ids)
 
     def _room(self) -> int:
@@ -142,7 +176,8 @@ class JudgingWorker:
     def _claim_now(self, limit: int) -> list[str]:
         claimed = self._judgements.claim(limit, suspects=self._suspect is None)
         self._suspect = claimed.suspect or self._suspect
-        return claimed.group_ids
+        # The lease of a group whose judgement cannot be stored may have run out.
+        return [group_id for group_id in claimed.group_ids if group_id not in self._asking]
 
     async def _work(self, group_id: str) -> None:
         self._asking.add(group_id)
@@ -172,18 +207,41 @@ class JudgingWorker:
             view=self._view,
         )
         failed = self._failed(group_id, outcome)
-        await asyncio.to_thread(self._judgements.record, group_id, calls, outcome, failed)
+        await self._record(group_id, calls, outcome, failed)
         self._store.answered(self._clock())
         if isinstance(outcome, Scored):
             await self._clear(self._blame.works(self._clock()))
         elif failed is not None:
             await self._hold_against(failed)
 
+    async def _record(
+        self,
+        group_id: str,
+        calls: list[JudgeCall],
+        outcome: GroupOutcome,
+        failed: Failed | None,
+    ) -> None:
+        """Store what the judge said, which has been paid for. Raises: StoreError after an hour."""
+        self._storing.add(group_id)
+        try:
+            await patiently(
+                lambda: self._judgements.record(group_id, calls, outcome, failed),
+                on_failure=lambda error, _: self._not_stored(group_id, error),
+                longest_s=LONGEST_KEPT_S,
+            )
+        except (StoreError, asyncio.CancelledError) as error:
+            self._judgements.lose(group_id, calls, str(error) or "the process stops")
+            raise
+        finally:
+            self._storing.discard(group_id)
+
     async def _hold_against(self, failed: Failed) -> None:
         if self._blame.failed(failed, self._clock()):
             self._logged = failed.reason
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
-            await self._tell(f"{failed.reason}: {failed.detail}")
+        outage = self._blame.outage
+        why = f"{failed.reason}: {failed.detail}"
+        self._report.failed_once(why, until=outage.retry_at if outage.lasts else None)
         if not self._blame.holds(failed.group_id):
             until = self._blame.outage.retry_at + GIVEN_BACK_S
             await asyncio.to_thread(self._judgements.give_back, [failed.group_id], until)
@@ -207,7 +265,9 @@ class JudgingWorker:
         """Test with our own question whether the judge works; see `ingest.ruler.blame`."""
         calls: list[JudgeCall] = []
         try:
-            before = await asyncio.to_thread(self._judgements.load_scored)
+            # At the start the sum is enough: it finds a wrong key, model or URL, and costs little.
+            starts, self._starts = self._starts, False
+            before = None if starts else await asyncio.to_thread(self._judgements.load_scored)
             again = None if before is None else await self._ask_probe(before, calls)
             if isinstance(again, SetAside) and not again.asked:
                 again = None  # damaged: the judge was not asked
@@ -240,7 +300,7 @@ class JudgingWorker:
 
     async def _clear(self, cleared: Cleared) -> None:
         """The judge works: charge the earlier failures to their groups."""
-        await self._say_up(cleared.outage_s)
+        self._say_up(cleared.outage_s)
         # A group that is being judged again was given back before: its next failure will count.
         faults = [one for one in cleared.own_faults if one.group_id not in self._asking]
         if faults:
@@ -253,10 +313,13 @@ class JudgingWorker:
             longest_s=LONGEST_SETUP_WAIT_S,
             again_failed=failure_of(again) not in (None, DEFECT),
         )
-        await self._say_up(doubted.outage_s)
+        last = doubted.unproven[-1] if doubted.unproven else None
+        if doubted.all_fail:
+            self._say_down("away", ALL_FAIL, last.detail if last is not None else "")
+        elif not self._blame.outage.lasts:
+            self._say_up(doubted.outage_s)
         if doubted.all_fail and self._logged != ALL_FAIL:
             self._logged = ALL_FAIL
-            last = doubted.unproven[-1] if doubted.unproven else None
             log.error(
                 "judge_down",
                 model=self._judge.model,
@@ -264,17 +327,17 @@ class JudgingWorker:
                 error=last.detail if last is not None else "",
                 to_do=f"{ALL_FAIL}: check its length and token limits, and judge.params",
             )
-            await self._tell(ALL_FAIL)
         await asyncio.to_thread(self._judgements.charge, doubted.unproven, proven=False)
 
-    async def _say_up(self, outage_s: float | None) -> None:
+    def _say_up(self, outage_s: float | None) -> None:
         if outage_s is not None:
             self._logged = None
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
-            await self._tell(None)
+        self._report.works()
 
-    async def _tell(self, why: str | None) -> None:
-        await asyncio.to_thread(self._judgements.tell, why)
+    def _say_down(self, state: Literal["away", "rejected"], reason: str, detail: str) -> None:
+        why = f"{reason}: {detail}" if detail else reason
+        self._report.fails(state, why, until=self._blame.outage.retry_at)
 
     async def _wait(self, outcome: SetAside | Unanswered) -> None:
         """The judge does not work: charge no group, and pause all."""
@@ -284,10 +347,11 @@ class JudgingWorker:
             longest_s=LAST_DELAY_S if passes else LONGEST_SETUP_WAIT_S,
             retry_after_s=outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0,
         )
+        self._say_down("away" if passes else "rejected", outcome.reason, outcome.detail)
         if self._logged != outcome.reason:
             self._logged = outcome.reason
             say = log.warning if passes else log.error
-            to_do = "" if passes else "it fails on a sum: check judge.model, api_base, key, params"
+            to_do = "" if passes else f"it fails on a sum: {CHECK}"
             say(
                 "judge_down",
                 model=self._judge.model,
@@ -295,7 +359,6 @@ class JudgingWorker:
                 error=outcome.detail,
                 to_do=to_do,
             )
-            await self._tell(f"{outcome.reason}: {outcome.detail}")
         released = [failed.group_id for failed in self._blame.release()]
         until = self._blame.outage.retry_at + GIVEN_BACK_S
         await asyncio.to_thread(self._judgements.give_back, released, until)
@@ -303,6 +366,12 @@ class JudgingWorker:
 
 _PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
 """Reasons for an outage that ends by itself."""
+
+
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _defect(group_id: str, error: Exception) -> Failed:

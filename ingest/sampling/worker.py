@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 from ingest.errors import EngineDownError, SamplingError
 from ingest.grouping.exchangeable import LogprobsMode
+from ingest.judge_watch.state import FIRST_QUESTION, why_sampling_holds
 from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.group import UNREADABLE
 from ingest.ruler.judge_errors import storable
@@ -27,6 +28,7 @@ from ingest.sampling.budget import first_spent, read_usage
 from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion
 from ingest.sampling.round import Job, ask, load_job, store_round
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
+from ingest.store.patience import patiently
 from ingest.store.troubles import MAX_WHY, SAMPLING_WAITS, Trouble, write_trouble
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
@@ -48,7 +50,7 @@ WAITING = "sampling_waits"
 """Counter rows: (stage, why) -> how often sampling began to wait."""
 EARLIER, ENGINE_DOWN, LOAD_UNKNOWN = "earlier", "engine_down", "load_unknown"
 """Why sampling waits: an earlier process may have said something; no vLLM is reachable; none tells
-its load. Else the setting of a budget that is spent."""
+its load. Else why there is no judge, or the setting of a budget that is spent."""
 
 Result = TypeVar("Result")
 
@@ -59,7 +61,8 @@ class SamplingWorker:
     """Claims groups in status `sampling` and completes them. One per event loop.
 
     The budgets are checked before a group is begun, and a begun group is finished: so at most
-    `AHEAD * concurrency + size` answers are sampled beyond a budget.
+    `AHEAD * concurrency + size` answers are sampled beyond a budget. None is begun while the judge
+    rejects every question, or while it is away and enough complete groups wait for it already.
     """
 
     def __init__(
@@ -169,6 +172,11 @@ class SamplingWorker:
                 until = spent.until.timestamp() if spent.until is not None else None
                 self._say_waiting(session, spent.setting, spent.why, until=until)
                 return []
+            if (hold := why_sampling_holds(session)) is not None:
+                reason, why = hold
+                if reason != FIRST_QUESTION:  # which is answered in seconds, and is no trouble
+                    self._say_waiting(session, reason, storable(why))
+                return []
             self._say_going(session)
             lease_s = LEASE_TIMEOUTS * self._settings.timeout_s + LEASE_SLACK_S
             names = claim_groups(session, SAMPLING, limit=limit, now=now, lease_s=lease_s)
@@ -247,19 +255,13 @@ class SamplingWorker:
             log.warning("leases_kept", groups=len(names), error=str(error))
 
     async def _patiently(self, work: Callable[[], Result]) -> Result:
-        """Run a store operation in a thread; retry it while the store is unreachable.
-
-        Sampled answers have cost tokens, so they are kept until they are stored.
-        """
-        failures = 0
-        while True:
-            try:
-                return await asyncio.to_thread(work)
-            except StoreError as error:
-                failures += 1
-                pause_s = _pause_s(failures)
-                log.warning("store_away", error=str(error), pause_s=pause_s)
-                await asyncio.sleep(pause_s)
+        """Keep sampled answers, which have cost tokens, until they are stored."""
+        return await patiently(
+            work,
+            on_failure=lambda error, pause_s: log.warning(
+                "store_away", error=str(error), pause_s=pause_s
+            ),
+        )
 
     async def _wait(
         self, tasks: Collection[asyncio.Task[bool]], stop: asyncio.Event

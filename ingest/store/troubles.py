@@ -1,4 +1,4 @@
-"""Why a worker of ingest waits: a row of the `flag` table for each, for `sidecar status`."""
+"""Why sampling waits: a row of the `flag` table, for `sidecar status`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from sqlalchemy.orm import Session
 from sidecar.store.database import get_flag, set_flag
 
 log = structlog.get_logger()
-JUDGE_WAITS = "trouble_judge"
 SAMPLING_WAITS = "trouble_sampling"
 MAX_WHY = 500
 """Characters of a reason that are kept."""
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker waits, as it last wrote it."""
+    """Why sampling waits, as it last wrote it."""
 
     since: float
     """Unix seconds."""

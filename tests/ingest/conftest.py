@@ -22,7 +22,7 @@ from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow, GroupRow, JudgeCallRow
 from support.clock import Clock
-from support.fake_judge import FakeJudge, score_by_content, scores_reply, shown_answers
+from support.fake_judge import FakeJudge, Shown, score_by_content, scores_reply, shown_answers
 from support.ingest_kit import filled_bus, kit
 from support.stores import NewStore
 
@@ -111,6 +111,11 @@ def completion(text: str | None) -> dict[str, Any]:
         ],
         "usage": {"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15},
     }
+
+
+def answer_with(reply: Callable[[Shown], str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """A step of a `ScriptedServer` that reads the prompt and answers as a judge."""
+    return lambda request: (200, completion(reply(shown_answers(request["messages"]))))
 
 
 REQUEST = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -217,6 +222,7 @@ class JudgeKit:
     scores_reply = staticmethod(scores_reply)
     score_by_content = staticmethod(score_by_content)
     completion = staticmethod(completion)
+    answer_with = staticmethod(answer_with)
     put_group = staticmethod(put_group)
     status = staticmethod(status)
     group_row = staticmethod(group_row)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 
+from ingest.judge_watch.state import read_judge_state
+from sidecar.processes.readiness import VARIABLE
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
 
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
 
-def start(config: Path) -> subprocess.Popen[str]:
+
+def start(config: Path, told_by: int | None = None) -> subprocess.Popen[str]:
+    """told_by: the pipe's end for its reports to `sidecar up`."""
+    told = () if told_by is None else (told_by,)
     return subprocess.Popen(
         [sys.executable, "-m", "ingest.score", "--config", str(config)],
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, VARIABLE: "" if told_by is None else str(told_by)},
+        pass_fds=told,
     )
 
 
@@ -76,6 +87,36 @@ def test_with_a_judge_it_starts_although_engine_and_judge_are_down(tmp_path: Pat
     with database.read() as session:
         assert session.scalars(select(GroupRow)).all() == []
     database.close()
+
+
+async def test_a_wrong_key_is_on_the_terminal_and_in_the_store_seconds_after_the_start(
+    tmp_path: Path, judge_kit: JudgeKit
+) -> None:
+    """`sidecar up` reads the pipe; `sidecar status` reads the store."""
+    refusal = {"error": {"message": "Incorrect API key", "type": "x", "code": "y"}}
+    server = judge_kit.serve((401, refusal))
+    config = write_config(
+        tmp_path, model="openai/x", api_base=server.url, api_key="sk-quite-wrong-1"
+    )
+    ours, theirs = os.pipe()
+    with start(config, told_by=theirs) as process:
+        os.close(theirs)
+        with os.fdopen(ours) as pipe:
+            told = [pipe.readline(), pipe.readline()]
+        event = read_event(process, "judge_down")
+        process.send_signal(signal.SIGTERM)
+        read_event(process, "score_stopped")
+
+    assert told[0] == "ready \n"
+    assert told[1].startswith("say judge rejects every question, so nothing is learned: judge_rej")
+    assert "Incorrect API key" in told[1]
+    assert "sk-quite-wrong-1" not in told[1]
+    assert event["reason"] == "judge_rejected"
+    assert len(server.requests) == 1
+    with closing(Database(f"sqlite:///{tmp_path}/store.db")) as store, store.read() as session:
+        known = read_judge_state(session)
+    assert known is not None
+    assert known.state == "rejected"
 
 
 def test_wrong_settings_are_one_line_and_exit_2(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from ingest.errors import (
 from ingest.feedback.deriving import derive_session
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.loop import Intake
+from ingest.judge_watch.state import JudgeState, why_sampling_holds, write_judge_state
 from ingest.retention.sweep import Sweeper
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
@@ -337,9 +338,14 @@ async def _score(use: _Use) -> None:
     for script in scripts:
         judge = FakeJudge(*script, model="scripted")
         worker = JudgingWorker(use.database, judge, use.settings.judge, clock=use.clock)
-        for _ in range(1 if script == (scores,) else 3):
+        if script == (scores,):
+            await worker.begin()
+        for _ in range(2 if script == (scores,) else 3):
             await worker.step()
             use.clock.now += 400.0
+    with use.database.write() as session:
+        write_judge_state(session, JudgeState(state="away", since=NOW), now=NOW)
+        why_sampling_holds(session)
     await _best_of(use)
 
 

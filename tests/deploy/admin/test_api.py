@@ -23,7 +23,8 @@ from deploy.supervise.loops import LoopView
 from ingest.feedback.placing import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
-from ingest.store.troubles import JUDGE_WAITS, SAMPLING_WAITS, Trouble, write_trouble
+from ingest.judge_watch.state import JudgeState, write_judge_state
+from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow
 from support.finished_run import finished_run
@@ -67,7 +68,12 @@ async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
     quiet = (await api.get("/status")).json()
     with world.database.write() as session:
         now = world.clock()
-        write_trouble(session, JUDGE_WAITS, Trouble(since=now, why="away"), now=now)
+        judge = (
+            JudgeState(since=now)
+            .works(now)
+            .fails(now + 5.0, "judge_rejected: 401", until=now + 6.0, state="rejected")
+        )
+        write_judge_state(session, judge, now=now)
         over = Trouble(since=now - 9.0, why="spent", until=now)
         write_trouble(session, SAMPLING_WAITS, over, now=now)
         count(session, "consume", "poison", 2)
@@ -75,7 +81,15 @@ async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
     found = (await api.get("/status")).json()
 
     assert (quiet["judge"], quiet["sampling"], quiet["dead_letters"]) == (None, None, 0)
-    assert found["judge"] == {"since": now, "why": "away", "until": None}
+    assert found["judge"] == {
+        "state": "rejected",
+        "since": now + 5.0,
+        "good_at": now,
+        "error_at": now + 5.0,
+        "error": "judge_rejected: 401",
+        "until": now + 6.0,
+        "waiting": 0,
+    }
     assert found["sampling"] is None, "it is over"
     assert found["dead_letters"] == 2
 

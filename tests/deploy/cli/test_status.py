@@ -16,7 +16,7 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut, TroubleOut
+from deploy.admin.out import BusOut, JudgeOut, TroubleOut
 from deploy.cli.status import status_lines
 from deploy.cli.times import shown_time
 
@@ -56,11 +56,26 @@ def status(**changes: Any) -> Any:
     return StatusOut(**{**fields, **changes}).model_dump(mode="json")
 
 
-def test_what_keeps_judge_and_sampling_from_their_work_has_a_line_each() -> None:
-    judge = TroubleOut(since=NOW - 300, why="unavailable: connection refused", until=None)
+NO_JUDGE = "Judge: no score process with a judge has run (judge.model)."
+
+
+def judge(state: str, **changes: Any) -> JudgeOut:
+    fields: dict[str, Any] = {
+        "state": state,
+        "since": NOW - 300,
+        "good_at": None,
+        "error_at": None,
+        "error": "",
+        "until": None,
+        "waiting": 0,
+    }
+    return JudgeOut(**{**fields, **changes})
+
+
+def test_what_keeps_sampling_from_its_work_has_a_line() -> None:
     sampling = TroubleOut(since=NOW - 60, why="spent: 15 tokens", until=NOW + 3_600)
 
-    lines = status_lines(status(judge=judge, sampling=sampling, dead_letters=2), NOW)
+    lines = status_lines(status(sampling=sampling, dead_letters=2), NOW)
     quiet = status_lines(status(), NOW)
 
     assert lines is not None
@@ -69,9 +84,54 @@ def test_what_keeps_judge_and_sampling_from_their_work_has_a_line_each() -> None
         "Dead letters: 2 records could not be stored; see the runbook.",
         f"Sampling: waits since {shown_time(NOW - 60, NOW)}, until "
         f"{shown_time(NOW + 3_600, NOW)}: spent: 15 tokens",
-        f"Judge: gives no scores since {shown_time(NOW - 300, NOW)}: "
-        "unavailable: connection refused",
     ]
+    assert NO_JUDGE in quiet
+
+
+@pytest.mark.parametrize(
+    ("judged", "expected"),
+    [
+        (
+            judge("works", good_at=NOW - 12, waiting=1),
+            [
+                f"Judge: gives scores. Last good answer: {shown_time(NOW - 12, NOW)}. 1 group "
+                "waits for it."
+            ],
+        ),
+        (
+            judge("rejected", error_at=NOW - 9, error="401: no", until=NOW + 291, waiting=12),
+            [
+                f"Judge: REJECTS every question since {shown_time(NOW - 300, NOW)}; check "
+                "judge.model, api_base, key and params, and restart score; it is asked again, "
+                "next in 4 min. Last good answer: never. 12 groups wait for it.",
+                f"  Last error {shown_time(NOW - 9, NOW)}: 401: no",
+            ],
+        ),
+        (
+            judge("away", good_at=NOW - 400, error_at=NOW - 9, error="refused", until=NOW - 1),
+            [
+                f"Judge: gives no scores since {shown_time(NOW - 300, NOW)}; it is asked again. "
+                f"Last good answer: {shown_time(NOW - 400, NOW)}. 0 groups wait for it.",
+                f"  Last error {shown_time(NOW - 9, NOW)}: refused",
+            ],
+        ),
+        (
+            judge("unknown"),
+            [
+                "Judge: is being asked whether it works, since "
+                f"{shown_time(NOW - 300, NOW)}. Last good answer: never. 0 groups wait for it."
+            ],
+        ),
+    ],
+)
+def test_the_judge_has_a_line_whatever_its_state(judged: JudgeOut, expected: list[str]) -> None:
+    lines = status_lines(status(judge=judged), NOW)
+    quiet = status_lines(status(), NOW)
+
+    assert lines is not None
+    assert quiet is not None
+    assert [one for one in lines if one not in quiet] == expected
+    assert NO_JUDGE not in lines
 
 
 def canary(**changes: Any) -> CanaryOut:
@@ -124,6 +184,7 @@ def test_a_quiet_sidecar() -> None:
         "Adapters: 1 champion, 2 retired.",
         "Recorded: 1,240 exchanges. Groups: 12 scored.",
         "Bus: 3 records waiting to be stored, 4 s ago.",
+        NO_JUDGE,
     ]
 
 
@@ -221,6 +282,7 @@ def test_what_needs_attention_is_said_with_its_reason() -> None:
         "Adapters: 1 champion, 2 retired.",
         "Recorded: 1,240 exchanges. Groups: 12 scored.",
         "Bus: 3 records waiting to be stored, 4 s ago.",
+        NO_JUDGE,
         "Token check: off: no tokenizer",
     ]
 
@@ -232,7 +294,7 @@ def test_feedback_and_signals_are_counted() -> None:
 
     assert lines is not None
     told = "Feedback: 3 scores and 1 outcome; 2 of them are joined to exchanges."
-    assert lines[-3:-1] == [told, "Signals: 4 retry."]
+    assert lines[-4:-2] == [told, "Signals: 4 retry."]
 
 
 def test_before_any_adapter_the_base_model_answers() -> None:
@@ -243,7 +305,7 @@ def test_before_any_adapter_the_base_model_answers() -> None:
     assert lines is not None
     assert lines[0] == "Model m: the base model answers every session."
     assert lines[1] == "Canary: none."
-    assert lines[-3:-1] == ["Adapters: none.", "Recorded: 1 exchange. Groups: none."]
+    assert lines[-4:-2] == ["Adapters: none.", "Recorded: 1 exchange. Groups: none."]
 
 
 @pytest.mark.parametrize("found", [{}, [], {"model": 1}, {**status(), "engine": None}])
@@ -261,4 +323,4 @@ def test_a_bus_that_is_away_or_not_known_is_said() -> None:
         lines = status_lines(status(bus=bus), NOW)
 
         assert lines is not None
-        assert lines[-1] == line
+        assert lines[-2] == line

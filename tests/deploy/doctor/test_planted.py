@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -25,6 +25,7 @@ from deploy.engine.vllm_control import VllmControl
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
+from ingest.judge_watch.state import JudgeState, write_judge_state
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
 from ingest.vllm.watch import EngineWatch
@@ -257,6 +258,27 @@ def test_a_wrong_key_of_the_judge(online: Sidecar, capsys: pytest.CaptureFixture
     assert stop_of(found) == (1, "judging", "judge_key")
     assert "Incorrect API key" in found[1]["diagnoses"][0]["text"]
     assert "wrong-key" not in json.dumps(found[1])
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"), [("rejected", "judge_rejects"), ("away", "judge_away")]
+)
+def test_what_score_saw_of_the_judge_is_told_without_asking_it(
+    sidecar: Sidecar,
+    capsys: pytest.CaptureFixture[str],
+    state: Literal["rejected", "away"],
+    cause: str,
+) -> None:
+    sidecar.score(1.0, 0.0)
+    now = time.time()
+    seen = JudgeState(since=now).fails(now, "401: no such key", until=now, state=state)
+    with closing(Database(sidecar.settings.store.url)) as store, store.write() as session:
+        write_judge_state(session, seen, now=now)
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(found) == (1, "judging", cause)
+    assert "401: no such key" in found[1]["diagnoses"][0]["text"]
 
 
 @pytest.mark.parametrize(

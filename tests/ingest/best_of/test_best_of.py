@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from ingest.best_of.groups import answers_digest
-from ingest.best_of.questions import EXPIRE_S, BestOfJudge
+from ingest.best_of.questions import EXPIRE_S, BestOfJudge, Judged
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
@@ -28,7 +28,9 @@ from ingest.records import ScoredGroup
 from ingest.ruler.judge import Judge, JudgeReply
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import append_answers, load_group, load_scored_group, mark_sampled
+from sidecar.backoff import Backoff
 from sidecar.capture.assemble import assemble
+from sidecar.errors import StoreError
 from sidecar.records import Assignment, RawCapture, Sampling, Timings
 from sidecar.relay.best_of.reply import read_answers
 from sidecar.scoring.wire import Material, NoPick, Pick
@@ -549,13 +551,72 @@ async def test_left_over_scores_are_settled_by_the_sweep(rig: MakeRig) -> None:
 
 
 async def test_a_store_that_is_away_does_not_keep_the_user_waiting(
-    rig: MakeRig, tmp_path: Path
+    rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ingest.best_of.questions.LONGEST_KEPT_S", 0.0)
     one = rig()
     with one.kit.database.write() as session:
         session.connection().exec_driver_sql("DROP TABLE best_of_score")
 
     assert await one.ask() == Pick(index=1, scores=(0.5, 0.9, 0.1))
+
+
+def refuse_to_store(
+    monkeypatch: pytest.MonkeyPatch, one: Rig, times: int = 2**31
+) -> Callable[[], int]:
+    """Have the store refuse scores. Returns: how often it did."""
+    store, refused = one.judge._store, 0
+
+    def locked(judged: Judged) -> None:
+        nonlocal refused
+        if refused < times:
+            refused += 1
+            raise StoreError("database is locked")
+        store(judged)
+
+    monkeypatch.setattr("ingest.store.patience.PAUSES", Backoff(first_s=0.01, last_s=0.01))
+    monkeypatch.setattr(one.judge, "_store", locked)
+    return lambda: refused
+
+
+async def test_scores_that_were_paid_for_are_kept_while_the_store_is_locked(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig()
+    refuse_to_store(monkeypatch, one, times=3)
+
+    assert await one.ask() == Pick(index=1, scores=(0.5, 0.9, 0.1))
+
+    assert one.waiting() == ["e1"]
+
+
+async def test_not_more_scores_are_kept_than_memory_has_room_for(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingest.best_of.questions.MOST_KEPT", 0)
+    one = rig()
+    refused = refuse_to_store(monkeypatch, one, times=1)
+
+    await one.ask()
+
+    assert (refused(), one.waiting()) == (1, [])
+
+
+async def test_a_stop_gives_scores_up_when_the_store_stays_locked(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingest.best_of.questions.STOP_GRACE_S", 0.1)
+    one = rig()
+    refuse_to_store(monkeypatch, one)
+    asking = asyncio.create_task(one.ask())
+    while not one.judge._keeping:
+        await asyncio.sleep(0.005)
+
+    async with asyncio.timeout(20):
+        await one.judge.aclose()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    assert one.waiting() == []
 
 
 STEPS = st.permutations(["ask", "arrive", "choose", "choose", "backlog"])

@@ -242,12 +242,14 @@ async def test_a_group_that_is_told_to_come_back_later_pauses_the_others_once(pl
 
 @pytest.mark.parametrize("refused", ["INSERT", "INSERT INTO judge_call"])
 async def test_a_store_that_refuses_is_not_asked_for_at_full_speed(
-    play: Play, refused: str
+    play: Play, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full while a failure is open; each call costs money.
+    """The disk is full while a failure is open, for longer than a judgement is kept; each call
+    costs money.
 
     refused: every new row, or the judge's replies only, which are larger than the rest.
     """
+    monkeypatch.setattr("ingest.ruler.judging.LONGEST_KEPT_S", 0.0)
     play.refuse = lambda texts: None if "2 + 3" in texts else JudgeUnavailableError("away")
     for number in range(60):
         play.put(f"good{number:03}")

@@ -52,7 +52,8 @@ async def test_a_sigkill_in_the_middle_of_a_call_counts_as_one_attempt(
     database: Database, clock: Clock, judge_kit: JudgeKit, tmp_path: Path
 ) -> None:
     judge_kit.put_group(database, "g1", "good", "bad")
-    server = judge_kit.serve((0, None))  # never answers
+    first = judge_kit.answer_with(judge_kit.score_by_content({}, otherwise=0.5))
+    server = judge_kit.serve(first, (0, None))  # answers the question of the start alone
     config = tmp_path / "sidecar.toml"
     config.write_text(
         f"""[serving]
@@ -68,7 +69,7 @@ api_key = "sk-test"
     )
     arguments = [sys.executable, "-m", "ingest.score", "--config", str(config)]
     with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
-        while not server.requests:
+        while len(server.requests) < 2:
             assert process.poll() is None
             await asyncio.sleep(0.05)
         process.send_signal(signal.SIGKILL)

@@ -10,10 +10,9 @@ import pytest
 import structlog
 
 from ingest.errors import JudgeUnavailableError
+from ingest.judge_watch.state import read_judge_state
 from ingest.ruler.judge import Judge, JudgeReply
-from ingest.ruler.judgements import Judgements
 from ingest.store.groups import claim_groups, load_scored_group
-from ingest.store.troubles import JUDGE_WAITS, read_trouble
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 from support.clock import Clock
@@ -40,9 +39,10 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
         assert judge_kit.status(database, "g1") == ("sampled", None)
         assert await judging.step() == 0  # waits
         with database.read() as session:
-            told = read_trouble(session, JUDGE_WAITS, now=clock.now)
+            told = read_judge_state(session)
         assert told is not None
-        assert "connection refused" in told.why
+        assert (told.state, told.since, told.until) == ("away", 1_000.0, 1_001.0)
+        assert "connection refused" in told.error
         clock.now += 1.0
         assert await judging.step() == 1  # tries another one, in vain, and waits 2 s now
         assert judge_kit.status(database, "g3") == ("sampled", None)
@@ -59,7 +59,9 @@ async def test_an_outage_gives_the_group_back_and_waits_longer_each_time(
         assert await judging.step() == 1  # and g3 from 1008 on
 
     with database.read() as session:
-        assert read_trouble(session, JUDGE_WAITS, now=clock.now) is None
+        told = read_judge_state(session)
+    assert told is not None
+    assert (told.state, told.error_at, told.good_at) == ("works", 1_001.0, 1_006.0)
     assert [judge_kit.status(database, name)[0] for name in ("g1", "g2", "g3")] == ["scored"] * 3
     assert judge_kit.counts(database, "judge_calls") == {"good": 3, "unanswered": 3}
     assert judge_kit.group_row(database, "g1").attempts == 0
@@ -235,24 +237,3 @@ async def test_run_outlives_an_outage_of_judge_and_store(
         stop.set()
         await running
     assert [e["event"] for e in events].count("judging_waits_for_store") == 2
-
-
-async def test_a_judgement_that_cannot_be_stored_is_made_again(
-    database: Database, clock: Clock, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge_kit.put_group(database, "g1", "good", "bad")
-    judging = judge_kit.worker(
-        database, judge_kit.FakeJudge(judge_kit.score_by_content(WORTH)), clock
-    )
-
-    def full(*_: Any) -> None:
-        raise StoreError("disk full")
-
-    with monkeypatch.context() as patched, structlog.testing.capture_logs() as events:
-        patched.setattr(Judgements, "record", full)
-        assert await judging.step() == 1
-    assert [e["event"] for e in events] == ["judgement_not_stored"]
-    assert judge_kit.status(database, "g1")[0] == "sampled"
-    clock.now += 1_000
-    assert await judging.step() == 1
-    assert judge_kit.status(database, "g1")[0] == "scored"

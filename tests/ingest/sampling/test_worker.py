@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from sqlalchemy import text
@@ -17,6 +17,7 @@ from ingest.errors import (
     SamplingError,
 )
 from ingest.grouping.exchangeable import LogprobsMode
+from ingest.judge_watch.state import JudgeState, write_judge_state
 from ingest.records import Group
 from ingest.sampling.budget import count_served, spend_tokens
 from ingest.sampling.worker import SamplingWorker
@@ -530,6 +531,68 @@ async def test_a_share_of_what_users_are_served_waits_for_more_of_it(
     with kit.database.write() as session:
         count_served(session, 1, now=NOON)
     assert await worker.step() == 1
+
+
+def judge_is(kit: Kit, state: Literal["unknown", "works", "away", "rejected"]) -> None:
+    with kit.database.write() as session:
+        known = JudgeState(state=state, since=NOON, error="judge_rejected: 401")
+        write_judge_state(session, known, now=NOON)
+
+
+@pytest.mark.both_stores
+async def test_nothing_is_sampled_for_a_judge_with_a_wrong_key(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    kit.choose(kit.exchange("e1"))
+    sampler = kit.FakeSampler()
+    sampling = make_worker(sampler)
+    judge_is(kit, "rejected")
+
+    assert [await sampling.step() for _ in range(3)] == [0, 0, 0]
+
+    assert sampler.requests == []
+    with kit.database.read() as session:
+        told = read_trouble(session, SAMPLING_WAITS, now=NOON)
+    assert told is not None
+    assert told.why == "the judge rejects every question: judge_rejected: 401"
+    assert kit.counts("sampling_waits") == {"judge_rejected": 1}
+
+    judge_is(kit, "works")
+    assert await sampling.step() == 1
+    with kit.database.read() as session:
+        assert read_trouble(session, SAMPLING_WAITS, now=NOON) is None
+    judge_is(kit, "rejected")
+    assert await sampling.step() == 0
+    assert kit.counts("sampling_waits") == {"judge_rejected": 2}
+
+
+async def test_sampling_waits_in_silence_while_the_judge_is_asked_at_the_start(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    kit.choose(kit.exchange("e1"))
+    sampling = make_worker(kit.FakeSampler())
+    judge_is(kit, "unknown")
+
+    assert await sampling.step() == 0
+
+    assert kit.counts("sampling_waits") == {}
+    judge_is(kit, "works")
+    assert await sampling.step() == 1
+
+
+@pytest.mark.both_stores
+async def test_for_a_judge_that_is_away_sixteen_groups_are_completed_and_no_more(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    kit.choose(*(kit.exchange(f"e{number:02}") for number in range(20)))
+    sampling = make_worker(kit.FakeSampler(), concurrency=1)
+    judge_is(kit, "away")
+
+    done = [await sampling.step() for _ in range(18)]
+
+    assert done == [1] * 16 + [0, 0]
+    assert kit.counts("sampling") == {"sampled": 16}
+    assert kit.counts("sampling_waits") == {"judge_away": 1}
 
 
 @pytest.mark.parametrize("stored", ["'soon'", "5.5", "-1000000", "9e999"])

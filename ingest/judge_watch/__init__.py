@@ -1,0 +1,1 @@
+"""What is known of the judge, for the operator and for sampling."""

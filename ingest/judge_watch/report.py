@@ -1,0 +1,95 @@
+"""Keep what is known of the judge, write it for others, and say on the terminal when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+import structlog
+
+from ingest.judge_watch.state import JudgeState, read_judge_state, write_judge_state
+from sidecar.errors import StoreError
+from sidecar.store.database import Database
+
+CHECK = "check judge.model, api_base, key, params"
+
+log = structlog.get_logger()
+
+
+class JudgeReport:
+    """The state of one worker's judge. It is written by `tell` alone, so none of it is lost while
+    the store is locked."""
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], announce: Callable[[str], None]
+    ) -> None:
+        """announce: tells the operator's terminal."""
+        self._database = database
+        self._clock = clock
+        self._announce = announce
+        self._state = JudgeState(since=clock())
+        self._told: JudgeState | None = self._state
+        """What the store says."""
+        self._announced = False
+
+    async def begin(self) -> None:
+        """The process starts: the judge is asked, and sampling waits for what it answers."""
+        try:
+            self._state = await asyncio.to_thread(self._read)
+        except StoreError as error:
+            log.warning("judge_state_not_read", error=str(error))
+        self._state = self._state.asked(self._clock())
+        self._told = None
+        await self.tell()
+
+    def works(self) -> None:
+        """The judge gives scores. Once that is known, nothing changes."""
+        if self._state.state == "works":
+            return
+        self._state = self._state.works(self._clock())
+        if self._announced:
+            self._announced = False
+            self._announce("judge gives scores again")
+
+    def fails(self, state: Literal["away", "rejected"], why: str, *, until: float) -> None:
+        """The judge gives scores to no group. until: when it is asked again, in Unix seconds."""
+        before = self._state.state
+        self._state = self._state.fails(self._clock(), why, until=until, state=state)
+        if state == "rejected" and before != state:
+            self._say(f"judge rejects every question, so nothing is learned: {why}; {CHECK}")
+        elif before == "unknown":
+            self._say(f"judge gives no scores: {why}; it is asked again and again")
+
+    def failed_once(self, why: str, *, until: float | None) -> None:
+        """One group has no scores. until: the end of the outage that others share, if there is one.
+
+        A judge that rejects every question is not `away`, whatever it does to one group.
+        """
+        if until is None or self._state.state == "rejected":
+            self._state = self._state.erred(self._clock(), why)
+        else:
+            self.fails("away", why, until=until)
+
+    async def tell(self) -> None:
+        """Write the state, if the store does not know it yet. A refusal is logged."""
+        state = self._state
+        if state == self._told:
+            return
+        try:
+            await asyncio.to_thread(self._write, state)
+            self._told = state
+        except StoreError as error:
+            log.warning("judge_state_not_stored", error=str(error))
+
+    def _say(self, line: str) -> None:
+        self._announced = True
+        self._announce(line)
+
+    def _read(self) -> JudgeState:
+        with self._database.read() as session:
+            return read_judge_state(session) or self._state
+
+    def _write(self, state: JudgeState) -> None:
+        with self._database.write(alone=False) as session:
+            write_judge_state(session, state, now=self._clock())

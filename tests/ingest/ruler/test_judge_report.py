@@ -1,0 +1,227 @@
+"""What the operator and sampling are told of a judge that is down or set wrongly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeGarbledError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+)
+from ingest.judge_watch import report
+from ingest.judge_watch.state import JudgeState, read_judge_state
+from ingest.ruler.judging import JudgingWorker
+from sidecar.errors import StoreError
+from sidecar.settings import Judge as JudgeSettings
+from sidecar.store.database import Database, set_flag
+from support.clock import Clock
+from support.fake_judge import FakeJudge, score_by_content
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
+SCORES = score_by_content({}, otherwise=0.5)
+
+
+class Started:
+    """A worker as a scoring process starts it, and what it says on the operator's terminal."""
+
+    def __init__(self, database: Database, judge: FakeJudge, clock: Clock) -> None:
+        self.database = database
+        self.said: list[str] = []
+        self.worker = JudgingWorker(
+            database,
+            judge,
+            JudgeSettings(model="scripted"),
+            clock=clock,
+            announce=self.said.append,
+        )
+
+    @property
+    def state(self) -> JudgeState:
+        with self.database.read() as session:
+            found = read_judge_state(session)
+        assert found is not None
+        return found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        JudgeRejectedError("401: the key is wrong"),
+        JudgeRejectedError("404: no such model"),
+        JudgeGarbledError("<html>: the URL is a web page's"),
+    ],
+)
+async def test_a_wrong_key_model_or_url_is_found_at_the_start_before_any_group(
+    database: Database, clock: Clock, error: Exception
+) -> None:
+    judge = FakeJudge(error)
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+
+    await started.worker.step()
+
+    assert ["2 + 3" in prompt for prompt in judge.prompts] == [True]
+    assert (started.state.state, started.state.error_at) == ("rejected", 1_000.0)
+    assert started.state.good_at is None
+    assert str(error) in started.state.error
+    assert len(started.said) == 1
+    assert str(error) in started.said[0]
+    assert "check judge.model, api_base, key, params" in started.said[0]
+
+
+async def test_a_judge_that_is_down_at_the_start_is_away_and_not_rejected(
+    database: Database, clock: Clock
+) -> None:
+    started = Started(database, FakeJudge(JudgeUnavailableError("connection refused")), clock)
+    await started.worker.begin()
+
+    await started.worker.step()
+
+    assert (started.state.state, started.state.until) == ("away", 1_001.0)
+    assert started.said == [
+        "judge gives no scores: judge_unavailable: connection refused; it is asked again and again"
+    ]
+
+
+async def test_a_judge_that_works_at_the_start_is_no_news(database: Database, clock: Clock) -> None:
+    started = Started(database, FakeJudge(SCORES), clock)
+    await started.worker.begin()
+
+    await started.worker.step()
+
+    assert (started.state.state, started.state.good_at) == ("works", 1_000.0)
+    assert started.said == []
+
+
+async def test_groups_wait_for_the_first_question_to_the_judge(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    for number in range(8):
+        judge_kit.put_group(database, f"g{number}", "good", "bad")
+    judge = FakeJudge(JudgeRejectedError("401"))
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+
+    await started.worker.step()
+
+    assert len(judge.prompts) == 1, "and not one call for each group"
+
+
+async def test_a_judge_that_was_repaired_is_found_again_though_no_group_waits_for_it(
+    database: Database, clock: Clock
+) -> None:
+    """Sampling holds, so no group comes that could show it."""
+    judge = FakeJudge(JudgeRejectedError("401"))
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+    await started.worker.step()
+    judge.script = [SCORES]
+
+    for _ in range(30):
+        clock.now += 1.0
+        await started.worker.step()
+
+    assert started.state.state == "works"
+    assert started.state.error == "judge_rejected: 401", "it was the last"
+    assert started.said[1:] == ["judge gives scores again"]
+    assert len(judge.prompts) == 2
+
+
+async def test_a_judge_that_fails_on_every_group_is_not_rejected_so_that_new_groups_may_prove_it(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    def sums_only(shown: Any) -> str:
+        if not any("2 + 3" in answer["content"] for answer in shown.values()):
+            raise JudgeRejectedError("400: max_tokens")
+        return SCORES(shown)
+
+    for number in range(30):
+        judge_kit.put_group(database, f"g{number}", "good", "bad")
+    started = Started(database, FakeJudge(sums_only), clock)
+    await started.worker.begin()
+
+    for _ in range(10):
+        clock.now += 1.0
+        await started.worker.step()
+
+    assert started.state.state == "away"
+    assert "fails on every group: 400: max_tokens" in started.state.error
+
+
+async def test_a_rate_limit_is_away_until_the_pause_ends(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge_kit.put_group(database, "g1", "good", "bad")
+    busy = JudgeBusyError("429", retry_after_s=20.0)
+    started = Started(database, FakeJudge(SCORES, busy), clock)
+    await started.worker.begin()
+    await started.worker.step()
+
+    await started.worker.step()
+
+    assert (started.state.state, started.state.until) == ("away", 1_020.0)
+    assert (started.state.good_at, started.state.error) == (1_000.0, "judge_busy: 429")
+
+
+async def test_an_error_over_one_group_is_the_last_error_of_a_judge_that_works(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    judge_kit.put_group(database, "g1", "good", "bad")
+    started = Started(database, FakeJudge(SCORES, JudgeUnavailableError("503"), SCORES), clock)
+    await started.worker.begin()
+    await started.worker.step()
+    clock.now += 7.0
+
+    await started.worker.step()
+
+    assert (started.state.state, started.state.since) == ("works", 1_000.0)
+    assert (started.state.error_at, started.state.error) == (1_007.0, "judge_unavailable: 503")
+
+
+async def test_what_is_known_of_the_judge_is_written_once_a_locked_store_is_free(
+    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the store would say `unknown` for ever, and sampling would wait for ever."""
+    started = Started(database, FakeJudge(SCORES), clock)
+    await started.worker.begin()
+
+    def locked(*_: object, **__: object) -> None:
+        raise StoreError("database is locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(report, "write_judge_state", locked)
+        await started.worker.step()
+    before = started.state
+
+    await started.worker.step()
+
+    assert (before.state, started.state.state) == ("unknown", "works")
+
+
+async def test_a_restart_keeps_when_the_judge_was_good_and_forgets_that_it_was_wrong(
+    database: Database, clock: Clock
+) -> None:
+    judge = FakeJudge(SCORES, JudgeRejectedError("401"))
+    started = Started(database, judge, clock)
+    await started.worker.begin()
+    await started.worker.step()
+    clock.now += 60.0
+
+    await Started(database, judge, clock).worker.begin()
+
+    assert (started.state.state, started.state.since) == ("unknown", 1_060.0)
+    assert started.state.good_at == 1_000.0
+
+
+@pytest.mark.parametrize("stored", ["", "{", '{"state": "odd", "since": 1}', '{"state": "works"}'])
+def test_a_damaged_row_tells_nothing_of_the_judge(database: Database, stored: str) -> None:
+    with database.write() as session:
+        set_flag(session, "judge", stored, now=1.0)
+    with database.read() as session:
+        assert read_judge_state(session) is None
