@@ -162,8 +162,7 @@ class Blame:
     def unusable(self) -> bool:
         """Note a group refused for good. Returns: True when no probe is needed to believe it."""
         self._unusable += 1
-        self._open = self._open or self.outage.lasts
-        return self._unusable <= UNUSABLE_IN_A_ROW
+        return self._unusable <= UNUSABLE_IN_A_ROW and not self.outage.lasts
 
     def works(self, now: float) -> Cleared:
         """Note that the judge scored a group, for the first time or again.

@@ -113,6 +113,22 @@ async def test_groups_wait_for_the_first_question_to_the_judge(
     assert len(judge.prompts) == 1, "and not one call for each group"
 
 
+async def test_a_judge_that_wrote_rubbish_at_the_start_sets_no_group_aside(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    for number in range(4):
+        judge_kit.put_group(database, f"g{number}", "good", "bad")
+    started = Started(database, FakeJudge("I like them all"), clock)
+    await started.worker.begin()
+
+    for _ in range(20):
+        await started.worker.step()
+        clock.now += 5.0
+
+    assert started.state.state == "rejected"
+    assert judge_kit.counts(database, "judging") == {}
+
+
 async def test_a_judge_that_was_repaired_is_found_again_though_no_group_waits_for_it(
     database: Database, clock: Clock
 ) -> None:
