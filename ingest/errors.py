@@ -15,7 +15,8 @@ IngestError
 │   ├── JudgeRejectedError          4xx, due to this request or to the settings: send a probe
 │   └── JudgeGarbledError           the reply is no chat completion: send a probe
 ├── JudgeRefusalError (ValueError)  the judge never accepts this request: set the group aside
-└── JudgeReplyError (ValueError)    invalid scores: retry once with the error, then set aside
+├── JudgeReplyError (ValueError)    invalid scores: retry once with the error, then set aside
+└── CalibrationFileError (ValueError)  a file of known scores is malformed: the message says where
 """
 
 from __future__ import annotations
@@ -117,3 +118,7 @@ class JudgeRefusalError(IngestError, ValueError):
 
 class JudgeReplyError(IngestError, ValueError):
     """The judge answered, but not with one valid score for each candidate."""
+
+
+class CalibrationFileError(IngestError, ValueError):
+    """A line is no group with a known order; the message names the line, the field, the remedy."""

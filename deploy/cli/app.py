@@ -24,6 +24,7 @@ from deploy.cli.content.forget import forget
 from deploy.cli.context import admin_client, settings_of
 from deploy.cli.doctor import doctor
 from deploy.cli.groups import groups_app
+from deploy.cli.judge import judge_app
 from deploy.cli.keys import keys_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
 from deploy.cli.store.encryption import store_app
@@ -40,6 +41,7 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
+app.add_typer(judge_app, name="judge")
 app.add_typer(exchanges_app, name="exchanges")
 app.command()(doctor)
 app.add_typer(store_app, name="store")

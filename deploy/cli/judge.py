@@ -1,0 +1,249 @@
+"""`sidecar judge`: how far a judge can be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.cli.context import settings_of
+from deploy.cli.output import Output, note, say, say_json
+
+if TYPE_CHECKING:
+    from ingest.calibration.records import KnownGroup
+    from ingest.calibration.running import Plan
+    from ingest.calibration.summary import Summary
+    from sidecar.settings import Judge, Privacy
+
+judge_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The judge.")
+AT = "@http"
+"""What separates a model from the URL of its server."""
+
+
+@judge_app.callback()
+def _judge() -> None:
+    """Keeps `calibrate` a subcommand: the CLI library would take a single command for the whole."""
+
+
+@judge_app.command("calibrate")
+def judge_calibrate(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="JSON lines with known scores or preferences; default: shipped groups"),
+    ] = None,
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(help="a LiteLLM model, or MODEL@URL; several times; default judge.model"),
+    ] = None,
+    rubric: Annotated[
+        list[Path] | None,
+        typer.Option(help="a file of plain text; several times; default judge.rubric"),
+    ] = None,
+    passes: Annotated[
+        int | None, typer.Option(min=1, max=8, help="calls for a score; default judge.passes")
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(min=1, max=100, help="how often each group is judged anew")
+    ] = 2,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="so many groups of the file, drawn at random")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="draws groups, orders and intervals")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="a folder for the table, the figures and a plot")
+    ] = None,
+    output: Output = "text",
+) -> None:
+    """Compare judges and rubrics with known scores: agreement, position bias, noise, cost."""
+    from ingest.calibration.running import Plan
+    from ingest.calibration.table import table_lines
+    from sidecar.logs import configure_logging
+
+    settings = settings_of(context)
+    configure_logging(settings.telemetry, "judge")  # to stderr: stdout is the table's
+    judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
+    rubrics = _rubrics(rubric or [], settings.judge.rubric)
+    name, groups = _groups(file, limit, seed)
+    plans = {
+        title: Plan(
+            rubric=words,
+            passes=passes or settings.judge.passes,
+            repeats=repeat,
+            concurrency=settings.judge.concurrency,
+            seed=seed,
+        )
+        for title, words in rubrics.items()
+    }
+    if out is not None:
+        _make(out)
+    summaries = asyncio.run(_compare(judges, plans, groups, settings.privacy))
+    plan = next(iter(plans.values()))
+    head = {
+        "file": name,
+        "groups": len(groups),
+        "passes": plan.passes,
+        "repeats": repeat,
+        "seed": seed,
+    }
+    lines = [
+        f"{name}: {len(groups)} groups, each judged {repeat} times by {plan.passes} passes; in "
+        "brackets 95% bootstrap intervals over groups",
+        "",
+        *table_lines(summaries),
+    ]
+    found = _found(head, summaries)
+    if output == "json":
+        say_json(found)
+    else:
+        for line in lines:
+            say(line)
+    if out is not None:
+        _write(out, lines, found, summaries)
+    if any(not one.scored for one in summaries):
+        note("a judge scored no group: see the failures, then `sidecar config check --online`")
+        raise typer.Exit(1)
+
+
+def _named(name: str, configured: Judge) -> tuple[str, Judge]:
+    """What the table calls a judge of the command line, and its settings.
+
+    The configured key, address and parameters are for the configured model, and for other models at
+    the configured address, alone: no key is sent to another provider.
+    """
+    from pydantic import ValidationError
+
+    from sidecar.hiding import hide_in_url
+    from sidecar.settings import Judge
+
+    model, at, address = name.partition(AT)
+    url = f"http{address}" if at else None
+    if not model:
+        raise typer.BadParameter(
+            "there is no judge: set judge.model, or name one (`openai/gpt-4.1-mini`, "
+            "`hosted_vllm/qwen3@http://127.0.0.1:8000/v1`)",
+            param_hint="--judge",
+        )
+    if model == configured.model and url in (None, configured.api_base):
+        return model, configured
+    key = configured.api_key if url is not None and url == configured.api_base else None
+    try:
+        made = Judge(model=model, api_base=url, api_key=key, timeout_s=configured.timeout_s)
+    except ValidationError as error:
+        raise typer.BadParameter(
+            f"{name}: {error.errors()[0]['msg']}", param_hint="--judge"
+        ) from None
+    return f"{model}@{hide_in_url(url)}" if url else model, made
+
+
+def _rubrics(files: list[Path], configured: str) -> dict[str, str]:
+    """The rubrics by the name that the table gives them."""
+    if not files:
+        return {"judge.rubric": configured}
+    found = {}
+    for path in files:
+        try:
+            words = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(
+                f"{path} cannot be read ({error}); name a file of plain text", param_hint="--rubric"
+            ) from None
+        if not words.strip():
+            raise typer.BadParameter(f"{path} is empty", param_hint="--rubric")
+        found[str(path)] = words
+    return found
+
+
+def _groups(file: Path | None, limit: int | None, seed: int) -> tuple[str, list[KnownGroup]]:
+    """The name of the file, and its groups. Raises: CalibrationFileError."""
+    import random
+
+    from ingest.calibration.reading import read_groups
+    from ingest.calibration.shipped import NAME, PATH
+
+    path, name = (PATH, NAME) if file is None else (file, str(file))
+    try:
+        groups = read_groups(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(
+            f"{path} cannot be read ({error}); name a file of JSON lines", param_hint="FILE"
+        ) from None
+    if limit is not None and limit < len(groups):
+        groups = random.Random(seed).sample(groups, limit)
+    return name, groups
+
+
+async def _compare(
+    judges: dict[str, Judge],
+    plans: dict[str, Plan],
+    groups: list[KnownGroup],
+    privacy: Privacy,
+) -> list[Summary]:
+    """Ask one judge after the other, so that none slows another down."""
+    from ingest.calibration.running import judge_groups
+    from ingest.calibration.summary import summarise
+    from ingest.privacy.judge_view import JudgeView
+    from ingest.ruler.judge import LiteLlmJudge
+    from ingest.ruler.prompt import rubric_hash
+
+    view = JudgeView(privacy)
+    opened = {name: LiteLlmJudge(settings) for name, settings in judges.items()}
+    summaries = []
+    try:
+        for name, asked in opened.items():
+            for title, plan in plans.items():
+                calls = len(groups) * plan.repeats * plan.passes
+                note(f"asking {name} with {title}: {calls} calls, {plan.concurrency} at once")
+                runs = await judge_groups(asked, groups, plan, view=view)
+                summaries.append(
+                    summarise(
+                        runs,
+                        judge=name,
+                        rubric=title,
+                        rubric_hash=rubric_hash(plan.rubric),
+                        seed=plan.seed,
+                    )
+                )
+    finally:
+        for asked in opened.values():
+            await asked.aclose()
+    return summaries
+
+
+def _found(head: dict[str, Any], summaries: list[Summary]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**head, "judges": [asdict(one) for one in summaries]}
+
+
+def _make(out: Path) -> None:
+    """Make the folder before the judge is paid."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{out} cannot be made ({error.strerror}); name a folder that can be written",
+            param_hint="--out",
+        ) from None
+
+
+def _write(out: Path, lines: list[str], found: Any, summaries: list[Summary]) -> None:
+    import json
+
+    from ingest.calibration.plot import draw
+    from sidecar.visible import visible
+
+    try:
+        shown = "".join(f"{visible(line)}\n" for line in lines)
+        (out / "calibration.txt").write_text(shown, encoding="utf-8")
+        (out / "calibration.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        try:
+            draw(summaries, out / "calibration.png")
+        except ImportError:
+            note("there is no plot: matplotlib is not installed (`pip install matplotlib`)")
+    except OSError as error:
+        note(f"{out}: cannot be written ({error.strerror}); the figures are above")
+        raise typer.Exit(1) from None
+    note(f"wrote {out}/calibration.*")

@@ -1,0 +1,108 @@
+"""What a judge's scores owe to position and chance. Pure; nothing here knows the true order.
+
+The orders in which answers are shown are drawn at random, so a judge without a position bias gives
+every position the same mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from ingest.calibration.agreement import kendall_tau
+from ingest.calibration.records import Pass, Run
+
+Parts = list[tuple[float, float]]
+"""(numerator, denominator) of each group, for `over_groups`."""
+
+
+def position_parts(by_group: Iterable[Sequence[Run]]) -> list[Parts]:
+    """Return, for each position shown, the parts of the mean deviation of its scores.
+
+    A deviation is the score at the position minus the mean over the positions of the same pass.
+    """
+    found: list[Parts] = []
+    for runs in by_group:
+        rows = [_by_position(one) for run in runs for one in run.passes]
+        for position in range(len(rows[0]) if rows else 0):
+            off = [row[position] - sum(row) / len(row) for row in rows]
+            if position == len(found):
+                found.append([])
+            found[position].append((sum(off), len(off)))
+    return found
+
+
+def first_minus_last_parts(by_group: Iterable[Sequence[Run]]) -> Parts:
+    """Return the parts of the mean score at the first position minus that at the last one.
+
+    Over an order and its reverse the qualities of the answers cancel out.
+    """
+    parts: Parts = []
+    for runs in by_group:
+        rows = [_by_position(one) for run in runs for one in run.passes]
+        if rows and len(rows[0]) > 1:
+            parts.append((sum(row[0] - row[-1] for row in rows), len(rows)))
+    return parts
+
+
+def flip_parts(by_group: Iterable[Sequence[Run]]) -> Parts:
+    """Return the parts of the share of pairs whose order turns round when the order shown does.
+
+    A pair that one of the two passes ties is compared, and is no flip.
+    """
+    parts: Parts = []
+    for runs in by_group:
+        couples = [
+            (run.passes[k].scores, run.passes[k + 1].scores)
+            for run in runs
+            for k in range(0, len(run.passes) - 1, 2)
+        ]
+        flips = [
+            (a[i] - a[j]) * (b[i] - b[j]) < 0
+            for a, b in couples
+            for i, j in combinations(range(len(a)), 2)
+        ]
+        if flips:
+            parts.append((sum(flips), len(flips)))
+    return parts
+
+
+def repeat_parts(by_group: Iterable[Sequence[Run]]) -> Parts:
+    """Return the parts of the mean tau-b between repeated runs of a group.
+
+    A group that no run of a couple puts in any order is left out.
+    """
+    parts: Parts = []
+    for runs in by_group:
+        taus = [_agreement(a.scores, b.scores) for a, b in combinations(runs, 2)]
+        known = [tau for tau in taus if tau is not None]
+        if known:
+            parts.append((sum(known), len(known)))
+    return parts
+
+
+def noise_sd(by_group: Iterable[Sequence[Run]]) -> float | None:
+    """Return the standard deviation of an answer's score between repeated runs, pooled.
+
+    Returns: None when no group was judged twice. Divisor: repeats - 1.
+    """
+    squares = 0.0
+    freedom = 0
+    for runs in by_group:
+        for column in zip(*(run.scores for run in runs), strict=True):
+            mean = sum(column) / len(column)
+            squares += sum((score - mean) ** 2 for score in column)
+            freedom += len(column) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def _agreement(a: Sequence[float], b: Sequence[float]) -> float | None:
+    tau = kendall_tau(a, b)
+    return kendall_tau(b, a) if tau is None else tau
+
+
+def _by_position(one: Pass) -> list[float]:
+    """Return the scores in the order shown; identical answers share one place."""
+    shown = dict(zip(one.positions, one.scores, strict=True))
+    return [shown[position] for position in sorted(shown)]

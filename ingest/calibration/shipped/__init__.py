@@ -1,0 +1,13 @@
+"""The groups that `sidecar judge calibrate` takes when no file is named.
+
+`groups.jsonl` is written by `python -m ingest.calibration.shipped` from the hand-written texts of
+this package, by the rules of `rules.py`. A test writes it anew and compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PATH = Path(__file__).with_name("groups.jsonl")
+NAME = "the shipped groups"
+"""What errors and results call the file."""

@@ -1,0 +1,17 @@
+"""Write `groups.jsonl`: python -m ingest.calibration.shipped"""
+
+from __future__ import annotations
+
+import json
+
+from ingest.calibration.shipped import PATH, figures, questions, refunds, tool_use
+
+
+def shipped_text() -> str:
+    """Return the content of the file."""
+    made = [*refunds.cases(), *questions.cases(), *tool_use.cases(), *figures.cases()]
+    return "".join(f"{json.dumps(one)}\n" for one in made)
+
+
+if __name__ == "__main__":
+    PATH.write_text(shipped_text(), encoding="utf-8")
