@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 judge_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The judge.")
 AT = "@http"
 """What separates a model from the URL of its server."""
-
-
-@judge_app.callback()
-def _judge() -> None:
-    """Keeps `calibrate` a subcommand: the CLI library would take a single command for the whole."""
 
 
 @judge_app.command("calibrate")
@@ -63,38 +59,31 @@ def judge_calibrate(
     from sidecar.logs import configure_logging
 
     settings = settings_of(context)
-    configure_logging(settings.telemetry, "judge")  # to stderr: stdout is the table's
     judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
     rubrics = _rubrics(rubric or [], settings.judge.rubric)
     name, groups = _groups(file, limit, seed)
-    plans = {
-        title: Plan(
-            rubric=words,
-            passes=passes or settings.judge.passes,
-            repeats=repeat,
-            concurrency=settings.judge.concurrency,
-            seed=seed,
-        )
-        for title, words in rubrics.items()
-    }
+    plan = Plan(
+        passes=passes or settings.judge.passes,
+        repeats=repeat,
+        concurrency=settings.judge.concurrency,
+        seed=seed,
+    )
     if out is not None:
         _make(out)
-    summaries = asyncio.run(_compare(judges, plans, groups, settings.privacy))
-    plan = next(iter(plans.values()))
-    head = {
-        "file": name,
-        "groups": len(groups),
-        "passes": plan.passes,
-        "repeats": repeat,
-        "seed": seed,
-    }
+    configure_logging(settings.telemetry, "judge")  # to stderr: stdout is the table's
+    summaries = asyncio.run(_compare(judges, rubrics, groups, plan, settings.privacy))
     lines = [
-        f"{name}: {len(groups)} groups, each judged {repeat} times by {plan.passes} passes; in "
-        "brackets 95% bootstrap intervals over groups",
+        f"{name}: {len(groups)} groups, {repeat} x {plan.passes} calls each; in brackets 95% "
+        "bootstrap intervals over groups",
         "",
         *table_lines(summaries),
     ]
-    found = _found(head, summaries)
+    found = {
+        "file": name,
+        "groups": len(groups),
+        **asdict(plan),
+        "judges": [asdict(one) for one in summaries],
+    }
     if output == "json":
         say_json(found)
     else:
@@ -177,8 +166,9 @@ def _groups(file: Path | None, limit: int | None, seed: int) -> tuple[str, list[
 
 async def _compare(
     judges: dict[str, Judge],
-    plans: dict[str, Plan],
+    rubrics: dict[str, str],
     groups: list[KnownGroup],
+    plan: Plan,
     privacy: Privacy,
 ) -> list[Summary]:
     """Ask one judge after the other, so that none slows another down."""
@@ -193,16 +183,16 @@ async def _compare(
     summaries = []
     try:
         for name, asked in opened.items():
-            for title, plan in plans.items():
+            for title, rubric in rubrics.items():
                 calls = len(groups) * plan.repeats * plan.passes
                 note(f"asking {name} with {title}: {calls} calls, {plan.concurrency} at once")
-                runs = await judge_groups(asked, groups, plan, view=view)
+                runs = await judge_groups(asked, groups, plan, rubric=rubric, view=view)
                 summaries.append(
                     summarise(
                         runs,
                         judge=name,
                         rubric=title,
-                        rubric_hash=rubric_hash(plan.rubric),
+                        rubric_hash=rubric_hash(rubric),
                         seed=plan.seed,
                     )
                 )
@@ -210,12 +200,6 @@ async def _compare(
         for asked in opened.values():
             await asked.aclose()
     return summaries
-
-
-def _found(head: dict[str, Any], summaries: list[Summary]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {**head, "judges": [asdict(one) for one in summaries]}
 
 
 def _make(out: Path) -> None:

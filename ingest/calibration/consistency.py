@@ -1,7 +1,10 @@
 """What a judge's scores owe to position and chance. Pure; nothing here knows the true order.
 
-The orders in which answers are shown are drawn at random, so a judge without a position bias gives
-every position the same mean.
+Position bias is measured on each answer against itself: its score at a position minus what the
+judge gives the same answer in the other repeats of the group, where it stands at random positions.
+So the quality of the answers, which is what they differ by most, is no part of it. Without other
+repeats the mean of the run's own passes takes their place; that of an order and its reverse cannot
+show a bias which is the same at both ends.
 """
 
 from __future__ import annotations
@@ -11,37 +14,30 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 from ingest.calibration.agreement import kendall_tau
-from ingest.calibration.records import Pass, Run
+from ingest.calibration.records import Run
 
 Parts = list[tuple[float, float]]
 """(numerator, denominator) of each group, for `over_groups`."""
 
 
 def position_parts(by_group: Iterable[Sequence[Run]]) -> list[Parts]:
-    """Return, for each position shown, the parts of the mean deviation of its scores.
-
-    A deviation is the score at the position minus the mean over the positions of the same pass.
-    """
+    """Return, for each position shown, the parts of the mean score above expectation."""
     found: list[Parts] = []
     for runs in by_group:
-        rows = [_by_position(one) for run in runs for one in run.passes]
+        rows = _above_expectation(runs)
         for position in range(len(rows[0]) if rows else 0):
-            off = [row[position] - sum(row) / len(row) for row in rows]
             if position == len(found):
                 found.append([])
-            found[position].append((sum(off), len(off)))
+            found[position].append((sum(row[position] for row in rows), len(rows)))
     return found
 
 
 def first_minus_last_parts(by_group: Iterable[Sequence[Run]]) -> Parts:
-    """Return the parts of the mean score at the first position minus that at the last one.
-
-    Over an order and its reverse the qualities of the answers cancel out.
-    """
+    """Return the parts of the mean score above expectation at the first position minus the last."""
     parts: Parts = []
     for runs in by_group:
-        rows = [_by_position(one) for run in runs for one in run.passes]
-        if rows and len(rows[0]) > 1:
+        rows = _above_expectation(runs)
+        if rows:
             parts.append((sum(row[0] - row[-1] for row in rows), len(rows)))
     return parts
 
@@ -102,7 +98,19 @@ def _agreement(a: Sequence[float], b: Sequence[float]) -> float | None:
     return kendall_tau(b, a) if tau is None else tau
 
 
-def _by_position(one: Pass) -> list[float]:
-    """Return the scores in the order shown; identical answers share one place."""
-    shown = dict(zip(one.positions, one.scores, strict=True))
-    return [shown[position] for position in sorted(shown)]
+def _above_expectation(runs: Sequence[Run]) -> list[list[float]]:
+    """Return, for each pass, the scores by position shown minus those to expect.
+
+    Empty for a single pass: there is nothing to expect from. Identical answers share one position.
+    """
+    if sum(len(run.passes) for run in runs) < 2:
+        return []
+    rows = []
+    for run in runs:
+        others = [other.scores for other in runs if other is not run] or [run.scores]
+        expected = [sum(column) / len(others) for column in zip(*others, strict=True)]
+        for one in run.passes:
+            off = [score - mean for score, mean in zip(one.scores, expected, strict=True)]
+            shown = dict(zip(one.positions, off, strict=True))
+            rows.append([shown[position] for position in sorted(shown)])
+    return rows

@@ -19,9 +19,9 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     """
     from matplotlib.figure import Figure  # without pyplot: no backend is chosen
 
-    figure = Figure(figsize=(11, 2.6 + 0.4 * len(summaries)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 3 + 0.4 * len(summaries)), dpi=120, layout="constrained")
     agreement, positions = figure.subplots(1, 2)
-    names = [f"{one.judge}\n{one.rubric}" for one in summaries]
+    names = [f"[{k}] {one.judge}\n{one.rubric}" for k, one in enumerate(summaries, 1)]
     for offset, label, color, found in (
         (-0.12, "pairs right", "#1f6f8b", [one.pairs_right for one in summaries]),
         (0.12, "tau-b", "#c8553d", [one.tau for one in summaries]),
@@ -42,16 +42,16 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     agreement.set_ylim(len(names) - 0.5, -0.5)
     agreement.set_title("agreement with the known order (dotted: by chance)", fontsize=9)
     agreement.legend(fontsize=8)
-    for one in summaries:
+    for number, one in enumerate(summaries, 1):
         places = range(1, len(one.by_position) + 1)
         values = [each.value for each in one.by_position]
-        label = f"{one.judge}, {one.rubric}"
+        label = f"[{number}]"
         positions.errorbar(
             places, values, yerr=_bars(one.by_position), marker="o", capsize=3, label=label
         )
     positions.axhline(0, color="#555", linewidth=1)
     positions.set_xlabel("position shown")
-    positions.set_title("score minus the mean of its pass (0: no position bias)", fontsize=9)
+    positions.set_title("score above that of the same answers elsewhere (0: no bias)", fontsize=9)
     positions.legend(fontsize=8)
     figure.savefig(path)
 

@@ -87,6 +87,9 @@ class Run:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """[G] means over the passes: what the product would take."""
+        """[G] means over the passes: what the product would take.
+
+        Rounded, so that equal means of other orders of summation are equal.
+        """
         columns = zip(*(one.scores for one in self.passes), strict=True)
-        return tuple(sum(column) / len(self.passes) for column in columns)
+        return tuple(round(sum(column) / len(self.passes), 9) for column in columns)

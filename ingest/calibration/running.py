@@ -45,7 +45,6 @@ Sleep = Callable[[float], Awaitable[object]]
 class Plan:
     """How the groups are judged."""
 
-    rubric: str
     passes: int
     repeats: int
     """How often each group is judged anew, in other orders."""
@@ -61,14 +60,16 @@ async def judge_groups(
     groups: Sequence[KnownGroup],
     plan: Plan,
     *,
+    rubric: str,
     view: JudgeView | None = None,
     sleep: Sleep = asyncio.sleep,
 ) -> list[Run]:
     """Judge every group `plan.repeats` times.
 
-    view: as for `score_answers`. sleep: for tests.
+    rubric, view: as for `score_answers`. sleep: for tests.
     Returns: one run for each group and repeat, failed ones too.
     """
+    ask = _Asking(judge=judge, rubric=rubric, view=view, sleep=sleep)
     gate = asyncio.Semaphore(plan.concurrency)
     done: list[Run] = []
 
@@ -76,37 +77,29 @@ async def judge_groups(
         async with gate:
             if len(done) >= GIVE_UP_AFTER and all(run.failure is not None for run in done):
                 return Run(group=group, repeat=repeat, passes=(), failure=GIVEN_UP)
-            done.append(await _judge(judge, group, plan, repeat, view, sleep))
+            done.append(await _judge(ask, group, plan, repeat))
             return done[-1]
 
     wanted = [one(group, repeat) for group in groups for repeat in range(plan.repeats)]
     return list(await asyncio.gather(*wanted))
 
 
-async def _judge(
-    judge: Judge,
-    group: KnownGroup,
-    plan: Plan,
-    repeat: int,
-    view: JudgeView | None,
-    sleep: Sleep,
-) -> Run:
+async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Run:
     calls: list[JudgeCall] = []
     passes: list[Pass] = []
     failure = None
     detail = ""
     rng = random.Random(f"{plan.seed}/{group.group_id}/{repeat}")
-    distinct, place_of = merge_identical([one.message for one in group.candidates])
-    order = list(range(len(distinct)))
     try:
+        distinct, place_of = merge_identical([one.message for one in group.candidates])
+        order = list(range(len(distinct)))
         for number in range(plan.passes):
             if number % 2:
                 order.reverse()
             else:
                 rng.shuffle(order)
-            scores = await _score(
-                judge, group, plan.rubric, distinct, order, rng, calls.append, view, sleep
-            )
+            seed = rng.getrandbits(SEED_BITS)
+            scores = await ask(group, distinct, order, seed, calls.append)
             shown_at = {answer: position for position, answer in enumerate(order)}
             passes.append(
                 Pass(
@@ -140,41 +133,48 @@ async def _judge(
     )
 
 
-async def _score(
-    judge: Judge,
-    group: KnownGroup,
-    rubric: str,
-    answers: Sequence[Mapping[str, Any]],
-    order: Sequence[int],
-    rng: random.Random,
-    on_call: Callable[[JudgeCall], None],
-    view: JudgeView | None,
-    sleep: Sleep,
-) -> dict[int, float]:
-    """Show the answers in this order, and return the score of each by its index in `answers`."""
-    seed = rng.getrandbits(SEED_BITS)
-    places = arranged(order, seed)
-    for attempt in range(1, LIMIT_TRIES + 1):
-        try:
-            judged = await score_answers(
-                judge,
-                context=group.context,
-                tools=group.tools,
-                answers=[answers[place] for place in places],
-                rubric=rubric,
-                passes=1,
-                seed=seed,
-                on_call=on_call,
-                subject=group.group_id,
-                view=view,
-            )
-            return dict(zip(places, judged.scores, strict=True))
-        except JudgeBusyError as error:
-            if attempt == LIMIT_TRIES:
-                raise
-            asked_s = min(error.retry_after_s, LONGEST_RETRY_AFTER_S)
-        await sleep(max(asked_s, LIMIT_WAITS.wait_s(attempt)))
-    raise AssertionError("the last attempt returns or raises")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asking:
+    """Asks the judge about one order of answers; waits for rate limits."""
+
+    judge: Judge
+    rubric: str
+    view: JudgeView | None
+    sleep: Sleep
+
+    async def __call__(
+        self,
+        group: KnownGroup,
+        answers: Sequence[Mapping[str, Any]],
+        order: Sequence[int],
+        seed: int,
+        on_call: Callable[[JudgeCall], None],
+    ) -> dict[int, float]:
+        """Show the answers in this order. Returns: the score of each by its index in `answers`."""
+        places = arranged(order, seed)
+        attempt = 1
+        while True:
+            try:
+                judged = await score_answers(
+                    self.judge,
+                    context=group.context,
+                    tools=group.tools,
+                    answers=[answers[place] for place in places],
+                    rubric=self.rubric,
+                    passes=1,
+                    seed=seed,
+                    on_call=on_call,
+                    subject=group.group_id,
+                    view=self.view,
+                )
+            except JudgeBusyError as error:
+                if attempt == LIMIT_TRIES:
+                    raise
+                asked_s = min(error.retry_after_s, LONGEST_RETRY_AFTER_S)
+            else:
+                return dict(zip(places, judged.scores, strict=True))
+            await self.sleep(max(asked_s, LIMIT_WAITS.wait_s(attempt)))
+            attempt += 1
 
 
 def arranged(order: Sequence[int], seed: int) -> list[int]:

@@ -47,9 +47,9 @@ class Summary:
     pairs_right: Interval | None
     """Share of pairs of known order that the scores put right; a tie is half right."""
     first_minus_last: Interval | None
-    """Mean score at the first position minus that at the last."""
+    """Mean score at the first position minus that at the last, of the same answers."""
     by_position: tuple[Interval, ...]
-    """For each position, the mean deviation from the mean of the pass; 0 without a bias."""
+    """For each position, the mean score above what the same answers get elsewhere."""
     flips: Interval | None
     """Share of pairs whose order turns round when the order shown does."""
     repeat_tau: Interval | None

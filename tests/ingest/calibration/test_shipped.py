@@ -1,0 +1,93 @@
+"""The shipped groups: as their rules make them, and sound."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ingest.calibration.reading import read_groups
+from ingest.calibration.records import KnownGroup
+from ingest.calibration.shipped import NAME, PATH
+from ingest.calibration.shipped.__main__ import shipped_text
+from ingest.calibration.shipped.rules import SCORES
+from ingest.privacy.judge_view import View, default_view
+from ingest.ruler.ruler import merge_identical
+
+GROUPS = read_groups(PATH.read_text(encoding="utf-8"), NAME)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_file_is_what_its_rules_write() -> None:
+    assert PATH.read_text(encoding="utf-8") == shipped_text(), (
+        "run `python -m ingest.calibration.shipped`"
+    )
+
+
+def test_there_are_enough_groups_of_enough_kinds() -> None:
+    tasks = Counter(group.task for group in GROUPS)
+
+    assert len(GROUPS) == 70
+    assert len(tasks) == 9
+    assert min(tasks.values()) >= 6
+    assert tasks["refund question"] == tasks["refund decision"] == 8
+    assert sum(bool(group.tools) for group in GROUPS) == 16
+    assert sum(len(group.context) > 2 for group in GROUPS) >= 16
+    assert {one.kind for group in GROUPS for one in group.candidates} == set(SCORES)
+
+
+def test_the_refund_questions_have_the_scores_of_the_write_ups() -> None:
+    for group in GROUPS:
+        if group.task == "refund question":
+            scores = {one.kind: one.score for one in group.candidates}
+            assert (scores["faithful"], scores["verbose"]) == (0.98, 0.96)
+            assert (scores["hallucinated"], scores["ignoring"]) == (0.20, 0.05)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.group_id)
+def test_a_group_has_one_best_answer_and_no_two_alike(group: KnownGroup) -> None:
+    messages = [one.message for one in group.candidates]
+    kinds = [one.kind for one in group.candidates]
+
+    assert len(merge_identical(messages)[0]) == len(messages)
+    assert kinds.count("faithful") == 1
+    assert {better for better, worse in group.pairs if kinds[worse] == "verbose"} <= {
+        kinds.index("faithful")
+    }
+    assert 4 <= len(messages) <= 8
+
+
+def test_nothing_in_them_is_hidden_from_the_judge() -> None:
+    for group in GROUPS:
+        answers = [one.message for one in group.candidates]
+        whole = View(context=list(group.context), tools=list(group.tools), answers=answers)
+        assert default_view()(whole) == whole, group.group_id
+
+
+def test_malformed_calls_cannot_be_used_and_all_others_can() -> None:
+    for group in GROUPS:
+        required = {
+            tool["function"]["name"]: set(tool["function"]["parameters"]["required"])
+            for tool in group.tools
+        }
+        for one in group.candidates:
+            for call in one.message.get("tool_calls", ()):
+                usable = _usable(call["function"]["arguments"], required[call["function"]["name"]])
+                assert usable == (one.kind != "malformed_call"), (group.group_id, one.kind)
+
+
+def _usable(arguments: str, required: set[str]) -> bool:
+    try:
+        return set(json.loads(arguments)) == required
+    except ValueError:
+        return False
+
+
+def test_a_wheel_has_the_file() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+    patterns = settings["tool"]["setuptools"]["package-data"]["*"]
+    assert any(PATH.match(pattern) for pattern in patterns)
