@@ -40,7 +40,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     agreement.axvline(0, color="#c8553d", linestyle=":", linewidth=1)
     agreement.set_yticks(range(len(names)), names)
     agreement.set_ylim(len(names) - 0.5, -0.5)
-    agreement.set_title("agreement with the known order (dotted: by chance)", fontsize=9)
+    agreement.set_title("agreement with the known order (dotted: chance)", fontsize=9)
     agreement.legend(fontsize=8)
     for number, one in enumerate(summaries, 1):
         places = range(1, len(one.by_position) + 1)
@@ -51,7 +51,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
         )
     positions.axhline(0, color="#555", linewidth=1)
     positions.set_xlabel("position shown")
-    positions.set_title("score above that of the same answers elsewhere (0: no bias)", fontsize=9)
+    positions.set_title("score above the same answers elsewhere", fontsize=9)
     positions.legend(fontsize=8)
     figure.savefig(path)
 

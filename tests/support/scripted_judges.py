@@ -7,7 +7,8 @@ The name of the model says how it judges:
     random    any score
     rubbish   three replies of ten are no scores; the others are honest
 
-Chance is drawn from the conversation, so the same conversation gets the same reply.
+Chance is drawn from the answers in their order and from whether it is a retry, so the same question
+gets the same reply, in whatever words it is asked.
 
     python -m support.scripted_judges      serves the shipped groups, and prints its address
 """
@@ -35,13 +36,13 @@ BIAS = 0.4
 
 def judged(model: str, truth: Mapping[str, float], messages: Sequence[Mapping[str, str]]) -> str:
     """The reply's text. truth: key of an answer (`key_of`) -> known score, 0..1."""
-    rng = random.Random(f"{model} {[message['content'] for message in messages]}")
-    if model == "rubbish" and rng.random() < 0.3:
-        return "They are all fine in their own way."
     prompt = messages[1]["content"]
     (conversation,) = CONVERSATION.findall(prompt)
     context = [json.loads(line) for line in conversation.split("\n")]
     shown = [(name, key_of(context, json.loads(body))) for name, body in ANSWER.findall(prompt)]
+    rng = random.Random(f"{model} {len(messages)} {[key for _, key in shown]}")
+    if model == "rubbish" and rng.random() < 0.3:
+        return "They are all fine in their own way."
     scores: list[dict[str, Any]] = []
     for position, (name, key) in enumerate(shown):
         score = rng.random() if model == "random" else truth[key]
