@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,6 +58,7 @@ def judge_calibrate(
     from ingest.calibration.running import Plan
     from ingest.calibration.table import table_lines
     from sidecar.logs import configure_logging
+    from sidecar.processes.interrupt import INTERRUPTED
 
     settings = settings_of(context)
     judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
@@ -71,7 +73,13 @@ def judge_calibrate(
     if out is not None:
         _make(out)
     configure_logging(settings.telemetry, "judge")  # to stderr: stdout is the table's
-    summaries = asyncio.run(_compare(judges, rubrics, groups, plan, settings.privacy))
+    # With Python's own handler asyncio takes Ctrl-C: it cancels the calls before the command ends.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        summaries = asyncio.run(_compare(judges, rubrics, groups, plan, settings.privacy))
+    except KeyboardInterrupt:
+        note("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
     lines = [
         f"{name}: {len(groups)} groups, {repeat} x {plan.passes} calls each; in brackets 95% "
         "bootstrap intervals over groups",

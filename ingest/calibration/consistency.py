@@ -15,6 +15,7 @@ from itertools import combinations
 
 from ingest.calibration.agreement import kendall_tau
 from ingest.calibration.records import Run
+from ingest.ruler.ruler import measure_disagreement
 
 Parts = list[tuple[float, float]]
 """(numerator, denominator) of each group, for `over_groups`."""
@@ -49,18 +50,14 @@ def flip_parts(by_group: Iterable[Sequence[Run]]) -> Parts:
     """
     parts: Parts = []
     for runs in by_group:
-        couples = [
-            (run.passes[k].scores, run.passes[k + 1].scores)
+        compared = [
+            measure_disagreement([one.scores for one in run.passes[k : k + 2]], ())
             for run in runs
-            for k in range(0, len(run.passes) - 1, 2)
+            for k in range(0, len(run.passes), 2)
         ]
-        flips = [
-            (a[i] - a[j]) * (b[i] - b[j]) < 0
-            for a, b in couples
-            for i, j in combinations(range(len(a)), 2)
-        ]
-        if flips:
-            parts.append((sum(flips), len(flips)))
+        flipped = [one.flipped for one in compared if one is not None]
+        if flipped:
+            parts.append((sum(flipped), len(flipped)))
     return parts
 
 

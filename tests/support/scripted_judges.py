@@ -70,9 +70,13 @@ def key_of(context: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> st
 class ScriptedJudges:
     """The server."""
 
-    def __init__(self, truth: Mapping[str, float], port: int = 0) -> None:
+    def __init__(self, truth: Mapping[str, float]) -> None:
+        asked = self.asked = threading.Event()
+        """Set by the first question."""
+
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                asked.set()
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 data = json.dumps(_completion(body, truth)).encode()
                 self.send_response(200)
@@ -84,7 +88,7 @@ class ScriptedJudges:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
         self._thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from deploy.cli.main import main
 from sidecar.settings import Judge
 from support.scripted_judges import BIAS, ScriptedJudges, shipped_truth
 
+ROOT = Path(__file__).resolve().parents[3]
 GROUPS = 36
 """Of the shipped ones, to be quick."""
 
@@ -30,16 +32,23 @@ def judges() -> Iterator[ScriptedJudges]:
     server.close()
 
 
-def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own: it imports LiteLLM and sets up logging."""
-    return subprocess.run(
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command in a process of its own: it imports LiteLLM and sets up logging."""
+    return subprocess.Popen(
         [sys.executable, "-P", "-m", "deploy.cli.main", "judge", "calibrate", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+
+
+def calibrate(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run the command. Returns: exit code, standard output, standard error."""
+    process = start(folder, *arguments)
+    out, errors = process.communicate()
+    return process.returncode, out, errors
 
 
 def named(judges: ScriptedJudges, *names: str) -> list[str]:
@@ -50,10 +59,10 @@ def test_the_figures_tell_the_judges_apart(judges: ScriptedJudges, tmp_path: Pat
     who = named(judges, "honest", "biased", "random", "rubbish")
     options = ("--passes", "2", "--limit", str(GROUPS), "--out", "made/here", "-o", "json")
 
-    done = calibrate(tmp_path, *who, *options)
+    code, out, errors = calibrate(tmp_path, *who, *options)
 
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert code == 0, errors
+    found = json.loads(out)
     honest, biased, random, rubbish = found["judges"]
     assert (found["groups"], found["passes"], found["repeats"]) == (GROUPS, 2, 2)
     assert all(one["runs"] == 2 * GROUPS for one in found["judges"])
@@ -92,10 +101,12 @@ def test_one_pass_leaves_the_bias_in_the_scores_and_rubrics_stand_side_by_side(
         (tmp_path / name).write_text(f"Be {name}.")
     rubrics = ("--rubric", "plain", "--rubric", "strict")
 
-    done = calibrate(tmp_path, *named(judges, "biased"), *rubrics, "--passes", "1", "-o", "json")
+    code, out, errors = calibrate(
+        tmp_path, *named(judges, "biased"), *rubrics, "--passes", "1", "-o", "json"
+    )
 
-    assert done.returncode == 0, done.stderr
-    plain, strict = json.loads(done.stdout)["judges"]
+    assert code == 0, errors
+    plain, strict = json.loads(out)["judges"]
     assert (plain["rubric"], strict["rubric"]) == ("plain", "strict")
     assert plain["rubric_hash"] != strict["rubric_hash"]
     assert plain["pairs_right"] == strict["pairs_right"]  # this judge reads no rubric
@@ -105,16 +116,27 @@ def test_one_pass_leaves_the_bias_in_the_scores_and_rubrics_stand_side_by_side(
 
 
 def test_a_judge_that_cannot_be_reached_ends_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    done = calibrate(tmp_path, "--judge", "hosted_vllm/gone@http://127.0.0.1:9/v1")
+    code, out, errors = calibrate(tmp_path, "--judge", "hosted_vllm/gone@http://127.0.0.1:9/v1")
 
-    assert done.returncode == 1
-    counts = re.findall(r"(\d+) runs failed: (\w+)", done.stdout)
+    assert code == 1
+    counts = re.findall(r"(\d+) runs failed: (\w+)", out)
     failed = {reason: int(count) for count, reason in counts}
     assert failed["judge_unavailable"] < 20  # those in flight when the tenth had failed
     assert sum(failed.values()) == 140
-    assert "tau-b)        -" in done.stdout
-    assert done.stderr.splitlines()[-1].startswith("sidecar: a judge scored no group")
-    assert "Traceback" not in done.stderr
+    assert "tau-b)        -" in out
+    assert errors.splitlines()[-1].startswith("sidecar: a judge scored no group")
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_ends_it_with_one_line(judges: ScriptedJudges, tmp_path: Path) -> None:
+    process = start(tmp_path, *named(judges, "honest"), "--repeat", "100")
+    assert judges.asked.wait(60)
+    process.send_signal(signal.SIGINT)
+
+    out, errors = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (130, "")
+    assert errors.splitlines()[1:] == ["sidecar: interrupted"]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_judge_that_gives_an_answer_one_score_everywhere_has_no_bias_whatever_
     two = run(([0.9, 0.5, 0.1], [0, 2, 1]), repeat=1)
 
     assert first_minus_last_parts([[one, two]]) == [(0.0, 2)]
-    assert means(position_parts([[one]])) == first_minus_last_parts([[one]]) == []
+    assert (position_parts([[one]]), first_minus_last_parts([[one]])) == ([], [])
 
 
 def test_a_smaller_group_has_no_say_in_later_positions() -> None:
@@ -102,15 +102,16 @@ def test_a_flip_is_a_pair_whose_order_turns_round_with_the_order_shown() -> None
     back = ([0.4, 0.5, 0.5 - 0.5], [2, 1, 0])
     tied = ([0.4, 0.4, 0.4], [0, 1, 2])
 
-    assert flip_parts([[run(there, back)]]) == [(1, 3)]
-    assert flip_parts([[run(there, tied)]]) == [(0, 3)]
+    assert flip_parts([[run(there, back)]]) == [(1 / 3, 1)]
+    assert flip_parts([[run(there, tied)]]) == [(0.0, 1)]
     assert flip_parts([[run(there)]]) == []
 
 
 def test_passes_are_compared_in_pairs() -> None:
     up, down = ([0.9, 0.1], [0, 1]), ([0.1, 0.9], [1, 0])
 
-    assert flip_parts([[run(up, down, up, up)]]) == [(1, 2)]
+    assert flip_parts([[run(up, down, up, up)]]) == [(1.0, 2)]
+    assert flip_parts([[run(up, down, up)]]) == [(1.0, 1)]  # the third has no reverse
 
 
 def test_repeats_agree_by_the_order_of_their_means() -> None:
