@@ -239,6 +239,29 @@ async def test_a_call_without_a_price_leaves_the_cost_unknown() -> None:
     assert (found.tokens_per_group, found.seconds_per_group) == (220, 1.0)
 
 
+async def test_the_cost_of_a_group_is_that_of_a_run_with_its_retries() -> None:
+    replies = iter(["no scores"])
+    judge = Scripted(lambda shown: next(replies, None) or by_content(shown))
+
+    found = _sum_up(await judge_all(judge, [group("x"), group("y")], plan(concurrency=1)))
+
+    # Five calls at 0.01: two passes of each group, and one retry.
+    assert found.cost_usd == pytest.approx(0.05)
+    assert found.usd_per_group == pytest.approx(0.025)
+    assert (found.scored, found.unusable_replies) == (2, 1)
+
+
+async def test_a_group_of_preferences_counts_in_pairs_and_not_in_rank_agreement() -> None:
+    unknown = [replace(one, score=None) for one in group().candidates]
+    preferred = replace(group("p"), candidates=tuple(unknown), preferences=((0, 1), (3, 2)))
+
+    found = _sum_up(await judge_all(Scripted(by_content), [preferred], plan()))
+
+    assert found.tau is None
+    assert found.pairs_right is not None
+    assert found.pairs_right.value == 0.5  # of (a, b) and (d, c) it has the first right
+
+
 async def test_shares_are_told_by_fault_and_by_task() -> None:
     def wrong_about_d(shown: Shown) -> str:
         table = {"a": 0.9, "b": 0.7, "c": 0.5, "d": 0.8}
