@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,6 +79,8 @@ def judge_calibrate(
     try:
         summaries = asyncio.run(_compare(judges, rubrics, groups, plan, settings.privacy))
     except KeyboardInterrupt:
+        # LiteLLM makes a coroutine in a thread, and a call that is cancelled never awaits it.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     lines = [
