@@ -54,23 +54,26 @@ OWN_SECRETS: Final = (
     + r"[A-Za-z0-9+/=\s\\]*)",
     # Up to the last `@`: a password may hold one, as it may what a URL should escape.
     rf"://[^\s/?#\"'<>`:@]{{0,256}}:{_IN_URL}{{1,256}}@" + _REST,
-    r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)*",
-    r"\bgithub_pat_[A-Za-z0-9_]{22,}",
-    r"\b(?:glpat|gldt|glft|glsoat|glrt|glcbt|glptt|glagent|gloas)-[A-Za-z0-9_-]{20,}",
-    r"\bsk-(?:ant-|proj-|svcacct-|or-v1-)[A-Za-z0-9_-]{20,}",
-    r"\bhf_[A-Za-z0-9]{30,}",
-    r"\bAIza[A-Za-z0-9_-]{35}\b",
-    r"(?i:\bbearer) [A-Za-z0-9+/=._~-]{20,}",
-    r"(?i:\bauthorization\b[\"']? ?[:=] ?[\"']?(?:bearer|basic|token)) [A-Za-z0-9+/=._~-]{16,}",
+    r"(?:\b|_)eyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)*",
+    r"(?:\b|_)github_pat_[A-Za-z0-9_]{22,}",
+    r"(?:\b|_)(?:glpat|gldt|glft|glsoat|glrt|glcbt|glptt|glagent|gloas)-[A-Za-z0-9_-]{20,}",
+    r"(?:\b|_)sk-(?:ant-|proj-|svcacct-|or-v1-)[A-Za-z0-9_-]{20,}",
+    r"(?:\b|_)hf_[A-Za-z0-9]{30,}",
+    r"(?:\b|_)AIza[A-Za-z0-9_-]{35}(?:\b|_)",
+    r"(?i:(?:\b|_)bearer) [A-Za-z0-9+/=._~-]{20,}",
+    r"(?i:(?:\b|_)authorization\b[\"']? ?[:=] ?[\"']?(?:bearer|basic|token)) "
+    r"[A-Za-z0-9+/=._~-]{16,}",
 )
-_EMAIL = r"[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b"
-_CARD = r"\b\d(?:[ -]?\d){12,18}\b"
-_IBAN = r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,30}\b"
+# An underscore is emphasis in Markdown and joins words in names. One beside a number counts as
+# emphasis only when no letter or digit stands behind it: `order_4111111111111111` is an id.
+_EMAIL = r"[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?:\b|_)"
+_CARD = r"\b_*\d(?:[ -]?\d){12,18}_*\b"
+_IBAN = r"\b_*[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,30}_*\b"
 _PHONE = (
-    r"\+[1-9](?:[ .()/-]{0,2}\d){6,14}\b"
-    r"|\(\d{3}\) ?\d{3}[ .-]\d{4}\b|\b\d{3}-\d{3}-\d{4}\b|\b\d{3}\.\d{3}\.\d{4}\b"
+    r"(?:\+[1-9](?:[ .()/-]{0,2}\d){6,14}|\(\d{3}\) ?\d{3}[ .-]\d{4}"
+    r"|\b_*\d{3}-\d{3}-\d{4}|\b_*\d{3}\.\d{3}\.\d{4})_*\b"
 )
-_SSN = r"\b\d{3}-\d{2}-\d{4}\b"
+_SSN = r"\b_*\d{3}-\d{2}-\d{4}_*\b"
 _ISSUERS = re.compile(r"4|5[1-5]|2[2-7]|3[47]|30[0-5]|3[68]|6011|64[4-9]|65|35|62")
 """First digits of cards: Visa, Mastercard, American Express, Diners, Discover, JCB, UnionPay."""
 
@@ -93,6 +96,8 @@ class _Detector(NamedTuple):
     needs: bytes
     """Bytes without which a text holds none."""
     holds: Callable[[str], bool]
+    around: bytes = b"_"
+    """Bytes at both ends of a match that are no part of the value."""
 
     def matches(self, text: bytes) -> Iterator[Found]:
         """Raises: TooManyError when too many have the form, whether they are values or not."""
@@ -104,6 +109,8 @@ class _Detector(NamedTuple):
             if match is None:
                 return
             start, end = match.span()
+            start += len(match[0]) - len(match[0].lstrip(self.around))
+            end -= len(match[0]) - len(match[0].rstrip(self.around))
             found = next((one for one in self._ends(text, start, end) if start < one), None)
             if found is not None:
                 yield Found(self.kind, start, found)
@@ -178,8 +185,13 @@ def _apart(text: bytes, start: int, end: int, kind: str) -> bool:
         return True
     if kind == CARD and b" " in text[start:end] and _in_a_table(text, start, end):
         return False
-    before, after = text[start - 1 : start], text[end : end + 1]
-    return before not in _JOINS and (after not in _JOINS or after == b".")
+    before, after = text[max(0, start - _MARKS) : start], text[end : end + _MARKS]
+    if before.endswith(b"_"):
+        before = before.rstrip(b"_")
+        if before[-1:].isalnum():  # before the `+` of a phone number
+            return False
+    after = after.lstrip(b"_")[:1]
+    return before[-1:] not in _JOINS and (after not in _JOINS or after == b".")
 
 
 def _in_a_table(text: bytes, start: int, end: int) -> bool:
@@ -199,7 +211,9 @@ _FOURS_AFTER = re.compile(rb"(?: \d{4}\b){1,2}")
 _BETWEEN = frozenset((b" ", b"-", b".", b"/", b"(", b")"))
 _GROUPED = frozenset((CARD, IBAN, PHONE))
 _NUMBERS = frozenset((CARD, SSN, PHONE))
-_JOINS = frozenset((b"-", b"_", b"/", b"#", b"."))
+_JOINS = frozenset((b"-", b"/", b"#", b"."))
+_MARKS = 16
+"""Bytes beside a number that are looked at; a longer row of underscores is a line to fill in."""
 
 
 def _is_card(value: str) -> bool:
@@ -270,7 +284,7 @@ def _built_in() -> dict[str, tuple[str, bytes, Callable[[str], bool]]]:
 
 def _detector(kind: str, pattern: str | None) -> _Detector:
     if pattern is not None:
-        return _Detector(kind, re2.compile(pattern, _options(PROGRAM_BYTES)), b"", _any)
+        return _Detector(kind, re2.compile(pattern, _options(PROGRAM_BYTES)), b"", _any, b"")
     own, needs, holds = _built_in()[kind]
     return _Detector(kind, re2.compile(own, _options(BUILT_IN_BYTES)), needs, holds)
 

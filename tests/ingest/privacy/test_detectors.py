@@ -88,11 +88,40 @@ def test_what_stands_beside_a_value_does_not_hide_it(text: str, kind: str, value
     assert value in found_value
 
 
+@pytest.mark.parametrize("around", ["_{}_", "__{}__", "see _{}_.", "____________________{}_____"])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("CREDIT_CARD", "4111 1111 1111 1111"),
+        ("IBAN", "DE89370400440532013000"),
+        ("US_SSN", "219-09-9999"),
+        ("PHONE", "+1 415 555 2671"),
+        ("PHONE", "415-555-2671"),
+        ("EMAIL", "alice@example.org"),
+        ("SECRET", "sk-ant-api03-" + "a1B2" * 10),
+        ("SECRET", "hf_" + "a1" * 17),
+    ],
+)
+def test_a_value_between_underscores_is_found_without_them(
+    kind: str, value: str, around: str
+) -> None:
+    assert found(around.format(value)) == [(kind, value)]
+
+
+def test_an_underscore_that_joins_a_token_or_an_address_to_a_word_does_not_hide_it() -> None:
+    token = "sk-ant-api03-" + "a1B2" * 10
+    assert found(f"OPENAI_KEY_{token}") == [("SECRET", token)]
+    assert found("alice@example.org_old") == [("EMAIL", "alice@example.org")]
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "4539 1488 0343 6467 5500 0050 4111 1111 1111 1111 6011 4500",  # a table of numbers
         "order #W4111111111111111 and call_4111111111111111",  # ids with the digits of a card
+        "order_4111111111111111_x, _4111111111111111_x, __id__4111111111111111, 4111111111111111_b",
+        "item_219-09-9999, ref_DE89370400440532013000_2, line_+14155552671, /_4111111111111111_",
+        "credit_card_7815826, toolu_01_4111111111111111, 550e8400_4111111111111111",
         "see http://localhost:8080/a@b and http://[::1]:80/?q=c@d",
         "card ending in 1111, order 4111111111111112",  # a wrong check digit
         "chatcmpl-tool-9f0b2c4d5e6f47a890b1c2d3e4f5a6b7",
