@@ -11,6 +11,7 @@ import msgspec
 
 from ingest.privacy import escapes
 from ingest.privacy.detectors import Detectors
+from ingest.privacy.members import RepeatedMemberError, decoded, raw_members, refuse_repeated
 from ingest.privacy.searched import Searched
 
 BETWEEN = b"\n\0\n"
@@ -19,7 +20,10 @@ text holds a value or not, whatever its neighbours are: the first line of a priv
 SPLIT_BYTES: Final = 4 * 1024
 """Bytes of a body from which its parts are remembered. To read a shorter one as a whole (40 us for
 2 kB) takes no more time than to look up its parts."""
-_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RepeatedMemberError)
+"""Why bytes are searched as they stand: decoded, a repeated member has its last value only."""
+_ABOVE, _BELOW = 10**11, 10**20
+"""An integer over the first may be a card number without quotes, and a float between them."""
 
 
 class TooLargeError(ValueError):
@@ -47,7 +51,7 @@ def kinds_in(
     for body in bodies:
         try:
             if searched is None or len(body) < SPLIT_BYTES:
-                found.append(_Part(b"", _texts(msgspec.json.decode(body))))
+                found.append(_Part(b"", _texts(body)))
             else:
                 found += _unknown_parts(body, searched)
         except _NOT_JSON:
@@ -109,8 +113,7 @@ def _unknown_parts(body: bytes, searched: Searched) -> list[_Part]:
     found = []
     for written in _parts(body):
         if not searched.is_empty(written):
-            decoded = msgspec.json.decode(written.removeprefix(_NAMES))
-            found.append(_Part(written, _texts(decoded)))
+            found.append(_Part(written, _texts(written.removeprefix(_NAMES))))
     return found
 
 
@@ -120,7 +123,7 @@ def _parts(body: bytes) -> Iterator[bytes]:
     if body[:1] != b"{":
         yield body
         return
-    members = _decode_members(body)
+    members = raw_members(body)
     yield _NAMES + msgspec.json.encode(list(members))
     for member in reversed(members.values()):
         value = bytes(member)
@@ -130,15 +133,23 @@ def _parts(body: bytes) -> Iterator[bytes]:
             yield value
 
 
-_decode_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _OBJECTS: Final = re.compile(rb"\[\s*\{")
 _NAMES: Final = b"names"
 """Before a list of names. No JSON begins so."""
 
 
-def _texts(value: Any) -> list[str]:  # Any: JSON
+def _texts(written: bytes) -> list[str]:
+    """Return the texts of JSON. Raises: one of `_NOT_JSON`."""
+    found, members = _walked(msgspec.json.decode(written))
+    refuse_repeated(written, members)
+    return found
+
+
+def _walked(value: Any) -> tuple[list[str], int]:  # Any: JSON
+    """Return the texts of a value, and how many members its objects have."""
     found: list[str] = []
+    members = 0
     left = [value]
     while left:
         one = left.pop()
@@ -148,15 +159,24 @@ def _texts(value: Any) -> list[str]:  # Any: JSON
             if inner is None:
                 found.append(one)
             else:
-                left.append(inner)
+                found += _walked(inner)[0]  # each level has twice the backslashes of the next
         elif kind is dict:
+            members += len(one)
             left.extend(one.values())
             left.extend(one)
         elif kind is list:
             left.extend(one)
-        elif kind is int and abs(one) > 10**11:
-            found.append(str(one))  # a card number without quotes
-    return found
+        elif (digits := _digits(one)) is not None:
+            found.append(digits)
+    return found, members
+
+
+def _digits(value: Any) -> str | None:  # Any: JSON
+    """Return the digits of a number that may be that of a card, without quotes."""
+    kind = type(value)
+    if kind is int and abs(value) > _ABOVE:
+        return str(value)
+    return str(int(value)) if kind is float and _ABOVE < abs(value) < _BELOW else None
 
 
 def _inner(text: str) -> Any | None:  # Any: JSON
@@ -167,7 +187,7 @@ def _inner(text: str) -> Any | None:  # Any: JSON
     if first not in ("{", "[") or "\\" not in text:
         return None
     try:
-        found = msgspec.json.decode(text)
+        found = decoded(text)
     except _NOT_JSON:
         return None
     return found if isinstance(found, dict | list) else None
@@ -202,16 +222,15 @@ class Redaction:
             before = self.replaced
             items = [self.json(one) for one in value]
             return value if self.replaced == before else items
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**11:
-            text = str(value)
-            hidden = self._text(text)
-            return value if hidden == text else hidden
+        if (digits := _digits(value)) is not None:
+            hidden = self._text(digits)
+            return value if hidden == digits else hidden
         return value
 
     def body(self, body: bytes) -> bytes:
         """Replace in a body of JSON; in one that is not JSON, in its text. Raises: as `json`."""
         try:
-            value = msgspec.json.decode(body)
+            value = decoded(body)
         except _NOT_JSON:
             return self._bytes(body)
         before = self.replaced
