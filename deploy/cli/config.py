@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -22,21 +21,27 @@ def config_init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite a file that exists")] = False,
 ) -> None:
-    """Write a settings file with a comment for each setting, readable by its owner only."""
+    """Write a settings file with a comment for each setting, readable by its owner only; with
+    --force by the group too that could read it before."""
+    from deploy.cli.whole_file import new_file, replace_file
     from deploy.preflight.first_settings import first_settings
 
     target = path or context.obj or Path("sidecar.toml")
     text = first_settings()
     try:
         if force:
-            target.unlink(missing_ok=True)  # a link is replaced, not followed
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+            replace_file(target, text, rights=0o770)
+        else:
+            with new_file(target) as file:
+                file.write(text)
     except FileExistsError:
         note(f"{target} exists already and is left as it is; name another file, or use --force")
         raise typer.Exit(1) from None
     except OSError as error:
-        note(f"{target} cannot be written ({error.strerror}); name a file in a writable folder")
+        note(
+            f"{target} cannot be written ({error.strerror}); nothing was changed; name a file in "
+            "a writable folder that has room"
+        )
         raise typer.Exit(1) from error
     say(f"wrote {target}: set serving.upstreams and serving.model, then run `sidecar up`")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import os
 import secrets
-import tempfile
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +13,7 @@ import typer
 
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, print_found, require_store, say
+from deploy.cli.whole_file import alone, replace_file
 from sidecar.store.keyring import KEY_BYTES, read_keys
 
 store_app = typer.Typer(
@@ -48,19 +47,11 @@ def new_key(
 
 def _put_first(path: Path, line: str) -> None:
     """Raises: OSError; ValueError when the file holds something else than keys."""
-    before = path.read_text("ascii") if path.exists() else ""
-    if before.strip():
-        read_keys(before)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(line + before)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with alone(path):
+        before = path.read_text("ascii") if path.exists() else ""
+        if before.strip():
+            read_keys(before)
+        replace_file(path, line + before)
 
 
 @store_app.command("rotate-key")

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from deploy.cli.main import main
 from deploy.preflight.first_settings import documented, first_settings
 from sidecar.settings import Settings, load_settings
+from support.disk_limits import full_disk, other_group
 
 
 def test_the_first_settings_are_written_and_sound(
@@ -57,7 +58,46 @@ def test_force_overwrites_and_others_cannot_read_it(tmp_path: Path) -> None:
     assert main(["config", "init", str(path), "--force"]) == 0
 
     assert path.read_text() == first_settings()
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_force_on_a_full_disk_leaves_the_old_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("# mine\n")
+
+    with full_disk():
+        code = main(["config", "init", str(path), "--force"])
+
+    assert code == 1
+    assert path.read_text() == "# mine\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.toml"]
+    assert "nothing was changed" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+
+    with full_disk():
+        assert main(["config", "init", str(path)]) == 1
+
+    assert not path.exists()
+    assert main(["config", "init", str(path)]) == 0
+
+
+def test_force_follows_a_link_and_keeps_the_group(tmp_path: Path) -> None:
+    path, link = tmp_path / "mine.toml", tmp_path / "link.toml"
+    path.write_text("# mine\n")
+    path.chmod(0o640)
+    group = other_group(path)
+    link.symlink_to(path)
+
+    assert main(["config", "init", str(link), "--force"]) == 0
+
+    assert link.is_symlink()
+    assert path.read_text() == first_settings()
+    assert (path.stat().st_mode & 0o777, path.stat().st_gid) == (0o640, group)
 
 
 @pytest.mark.parametrize(

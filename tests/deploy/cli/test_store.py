@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+import time
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from deploy.cli.main import main
+from deploy.cli.store import encryption
 from ingest.store import rotation
 from ingest.store.exchanges import dead_letter
 from sidecar.store.database import Database
 from sidecar.store.keyring import is_sealed, read_keys
 from sidecar.store.models import DeadLetterRow
+from support.disk_limits import other_group
 from support.migrated_store import open_migrated
 
 
@@ -48,6 +52,42 @@ def test_a_file_of_something_else_is_not_changed(
 
     assert (tmp_path / "notes").read_text() == "buy milk\n"
     assert "nothing was changed" in capsys.readouterr().err
+
+
+def test_keys_that_are_made_at_once_are_all_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    assert main(["store", "new-key", "--file", str(keys)]) == 0
+
+    def read_slowly(text: str) -> dict[str, bytes]:
+        time.sleep(0.05)
+        return read_keys(text)
+
+    monkeypatch.setattr(encryption, "read_keys", read_slowly)
+    makers = [
+        Thread(target=main, args=(["store", "new-key", "--file", str(keys)],)) for _ in range(3)
+    ]
+    for one in makers:
+        one.start()
+    for one in makers:
+        one.join()
+
+    assert len(read_keys(keys.read_text())) == 4
+
+
+def test_the_file_keeps_its_mode_and_group_and_a_link_its_target(tmp_path: Path) -> None:
+    keys, link = tmp_path / "keys", tmp_path / "link"
+    assert main(["store", "new-key", "--file", str(keys)]) == 0
+    keys.chmod(0o640)
+    group = other_group(keys)
+    link.symlink_to(keys)
+
+    assert main(["store", "new-key", "--file", str(link)]) == 0
+
+    assert link.is_symlink()
+    assert len(read_keys(keys.read_text())) == 2
+    assert (stat.S_IMODE(keys.stat().st_mode), keys.stat().st_gid) == (0o640, group)
 
 
 def test_a_key_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
