@@ -61,7 +61,7 @@ def newest_exchanges(
             seqs = _seqs(session, wanted, window, size)
             found, damage = _load(session, seqs)
         yield from reversed(found)
-        yield from (Unreadable(f"exchange {seq}", why) for seq, why in damage.items())
+        yield from damage
         before = seqs[-1] if len(seqs) == size else window.start
         left = None if left is None else left - len(seqs)
 
@@ -147,9 +147,12 @@ def _group_filters(wanted: Wanted) -> list[ColumnElement[bool]]:
     return given
 
 
-def _load(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], dict[int, str]]:
+def _load(session: Session, seqs: list[int]) -> tuple[list[StoredExchange], list[Unreadable]]:
     try:
-        return load_by_seq(session, seqs), {}
+        return load_by_seq(session, seqs), []
     except UnreadableExchangesError as error:
         sound = [seq for seq in seqs if seq not in error.damage]
-        return load_by_seq(session, sound), dict(error.damage)
+        columns = select(ExchangeRow.seq, ExchangeRow.exchange_id)
+        named = session.execute(columns.where(ExchangeRow.seq.in_(error.damage))).all()
+        damaged = [Unreadable(f"exchange {name}", error.damage[seq]) for seq, name in named]
+        return load_by_seq(session, sound), damaged

@@ -36,6 +36,7 @@ _SIZE_END: Final = 8
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
 _ID: Final = re.compile(r"[A-Za-z0-9._-]{1,32}")
+_MISSING: Final = re.compile(r"is encrypted with the key '[^']*', which is missing")
 
 
 class MissingKeyError(ValueError):
@@ -118,6 +119,12 @@ class Keyring:
 
 
 NO_KEYS: Final = Keyring()
+
+
+def missing_key(why: str) -> str:
+    """Return what a `MissingKeyError` said within the words of a damage; "" when none did."""
+    said = _MISSING.search(why)
+    return said[0] if said is not None else ""
 
 
 def is_sealed(stored: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ import typer
 from deploy.cli.context import settings_of
 from deploy.cli.output import Output, note, refuse_unknown, require_store, say, say_json
 from deploy.cli.times import read_length, shown_time
+from deploy.cli.whole_file import new_file
 
 exchanges_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."
@@ -56,7 +56,7 @@ def exchanges_ls(
         whole = output == "json"  # a line of text tells nothing of feedback
         found = [
             exchange_object(one, _told(database, one)) if whole else exchange_object(one)
-            for one in _sound(iter(records))
+            for one in _sound(iter(records), Counter())
         ]
     if len(records) == limit:  # whether there is one more may take a search of the whole store
         note(f"the newest {limit} are shown, and there may be more: --limit takes up to 1000")
@@ -86,7 +86,7 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
         try:
             stored = load_exchange(session, exchange_id)
         except UnreadableExchangesError as error:
-            note(f"exchange {exchange_id} is damaged: {'; '.join(error.damage.values())}")
+            note(_unreadable(f"exchange {exchange_id}", "; ".join(error.damage.values())))
             raise typer.Exit(1) from None
         told = told_of(session, [exchange_id]).get(exchange_id, Told())
     if stored is None:
@@ -155,7 +155,11 @@ def exchanges_export(
             groups = newest_scored_groups(database, wanted, limit=limit)
             _export(database, groups, write_group, file, written)
     left = f", {written['left_out']} left out (not in this form)" if written["left_out"] else ""
+    if written["locked"]:
+        left += f", {written['locked']} left out (their key is missing)"
     note(f"wrote {written['lines']} lines{left}")
+    if written["locked"]:
+        raise typer.Exit(1)
 
 
 def _export(
@@ -165,7 +169,7 @@ def _export(
     file: TextIO,
     written: Counter[str],
 ) -> None:
-    for record in _sound(records):
+    for record in _sound(records, written):
         line = form(record, _told(database, record))
         if line is None:
             written["left_out"] += 1
@@ -192,15 +196,26 @@ def _words(one: dict[str, Any]) -> str:
     )
 
 
-def _sound(records: Iterator[Any]) -> Iterator[Any]:
-    """Leave damaged records out; each is named on stderr."""
+def _sound(records: Iterator[Any], left_out: Counter[str]) -> Iterator[Any]:
+    """Leave records out that cannot be read; each is named on stderr. left_out: counts under
+    `locked` those whose key is missing."""
     from ingest.store.listing import Unreadable
+    from sidecar.store.keyring import missing_key
 
     for record in records:
         if isinstance(record, Unreadable):
-            note(f"{record.name} is damaged and left out: {record.why}")
+            left_out["locked"] += bool(missing_key(record.why))
+            note(f"left out: {_unreadable(record.name, record.why)}")
         else:
             yield record
+
+
+def _unreadable(name: str, why: str) -> str:
+    from sidecar.store.keyring import missing_key
+
+    if said := missing_key(why):
+        return f"{name} {said}; add it to store.encryption_key_file"
+    return f"{name} is damaged: {why}"
 
 
 @contextmanager
@@ -210,12 +225,14 @@ def _lines(out: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with new_file(out) as file:
+            yield file
     except OSError as error:
-        note(f"{out} cannot be made ({error.strerror}); name a new file in a writable folder")
+        note(
+            f"{out} cannot be written ({error.strerror or error}), and no part of it is kept; name "
+            "a new file in a writable folder that has room"
+        )
         raise typer.Exit(1) from None
-    with open(descriptor, "w", encoding="ascii") as file:
-        yield file
 
 
 @contextmanager
@@ -264,5 +281,6 @@ def _say_message(title: str, message: Any) -> None:  # Any: JSON
     content = known.get("content")
     for line in (content if isinstance(content, str) else json.dumps(content)).splitlines():
         say(line)
-    for call in known.get("tool_calls") or ():
+    calls = known.get("tool_calls") or []
+    for call in calls if isinstance(calls, list) else [calls]:
         say(f"tool call: {json.dumps(call)}")

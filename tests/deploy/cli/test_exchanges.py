@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,9 @@ from ingest.store import listing
 from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, mark_scored, save_group
 from sidecar.store.database import Database
+from sidecar.store.keyring import Keyring
 from sidecar.store.models import ExchangeRow, GroupRow
+from support.disk_limits import full_disk
 from support.ingest_kit import make_exchange, make_feedback, message
 from support.migrated_store import open_migrated
 
@@ -248,13 +250,65 @@ def test_a_damaged_record_is_named_and_the_others_are_written(database: Database
 
     assert code == 0
     assert [json.loads(line)["exchange_id"] for line in out.splitlines()] == ["e2", "e0"]
-    assert "exchange 2 is damaged and left out" in err
+    assert "left out: exchange e1 is damaged" in err
     assert run("show", "e1")[0] == 1
     with database.write() as session:
         session.execute(update(GroupRow).values(exchange_id="e1"))
     _, groups, group_error = run("export", "--form", "art")
     assert groups == ""
-    assert "is damaged and left out" in group_error
+    assert "left out: group " in group_error
+
+
+def test_a_missing_key_is_said_as_such(tmp_path: Path, run: Run) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    open_migrated(tmp_path / "store.db").close()
+    with closing(Database(url, Keyring({"old": b"o" * 32}))) as sealed:
+        save(sealed, 1)
+    with closing(Database(url)) as plain:
+        save(plain, 2)
+    out = tmp_path / "out.jsonl"
+    said = "exchange e1 is encrypted with the key 'old', which is missing; add it to store."
+
+    listed, shown = run("ls"), run("show", "e1")
+    code, _, err = run("export", "--out", str(out))
+
+    assert listed[0] == 0
+    assert listed[1].startswith("e2 ")
+    assert shown[0] == 1
+    assert code == 1
+    assert [json.loads(line)["exchange_id"] for line in out.read_text().splitlines()] == ["e2"]
+    assert "wrote 1 lines, 1 left out (their key is missing)" in err
+    assert all(said in one for one in (listed[2], shown[2], err))
+    assert "damaged" not in listed[2] + shown[2] + err
+
+
+@pytest.mark.parametrize("calls", [7, True, "x", {"id": "1"}])
+def test_calls_that_are_no_list_are_shown_as_they_are(
+    database: Database, run: Run, calls: object
+) -> None:
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    save(database, 1, request={"messages": [said]})
+
+    code, out, _ = run("show", "e1")
+
+    assert code == 0
+    assert f"tool call: {json.dumps(calls)}\n" in out
+
+
+def test_an_export_on_a_full_disk_is_one_line_and_leaves_no_half(
+    database: Database, run: Run, tmp_path: Path
+) -> None:
+    for number in range(9):
+        save(database, number)
+    out = tmp_path / "out.jsonl"
+
+    with full_disk():
+        code, _, err = run("export", "--out", str(out))
+
+    assert code == 1
+    assert "cannot be written (File too large), and no part of it is kept" in err
+    assert not out.exists()
+    assert run("export", "--out", str(out))[0] == 0
 
 
 @pytest.mark.parametrize(
