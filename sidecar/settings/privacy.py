@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -18,6 +19,9 @@ MAX_PATTERN = 1_000
 MAX_PATTERNS = 64
 PROGRAM_BYTES = 2**20
 """Memory of a compiled pattern: what RE2 needs to say no to a repetition of repetitions."""
+_EDGES = tuple("".join(one) for n in range(3) for one in product("a-\n", repeat=n))
+"""In these stand all edges that RE2 tells apart: what is beside one is a letter of a word, another
+character, a line's end or nothing."""
 _NAME = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 
 
@@ -43,8 +47,14 @@ def _pattern(pattern: str) -> str:
             f"the pattern is refused ({why}): it must be one of RE2, which takes linear time: no "
             "backreferences, no look-around, repetitions up to 1000"
         ) from None
-    if compiled.search("") is not None:
-        raise ValueError("the pattern matches the empty text, so everywhere")
+    for text in _EDGES:
+        for at in range(len(text) + 1):
+            match = compiled.search(text, at)
+            if match is not None and not match[0]:
+                raise ValueError(
+                    "the pattern matches the empty text or an edge of words (`\\b` alone), so "
+                    "nearly everywhere; let each of its branches take a character"
+                )
     return pattern
 
 
