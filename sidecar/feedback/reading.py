@@ -29,6 +29,7 @@ LARGEST: Final = 1e12
 _EXCHANGE_ID: Final = re.compile(r"ex_[0-9A-HJKMNP-TV-Z]{26}", re.ASCII)
 _TRACE_ID: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _STORED_NAME: Final = ("h:", "hx:")
+_IS_STORED_NAME: Final = re.compile(r"h:.+|hx:[0-9a-f]{64}", re.DOTALL)
 _PATH: Final = re.compile(r"`\$\.?([^`]*)`")
 
 
@@ -156,9 +157,12 @@ def _target(read: _Targets, project: str) -> tuple[TargetKind, str]:
         if _TRACE_ID.fullmatch(value) is None or value == "0" * 32:
             raise _invalid(name, "is no W3C trace id: 32 hex digits, not all of them 0")
         return "trace", value
+    value = value.strip(" \t")  # as the header, in which blanks around a name are no part of it
     if not value or not is_storable_text(value) or len(value.encode()) > LONGEST_SESSION_BYTES:
         raise _invalid(name, f"must have 1 to {LONGEST_SESSION_BYTES} bytes and no NUL character")
     if _EXCHANGE_ID.fullmatch(value) is not None or value.startswith(_STORED_NAME):
+        if value.startswith("h") and _IS_STORED_NAME.fullmatch(value) is None:
+            raise _invalid(name, "is no stored name: `h:` and a name, or `hx:` and 64 hex digits")
         if len(value) > LONGEST["target"]:
             raise _invalid(name, f"has over {LONGEST['target']} characters, as no stored name has")
         return "session", value  # as `sidecar exchanges` shows it
