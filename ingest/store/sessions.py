@@ -11,6 +11,7 @@ from ingest.sessions.records import Place
 from ingest.store.exchanges import StoredExchange
 from ingest.store.pages import decoded_columns, decoded_sizes, pages_of, read_pages
 from ingest.store.places import place_columns
+from sidecar.routing.session_key import header_name, session_key
 from sidecar.store.models import ExchangeRow, FeedbackRow, GroupRow, SignalRow
 from sidecar.store.models.capture import NAMED_OTHERWISE
 
@@ -43,18 +44,32 @@ def newest_exchanges(
 
 
 def stored_name(session: Session, name: str) -> str:
-    """Return the name under which a session is stored, by that name or by another one that a client
-    gave a part of it: then the session that has the newest part. An unknown name is returned as it
-    is."""
-    if session.scalar(select(ExchangeRow.seq).where(ExchangeRow.session_id == name).limit(1)):
-        return name
-    found = session.scalar(
-        select(ExchangeRow.session_id)
-        .where(text(NAMED_OTHERWISE), ExchangeRow.session_key == name)
-        .order_by(ExchangeRow.seq.desc())
-        .limit(1)
-    )
-    return name if found is None else found
+    """Return the name under which a session is stored: by that name, by another one that a client
+    gave a part of it (then the session that has the newest part), or by either as the client sent
+    it in `x-sidecar-session`, with `PROJECT/` before it where the project is not `default`. An
+    unknown name is returned as it is."""
+    for one in _names(name):
+        if session.scalar(select(ExchangeRow.seq).where(ExchangeRow.session_id == one).limit(1)):
+            return one
+        found = session.scalar(
+            select(ExchangeRow.session_id)
+            .where(text(NAMED_OTHERWISE), ExchangeRow.session_key == one)
+            .order_by(ExchangeRow.seq.desc())
+            .limit(1)
+        )
+        if found is not None:
+            return found
+    return name
+
+
+def _names(name: str) -> Iterator[str]:
+    yield name
+    sent = header_name(name.encode("utf-8", "surrogatepass"))
+    project, _, rest = sent.partition("/")
+    if rest:
+        yield session_key(header=rest, user="", conversation_prefix=(), project=project)
+    if sent:
+        yield session_key(header=sent, user="", conversation_prefix=())
 
 
 def save_moves(session: Session, moves: Iterable[Place]) -> None:

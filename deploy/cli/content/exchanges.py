@@ -28,7 +28,8 @@ SessionOption = Annotated[
     str,
     typer.Option(
         "--session",
-        help="of this session: its stored name, or another that a client gave a part of it",
+        help="of this session: its id, or its name in `x-sidecar-session` (PROJECT/NAME; of the "
+        "project `default` the name alone), also one that a client gave a part of it only",
     ),
 ]
 UserOption = Annotated[str, typer.Option("--user", help="of this user")]

@@ -21,6 +21,7 @@ from ingest.records import Answer, Group
 from ingest.store import listing
 from ingest.store.exchanges import save_exchange
 from ingest.store.groups import mark_sampled, mark_scored, save_group
+from sidecar.routing.session_key import session_key
 from sidecar.store.database import Database
 from sidecar.store.keyring import Keyring
 from sidecar.store.models import ExchangeRow, GroupRow
@@ -97,6 +98,35 @@ def test_a_session_is_listed_and_exported_by_its_second_name(
     assert [one["exchange_id"] for one in listed] == ["e1", "e0"]
     assert len(exported) == 2
     assert run("ls", "--session", "h:three")[1] == ""
+    for name in ("one", "two"):
+        listed = json.loads(run("ls", "--session", name, "-o", "json")[1])
+        assert [one["exchange_id"] for one in listed] == ["e1", "e0"]
+
+
+def test_a_session_is_listed_by_the_name_that_the_client_sent(database: Database, run: Run) -> None:
+    long = "x" * 300
+    keys = [
+        session_key(header=header, user="", conversation_prefix=(), project=project)
+        for header, project in (
+            ("task-7", "default"),
+            ("task-7", "shop"),
+            ("mail/task-7", "default"),
+            (long, "shop"),
+        )
+    ]
+    for number, key in enumerate(keys):
+        save(database, number, session_key=key)
+
+    def listed(name: str) -> list[str]:
+        return [
+            one["exchange_id"] for one in json.loads(run("ls", "--session", name, "-o", "json")[1])
+        ]
+
+    assert listed("task-7") == listed(keys[0]) == ["e0"]
+    assert listed("shop/task-7") == listed(keys[1]) == ["e1"]
+    assert listed("mail/task-7") == listed("default/mail/task-7") == ["e2"]
+    assert listed(f"shop/{long}") == ["e3"]
+    assert listed("mail/task-8") == []
 
 
 def test_a_rare_value_is_looked_for_a_window_of_rows_at_a_time(
