@@ -43,7 +43,10 @@ def config_init(
             "a writable folder that has room"
         )
         raise typer.Exit(1) from error
-    say(f"wrote {target}: set serving.upstreams and serving.model, then run `sidecar up`")
+    say(
+        f"wrote {target}: set serving.upstreams, serving.model and, to learn, "
+        "serving.base_model_path; ask `sidecar config check --online`, then run `sidecar up`"
+    )
 
 
 @config_app.command("show")

@@ -50,7 +50,7 @@ def remove_records(path: Path, table: str, wanted: Callable[[bytes], bool]) -> R
             removed = _remove(connection, table, wanted)
             return Removal(removed, traces=not _rewrite(connection))
     except sqlite3.Error as error:
-        raise OutboxError("failed", f"{path}: {error}; run the command again") from error
+        raise OutboxError("failed", f"{path}: {error}") from error
 
 
 def _remove(connection: sqlite3.Connection, table: str, wanted: Callable[[bytes], bool]) -> int:

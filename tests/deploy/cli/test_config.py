@@ -24,7 +24,9 @@ def test_the_first_settings_are_written_and_sound(
     assert main(["--config", str(path), "config", "check"]) == 0
 
     assert path.read_text() == first_settings()
-    assert capsys.readouterr().out.startswith(f"wrote {path}: set serving.upstreams")
+    said = capsys.readouterr().out
+    assert said.startswith(f"wrote {path}: set serving.upstreams, serving.model and, to learn, ")
+    assert "serving.base_model_path; ask `sidecar config check --online`" in said
 
 
 def test_the_default_file_is_in_the_working_folder(
