@@ -16,7 +16,7 @@ def test_an_outbox_that_cannot_be_changed_is_named_and_what_to_do_is_left_to_the
     path = tmp_path / "outbox.db"
     path.write_bytes(b"no SQLite" * 99)
 
-    with pytest.raises(OutboxError, match="file is not a database$") as raised:
+    with pytest.raises(OutboxError, match=r"file is not a database$") as raised:
         remove_records(path, "outbox", lambda _: True)
 
     assert str(path) in str(raised.value)
