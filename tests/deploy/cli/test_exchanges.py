@@ -294,6 +294,7 @@ def test_a_missing_key_is_said_as_such(tmp_path: Path, run: Run) -> None:
     open_migrated(tmp_path / "store.db").close()
     with closing(Database(url, Keyring({"old": b"o" * 32}))) as sealed:
         save(sealed, 1)
+        score(sealed, "e1", (0.1, 0.9))
     with closing(Database(url)) as plain:
         save(plain, 2)
     out = tmp_path / "out.jsonl"
@@ -310,6 +311,10 @@ def test_a_missing_key_is_said_as_such(tmp_path: Path, run: Run) -> None:
     assert "wrote 1 lines, 1 left out (their key is missing)" in err
     assert all(said in one for one in (listed[2], shown[2], err))
     assert "damaged" not in listed[2] + shown[2] + err
+    code, rows, err = run("export", "--form", "art")
+    assert (code, rows) == (1, "")
+    assert "is encrypted with the key 'old', which is missing" in err
+    assert "damaged" not in err
 
 
 @pytest.mark.parametrize("calls", [7, True, "x", {"id": "1"}])
