@@ -23,7 +23,7 @@ def config_init(
 ) -> None:
     """Write a settings file with a comment for each setting, readable by its owner only; with
     --force by the group too that could read it before."""
-    from deploy.cli.whole_file import new_file, replace_file
+    from deploy.cli.files.whole_file import new_file, replace_file
     from deploy.preflight.first_settings import first_settings
 
     target = path or context.obj or Path("sidecar.toml")

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from deploy.cli.context import settings_of
+from deploy.cli.files.whole_file import new_file
 from deploy.cli.output import Output, note, refuse_unknown, require_store, say, say_json
 from deploy.cli.times import read_length, shown_time
-from deploy.cli.whole_file import new_file
 
 exchanges_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Recorded exchanges: list, show, export."

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from deploy.cli.context import settings_of
+from deploy.cli.files.whole_file import alone, replace_file
 from deploy.cli.output import Output, note, print_found, require_store, say
-from deploy.cli.whole_file import alone, replace_file
 from sidecar.store.keyring import KEY_BYTES, read_keys
 
 store_app = typer.Typer(

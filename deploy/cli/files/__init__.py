@@ -1,0 +1,1 @@
+"""Files that the `sidecar` command writes."""
