@@ -246,7 +246,7 @@ async def test_the_judge_sees_placeholders_and_answers_stay_comparable(
 
     said = json.dumps(judge.conversations)
     assert "marker" not in said
-    assert "I am \\\\u003cEMAIL_1\\\\u003e, key \\\\u003cSECRET_1\\\\u003e" in said
+    assert "I am \\\\u003cEMAIL_1>, key \\\\u003cSECRET_1>" in said
     assert judge_kit.status(kit.database, group_id) == ("scored", None)
     with kit.database.read() as session:  # the learner has them as they were sampled
         group = load_group(session, group_id)
