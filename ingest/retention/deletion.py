@@ -23,6 +23,7 @@ from ingest.store.forgotten import name_digest
 from ingest.store.groups import CLAIMED
 from sidecar.store.contents import content_cache, load_contents, load_links, opened_reply
 from sidecar.store.database import DAMAGE, Database, count, insert_into
+from sidecar.store.disk.traces import mark_replaced
 from sidecar.store.frames import decompress, decompress_array
 from sidecar.store.models import (
     AnswerRow,
@@ -119,6 +120,7 @@ def _delete(
     now: float,
 ) -> Deleted | None:
     """Returns: None when there are more children to encode anew."""
+    mark_replaced(session)  # SQLite may have moved what goes, and left a copy where it was before
     done = Deleted(rebased=store_children(session, rebased, exchange_ids))
     if set(children_of(session, exchange_ids)) - damaged:
         return None

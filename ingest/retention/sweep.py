@@ -21,6 +21,7 @@ from ingest.retention.rules import Ages, Held, chunks, next_to_go
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.disk.space import give_back, space_of
+from sidecar.store.disk.traces import mark_replaced
 from sidecar.store.models import (
     AnswerRow,
     ChoiceRow,
@@ -194,6 +195,7 @@ class Sweeper:
                 delete(JudgeCallRow).where(JudgeCallRow.seq.in_(gone)).returning(JudgeCallRow.seq)
             ).all()
             count(session, STAGE, "judge_calls", len(deleted))
+            mark_replaced(session)
         return len(deleted)
 
     def _feedback(self, now: float) -> Iterator[int]:
@@ -225,6 +227,7 @@ class Sweeper:
                 .returning(FeedbackRow.seq)
             ).all()
             count(session, STAGE, "feedback", len(deleted))
+            mark_replaced(session)
         return len(deleted)
 
     def _dead_letters(self, now: float) -> Iterator[int]:
@@ -248,6 +251,7 @@ class Sweeper:
             with self._database.write(alone=False) as session:
                 session.execute(delete(DeadLetterRow).where(DeadLetterRow.seq.in_(old)))
                 count(session, STAGE, "dead_letters", len(old))
+                mark_replaced(session)
             yield len(old)
 
     def _runs(self, now: float) -> Iterator[int]:

@@ -2,8 +2,8 @@
 
 Every connection overwrites what it deletes (`secure_delete`, `sidecar.store.engines`), so what is
 left to do is to empty the log. The file is rewritten (VACUUM), while writers wait, when it was
-written by an older version, which left what it deleted, and after values grew in place
-(`mark_replaced`): SQLite then moves rows to other pages and leaves copies between the rows.
+written by an older version, which left what it deleted, and after rows were deleted or values grew
+in place (`mark_replaced`): SQLite moves rows to other pages and leaves copies between the rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def empty_store_log(database: Database, *, wait_s: float, attempt_ms: int = 0) -
 
 
 def mark_replaced(session: Session) -> None:
-    """Note that values were replaced by longer ones: `rewrite` has to rewrite the file."""
+    """Note that values were replaced by longer ones, or rows deleted: `rewrite` has to rewrite the
+    file."""
     session.execute(delete(FlagRow).where(FlagRow.name == FLAG))
 
 

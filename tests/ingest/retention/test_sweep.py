@@ -29,7 +29,8 @@ from sidecar.errors import StoreError
 from sidecar.feedback.record import Feedback
 from sidecar.records import Exchange
 from sidecar.settings import Groups, Retention, Serving, Settings
-from sidecar.store.database import Database, set_flag
+from sidecar.store.database import Database, get_flag, set_flag
+from sidecar.store.disk import traces
 from sidecar.store.disk.space import space_of
 from sidecar.store.keyring import Keyring, is_sealed
 from sidecar.store.models import (
@@ -397,21 +398,12 @@ def dying(database: Database, *, after: int) -> Iterator[Database]:
 
 
 def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit: Kit) -> None:
-    call = JudgeCall(
-        judge_model="j",
-        order_seed=1,
-        attempt=0,
-        error=None,
-        reply=JudgeReply(
-            text="words", prompt_tokens=1, completion_tokens=1, cost_usd=None, seconds=1
-        ),
-    )
     (group_id,) = kit.choose(kit.exchange("a"))
     give_run(kit, group_id, "failed", None, "dropped")
     give_run(kit, group_id, "made", "m--v1", "trained")
     with kit.database.write() as session:
         for subject, at in (("g-1", 1.0), ("c-1", 1.0), ("g-2", NOW)):
-            save_judge_calls(session, subject, [call], rubric_hash="r", now=at)
+            judge_said(session, subject, at=at)
         dead_letter(session, b"old", where="1", reason="r", now=1.0)
         dead_letter(session, b"young", where="2", reason="r", now=NOW)
 
@@ -432,20 +424,12 @@ def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(
     monkeypatch.setattr(sweep, "PAGE", 3)
     store(kit, kit.exchange("here"), days_ago=40)
     for days_ago, targets in ((31, "ab"), (31, ["here"] * 4), (31, "c"), (29, "def")):
-        told = [
-            Feedback(
-                feedback_id=f"fb-{days_ago}-{target}-{number}",
-                kind="feedback",
-                target_kind="exchange",
-                target=target,
-                project="default",
-                received_at=1.0,
-                score=1.0,
-            )
+        records = [
+            told(f"fb-{days_ago}-{target}-{number}", target)
             for number, target in enumerate(targets)
         ]
         with kit.database.write() as session:
-            save_feedback(session, told, now=NOW - days_ago * DAY_S)
+            save_feedback(session, records, now=NOW - days_ago * DAY_S)
     if store_kind == "sqlite":
         with kit.database.write() as session:
             session.execute(text("UPDATE feedback SET stored_at = 'damaged' WHERE seq = 3"))
@@ -477,6 +461,48 @@ def test_ingest_deletes_while_it_stores(kit: Kit) -> None:
         continue
 
     assert names(kit) == set()
+
+
+@pytest.mark.parametrize("kind", ["exchange", "judge_call", "feedback", "dead_letter"])
+def test_what_retention_deleted_is_overwritten_by_the_next_forget(
+    kit: Kit, kind: str, store_kind: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("only SQLite leaves copies of rows between others")
+    with kit.database.write() as session:
+        assert get_flag(session, traces.FLAG) == "1"
+        if kind == "judge_call":
+            judge_said(session, "g-1", at=1.0)
+        elif kind == "feedback":
+            save_feedback(session, [told("fb", "nothing")], now=1.0)
+        elif kind == "dead_letter":
+            dead_letter(session, b"old", where="1", reason="r", now=1.0)
+    if kind == "exchange":
+        store(kit, kit.exchange("old"), days_ago=31)
+
+    setting = "feedback_days" if kind == "feedback" else f"{kind}s_days"
+    sweep_once(kit.database, retention(**{setting: 30}))
+
+    with kit.database.read() as session:
+        assert get_flag(session, traces.FLAG) is None  # `forget` rewrites the file
+
+
+def judge_said(session: Session, subject: str, *, at: float) -> None:
+    words = JudgeReply(text="words", prompt_tokens=1, completion_tokens=1, cost_usd=None, seconds=1)
+    call = JudgeCall(judge_model="j", order_seed=1, attempt=0, error=None, reply=words)
+    save_judge_calls(session, subject, [call], rubric_hash="r", now=at)
+
+
+def told(feedback_id: str, target: str) -> Feedback:
+    return Feedback(
+        feedback_id=feedback_id,
+        kind="feedback",
+        target_kind="exchange",
+        target=target,
+        project="default",
+        received_at=1.0,
+        score=1.0,
+    )
 
 
 def test_a_file_gives_the_space_of_deleted_rows_back(
