@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ingest.store.groups import CLAIMED
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +17,6 @@ class Ages:
 
     exchanges_s: float | None
     groups_s: float | None
-
-    @property
-    def youngest_s(self) -> float | None:
-        """No exchange goes by its age before this."""
-        known = [age for age in (self.exchanges_s, self.groups_s) if age is not None]
-        return min(known) if known else None
 
 
 class Sized(Protocol):
@@ -48,37 +44,42 @@ class Held:
     """None: it has no group."""
 
 
-def next_to_go(
-    held: Sequence[Held], ages: Ages, *, now: float, excess_bytes: int
-) -> tuple[list[Held], bool]:
-    """Choose among exchanges, the oldest first.
-
-    An exchange with a group goes with it, by the age of groups. While the store is too large, the
-    oldest go whatever their age. What a training run has now stays.
-    excess_bytes: of the store over its limit; 0 or below: none.
-    Returns: those that go, and whether younger ones may have to go too.
-    """
-    chosen: list[Held] = []
+def too_old(held: Sequence[Held], ages: Ages, *, now: float) -> list[Held]:
+    """Choose exchanges by their age. One with a group goes with it, by the age of groups. What a
+    training run has now stays."""
+    chosen = []
     for one in held:
         age_s = ages.exchanges_s if one.group_status is None else ages.groups_s
-        too_old = age_s is not None and one.stored_at < now - age_s
-        if (too_old or excess_bytes > 0) and one.group_status != CLAIMED:
+        if age_s is not None and one.stored_at < now - age_s and one.group_status != CLAIMED:
+            chosen.append(one)
+    return chosen
+
+
+def too_much(held: Iterable[Held], *, excess_bytes: int) -> list[Held]:
+    """Choose the first ones, whatever their age, until they have so many bytes. What a training run
+    has now stays."""
+    chosen = []
+    for one in held:
+        if excess_bytes > 0 and one.group_status != CLAIMED:
             chosen.append(one)
             excess_bytes -= one.stored_bytes
-    if excess_bytes > 0:
-        return chosen, True
-    youngest_s = ages.youngest_s
-    return chosen, bool(held and youngest_s is not None and held[-1].stored_at < now - youngest_s)
+    return chosen
 
 
 def chunks(chosen: Sequence[Sized], *, rows: int, limit_bytes: int) -> list[list[str]]:
     """Divide exchanges so that one transaction deletes a bounded number of rows and bytes."""
-    found: list[list[str]] = []
-    size = 0
-    for one in chosen:
-        if not found or len(found[-1]) >= rows or size + one.stored_bytes > limit_bytes:
+    return divide([(one.exchange_id, one.stored_bytes) for one in chosen], rows, limit_bytes)
+
+
+def divide(sizes: Iterable[tuple[Key, int]], rows: int, limit_bytes: int) -> list[list[Key]]:
+    """Divide keys, each with its bytes, into parts of so many rows and bytes at most; one key that
+    has more bytes is a part."""
+    found: list[list[Key]] = []
+    total = 0
+    for key, size in sizes:
+        if not found or len(found[-1]) >= rows or total + size > limit_bytes:
             found.append([])
-            size = 0
-        found[-1].append(one.exchange_id)
-        size += one.stored_bytes
+            total = 0
+        found[-1].append(key)
+        total += size
     return found

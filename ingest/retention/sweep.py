@@ -1,23 +1,27 @@
 """Delete what is too old or too much, a little at a time, from the loop of ingest.
 
-A pass goes through the kinds of records, the oldest first. Each step of it is one transaction that
+A pass goes through the kinds of records. Each step of it reads a page, or is one transaction that
 deletes a bounded number of rows and bytes, so the write lock is held for milliseconds, and ingest
-goes on between two steps. Nothing is remembered from pass to pass: after a crash the next one finds
-what is left.
+goes on between two steps.
+
+By age a pass goes on where the one before stopped, and looks at every row: a clock that was wrong
+for a while costs the rows that it marked, not those behind them. It stops after `PAGES` pages in
+which nothing was too old, so a minute's work does not grow with the store. The places are kept in
+memory alone: after a restart the first pass begins at the oldest row and finds what is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import case, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ingest.retention.deletion import STAGE, delete_exchanges
-from ingest.retention.rules import Ages, Held, chunks, next_to_go
+from ingest.retention.rules import Ages, Held, chunks, divide, too_much, too_old
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.disk.space import give_back, space_of
@@ -38,7 +42,10 @@ INTERVAL_S = 60.0
 """Seconds between two passes."""
 DAY_S = 86_400.0
 PAGE = 200
-"""Rows that are looked at without the write lock."""
+"""Rows that are looked at in one step, without the write lock."""
+PAGES = 50
+"""Pages of a table that a pass looks at when it finds nothing to delete: 10,000 rows. So of a
+million exchanges each is looked at within two hours."""
 ROWS = 50
 BYTES = 2**20
 """Exchanges, and stored bytes, that one transaction deletes; a larger exchange goes alone."""
@@ -46,6 +53,8 @@ KEPT_FREE_BYTES = 64 * 2**20
 """Free pages that SQLite's file keeps for the next records."""
 OF_A_COMPARISON = "c-"
 """Beginning of `judge_call.group_id` when the gate asked."""
+
+Row = TypeVar("Row", bound=Any)  # Any: a row of a query, with `seq`
 
 log = structlog.get_logger()
 
@@ -73,13 +82,6 @@ def read_state(session: Session) -> RetentionState | None:
         return None
 
 
-@dataclass(slots=True)
-class _Excess:
-    """Bytes that the store has over its limit."""
-
-    left: int
-
-
 class Sweeper:
     """Deletes by the settings `[retention]`. For one thread."""
 
@@ -90,11 +92,11 @@ class Sweeper:
             exchanges_s=_seconds(settings.exchanges_days), groups_s=_seconds(settings.groups_days)
         )
         self._pass: Iterator[int] | None = None
-        self._due = 0.0
+        self._began = float("-inf")
         self._deleted = 0
         self._locked = 0
-        self._told = 0
-        """Feedback up to this row is joined to an exchange, which it goes with."""
+        self._places: dict[str, int] = {}
+        """Kind of record -> the row up to which it was looked at."""
 
     def step(self, now: float) -> bool:
         """Do one step of a pass, if one is under way or due.
@@ -102,9 +104,9 @@ class Sweeper:
         Returns: True when more is to be done now. Raises: StoreError; the next pass begins anew.
         """
         if self._pass is None:
-            if now < self._due:
-                return False
-            self._due = now + INTERVAL_S
+            if self._began <= now < self._began + INTERVAL_S:
+                return False  # a clock that was ahead, and is right again, does not put it off
+            self._began = now
             self._pass = self._steps(now)
             self._deleted = self._locked = 0  # an error may have ended the pass before
         under_way, self._pass = self._pass, None
@@ -125,8 +127,9 @@ class Sweeper:
         return False
 
     def _steps(self, now: float) -> Iterator[int]:
-        """Yield after each transaction: the number of rows that it deleted."""
-        yield from self._exchanges(now)
+        """Yield after each page and each transaction: the number of rows that were deleted."""
+        yield from self._old_exchanges(now)
+        yield from self._exchanges_over_the_limit(now)
         yield from self._judge_calls(now)
         yield from self._feedback(now)
         yield from self._dead_letters(now)
@@ -134,23 +137,51 @@ class Sweeper:
         yield from self._space()
         self._report(now)
 
-    def _exchanges(self, now: float) -> Iterator[int]:
-        excess = _Excess(self._excess())
-        if excess.left <= 0 and self._ages.youngest_s is None:
-            return
-        cursor, more = 0, True
-        while more:
+    def _round(
+        self, kind: str, read: Callable[[Session, int], Sequence[Row]]
+    ) -> Iterator[Sequence[Row]]:
+        """Go on through a table, in the order of `seq`, and begin again at its end.
+
+        read: returns up to `PAGE` rows after a place. Ends at the end of the table, or after
+        `PAGES` pages of which nothing was deleted.
+        """
+        left = PAGES
+        while left:
             with self._database.read() as session:
-                held = _oldest(session, after=cursor)
+                rows = read(session, self._places.get(kind, 0))
+            deleted = self._deleted
+            yield rows
+            self._places[kind] = rows[-1].seq if len(rows) == PAGE else 0
+            if len(rows) < PAGE:
+                return
+            left = left - 1 if self._deleted == deleted else PAGES
+
+    def _old_exchanges(self, now: float) -> Iterator[int]:
+        if self._ages == Ages(exchanges_s=None, groups_s=None):
+            return
+        for held in self._round("exchanges", _held):
+            yield from self._delete_exchanges(too_old(held, self._ages, now=now), now)
+
+    def _exchanges_over_the_limit(self, now: float) -> Iterator[int]:
+        """Delete the oldest, whatever their age."""
+        excess, cursor = self._excess(), 0
+        while excess > 0:
+            with self._database.read() as session:
+                held = _held(session, cursor)
             if not held:
                 return
             cursor = held[-1].seq
-            chosen, more = next_to_go(held, self._ages, now=now, excess_bytes=excess.left)
-            excess.left -= sum(one.stored_bytes for one in chosen)
-            for chunk in chunks(chosen, rows=ROWS, limit_bytes=BYTES):
-                done = delete_exchanges(self._database, chunk, why="expired", now=now)
-                self._locked += len(done.locked)
-                yield done.exchanges
+            chosen = too_much(held, excess_bytes=excess)
+            excess -= sum(one.stored_bytes for one in chosen)
+            yield from self._delete_exchanges(chosen, now)
+
+    def _delete_exchanges(self, chosen: Sequence[Held], now: float) -> Iterator[int]:
+        for chunk in chunks(chosen, rows=ROWS, limit_bytes=BYTES):
+            done = delete_exchanges(self._database, chunk, why="expired", now=now)
+            self._locked += len(done.locked)
+            yield done.exchanges
+        if not chosen:
+            yield 0
 
     def _excess(self) -> int:
         limit = self._settings.max_bytes
@@ -164,30 +195,19 @@ class Sweeper:
         age_s = _seconds(self._settings.judge_calls_days)
         if age_s is None:
             return
-        cursor = 0
-        while True:
-            with self._database.read() as session:
-                rows = session.execute(
-                    select(JudgeCallRow.seq, JudgeCallRow.group_id, JudgeCallRow.at)
-                    .where(JudgeCallRow.seq > cursor)
-                    .order_by(JudgeCallRow.seq)
-                    .limit(PAGE)
-                ).all()
-            old = [row for row in rows if isinstance(row.at, float) and row.at < now - age_s]
-            if old:
-                yield self._delete_judge_calls(
-                    [row.seq for row in old if row.group_id.startswith(OF_A_COMPARISON)],
-                    [row.seq for row in old if not row.group_id.startswith(OF_A_COMPARISON)],
-                )
-            if len(rows) < PAGE or len(old) < len(rows):
-                return
-            cursor = rows[-1].seq
+        for rows in self._round("judge_calls", _judge_calls):
+            old = [row for row in rows if _older(row.at, now - age_s)]
+            gone = [row.seq for row in old if not row.group_id.startswith(OF_A_COMPARISON)]
+            blank = [
+                row.seq for row in old if row.group_id.startswith(OF_A_COMPARISON) and row.said
+            ]
+            yield self._delete_judge_calls(blank, gone) if blank or gone else 0
 
     def _delete_judge_calls(self, blank: list[int], gone: list[int]) -> int:
         with self._database.write(alone=False) as session:
             session.execute(
                 update(JudgeCallRow)
-                .where(JudgeCallRow.seq.in_(blank), JudgeCallRow.reply != "")
+                .where(JudgeCallRow.seq.in_(blank))
                 .values(reply="", error=None)
                 .execution_options(synchronize_session=False)
             )
@@ -201,21 +221,11 @@ class Sweeper:
     def _feedback(self, now: float) -> Iterator[int]:
         """Delete feedback whose exchange has not come."""
         age_s = _seconds(self._settings.feedback_days)
-        while age_s is not None:
-            with self._database.read() as session:
-                rows = session.execute(
-                    select(FeedbackRow.seq, FeedbackRow.exchange_id, FeedbackRow.stored_at)
-                    .where(FeedbackRow.seq > self._told)
-                    .order_by(FeedbackRow.seq)
-                    .limit(PAGE)
-                ).all()
-            # A damaged time: it stays, and keeps none behind it.
-            known = [row for row in rows if isinstance(row.stored_at, float)]
-            old = [row for row in known if row.stored_at < now - age_s]
+        if age_s is None:
+            return
+        for rows in self._round("feedback", _feedback):
+            old = [row for row in rows if _older(row.stored_at, now - age_s)]
             yield self._delete_feedback([row.seq for row in old if row.exchange_id is None])
-            if len(rows) < PAGE or len(old) < len(known):
-                return
-            self._told = rows[-1].seq
 
     def _delete_feedback(self, gone: list[int]) -> int:
         if not gone:
@@ -232,27 +242,18 @@ class Sweeper:
 
     def _dead_letters(self, now: float) -> Iterator[int]:
         age_s = _seconds(self._settings.dead_letters_days)
-        while age_s is not None:
-            with self._database.read() as session:
-                rows = session.execute(
-                    select(DeadLetterRow.seq, DeadLetterRow.at, func.length(DeadLetterRow.payload))
-                    .order_by(DeadLetterRow.seq)
-                    .limit(ROWS)
-                ).all()
-            old: list[int] = []
-            size = 0
-            for seq, at, length in rows:
-                size += length or 0
-                if not (isinstance(at, float) and at < now - age_s) or (old and size > BYTES):
-                    break
-                old.append(seq)
+        if age_s is None:
+            return
+        for rows in self._round("dead_letters", _dead_letters):
+            old = [(row.seq, row.size or 0) for row in rows if _older(row.at, now - age_s)]
+            for gone in divide(old, ROWS, BYTES):
+                with self._database.write(alone=False) as session:
+                    session.execute(delete(DeadLetterRow).where(DeadLetterRow.seq.in_(gone)))
+                    count(session, STAGE, "dead_letters", len(gone))
+                    mark_replaced(session)
+                yield len(gone)
             if not old:
-                return
-            with self._database.write(alone=False) as session:
-                session.execute(delete(DeadLetterRow).where(DeadLetterRow.seq.in_(old)))
-                count(session, STAGE, "dead_letters", len(old))
-                mark_replaced(session)
-            yield len(old)
+                yield 0
 
     def _runs(self, now: float) -> Iterator[int]:
         """Delete runs that made no adapter."""
@@ -302,7 +303,7 @@ class Sweeper:
             set_flag(session, FLAG, msgspec.json.encode(state).decode(), now=now)
 
 
-def _oldest(session: Session, *, after: int) -> list[Held]:
+def _held(session: Session, after: int) -> list[Held]:
     replies = (
         select(func.sum(_lengths(ChoiceRow)))
         .where(ChoiceRow.exchange_id == ExchangeRow.exchange_id)
@@ -339,6 +340,43 @@ def _oldest(session: Session, *, after: int) -> list[Held]:
         )
         for seq, exchange_id, stored_at, *sizes, status in rows
     ]
+
+
+def _judge_calls(session: Session, after: int) -> Sequence[Any]:
+    row = JudgeCallRow
+    # Of the others the reply is not read: it may be long.
+    said = case((row.group_id.startswith(OF_A_COMPARISON), row.reply != ""), else_=True)
+    return session.execute(
+        select(row.seq, row.group_id, row.at, said.label("said"))
+        .where(row.seq > after)
+        .order_by(row.seq)
+        .limit(PAGE)
+    ).all()
+
+
+def _feedback(session: Session, after: int) -> Sequence[Any]:
+    row = FeedbackRow
+    return session.execute(
+        select(row.seq, row.exchange_id, row.stored_at)
+        .where(row.seq > after)
+        .order_by(row.seq)
+        .limit(PAGE)
+    ).all()
+
+
+def _dead_letters(session: Session, after: int) -> Sequence[Any]:
+    row = DeadLetterRow
+    return session.execute(
+        select(row.seq, row.at, func.length(row.payload).label("size"))
+        .where(row.seq > after)
+        .order_by(row.seq)
+        .limit(PAGE)
+    ).all()
+
+
+def _older(at: object, than: float) -> bool:
+    """False for a damaged time: its row stays, and keeps none behind it."""
+    return isinstance(at, float) and at < than
 
 
 def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> object:

@@ -46,7 +46,6 @@ LISTING = "a person's listing by a rare value, in a process of its own, without 
 OF_SESSION = "the exchanges of one session"
 SCANS = {
     "deploy/forgetting/rows.py:learners_of": ADAPTERS,
-    "ingest/retention/sweep.py:Sweeper._dead_letters": OLDEST,
     "ingest/retention/sweep.py:Sweeper._report": OLDEST,
     "ingest/store/forgotten.py:any_forgotten": "one row",
     "deploy/admin/metrics.py:StoreCollector._tallies": TALLY,

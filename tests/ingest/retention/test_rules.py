@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.retention.rules import Ages, Held, chunks, next_to_go
+from ingest.retention.rules import Ages, Held, chunks, too_much, too_old
 
 DAY_S = 86_400.0
 
@@ -25,32 +25,23 @@ def test_an_exchange_goes_by_its_own_age_and_one_with_a_group_by_the_age_of_grou
     rows = [held(1, day=0), held(2, day=0, group="trained"), held(3, day=5), held(4, day=9)]
     ages = Ages(exchanges_s=3 * DAY_S, groups_s=20 * DAY_S)
 
-    chosen, more = next_to_go(rows, ages, now=10 * DAY_S, excess_bytes=0)
-
-    assert (names(chosen), more) == (["e1", "e3"], False)
-
-
-def test_while_the_last_one_looked_at_is_old_younger_ones_are_looked_at_too() -> None:
-    ages = Ages(exchanges_s=3 * DAY_S, groups_s=None)
-
-    assert next_to_go([held(1, day=0)], ages, now=10 * DAY_S, excess_bytes=0)[1] is True
-    assert next_to_go([held(1, day=8)], ages, now=10 * DAY_S, excess_bytes=0) == ([], False)
-    assert next_to_go([], ages, now=10 * DAY_S, excess_bytes=0) == ([], False)
+    assert names(too_old(rows, ages, now=10 * DAY_S)) == ["e1", "e3"]
 
 
 def test_while_the_store_is_too_large_the_oldest_go_whatever_their_age() -> None:
     rows = [held(1, day=9), held(2, day=9, group="scored"), held(3, day=9)]
-    ages = Ages(exchanges_s=None, groups_s=None)
 
-    assert names(next_to_go(rows, ages, now=10 * DAY_S, excess_bytes=15)[0]) == ["e1", "e2"]
-    assert next_to_go(rows, ages, now=10 * DAY_S, excess_bytes=31)[1] is True
+    assert names(too_much(rows, excess_bytes=15)) == ["e1", "e2"]
+    assert names(too_much(rows, excess_bytes=31)) == ["e1", "e2", "e3"]
+    assert too_much(rows, excess_bytes=0) == []
 
 
 def test_what_a_training_run_has_now_stays() -> None:
     rows = [held(1, day=0, group="claimed"), held(2, day=0)]
     ages = Ages(exchanges_s=DAY_S, groups_s=DAY_S)
 
-    assert names(next_to_go(rows, ages, now=10 * DAY_S, excess_bytes=100)[0]) == ["e2"]
+    assert names(too_old(rows, ages, now=10 * DAY_S)) == ["e2"]
+    assert names(too_much(rows, excess_bytes=100)) == ["e2"]
 
 
 def test_a_transaction_has_at_most_so_many_rows_and_bytes_but_one_row() -> None:

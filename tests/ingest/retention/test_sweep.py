@@ -320,6 +320,97 @@ def test_a_transaction_deletes_a_bounded_number_of_exchanges(
     assert left == [10, 6, 2, 0]
 
 
+@pytest.mark.parametrize("wrong", ["future", "damaged"])
+def test_rows_with_a_wrong_time_keep_none_behind_them(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, store_kind: str, wrong: str
+) -> None:
+    if wrong == "damaged" and store_kind != "sqlite":
+        pytest.skip("PostgreSQL keeps a number in such a column")
+    for name in ("PAGE", "ROWS"):
+        monkeypatch.setattr(sweep, name, 3)
+    for number in range(5):
+        days_ago = 31 if number == 4 else -3650  # 4 of a clock that was ten years ahead, 1 old one
+        store(kit, kit.exchange(f"e{number}"), days_ago=days_ago, session=f"s{number}")
+        at = NOW - days_ago * DAY_S
+        with kit.database.write() as session:
+            judge_said(session, f"g-{number}", at=at)
+            dead_letter(session, b"%d" % number, where=f"{number}", reason="r", now=at)
+            save_feedback(session, [told(f"fb-{number}", f"none-{number}")], now=at)
+    if wrong == "damaged":
+        with kit.database.write() as session:
+            for table, column in (
+                ("exchange", "stored_at"),
+                ("judge_call", "at"),
+                ("dead_letter", "at"),
+                ("feedback", "stored_at"),
+            ):
+                session.execute(text(f"UPDATE {table} SET {column} = 'damaged' WHERE seq < 5"))
+
+    sweep_once(kit.database, Retention.model_validate(dict.fromkeys(FOR_GOOD, 30)))
+
+    tables = (ExchangeRow, JudgeCallRow, DeadLetterRow, FeedbackRow)
+    assert [rows(kit, table) for table in tables] == [4] * 4
+    assert kit.counts("retention") == {
+        "exchanges": 1,
+        "judge_calls": 1,
+        "dead_letters": 1,
+        "feedback": 1,
+    }
+
+
+def test_a_pass_while_the_clock_was_ahead_does_not_put_the_next_one_off(kit: Kit) -> None:
+    sweeper = Sweeper(kit.database, retention(exchanges_days=30))
+    while sweeper.step(NOW + 10 * DAY_S):
+        continue
+    store(kit, kit.exchange("old"), days_ago=31)
+
+    while sweeper.step(NOW):
+        continue
+
+    assert names(kit) == set()
+    store(kit, kit.exchange("next"), days_ago=31)
+    assert not sweeper.step(NOW + 59.0)
+    assert sweeper.step(NOW + 60.0)
+
+
+def test_a_pass_that_deletes_nothing_looks_at_a_bounded_number_of_rows_and_the_next_goes_on(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "PAGE", 2)
+    monkeypatch.setattr(sweep, "PAGES", 3)
+    kit.choose(*(kit.exchange(f"e{number}") for number in range(14)))  # groups stay for good
+    store(kit, kit.exchange("old"), days_ago=31)
+    sweeper = Sweeper(kit.database, retention(exchanges_days=30))
+
+    looked_at = []
+    for minute in range(3):
+        steps = 0
+        while sweeper.step(NOW + 60.0 * minute):
+            steps += 1
+        looked_at.append((steps, "old" in names(kit)))
+
+    # One page a step; the 15th row is alone on the 8th page, and ends the round.
+    assert looked_at == [(3, True), (3, True), (2, False)]
+
+
+def test_the_gates_replies_are_blanked_once(kit: Kit) -> None:
+    with kit.database.write() as session:
+        judge_said(session, "c-1", at=1.0)
+    sweeper = Sweeper(kit.database, retention(judge_calls_days=1))
+    while sweeper.step(NOW):
+        continue
+    written: list[str] = []
+
+    @event.listens_for(kit.database.engine, "before_cursor_execute")
+    def _note(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
+        written.extend(re.findall("UPDATE judge_call", sql))
+
+    while sweeper.step(NOW + 60.0):
+        continue
+
+    assert written == []
+
+
 def test_a_store_that_is_too_large_loses_the_oldest_first(kit: Kit) -> None:
     for number in range(12):
         prompt = tuple(Random(number).choices(range(49_000), k=20_000))
