@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from ingest.grouping.selection import BACKLOG, group_id_of
-from ingest.store.bases import Rebased, children_of, encode_children, store_children
+from ingest.store.bases import Heirs, children_of, encode_children, store_children
 from ingest.store.exchanges import NEW
 from ingest.store.forgotten import name_digest
 from ingest.store.groups import CLAIMED
@@ -46,7 +46,7 @@ FORGET_STAGE = "forget"
 SELECTION_STAGE = "selection"
 DELETED_GROUPS = "deleted_groups"
 """Counter rows: (stage, status) -> groups that were deleted in it."""
-REBASED = 32
+REBASED = 16
 REBASED_BYTES = 2**20
 """Exchanges, and their decoded bytes, that one transaction encodes anew."""
 Why = Literal["expired", "forgotten"]
@@ -79,51 +79,71 @@ def delete_exchanges(
     now: float,
     release: Release | None = None,
 ) -> Deleted:
-    """Delete exchanges and what belongs to them, in one transaction or, when others are stored as
-    differences from them, in a few.
+    """Delete exchanges as `deletion_steps`, without a pause.
 
-    release: None: exchanges whose group a training run has now stay.
     Raises: StoreError.
     """
+    rebased = 0
+    done = Deleted()
+    for done in deletion_steps(database, exchange_ids, why=why, now=now, release=release):
+        rebased += done.rebased
+    done.rebased = rebased
+    return done
+
+
+def deletion_steps(
+    database: Database,
+    exchange_ids: Sequence[str],
+    *,
+    why: Why,
+    now: float,
+    release: Release | None = None,
+) -> Iterator[Deleted]:
+    """Delete exchanges and what belongs to them, in one transaction, and before it in as many as it
+    takes to encode anew what is stored as a difference from them.
+
+    release: None: exchanges whose group a training run has now stay.
+    Yields: after each transaction, what it did; the last one deletes. Who stops before loses
+        nothing, and may begin again. Raises: StoreError.
+    """
     gone = list(exchange_ids)
-    rebased_in_all = 0
-    damaged: set[str] = set()
     locked: set[str] = set()
+    heirs: Heirs = {}
     while True:
         with database.read() as session:
-            rebased = encode_children(session, gone, limit=REBASED, limit_bytes=REBASED_BYTES)
+            rebased = encode_children(
+                session, gone, heirs, limit=REBASED, limit_bytes=REBASED_BYTES
+            )
             if rebased.locked:
                 needed = load_links(session, sorted(rebased.locked)).keys() & set(gone)
                 locked |= needed
                 gone = [one for one in gone if one not in needed]
+                heirs.clear()
                 continue
-            contents = _content_digests(session, gone)
-        damaged |= rebased.damaged
+            last = len(rebased.rows) < REBASED
+            contents = _content_digests(session, gone) if last else {}
         with database.write() as session:
-            done = _delete(session, gone, rebased, damaged, contents, why, release, now=now)
-        if done is not None:
-            done.rebased += rebased_in_all
-            done.locked = locked
-            return done
-        rebased_in_all += len(rebased.rows)
+            done = Deleted(rebased=store_children(session, rebased, gone), locked=locked)
+            mark_replaced(session)  # SQLite may have moved what goes, and left a copy
+            # Others may have come since, and some are left when there were many.
+            deleted = last and not children_of(session, gone, limit=1)
+            if deleted:
+                _delete(session, gone, contents, done, why, release, now=now)
+        yield done
+        if deleted:
+            return
 
 
 def _delete(
     session: Session,
     exchange_ids: Sequence[str],
-    rebased: Rebased,
-    damaged: set[str],
     contents: dict[str, str],
+    done: Deleted,
     why: Why,
     release: Release | None,
     *,
     now: float,
-) -> Deleted | None:
-    """Returns: None when there are more children to encode anew."""
-    mark_replaced(session)  # SQLite may have moved what goes, and left a copy where it was before
-    done = Deleted(rebased=store_children(session, rebased, exchange_ids))
-    if set(children_of(session, exchange_ids)) - damaged:
-        return None
+) -> None:
     groups = session.scalars(select(GroupRow).where(GroupRow.exchange_id.in_(exchange_ids))).all()
     claimed = [row for row in groups if row.status == CLAIMED]
     if claimed and release is not None:
@@ -157,7 +177,6 @@ def _delete(
     cache = content_cache(session)
     for one in gone:
         cache.drop(one)
-    return done
 
 
 def _keep_digests(

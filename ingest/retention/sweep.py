@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy import case, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from ingest.retention.deletion import STAGE, delete_exchanges
+from ingest.retention.deletion import STAGE, Deleted, deletion_steps
 from ingest.retention.rules import Ages, Held, chunks, divide, too_much, too_old
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
@@ -177,9 +177,10 @@ class Sweeper:
 
     def _delete_exchanges(self, chosen: Sequence[Held], now: float) -> Iterator[int]:
         for chunk in chunks(chosen, rows=ROWS, limit_bytes=BYTES):
-            done = delete_exchanges(self._database, chunk, why="expired", now=now)
+            done = Deleted()
+            for done in deletion_steps(self._database, chunk, why="expired", now=now):
+                yield done.exchanges
             self._locked += len(done.locked)
-            yield done.exchanges
         if not chosen:
             yield 0
 

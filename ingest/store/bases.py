@@ -6,8 +6,9 @@ with the same bytes: the system prompt and the tools are stored once for many of
 different users are never stored as differences of one another.
 
 `base_id` stays as it is when a late exchange gives a row another parent or session. Before an
-exchange is deleted, what stands on it must be encoded anew: `rebase_children` does it in one
-transaction; `encode_children` and `store_children` do it with the work outside the write lock.
+exchange is deleted, what stands on it must be encoded anew, the others on one of them, so that what
+they share is still stored once: `rebase_children` does it in one transaction; `encode_children` and
+`store_children` do it a few at a time, with the work outside the write lock.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from sidecar.store.models import ExchangeRow
 
 WRITTEN_CHAIN_BYTES = MAX_CHAIN_BYTES // 4
 """A longer chain is not written; it could not be decoded once and kept in the cache."""
+GROWTH_BYTES = WRITTEN_CHAIN_BYTES // MAX_LINKS
+"""Decoded bytes by which a chain may grow when an exchange gets another base."""
 Row = dict[str, Any]  # Any: what a column holds
 OPENING_BYTES = 256
 """Requests that begin with the same bytes, this many, probably have the same system prompt."""
@@ -105,71 +108,114 @@ class Rebased:
     """Children of exchanges that will be deleted, encoded anew."""
 
     rows: dict[str, Row] = field(default_factory=dict)
-    """Exchange id -> columns."""
-    damaged: set[str] = field(default_factory=set)
-    """Children that cannot be read, whether their base stays or goes."""
+    """Exchange id -> columns, an heir before those that stand on it. One that cannot be read,
+    whether its base stays or goes, only loses its base."""
+    heirs: frozenset[str] = frozenset()
+    """Bases of rows that were children of the same exchanges."""
     locked: set[str] = field(default_factory=set)
     """Children that can be read with a key that is missing here, as long as their bases stay."""
 
 
-def children_of(session: Session, gone: Collection[str]) -> list[str]:
-    """Return the exchanges that stay and whose base is one of these, which will be deleted."""
-    left = set(gone)
-    found: list[str] = []
-    for page in _pages(sorted(left)):
-        rows = session.scalars(select(ExchangeRow.exchange_id).where(ExchangeRow.base_id.in_(page)))
-        found += [one for one in rows if one not in left]
+Heirs = dict[str, str]
+"""The lowest exchange of a chain that will be deleted -> the child that others are stored on."""
+
+
+def children_of(session: Session, gone: Collection[str], *, limit: int) -> dict[str, str]:
+    """Return exchanges that stay and whose base is one of these, which will be deleted, by id."""
+    found: dict[str, str] = {}
+    for page in _pages(sorted(gone)):
+        rows = session.execute(
+            select(ExchangeRow.exchange_id, ExchangeRow.base_id)
+            .where(ExchangeRow.base_id.in_(page), ExchangeRow.exchange_id.not_in(gone))
+            .limit(limit - len(found))
+        )
+        found |= {row.exchange_id: row.base_id for row in rows}
+        if len(found) >= limit:
+            break
     return found
 
 
 def encode_children(
-    session: Session, gone: Collection[str], *, limit: int = PAGE, limit_bytes: int | None = None
+    session: Session,
+    gone: Collection[str],
+    heirs: Heirs,
+    *,
+    limit: int = PAGE,
+    limit_bytes: int | None = None,
 ) -> Rebased:
-    """Encode children anew, on the first exchange of their chain that stays. It needs no lock.
+    """Encode children anew. It needs no lock.
 
+    One child is the heir: it is stored on the first exchange of its chain that stays, or complete,
+    and the others on the heir or on that exchange, whichever takes less. It is the youngest child,
+    because retention deletes it last.
+    heirs: of earlier calls for the same exchanges; new ones are added.
     limit, limit_bytes: of children, and of their decoded bytes; one at least is encoded.
     """
     left = set(gone)
-    rebased = Rebased()
+    found = children_of(session, left, limit=limit)
+    youngest = [_youngest_child(session, base, left) for base in sorted(set(found.values()))]
+    children = list(dict.fromkeys([*(one for one in youngest if one is not None), *found]))[:limit]
+    bases = {
+        one: link.base_id for one, link in load_links(session, [*children, *heirs.values()]).items()
+    }
+    for lowest, heir in list(heirs.items()):
+        if heir not in bases or bases[heir] in left:  # it has gone, or was not stored
+            del heirs[lowest]
+    ends = {one: _ends(one, bases, left) for one in children}
+    names = {*children, *heirs.values(), *(stays for _, stays in ends.values())}
+    contents = load_contents(session, sorted(one for one in names if one), as_bases=True)
+    known = dict(contents.found)
     keyring = keyring_of(session)
+    rebased = Rebased()
     size = 0
-    for page in _pages(children_of(session, left), min(PAGE, limit)):
-        bases = {one: link.base_id for one, link in load_links(session, page).items()}
-        below = {one: _first_that_stays(one, bases, left) for one in page}
-        wanted = {*page, *(name for name in below.values() if name is not None)}
-        contents = load_contents(session, sorted(wanted), as_bases=True)
-        for child in page:
-            if (content := contents.found.get(child)) is None:
-                lost = rebased.locked if child in contents.locked else rebased.damaged
-                lost.add(child)
-                continue
-            name = below[child]
-            base = contents.found.get(name) if name is not None else None
-            stored, differs = _encode(content, base)
-            stored = sealed_columns(stored, child, content, keyring)
-            rebased.rows[child] = {**stored, "base_id": name if differs else None}
-            size += content.size
-            if limit_bytes is not None and size >= limit_bytes:
-                return rebased
-        if len(rebased.rows) >= limit:
+    for child in children:
+        if (content := contents.found.get(child)) is None:
+            if child in contents.locked:
+                rebased.locked.add(child)
+            else:
+                rebased.rows[child] = {"base_id": None}
+            continue
+        lowest, stays = ends[child]
+        heir = heirs.get(lowest, child)
+        if heir not in known:
+            heir = child
+        heirs[lowest] = heir
+        wanted = [known[stays]] if stays in known else []
+        if heir != child and _may_inherit(known[heir], content):
+            wanted.insert(0, known[heir])
+        stored, base = _encode_shortest(content, wanted)
+        if heir == child:
+            known[child] = _on(base, content)
+        name = None if base is None else heir if base is known[heir] else stays
+        stored = sealed_columns(stored, child, content, keyring)
+        rebased.rows[child] = {**stored, "base_id": name}
+        size += content.size
+        if limit_bytes is not None and size >= limit_bytes:
             break
+    rebased.heirs = frozenset(heirs.values())
     return rebased
 
 
 def store_children(session: Session, rebased: Rebased, gone: Collection[str]) -> int:
     """Store children that `encode_children` encoded, in the caller's write transaction.
 
-    One whose new base has gone meanwhile, or that has another base by now, stays as it is.
+    One whose new base has gone meanwhile, or that has another base by now, stays as it is; and one
+    whose heir does, so that bases never lead in a circle.
     Returns: how many were stored.
     """
     bases = {row["base_id"] for row in rebased.rows.values()} - {None}
-    present: set[str] = set()
+    there: dict[str, str | None] = {}
     for page in _pages(sorted(bases)):
-        there = select(ExchangeRow.exchange_id).where(ExchangeRow.exchange_id.in_(page))
-        present.update(session.scalars(there))
+        found = select(ExchangeRow.exchange_id, ExchangeRow.base_id)
+        rows = session.execute(found.where(ExchangeRow.exchange_id.in_(page)))
+        there |= {row.exchange_id: row.base_id for row in rows}
+    cache = content_cache(session)
     done = 0
     for child, row in rebased.rows.items():
-        if row["base_id"] is not None and row["base_id"] not in present:
+        base = row["base_id"]
+        if base is not None and base not in there:
+            continue
+        if base in rebased.heirs and there[base] in gone:
             continue
         stored = session.scalars(
             update(ExchangeRow)
@@ -178,7 +224,10 @@ def store_children(session: Session, rebased: Rebased, gone: Collection[str]) ->
             .returning(ExchangeRow.seq)
             .execution_options(synchronize_session=False)
         )
-        done += len(stored.all())
+        if stored.all():
+            done += 1
+            there[child] = base
+            cache.drop(child)  # it has another chain now
     return done
 
 
@@ -186,25 +235,60 @@ def rebase_children(session: Session, gone: Collection[str], *, limit: int = PAG
     """Encode anew the exchanges that stay and whose base is one of these, which will be deleted.
 
     Call it in a write transaction, before they are deleted, until it returns 0. What is left then
-    cannot be read, whether its base stays or goes.
+    is encrypted with a key that is missing.
     limit: of exchanges that are encoded. Returns: how many were.
     """
-    done = store_children(session, encode_children(session, gone, limit=limit), gone)
+    done = store_children(session, encode_children(session, gone, {}, limit=limit), gone)
     cache = content_cache(session)
     for one in gone:
         cache.drop(one)
     return done
 
 
-def _first_that_stays(
+def _youngest_child(session: Session, base: str, gone: Collection[str]) -> str | None:
+    return session.scalar(
+        select(ExchangeRow.exchange_id)
+        .where(ExchangeRow.base_id == base, ExchangeRow.exchange_id.not_in(gone))
+        .order_by(ExchangeRow.seq.desc())
+        .limit(1)
+    )
+
+
+def _ends(
     exchange_id: str, bases: Mapping[str, str | None], gone: Collection[str]
-) -> str | None:
-    name = bases.get(exchange_id)
+) -> tuple[str, str | None]:
+    """Return the lowest exchange of the chain below that goes, and the first one that stays."""
+    lowest, name = "", bases.get(exchange_id)
     for _ in bases:  # damaged ids may lead in a circle
-        if name not in gone:
-            return name
-        name = bases.get(name) if name is not None else None
-    return None
+        if name is None or name not in gone:
+            return lowest, name
+        lowest, name = name, bases.get(name)
+    return lowest, None
+
+
+def _may_inherit(heir: Content, content: Content) -> bool:
+    """Whether an exchange may be stored on the heir. Its chain gets no more links; those above it
+    get longer chains with it, so its own may grow by little, and what is read has room for more
+    than is written."""
+    grows = heir.chain_bytes + heir.size - content.chain_bytes
+    return _has_room(heir, content) and heir.links < content.links and grows <= GROWTH_BYTES
+
+
+def _encode_shortest(content: Content, bases: Sequence[Content]) -> tuple[Row, Content | None]:
+    """Encode as a difference from the base with which it takes least; None: it is complete."""
+    found = [
+        (stored, base) for base in bases for stored, differs in (_encode(content, base),) if differs
+    ]
+    if not found:
+        return _whole(content), None
+    return min(found, key=lambda one: sum(map(len, one[0].values())))
+
+
+def _on(base: Content | None, content: Content) -> Content:
+    """Return a content with the length of its chain."""
+    if base is None:
+        return replace(content, links=0, chain_bytes=0)
+    return replace(content, links=base.links + 1, chain_bytes=base.chain_bytes + base.size)
 
 
 def _encode_row(
@@ -228,7 +312,7 @@ def _encode_row(
     stored = sealed_columns(stored, exchange_id, content, keyring)
     row.update(stored, base_id=base_id if differs else None)
     if base is not None and differs:
-        content = replace(content, links=base.links + 1, chain_bytes=base.chain_bytes + base.size)
+        content = _on(base, content)
     else:
         cache.set_opening(mark or _mark(row, content), exchange_id)
     cache.put(exchange_id, content)

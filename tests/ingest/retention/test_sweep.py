@@ -10,6 +10,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import event, func, select, text, update
 from sqlalchemy.orm import Session
@@ -18,7 +19,7 @@ from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_status
 from ingest.feedback.placing import save_feedback
 from ingest.intake.loop import Intake
-from ingest.retention import sweep
+from ingest.retention import deletion, sweep
 from ingest.retention.sweep import Sweeper, read_state
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
@@ -248,6 +249,48 @@ def test_what_was_stored_as_a_difference_from_a_deleted_exchange_can_still_be_re
     cold.database.close()
 
 
+def test_a_parent_of_many_branches_goes_in_short_steps_that_another_process_may_end(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "REBASED", 4)
+    mine = conversation(kit, "mine", 2)
+    store(kit, mine[0], days_ago=31)
+    with kit.database.write() as session:
+        for number in range(20):
+            branch = msgspec.structs.replace(mine[1], exchange_id=f"b{number}")
+            place = Place(
+                exchange_id=branch.exchange_id,
+                session="s",
+                parent="mine0",
+                turn=1,
+                branch=number,
+                segment=0,
+                how="answered",
+            )
+            assert save_exchange(session, branch, held_out=False, now=NOW, place=place)
+
+    def left() -> int:
+        with kit.database.read() as session:
+            where = ExchangeRow.base_id == "mine0"
+            return session.scalar(select(func.count()).where(where)) or 0
+
+    first = Sweeper(kit.database, retention(exchanges_days=30))
+    assert [(first.step(NOW), left()) for _ in range(2)] == [(True, 16), (True, 12)]
+    with closing(Database(kit.database.url)) as other_process:
+        second = Sweeper(other_process, retention(exchanges_days=30))
+        assert [(second.step(NOW), left()) for _ in range(4)] == [
+            (True, 8),
+            (True, 4),
+            (True, 0),
+            (True, 0),
+        ]
+
+    assert len(names(kit)) == 20
+    cold = Kit(Database(kit.database.url))
+    assert all(read(cold, name).request == mine[1].request for name in names(kit))
+    cold.database.close()
+
+
 def test_what_is_encrypted_is_encoded_anew_under_its_own_place(kit: Kit) -> None:
     keys = {"k": b"k" * 32}
     keyed = Kit(Database(kit.database.url, Keyring(keys)))
@@ -430,6 +473,28 @@ def test_a_store_that_is_too_large_loses_the_oldest_first(kit: Kit) -> None:
     assert state is not None
     assert state.used_bytes <= state.max_bytes == used - 250_000
     assert state.oldest_at == NOW - DAY_S
+
+
+def test_what_a_size_limit_deletes_makes_the_store_no_larger(kit: Kit) -> None:
+    rules = " ".join(f"{Random(1).getrandbits(32):x}{number}" for number in range(8_000))
+    for number in range(20):
+        system = {"role": "system", "content": rules}
+        asked = {"role": "user", "content": f"question {number}"}
+        request = {"model": "m", "messages": [system, asked]}
+        store(kit, kit.exchange(f"e{number}", request=request), days_ago=1, session=f"s{number}")
+
+    def of_requests() -> int:
+        with kit.database.read() as session:
+            return session.scalar(select(func.sum(func.length(ExchangeRow.request_body)))) or 0
+
+    before = of_requests()
+    with kit.database.read() as session:
+        used = space_of(session, limit=1).used
+
+    sweep_once(kit.database, retention(max_bytes=used - 1))
+
+    assert names(kit) == {f"e{number}" for number in range(1, 20)}  # the others are based on e0
+    assert before * 0.9 < of_requests() < before
 
 
 def test_after_a_crash_in_the_middle_the_next_pass_deletes_the_rest(

@@ -13,7 +13,8 @@ from sqlalchemy import delete, event, select, update
 from ingest.errors import UnreadableExchangesError
 from ingest.grouping.selection import group_id_of
 from ingest.sessions.records import Place
-from ingest.store.bases import rebase_children
+from ingest.store import bases as store_bases
+from ingest.store.bases import encode_children, rebase_children, store_children
 from ingest.store.exchanges import load_by_selection, load_exchange, save_exchange
 from ingest.store.groups import load_group, stored_tokens
 from sidecar.records import Exchange
@@ -320,6 +321,93 @@ def test_what_stands_on_an_exchange_outlives_it(
     later = turns(kit, "b", 1)
     store(kit, later)  # nothing remembered leads to what is gone
     assert load(open_again(), "b0") == later[0]
+
+
+def branches_of(kit: Kit, count: int) -> list[Exchange]:
+    """Store a0, and so many exchanges that each continue it: b0, b1, ..."""
+    first, second = turns(kit, "a", 2)
+    store(kit, [first])
+    found = [
+        kit.exchange(
+            f"b{number}",
+            request=second.request.replace(b"a asks", b"b%d asks" % number),
+            prompt_token_ids=(*second.prompt_token_ids, number),
+        )
+        for number in range(count)
+    ]
+    for branch in found:
+        store(kit, [branch], parent="a0")
+    assert set(bases(kit).values()) == {None, "a0"}
+    return found
+
+
+def test_branches_of_a_deleted_exchange_are_stored_on_the_youngest_of_them(
+    kit: Kit, open_again: Callable[[], Database]
+) -> None:
+    branches = branches_of(kit, 9)
+    whole = stored_bytes(kit, "a0")
+    before = sum(stored_bytes(kit, name) for name in bases(kit))
+    heirs: dict[str, str] = {}
+
+    for _ in range(3):  # a few at a time
+        with kit.database.write() as session:
+            rebased = encode_children(session, ["a0"], heirs, limit=3)
+            assert store_children(session, rebased, ["a0"]) == 3
+    remove(kit, ["a0"])
+
+    assert bases(kit) == {**{f"b{number}": "b8" for number in range(8)}, "b8": None}
+    assert sum(stored_bytes(kit, name) for name in bases(kit)) < before
+    assert stored_bytes(kit, "b7") < whole / 10
+    cold = open_again()
+    assert [load(cold, one.exchange_id) for one in branches] == branches
+
+
+def test_what_would_stand_on_an_heir_stays_while_the_heir_does(kit: Kit, cold: Database) -> None:
+    branches = branches_of(kit, 3)
+    with kit.database.read() as session:
+        rebased = encode_children(session, ["a0"], {})
+    assert rebased.rows["b0"]["base_id"] == "b2"
+    with kit.database.write() as session:  # it could not be stored: its own new base had gone
+        rebased.rows["b2"]["base_id"] = "nobody"
+        assert store_children(session, rebased, ["a0"]) == 0
+
+    assert bases(kit) == {"a0": None, "b0": "a0", "b1": "a0", "b2": "a0"}
+    with kit.database.write() as session:
+        again = encode_children(session, ["a0"], {"a0": "b2"}, limit=1)
+        assert again.rows["b2"]["base_id"] is None
+        assert store_children(session, again, ["a0"]) == 1
+    remove(kit, ["a0"])
+    assert [load(cold, one.exchange_id) for one in branches] == branches
+
+
+def test_a_branch_whose_chain_would_grow_by_much_is_not_stored_on_the_heir(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branches_of(kit, 2)
+    monkeypatch.setattr(store_bases, "GROWTH_BYTES", 10)
+
+    remove(kit, ["a0"])
+
+    assert bases(kit) == {"b0": None, "b1": None}
+
+
+def test_branches_that_cannot_be_read_lose_their_base_and_no_more(kit: Kit, cold: Database) -> None:
+    branches = branches_of(kit, 3)
+    with kit.database.write() as session:
+        damage = update(ExchangeRow).where(ExchangeRow.exchange_id == "b2")
+        session.execute(damage.values(request_body=b"\x28\xb5\x2f\xfddamaged"))
+
+    with cold.write() as session:
+        while rebase_children(session, ["a0"]):
+            continue
+    remove(kit, ["a0"])
+
+    found = bases(kit)
+    assert found["b2"] is None
+    assert (found["b0"], found["b1"]) in (("b1", None), (None, "b0"))
+    with cold.read() as session:
+        assert list(load_contents(session, ["b0", "b1", "b2"]).damage) == ["b2"]
+    assert [load(cold, one.exchange_id) for one in branches[:2]] == branches[:2]
 
 
 def test_a_deleted_conversation_leaves_no_byte_in_one_that_shared_its_opening(
