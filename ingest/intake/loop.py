@@ -36,8 +36,8 @@ BACKLOG_INTERVAL_S = 2.0
 ABANDONED_INTERVAL_S = 10.0
 """Seconds between two looks for abandoned sessions, once the pass has caught up."""
 SWEEPS = 4
-"""Transactions of retention in one step, at most: with 50 exchanges each it deletes as many as a
-batch of default size brings."""
+"""Steps of retention in one step at most, each a page or a transaction: with 50 exchanges each
+it deletes as many as a batch of default size brings."""
 PAUSES = Backoff(first_s=0.5, last_s=30.0)
 """Pauses between attempts while the bus or the store is unreachable."""
 

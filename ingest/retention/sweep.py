@@ -138,29 +138,36 @@ class Sweeper:
         self._report(now)
 
     def _round(
-        self, kind: str, read: Callable[[Session, int], Sequence[Row]]
-    ) -> Iterator[Sequence[Row]]:
+        self,
+        kind: str,
+        read: Callable[[Session, int], Sequence[Row]],
+        delete: Callable[[Sequence[Row]], Iterator[int]],
+    ) -> Iterator[int]:
         """Go on through a table, in the order of `seq`, and begin again at its end.
 
-        read: returns up to `PAGE` rows after a place. Ends at the end of the table, or after
-        `PAGES` pages of which nothing was deleted.
+        read: returns up to `PAGE` rows after a place. delete: deletes what is too old of them.
+        Ends at the end of the table, or after `PAGES` pages of which nothing was deleted.
         """
         left = PAGES
         while left:
             with self._database.read() as session:
                 rows = read(session, self._places.get(kind, 0))
             deleted = self._deleted
-            yield rows
+            yield from delete(rows)
             self._places[kind] = rows[-1].seq if len(rows) == PAGE else 0
             if len(rows) < PAGE:
                 return
             left = left - 1 if self._deleted == deleted else PAGES
+            yield 0
 
     def _old_exchanges(self, now: float) -> Iterator[int]:
         if self._ages == Ages(exchanges_s=None, groups_s=None):
             return
-        for held in self._round("exchanges", _held):
+
+        def remove(held: Sequence[Held]) -> Iterator[int]:
             yield from self._delete_exchanges(too_old(held, self._ages, now=now), now)
+
+        yield from self._round("exchanges", _held, remove)
 
     def _exchanges_over_the_limit(self, now: float) -> Iterator[int]:
         """Delete the oldest, whatever their age."""
@@ -174,6 +181,7 @@ class Sweeper:
             chosen = too_much(held, excess_bytes=excess)
             excess -= sum(one.stored_bytes for one in chosen)
             yield from self._delete_exchanges(chosen, now)
+            yield 0
 
     def _delete_exchanges(self, chosen: Sequence[Held], now: float) -> Iterator[int]:
         for chunk in chunks(chosen, rows=ROWS, limit_bytes=BYTES):
@@ -181,8 +189,6 @@ class Sweeper:
             for done in deletion_steps(self._database, chunk, why="expired", now=now):
                 yield done.exchanges
             self._locked += len(done.locked)
-        if not chosen:
-            yield 0
 
     def _excess(self) -> int:
         limit = self._settings.max_bytes
@@ -196,13 +202,17 @@ class Sweeper:
         age_s = _seconds(self._settings.judge_calls_days)
         if age_s is None:
             return
-        for rows in self._round("judge_calls", _judge_calls):
+
+        def remove(rows: Sequence[Any]) -> Iterator[int]:
             old = [row for row in rows if _older(row.at, now - age_s)]
             gone = [row.seq for row in old if not row.group_id.startswith(OF_A_COMPARISON)]
             blank = [
                 row.seq for row in old if row.group_id.startswith(OF_A_COMPARISON) and row.said
             ]
-            yield self._delete_judge_calls(blank, gone) if blank or gone else 0
+            if blank or gone:
+                yield self._delete_judge_calls(blank, gone)
+
+        yield from self._round("judge_calls", _judge_calls, remove)
 
     def _delete_judge_calls(self, blank: list[int], gone: list[int]) -> int:
         with self._database.write(alone=False) as session:
@@ -224,13 +234,15 @@ class Sweeper:
         age_s = _seconds(self._settings.feedback_days)
         if age_s is None:
             return
-        for rows in self._round("feedback", _feedback):
+
+        def remove(rows: Sequence[Any]) -> Iterator[int]:
             old = [row for row in rows if _older(row.stored_at, now - age_s)]
-            yield self._delete_feedback([row.seq for row in old if row.exchange_id is None])
+            if gone := [row.seq for row in old if row.exchange_id is None]:
+                yield self._delete_feedback(gone)
+
+        yield from self._round("feedback", _feedback, remove)
 
     def _delete_feedback(self, gone: list[int]) -> int:
-        if not gone:
-            return 0
         with self._database.write(alone=False) as session:
             deleted = session.scalars(
                 delete(FeedbackRow)
@@ -245,7 +257,8 @@ class Sweeper:
         age_s = _seconds(self._settings.dead_letters_days)
         if age_s is None:
             return
-        for rows in self._round("dead_letters", _dead_letters):
+
+        def remove(rows: Sequence[Any]) -> Iterator[int]:
             old = [(row.seq, row.size or 0) for row in rows if _older(row.at, now - age_s)]
             for gone in divide(old, ROWS, BYTES):
                 with self._database.write(alone=False) as session:
@@ -253,8 +266,8 @@ class Sweeper:
                     count(session, STAGE, "dead_letters", len(gone))
                     mark_replaced(session)
                 yield len(gone)
-            if not old:
-                yield 0
+
+        yield from self._round("dead_letters", _dead_letters, remove)
 
     def _runs(self, now: float) -> Iterator[int]:
         """Delete runs that made no adapter."""
