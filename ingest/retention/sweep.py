@@ -17,22 +17,27 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from sqlalchemy import case, delete, func, select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
+from ingest.retention import pages
 from ingest.retention.deletion import STAGE, Deleted, deletion_steps
+from ingest.retention.pages import (
+    OF_A_COMPARISON,
+    dead_letters_after,
+    feedback_after,
+    held_after,
+    judge_calls_after,
+)
 from ingest.retention.rules import Ages, Held, chunks, divide, too_much, too_old
 from sidecar.settings import Retention
 from sidecar.store.database import Database, count, get_flag, set_flag
 from sidecar.store.disk.space import give_back, space_of
 from sidecar.store.disk.traces import mark_replaced
 from sidecar.store.models import (
-    AnswerRow,
-    ChoiceRow,
     DeadLetterRow,
     ExchangeRow,
     FeedbackRow,
-    GroupRow,
     JudgeCallRow,
     RunRow,
 )
@@ -41,8 +46,6 @@ FLAG = "retention"
 INTERVAL_S = 60.0
 """Seconds between two passes."""
 DAY_S = 86_400.0
-PAGE = 200
-"""Rows that are looked at in one step, without the write lock."""
 PAGES = 50
 """Pages of a table that a pass looks at when it finds nothing to delete: 10,000 rows. So of a
 million exchanges each is looked at within two hours."""
@@ -51,8 +54,6 @@ BYTES = 2**20
 """Exchanges, and stored bytes, that one transaction deletes; a larger exchange goes alone."""
 KEPT_FREE_BYTES = 64 * 2**20
 """Free pages that SQLite's file keeps for the next records."""
-OF_A_COMPARISON = "c-"
-"""Beginning of `judge_call.group_id` when the gate asked."""
 
 Row = TypeVar("Row", bound=Any)  # Any: a row of a query, with `seq`
 
@@ -154,8 +155,8 @@ class Sweeper:
                 rows = read(session, self._places.get(kind, 0))
             deleted = self._deleted
             yield from delete(rows)
-            self._places[kind] = rows[-1].seq if len(rows) == PAGE else 0
-            if len(rows) < PAGE:
+            self._places[kind] = rows[-1].seq if len(rows) == pages.PAGE else 0
+            if len(rows) < pages.PAGE:
                 return
             left = left - 1 if self._deleted == deleted else PAGES
             yield 0
@@ -167,14 +168,14 @@ class Sweeper:
         def remove(held: Sequence[Held]) -> Iterator[int]:
             yield from self._delete_exchanges(too_old(held, self._ages, now=now), now)
 
-        yield from self._round("exchanges", _held, remove)
+        yield from self._round("exchanges", held_after, remove)
 
     def _exchanges_over_the_limit(self, now: float) -> Iterator[int]:
         """Delete the oldest, whatever their age."""
         excess, cursor = self._excess(), 0
         while excess > 0:
             with self._database.read() as session:
-                held = _held(session, cursor)
+                held = held_after(session, cursor)
             if not held:
                 return
             cursor = held[-1].seq
@@ -212,7 +213,7 @@ class Sweeper:
             if blank or gone:
                 yield self._delete_judge_calls(blank, gone)
 
-        yield from self._round("judge_calls", _judge_calls, remove)
+        yield from self._round("judge_calls", judge_calls_after, remove)
 
     def _delete_judge_calls(self, blank: list[int], gone: list[int]) -> int:
         with self._database.write(alone=False) as session:
@@ -240,7 +241,7 @@ class Sweeper:
             if gone := [row.seq for row in old if row.exchange_id is None]:
                 yield self._delete_feedback(gone)
 
-        yield from self._round("feedback", _feedback, remove)
+        yield from self._round("feedback", feedback_after, remove)
 
     def _delete_feedback(self, gone: list[int]) -> int:
         with self._database.write(alone=False) as session:
@@ -267,7 +268,7 @@ class Sweeper:
                     mark_replaced(session)
                 yield len(gone)
 
-        yield from self._round("dead_letters", _dead_letters, remove)
+        yield from self._round("dead_letters", dead_letters_after, remove)
 
     def _runs(self, now: float) -> Iterator[int]:
         """Delete runs that made no adapter."""
@@ -317,86 +318,9 @@ class Sweeper:
             set_flag(session, FLAG, msgspec.json.encode(state).decode(), now=now)
 
 
-def _held(session: Session, after: int) -> list[Held]:
-    replies = (
-        select(func.sum(_lengths(ChoiceRow)))
-        .where(ChoiceRow.exchange_id == ExchangeRow.exchange_id)
-        .scalar_subquery()
-    )
-    answers = (
-        select(func.sum(_lengths(AnswerRow)))
-        .where(AnswerRow.group_id == GroupRow.group_id)
-        .scalar_subquery()
-    )
-    rows = session.execute(
-        select(
-            ExchangeRow.seq,
-            ExchangeRow.exchange_id,
-            ExchangeRow.stored_at,
-            func.length(ExchangeRow.request_body) + func.length(ExchangeRow.prompt_token_ids),
-            replies,
-            answers,
-            GroupRow.status,
-        )
-        .outerjoin(GroupRow, GroupRow.exchange_id == ExchangeRow.exchange_id)
-        .where(ExchangeRow.seq > after)
-        .order_by(ExchangeRow.seq)
-        .limit(PAGE)
-    )
-    return [
-        Held(
-            seq=seq,
-            exchange_id=exchange_id,
-            # A damaged time: it goes by the size of the store only.
-            stored_at=stored_at if isinstance(stored_at, float) else float("inf"),
-            stored_bytes=sum(size for size in sizes if isinstance(size, int)),
-            group_status=status,
-        )
-        for seq, exchange_id, stored_at, *sizes, status in rows
-    ]
-
-
-def _judge_calls(session: Session, after: int) -> Sequence[Any]:
-    row = JudgeCallRow
-    # Of the others the reply is not read: it may be long.
-    said = case((row.group_id.startswith(OF_A_COMPARISON), row.reply != ""), else_=True)
-    return session.execute(
-        select(row.seq, row.group_id, row.at, said.label("said"))
-        .where(row.seq > after)
-        .order_by(row.seq)
-        .limit(PAGE)
-    ).all()
-
-
-def _feedback(session: Session, after: int) -> Sequence[Any]:
-    row = FeedbackRow
-    return session.execute(
-        select(row.seq, row.exchange_id, row.stored_at)
-        .where(row.seq > after)
-        .order_by(row.seq)
-        .limit(PAGE)
-    ).all()
-
-
-def _dead_letters(session: Session, after: int) -> Sequence[Any]:
-    row = DeadLetterRow
-    return session.execute(
-        select(row.seq, row.at, func.length(row.payload).label("size"))
-        .where(row.seq > after)
-        .order_by(row.seq)
-        .limit(PAGE)
-    ).all()
-
-
 def _older(at: object, than: float) -> bool:
     """False for a damaged time: its row stays, and keeps none behind it."""
     return isinstance(at, float) and at < than
-
-
-def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> object:
-    columns = (table.message_body, table.token_ids, table.logprobs)
-    first, second, third = (func.length(column) for column in columns)
-    return first + second + third
 
 
 def _seconds(days: float) -> float | None:

@@ -19,7 +19,7 @@ from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_status
 from ingest.feedback.placing import save_feedback
 from ingest.intake.loop import Intake
-from ingest.retention import deletion, sweep
+from ingest.retention import deletion, pages, sweep
 from ingest.retention.sweep import Sweeper, read_state
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
@@ -369,8 +369,8 @@ def test_rows_with_a_wrong_time_keep_none_behind_them(
 ) -> None:
     if wrong == "damaged" and store_kind != "sqlite":
         pytest.skip("PostgreSQL keeps a number in such a column")
-    for name in ("PAGE", "ROWS"):
-        monkeypatch.setattr(sweep, name, 3)
+    for module, name in ((pages, "PAGE"), (sweep, "ROWS")):
+        monkeypatch.setattr(module, name, 3)
     for number in range(5):
         days_ago = 31 if number == 4 else -3650  # 4 of a clock that was ten years ahead, 1 old one
         store(kit, kit.exchange(f"e{number}"), days_ago=days_ago, session=f"s{number}")
@@ -419,7 +419,7 @@ def test_a_pass_while_the_clock_was_ahead_does_not_put_the_next_one_off(kit: Kit
 def test_a_pass_that_deletes_nothing_looks_at_a_bounded_number_of_rows_and_the_next_goes_on(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "PAGE", 2)
+    monkeypatch.setattr(pages, "PAGE", 2)
     monkeypatch.setattr(sweep, "PAGES", 3)
     kit.choose(*(kit.exchange(f"e{number}") for number in range(14)))  # groups stay for good
     store(kit, kit.exchange("old"), days_ago=31)
@@ -577,7 +577,7 @@ def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit:
 def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, store_kind: str
 ) -> None:
-    monkeypatch.setattr(sweep, "PAGE", 3)
+    monkeypatch.setattr(pages, "PAGE", 3)
     store(kit, kit.exchange("here"), days_ago=40)
     for days_ago, targets in ((31, "ab"), (31, ["here"] * 4), (31, "c"), (29, "def")):
         records = [
