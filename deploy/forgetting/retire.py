@@ -51,7 +51,8 @@ def _is_marked(session: Session, name: str) -> bool:
 
 
 def _newest_sound(session: Session, model: str) -> str:
-    """The adapter that was promoted last of those that are not marked, or "base"."""
+    """The adapter that was promoted last of those that are not marked, or "base". One that was
+    rolled back since was taken out for a reason of its own."""
     promoted = (
         select(CanaryRow.candidate)
         .join(AdapterRow, AdapterRow.name == CanaryRow.candidate)
@@ -59,6 +60,7 @@ def _newest_sound(session: Session, model: str) -> str:
             CanaryRow.model == model,
             CanaryRow.state == "promoted",
             AdapterRow.forgotten_at.is_(None),
+            AdapterRow.state.not_in(("rolled_back", "rejected")),
         )
         .order_by(CanaryRow.created_at.desc())
         .limit(1)

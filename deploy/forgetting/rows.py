@@ -15,6 +15,7 @@ from ingest.store.forgotten import name_digest
 from learner.runs.runs import abandon
 from sidecar.records import BASE
 from sidecar.store.database import Database, count
+from sidecar.store.disk.traces import mark_replaced
 from sidecar.store.models import (
     AdapterRow,
     DeadLetterRow,
@@ -197,6 +198,7 @@ def remove_dead_letters(database: Database, wanted: Callable[[bytes], bool]) -> 
                 for seq in gone:
                     session.delete(session.get_one(DeadLetterRow, seq))
                 count(session, STAGE, "dead_letters", len(gone))
+                mark_replaced(session)
             removed += len(gone)
     with database.write() as session:
         session.execute(
@@ -239,8 +241,9 @@ def remove_feedback(database: Database, target: Target, told: Collection[str]) -
             ).all()
             count(session, STAGE, "feedback", len(gone))
             session.execute(delete(SignalRow).where(SignalRow.session_id.in_(page)))
+            mark_replaced(session)
     if target.kind == "user":
-        _remove_told_by(database, sorted(target.stored_names))
+        _remove_told_by(database, sorted(target.sources))
 
 
 def _remove_told_by(database: Database, names: Sequence[str]) -> None:
@@ -259,6 +262,7 @@ def _remove_told_by(database: Database, names: Sequence[str]) -> None:
         with database.write() as session:
             session.execute(delete(FeedbackRow).where(FeedbackRow.seq.in_(seqs)))
             count(session, STAGE, "feedback", len(seqs))
+            mark_replaced(session)
 
 
 def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:

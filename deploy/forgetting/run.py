@@ -40,7 +40,7 @@ from sidecar.capture.outbox_removal import remove_records
 from sidecar.forwarding.dead_letters import FILE as DEAD_LETTERS
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
-from sidecar.store.disk.traces import mark_replaced, remove_traces
+from sidecar.store.disk.traces import remove_traces
 
 PASSES = 3
 """Times that the store is looked through at most: a record may have been stored meanwhile."""
@@ -61,7 +61,15 @@ class Report:
     """All that learned from it, the oldest first."""
     rolled_back_to: str | None = None
     traces: list[str] = field(default_factory=list)
-    """Files in which deleted bytes may still stand, with what to do."""
+    """What is not removed yet, with what to do."""
+    notes: list[str] = field(default_factory=list)
+    """What this command cannot do, or where it may have looked in vain."""
+
+    @property
+    def anything(self) -> bool:
+        """Something of the target was found, now or by an earlier run."""
+        removed = self.exchanges, self.groups, self.dead_letters, self.on_the_bus
+        return any(removed) or bool(self.lines or self.adapters or self.traces)
 
     def as_json(self) -> Mapping[str, Any]:
         return asdict(self)
@@ -117,12 +125,11 @@ def forget(
         report.rolled_back_to = None if done is None else done.after
     remove_feedback(database, target, told)  # what came meanwhile
     report.dead_letters = remove_dead_letters(database, wanted)
-    if report.exchanges:
-        with database.write() as session:
-            mark_replaced(session)  # deletes too leave copies of rows that SQLite moved before
+    # Each transaction that deleted has marked the file, so what a killed run left is done now.
     why = remove_traces(database, large_too=vacuum)
     if why:
-        report.traces.append(f"store: {why}")
+        to = report.traces if database.engine.dialect.name == "sqlite" else report.notes
+        to.append(f"store: {why}")
     report.traces += _locked(wanted, locked)
     _audit(database, target, report, now=now)
     return report
@@ -166,6 +173,9 @@ def _remember(
         save_forgotten(session, target.kind, target.stored_names, now=now, until=until)
         if target.kind == "session":
             save_forgotten(session, "session_key", keys, now=now, until=now + SKEW_S)
+        # Feedback alone: their sessions and traces may go on.
+        save_forgotten(session, "source", target.sources, now=now, until=now + SKEW_S)
+        save_forgotten(session, "told", told, now=now, until=now + SKEW_S)
     return keys if target.kind == "session" else set(), ids, told
 
 
@@ -173,6 +183,11 @@ def _files(
     settings: Settings, target: Target, wanted: Wanted, ids: set[str], report: Report
 ) -> None:
     bus: Path = outbox_path(settings.bus.url, settings.state_dir)
+    if not bus.exists():
+        report.notes.append(
+            f"there is no outbox at {bus}: if proxies run here, or wrote logs, run it again in "
+            "their folder, or with their settings file (--config)"
+        )
     for path, table in ((bus, "outbox"), (settings.state_dir / DEAD_LETTERS, "dead_letter")):
         removal = remove_records(path, table, wanted)
         report.on_the_bus += removal.removed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -10,9 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from sidecar.feedback.reading import source_of_user
 from sidecar.feedback.record import Feedback, decode_feedback, is_feedback
 from sidecar.records import Exchange, decode_exchange
-from sidecar.routing.session_key import header_name, session_key, short_name
+from sidecar.routing.session_key import DEFAULT_PROJECT, header_name, session_key, short_name
 from sidecar.store.keyring import BUS, NO_KEYS, Keyring
 
 SHORT_BYTES = 6
@@ -32,15 +34,27 @@ class Target:
 
         A user is stored under the name that the agent sent, or its digest where that is too long. A
         session has the id that `sidecar exchanges ls` shows, or the name in `x-sidecar-session`,
-        with `<project>/` before it where the project is not `default`.
+        with `<project>/` before it where the project is not `default`: a name with a "/" in the
+        default project is `default/<name>`, so one name never means sessions of two projects.
         """
         if self.kind == "exchange":
             return frozenset({self.name})
         sent = header_name(self.name.encode("utf-8", "surrogatepass"))
         if self.kind == "user":
             return frozenset({self.name, short_name(sent)})
-        key = session_key(header=sent, user="", conversation_prefix=())
-        return frozenset({self.name, key, f"h:{sent}"})
+        project, _, rest = sent.partition("/")
+        if not rest:
+            project, rest = DEFAULT_PROJECT, sent
+        key = session_key(header=rest, user="", conversation_prefix=(), project=project)
+        return frozenset({self.name, key})
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """What feedback names as its `source` when the user sent it: the name, or what the proxy
+        writes for `x-sidecar-user`. Empty unless the target is a user."""
+        if self.kind != "user":
+            return frozenset()
+        return self.stored_names | {source_of_user(name) for name in self.stored_names}
 
     @property
     def mention(self) -> re.Pattern[bytes]:
@@ -52,7 +66,11 @@ class Target:
         forms = {
             form
             for name in named
-            for form in (name.encode("utf-8", "surrogatepass"), msgspec.json.encode(name)[1:-1])
+            for form in (
+                name.encode("utf-8", "surrogatepass"),
+                msgspec.json.encode(name)[1:-1],
+                json.dumps(name)[1:-1].encode(),  # as exports write it, in ASCII
+            )
             if form
         }
         return re.compile(b"|".join(map(_pattern, sorted(forms))))
@@ -116,7 +134,7 @@ class Wanted:
     def _is_told_of(self, feedback: Feedback) -> bool:
         names = self.target.stored_names
         if self.target.kind == "user":
-            return feedback.source in names or self._is_known(feedback.target)
+            return feedback.source in self.target.sources or self._is_known(feedback.target)
         return feedback.target in names or self._is_known(feedback.target)
 
     def _is_known(self, name: str) -> bool:

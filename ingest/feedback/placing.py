@@ -15,7 +15,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
 from ingest.sessions.arrival import NAMED
-from ingest.store.forgotten import forgotten_targets
+from ingest.store.forgotten import forgotten_feedback
 from sidecar.feedback.record import Feedback
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import ExchangeRow, FeedbackRow
@@ -66,13 +66,13 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
     """
     if not records:
         return []
-    gone = forgotten_targets(session, {record.target for record in records})
+    gone = forgotten_feedback(session, records)
     stored = _stored(session, [record.feedback_id for record in records])
     fresh: dict[str, Feedback] = {}
     conflicts: list[Conflict] = []
     counts: Counter[str] = Counter()
     for record in records:
-        if record.target in gone:
+        if record.feedback_id in gone:
             counts[FORGOTTEN] += 1
             continue
         content = _content(record)

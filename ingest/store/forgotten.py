@@ -13,11 +13,14 @@ from typing import Literal
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from sidecar.feedback.record import Feedback
 from sidecar.records import Exchange
 from sidecar.store.database import insert_into
 from sidecar.store.models import ForgottenRow
 
-Kind = Literal["user", "session", "session_key", "exchange"]
+Kind = Literal["user", "session", "session_key", "exchange", "source", "told"]
+"""`source`: who sends feedback; `told`: an id of a user's sessions and traces. Both are of feedback
+alone."""
 SKEW_S = 60.0
 """The clocks of two machines may differ by this much."""
 
@@ -76,24 +79,34 @@ def forgotten_among(session: Session, arrived: Mapping[str, tuple[Exchange, str]
         one
         for one, digested in names.items()
         for digest in digested
-        if digest in until and _is_before(arrived[one][0], until[digest])
+        if digest in until and _is_until(arrived[one][0].timings.started_at, until[digest])
     }
 
 
-def forgotten_targets(session: Session, targets: Collection[str]) -> set[str]:
-    """Return those of these targets of feedback that name a forgotten exchange or session."""
-    if not targets or not any_forgotten(session):
+def forgotten_feedback(session: Session, records: Collection[Feedback]) -> set[str]:
+    """Return the ids of feedback about what was forgotten, or that a forgotten user sent."""
+    if not records or not any_forgotten(session):
         return set()
     digests = {
-        name_digest(kind, target): target for kind in ("exchange", "session") for target in targets
+        one.feedback_id: [
+            *(name_digest(kind, one.target) for kind in ("exchange", "session", "told")),
+            name_digest("source", one.source),
+        ]
+        for one in records
     }
-    rows = session.scalars(
-        select(ForgottenRow.digest).where(
-            ForgottenRow.kind.in_(("exchange", "session")),
-            ForgottenRow.digest.in_(sorted(digests)),
+    rows = session.execute(
+        select(ForgottenRow.digest, ForgottenRow.until).where(
+            ForgottenRow.kind.in_(("exchange", "session", "told", "source")),
+            ForgottenRow.digest.in_(sorted({one for names in digests.values() for one in names})),
         )
     )
-    return {digests[row] for row in rows}
+    until: dict[str, float | None] = {row.digest: row.until for row in rows}
+    return {
+        one.feedback_id
+        for one in records
+        for digest in digests[one.feedback_id]
+        if digest in until and _is_until(one.received_at, until[digest])
+    }
 
 
 def _names(exchange: Exchange, session_id: str) -> Iterator[str]:
@@ -106,5 +119,5 @@ def _names(exchange: Exchange, session_id: str) -> Iterator[str]:
     return (name_digest(kind, name) for kind, name in named if name)
 
 
-def _is_before(exchange: Exchange, until: float | None) -> bool:
-    return until is None or exchange.timings.started_at <= until
+def _is_until(at: float, until: float | None) -> bool:
+    return until is None or at <= until

@@ -173,8 +173,14 @@ def _source(named: str | None, caller: Caller) -> str:
     if named is not None:
         return named
     if caller.user:
-        return short_name(f"user:{caller.user}")
+        return source_of_user(caller.user)
     return f"key:{caller.key_id}" if caller.key_id else ""
+
+
+def source_of_user(name: str) -> str:
+    """Return the `source` of feedback that a user sent and that names none. name: `short_name` of
+    `x-sidecar-user`."""
+    return short_name(f"user:{name}")
 
 
 def _check_key(key: str) -> None:

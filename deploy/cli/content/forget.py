@@ -23,7 +23,11 @@ def forget(
     context: typer.Context,
     user: Annotated[str, typer.Option(help="as the agent named it in `x-sidecar-user`")] = "",
     session: Annotated[
-        str, typer.Option(help="its id, or its name in `x-sidecar-session` (PROJECT/NAME)")
+        str,
+        typer.Option(
+            help="its id, of any project; or its name in `x-sidecar-session`, as PROJECT/NAME; of "
+            "the project `default` NAME is enough where it holds no `/`"
+        ),
     ] = "",
     exchange: Annotated[str, typer.Option(help="id of one exchange")] = "",
     retire: Annotated[
@@ -36,7 +40,10 @@ def forget(
     ] = False,
     output: Output = "text",
 ) -> None:
-    """Remove content for good, and name the adapters that learned from it."""
+    """Remove content for good, and name the adapters that learned from it.
+
+    Exit codes: 0 done, also when nothing was found; 1 something is left, run it again; 2 bad use.
+    """
     from deploy.forgetting.run import forget as forget_target
     from sidecar.errors import OutboxError
     from sidecar.settings import open_keyring
@@ -58,9 +65,11 @@ def forget(
             raise typer.Exit(1) from None
     if output == "json":
         say_json(report.as_json())
-        return
-    for line in _lines(report, retire=retire):
-        say(line)
+    else:
+        for line in _lines(report, target, retire=retire):
+            say(line)
+    if report.traces:
+        raise typer.Exit(1)
 
 
 def _target(*, user: str, session: str, exchange: str) -> Target:
@@ -88,7 +97,12 @@ def _ask(database: object, target: Target) -> None:
         raise typer.Exit(1)
 
 
-def _lines(report: Report, *, retire: bool) -> Iterator[str]:
+def _lines(report: Report, target: Target, *, retire: bool) -> Iterator[str]:
+    if not report.anything:
+        yield (
+            f"Nothing was found of the {target.kind} {target.name}: it was forgotten before, or "
+            "the name is written otherwise."
+        )
     yield (
         f"Removed: {report.exchanges} exchanges, {report.groups} groups, {report.on_the_bus} "
         f"records on the bus of this machine, {report.dead_letters} records set aside."
@@ -105,3 +119,5 @@ def _lines(report: Report, *, retire: bool) -> Iterator[str]:
         yield "They are marked and serve on; --retire takes them out of the traffic."
     for why in report.traces:
         yield f"Not removed yet: {why}."
+    for what in report.notes:
+        yield f"Note: {what}."

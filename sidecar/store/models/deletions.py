@@ -48,7 +48,7 @@ class ForgottenRow(Base):
 
     __tablename__ = "forgotten"
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)
-    """user | session | session_key | exchange"""
+    """user | session | session_key | exchange | source | told"""
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
     """Digest of kind and name; the name itself is not stored."""
     at: Mapped[float]

@@ -37,9 +37,11 @@ from sidecar.errors import StoreError
 from sidecar.feedback.record import Feedback, encode_feedback
 from sidecar.forwarding.dead_letters import DeadLetters
 from sidecar.records import Exchange, encode_exchange
+from sidecar.routing.session_key import session_key
 from sidecar.settings import Bus, Serving, Settings, Store
 from sidecar.store.contents import load_contents
-from sidecar.store.database import Database, compress
+from sidecar.store.database import Database, compress, get_flag
+from sidecar.store.disk.traces import FLAG as OVERWRITES
 from sidecar.store.keyring import BUS, Keyring
 from sidecar.store.models import (
     AdapterRow,
@@ -53,7 +55,7 @@ from sidecar.store.models import (
     RunRow,
     SignalRow,
 )
-from support.ingest_kit import Kit, kit
+from support.ingest_kit import Kit, kit, packed
 
 __all__ = ["kit"]
 pytestmark = pytest.mark.both_stores
@@ -63,6 +65,7 @@ MODEL = "smollm"
 USER = f"user-{MARKER}@example.org"
 SESSION = f"h:task-{MARKER}"
 TRACE = "7" * 32
+LONG_KEY = session_key(header="x" * 300, user="", conversation_prefix=(), project="shop")
 KEYRING = Keyring({"k": b"k" * 32})
 
 
@@ -401,7 +404,8 @@ def test_no_byte_of_what_was_said_is_left(
     assert (report.exchanges, report.groups, report.on_the_bus) == (4, 1, 4)
     assert told_of(kit) == (["fb_7"], [("other", "retry")])
     assert report.dead_letters == 1
-    assert (report.traces == []) == (store_kind == "sqlite")
+    assert report.traces == []
+    assert (report.notes == []) == (store_kind == "sqlite")
     log = (settings.state_dir / "logs" / "score.log").read_text().split("\n")
     assert (log[0], log[1].strip(), log[2].strip(), log[3]) == ("started", "", "", "ended")
     with closing(OutboxReader(settings.state_dir / "outbox.db")) as reader:
@@ -485,6 +489,32 @@ def test_after_a_crash_in_the_middle_the_next_run_does_the_rest(
     assert report.adapters == ["v1"]
     assert values_with_the_marker(kit) == []
     assert files_with_the_marker(settings.state_dir) == set()
+
+
+def test_the_file_is_rewritten_by_the_run_after_one_that_died_before_it(
+    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch, store_kind: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("of SQLite's files")
+
+    def die(*_: object, **__: object) -> str:
+        raise StoreError("dies here")
+
+    def is_rewritten() -> bool:
+        with kit.database.read() as session:
+            return get_flag(session, OVERWRITES) is not None
+
+    fill(kit, settings)
+    do(kit, settings, "user", "nobody")
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting, "remove_traces", die)
+        with pytest.raises(StoreError):
+            do(kit, settings, "user", USER)
+    assert not is_rewritten()
+
+    assert do(kit, settings, "user", USER).exchanges == 0
+
+    assert is_rewritten()
 
 
 def test_a_record_that_arrives_later_is_dropped_and_counted(kit: Kit, settings: Settings) -> None:
@@ -687,6 +717,104 @@ def test_what_a_user_told_of_others_goes_too(kit: Kit, settings: Settings) -> No
     do(kit, settings, "user", USER)
 
     assert told_of(kit)[0] == ["fb_2"]
+
+
+def test_what_a_user_told_with_the_header_goes_too(kit: Kit, settings: Settings) -> None:
+    with kit.database.write() as session:
+        sent = [feedback("1", source=f"user:{USER}"), feedback("2", source="user:another")]
+        save_feedback(session, sent, now=1.0)
+    outbox = Outbox(settings.state_dir / "outbox.db", max_rows=100)
+    outbox.append(packed([feedback("3", source=f"user:{USER}", target="elsewhere")]))
+    outbox.close()
+
+    report = do(kit, settings, "user", USER)
+
+    assert told_of(kit)[0] == ["fb_2"]
+    assert report.on_the_bus == 1
+
+
+def test_feedback_that_a_forgotten_user_sent_before_is_dropped_when_it_arrives(
+    kit: Kit, settings: Settings
+) -> None:
+    kit.store(marked(kit, "a", 0, session_key="h:hers", trace_id="1" * 32))
+    do(kit, settings, "user", USER)
+    sent = [
+        feedback("1", source=USER, target="of-another"),
+        feedback("2", source=f"user:{USER}", target="of-another"),
+        feedback("3", target_kind="trace", target="1" * 32),
+        feedback("4", source=f"user:{USER}", target="of-another", received_at=NOW + 3_600.0),
+        feedback("5", source="user:another", target="of-another"),
+    ]
+
+    with kit.database.write() as session:
+        save_feedback(session, sent, now=NOW + 3_600.0)
+
+    assert told_of(kit)[0] == ["fb_4", "fb_5"]
+
+
+@pytest.mark.parametrize(
+    ("named", "gone"),
+    [
+        ("shop/task-7", "h:shop/task-7"),
+        ("default/shop/task-7", "h:default/shop/task-7"),
+        ("task-7", "h:task-7"),
+        (f"shop/{'x' * 300}", LONG_KEY),
+    ],
+)
+def test_a_name_means_the_session_of_one_project(
+    kit: Kit, settings: Settings, named: str, gone: str
+) -> None:
+    keys = {
+        "h:shop/task-7",
+        "h:default/shop/task-7",
+        "h:task-7",
+        LONG_KEY,
+    }
+    kit.store(*(kit.exchange(f"e{at}", session_key=key) for at, key in enumerate(sorted(keys))))
+
+    report = do(kit, settings, "session", named)
+
+    assert report.exchanges == 1
+    with kit.database.read() as session:
+        left = set(session.scalars(select(ExchangeRow.session_key)))
+    assert left == keys - {gone}
+
+
+def test_retire_never_goes_back_to_an_adapter_that_was_rolled_back(
+    kit: Kit, settings: Settings
+) -> None:
+    kit.choose(marked(kit, "a", 0), kit.exchange("other", user="bob"))
+    learned(kit, "a0", "trained", "v3", parent="v1")
+    with kit.database.write() as session:
+        version(session, "v1", parent="base")
+        version(session, "v2", parent="base")
+        session.flush()
+        versions.set_state(session, "v2", "rolled_back", "answers nonsense")
+        for number, name in enumerate(("v1", "v2", "v3")):
+            canary(session, name, "promoted", created_at=float(number))
+        session.add(AliasRow(model=MODEL, alias="champion", adapter="v3", generation=1))
+
+    report = do(kit, settings, "user", USER, retire=True)
+
+    assert report.rolled_back_to == "v1"
+
+
+def test_a_name_beyond_ascii_is_found_in_what_was_exported(kit: Kit, settings: Settings) -> None:
+    export = settings.state_dir / "exported.jsonl"
+    export.parent.mkdir(parents=True, exist_ok=True)
+    export.write_text(json.dumps({"user": "Åsa Öberg", "text": MARKER}) + "\n")
+
+    do(kit, settings, "user", "Åsa Öberg")
+
+    assert MARKER not in export.read_text()
+
+
+def test_it_says_when_there_is_no_outbox_where_it_runs(kit: Kit, settings: Settings) -> None:
+    kit.store(marked(kit, "a", 0))
+
+    report = do(kit, settings, "user", USER)
+
+    assert [note for note in report.notes if "no outbox at" in note] != []
 
 
 def test_feedback_on_a_session_in_which_others_spoke_stays(kit: Kit, settings: Settings) -> None:
