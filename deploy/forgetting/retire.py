@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -15,14 +17,19 @@ from sidecar.store.models import AdapterRow, CanaryRow
 REASON = "it learned from content that was forgotten"
 
 
-def retire(database: Database, model: str, *, now: float) -> RollbackResult | None:
+def retire(
+    database: Database, model: str, *, now: float
+) -> tuple[RollbackResult | None, list[str]]:
     """Take every marked adapter out of the traffic, and out of what a rollback chooses by itself.
 
-    Returns: the rollback; None when no marked adapter has traffic.
+    Returns: the rollback, None when no marked adapter has traffic; and the adapters that it passed
+        over because their folder is not here.
     """
+    without: list[str] = []
     with database.read() as session:
-        champion = versions.champion(session, model)
-        target = champion if not _is_marked(session, champion) else _newest_sound(session, model)
+        target = champion = versions.champion(session, model)
+        if _is_marked(session, champion):
+            target, without = _newest_sound(session, model)
         active = canaries.active_row(session, model)
         needed = target != champion or (
             active is not None and _is_marked(session, active.candidate)
@@ -42,7 +49,7 @@ def retire(database: Database, model: str, *, now: float) -> RollbackResult | No
                 actor=ACTOR,
                 reason=REASON,
             )
-    return done
+    return done, without
 
 
 def _is_marked(session: Session, name: str) -> bool:
@@ -50,12 +57,16 @@ def _is_marked(session: Session, name: str) -> bool:
     return row is not None and row.forgotten_at is not None
 
 
-def _newest_sound(session: Session, model: str) -> str:
+def _newest_sound(session: Session, model: str) -> tuple[str, list[str]]:
     """The adapter that was promoted last of those that are not marked, or "base". One that was
-    rolled back since was taken out for a reason of its own."""
+    rolled back since was taken out for a reason of its own, and one without its folder, which may
+    be deleted after a time, cannot be loaded.
+
+    Returns: it, and what is newer but has no folder here.
+    """
     promoted = (
-        select(CanaryRow.candidate)
-        .join(AdapterRow, AdapterRow.name == CanaryRow.candidate)
+        select(AdapterRow.name, AdapterRow.path)
+        .join(CanaryRow, AdapterRow.name == CanaryRow.candidate)
         .where(
             CanaryRow.model == model,
             CanaryRow.state == "promoted",
@@ -63,9 +74,13 @@ def _newest_sound(session: Session, model: str) -> str:
             AdapterRow.state.not_in(("rolled_back", "rejected")),
         )
         .order_by(CanaryRow.created_at.desc())
-        .limit(1)
     )
-    return session.scalar(promoted) or BASE
+    without: list[str] = []
+    for name, path in session.execute(promoted):
+        if Path(path).is_dir():
+            return name, without
+        without.append(name)
+    return BASE, without
 
 
 def _retire_waiting(session: Session, model: str) -> None:

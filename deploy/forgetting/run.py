@@ -121,8 +121,11 @@ def forget(
     with database.write() as session:
         mark_adapters(session, report.adapters, now=now)
     if retire:
-        done = retire_adapters(database, settings.serving.model, now=now)
+        done, without = retire_adapters(database, settings.serving.model, now=now)
         report.rolled_back_to = None if done is None else done.after
+        report.notes += [
+            f"{one} was passed over: its folder is not on this machine" for one in without
+        ]
     remove_feedback(database, target, told)  # what came meanwhile
     report.dead_letters = remove_dead_letters(database, wanted)
     # Each transaction that deleted has marked the file, so what a killed run left is done now.

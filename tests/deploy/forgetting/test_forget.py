@@ -284,14 +284,16 @@ def learned(
             version(session, adapter, parent, run_id)
 
 
-def version(session, name: str, parent: str, run_id: str | None = None) -> None:  # type: ignore[no-untyped-def]
+def version(  # type: ignore[no-untyped-def]
+    session, name: str, parent: str, run_id: str | None = None, folder: Path = Path(__file__).parent
+) -> None:
     session.add(
         AdapterRow(
             name=name,
             model=MODEL,
             version=int(name[1:]),
             digest=name * 10,
-            path=f"/adapters/{name}",
+            path=str(folder),
             parent=parent,
             run_id=run_id,
             state="registered",
@@ -797,6 +799,23 @@ def test_retire_never_goes_back_to_an_adapter_that_was_rolled_back(
     report = do(kit, settings, "user", USER, retire=True)
 
     assert report.rolled_back_to == "v1"
+
+
+def test_retire_passes_over_an_adapter_whose_folder_is_gone(kit: Kit, settings: Settings) -> None:
+    kit.choose(marked(kit, "a", 0))
+    with kit.database.write() as session:
+        version(session, "v1", parent="base")
+        version(session, "v2", parent="v1", folder=settings.state_dir / "gone")
+    learned(kit, "a0", "trained", "v3", parent="v1")
+    with kit.database.write() as session:
+        for number, name in enumerate(("v1", "v2", "v3")):
+            canary(session, name, "promoted", created_at=float(number))
+        session.add(AliasRow(model=MODEL, alias="champion", adapter="v3", generation=1))
+
+    report = do(kit, settings, "user", USER, retire=True)
+
+    assert report.rolled_back_to == "v1"
+    assert "v2 was passed over: its folder is not on this machine" in report.notes
 
 
 def test_a_name_beyond_ascii_is_found_in_what_was_exported(kit: Kit, settings: Settings) -> None:
