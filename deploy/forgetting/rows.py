@@ -201,12 +201,15 @@ def remove_dead_letters(database: Database, wanted: Callable[[bytes], bool]) -> 
                 mark_replaced(session)
             removed += len(gone)
     with database.write() as session:
-        session.execute(
+        blanked = session.scalars(
             update(JudgeCallRow)
             .where(JudgeCallRow.group_id == SUBJECT, func.length(JudgeCallRow.reply) > 0)
             .values(reply="", error=None)
+            .returning(JudgeCallRow.group_id)
             .execution_options(synchronize_session=False)
-        )
+        ).all()
+        if blanked:
+            mark_replaced(session)
     return removed
 
 
@@ -240,8 +243,11 @@ def remove_feedback(database: Database, target: Target, told: Collection[str]) -
                 .returning(FeedbackRow.seq)
             ).all()
             count(session, STAGE, "feedback", len(gone))
-            session.execute(delete(SignalRow).where(SignalRow.session_id.in_(page)))
-            mark_replaced(session)
+            signals = session.scalars(
+                delete(SignalRow).where(SignalRow.session_id.in_(page)).returning(SignalRow.kind)
+            ).all()
+            if gone or signals:
+                mark_replaced(session)
     if target.kind == "user":
         _remove_told_by(database, sorted(target.sources))
 

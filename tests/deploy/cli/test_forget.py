@@ -1,0 +1,108 @@
+"""`sidecar forget` as an operator meets it: what it asks, says and ends with."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.main import main
+from ingest.store.exchanges import save_exchange
+from sidecar.capture.outbox import Outbox
+from sidecar.store.database import Database
+from sidecar.store.disk import traces
+from sidecar.store.keyring import Keyring
+from support.ingest_kit import make_exchange
+from support.migrated_store import open_migrated
+
+Run = Callable[..., tuple[int, str, str]]
+"""`sidecar forget ...`: exit status, output, errors."""
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = open_migrated(tmp_path / "store.db")
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    config = tmp_path / "sidecar.toml"
+    config.write_text(
+        f'state_dir = "{tmp_path}"\n[store]\nurl = "sqlite:///{tmp_path}/store.db"\n'
+        f'[bus]\nurl = "sqlite:///{tmp_path}/outbox.db"\n'
+    )
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["--config", str(config), "forget", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def save(database: Database, name: str, user: str) -> None:
+    with database.write() as session:
+        assert save_exchange(session, make_exchange(name, user=user), held_out=False, now=1.0)
+
+
+def test_it_ends_with_0_when_all_is_gone_also_when_it_runs_again(
+    database: Database, run: Run
+) -> None:
+    save(database, "e1", "alice.walrus")
+
+    first, again = run("--user", "alice.walrus", "--yes"), run("--user", "alice.walrus", "--yes")
+
+    assert (first[0], again[0]) == (0, 0)
+    assert "Removed: 1 exchanges" in first[1]
+    assert "Nothing was found" not in first[1]
+    assert again[1].startswith("Nothing was found of the user alice.walrus")
+
+
+def test_it_ends_with_1_while_a_record_on_the_bus_cannot_be_read(
+    database: Database, run: Run, tmp_path: Path
+) -> None:
+    outbox = Outbox(tmp_path / "outbox.db", max_rows=10, keyring=Keyring({"k": b"k" * 32}))
+    outbox.write([make_exchange("waits", user="alice.walrus")])
+    outbox.close()
+
+    text, as_json = (
+        run("--user", "alice.walrus", "--yes"),
+        run("--user", "alice.walrus", "--yes", "-o", "json"),
+    )
+
+    assert (text[0], as_json[0]) == (1, 1)
+    assert "Not removed yet: 1 records on the bus" in text[1]
+    assert json.loads(as_json[1])["traces"] != []
+
+
+def test_it_ends_with_1_while_a_reader_keeps_the_log(
+    database: Database, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "WAIT_S", 0.1)
+    save(database, "e1", "alice.walrus")
+    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM exchange").fetchone()
+        while_read = run("--user", "alice.walrus", "--yes")
+
+    assert while_read[0] == 1
+    assert run("--user", "alice.walrus", "--yes")[0] == 0
+
+
+def test_a_second_run_that_finds_nothing_does_not_ask_for_the_file_to_be_rewritten(
+    database: Database, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "REWRITTEN_BYTES", 0)
+    with database.write() as session:
+        named = make_exchange("e1", session_key="h:task-7")
+        assert save_exchange(session, named, held_out=False, now=1.0)
+
+    codes = [run("--session", "task-7", "--yes", *more)[0] for more in ((), ("--vacuum",), ())]
+
+    assert codes == [1, 0, 0]
