@@ -232,9 +232,13 @@ def own_names(database: Database, target: Target, found: Collection[Found]) -> s
     return {*sessions, *traces} - shared
 
 
-def remove_feedback(database: Database, target: Target, told: Collection[str]) -> None:
+def remove_feedback(database: Database, target: Target, told: Collection[str]) -> int:
     """Delete what was told of exchanges, sessions and traces with these names, and what the user
-    told of others. The rest goes with its exchange."""
+    told of others. The rest goes with its exchange.
+
+    Returns: how many were deleted.
+    """
+    removed = 0
     for page in _pages(sorted(told)):
         with database.write() as session:
             gone = session.scalars(
@@ -243,17 +247,19 @@ def remove_feedback(database: Database, target: Target, told: Collection[str]) -
                 .returning(FeedbackRow.seq)
             ).all()
             count(session, STAGE, "feedback", len(gone))
+            removed += len(gone)
             signals = session.scalars(
                 delete(SignalRow).where(SignalRow.session_id.in_(page)).returning(SignalRow.kind)
             ).all()
             if gone or signals:
                 mark_replaced(session)
     if target.kind == "user":
-        _remove_told_by(database, sorted(target.sources))
+        removed += _remove_told_by(database, sorted(target.sources))
+    return removed
 
 
-def _remove_told_by(database: Database, names: Sequence[str]) -> None:
-    after = 0
+def _remove_told_by(database: Database, names: Sequence[str]) -> int:
+    after = removed = 0
     while True:
         with database.read() as session:
             seqs = session.scalars(
@@ -263,11 +269,12 @@ def _remove_told_by(database: Database, names: Sequence[str]) -> None:
                 .limit(PAGE)
             ).all()
         if not seqs:
-            return
+            return removed
         after = seqs[-1]
         with database.write() as session:
             session.execute(delete(FeedbackRow).where(FeedbackRow.seq.in_(seqs)))
             count(session, STAGE, "feedback", len(seqs))
+            removed += len(seqs)
             mark_replaced(session)
 
 

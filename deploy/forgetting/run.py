@@ -52,6 +52,8 @@ class Report:
 
     exchanges: int = 0
     groups: int = 0
+    feedback: int = 0
+    """Records of feedback and outcomes, besides those that went with their exchange."""
     dead_letters: int = 0
     on_the_bus: int = 0
     """Records in the outbox, and in the proxy's dead letters, of this machine."""
@@ -69,7 +71,7 @@ class Report:
     def anything(self) -> bool:
         """Something of the target was found, now or by an earlier run."""
         removed = self.exchanges, self.groups, self.dead_letters, self.on_the_bus
-        return any(removed) or bool(self.lines or self.adapters or self.traces)
+        return any((*removed, self.feedback)) or bool(self.lines or self.adapters or self.traces)
 
     def as_json(self) -> Mapping[str, Any]:
         return asdict(self)
@@ -98,7 +100,7 @@ def forget(
     with database.write() as session:  # feedback on what waited on the bus may come later
         save_forgotten(session, "exchange", wanted.seen, now=now, until=None)
     told |= wanted.seen
-    remove_feedback(database, target, told)
+    report.feedback = remove_feedback(database, target, told)
     release = end_runs(now)
     locked: set[str] = set()
     for _ in range(PASSES):
@@ -126,7 +128,7 @@ def forget(
         report.notes += [
             f"{one} was passed over: its folder is not on this machine" for one in without
         ]
-    remove_feedback(database, target, told)  # what came meanwhile
+    report.feedback += remove_feedback(database, target, told)  # what came meanwhile
     report.dead_letters = remove_dead_letters(database, wanted)
     # Each transaction that deleted has marked the file, so what a killed run left is done now.
     why = remove_traces(database, large_too=vacuum)

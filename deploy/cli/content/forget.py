@@ -104,8 +104,9 @@ def _lines(report: Report, target: Target, *, retire: bool) -> Iterator[str]:
             "the name is written otherwise."
         )
     yield (
-        f"Removed: {report.exchanges} exchanges, {report.groups} groups, {report.on_the_bus} "
-        f"records on the bus of this machine, {report.dead_letters} records set aside."
+        f"Removed: {report.exchanges} exchanges, {report.groups} groups, {report.feedback} "
+        f"records of feedback, {report.on_the_bus} records on the bus of this machine, "
+        f"{report.dead_letters} records set aside."
     )
     for path, lines in report.lines.items():
         yield f"Blanked {lines} lines of {path}."

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.main import main
+from ingest.feedback.placing import save_feedback
 from ingest.store.exchanges import save_exchange
 from sidecar.capture.outbox import Outbox
 from sidecar.store.database import Database
 from sidecar.store.disk import traces
 from sidecar.store.keyring import Keyring
-from support.ingest_kit import make_exchange
+from support.ingest_kit import make_exchange, make_feedback
 from support.migrated_store import open_migrated
 
 Run = Callable[..., tuple[int, str, str]]
@@ -93,6 +94,16 @@ def test_it_ends_with_1_while_a_reader_keeps_the_log(
 
     assert while_read[0] == 1
     assert run("--user", "alice.walrus", "--yes")[0] == 0
+
+
+def test_a_user_who_only_gave_feedback_was_found(database: Database, run: Run) -> None:
+    with database.write() as session:
+        save_feedback(session, [make_feedback("fb_1", source="user:alice.walrus")], now=1.0)
+
+    code, out, _ = run("--user", "alice.walrus", "--yes")
+
+    assert code == 0
+    assert out.startswith("Removed: 0 exchanges, 0 groups, 1 records of feedback")
 
 
 def test_a_second_run_that_finds_nothing_does_not_ask_for_the_file_to_be_rewritten(
