@@ -44,3 +44,10 @@ def blank_lines(path: Path, ids: Collection[str], mention: re.Pattern[bytes]) ->
                 file.seek(end)
                 blanked += 1
     return blanked
+
+
+def count_mentions(path: Path, mention: re.Pattern[bytes]) -> int:
+    """Count the lines that mention the target. Raises: OSError."""
+    with path.open("rb", buffering=2**20) as file:
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+        return sum(mention.search(line) is not None for line in lines)

@@ -17,6 +17,8 @@ from deploy.cli.output import Output, note, require_store, say, say_json
 if TYPE_CHECKING:
     from deploy.forgetting.run import Report
     from deploy.forgetting.target import Target
+    from sidecar.settings import Settings
+    from sidecar.store.database import Database
 
 
 def forget(
@@ -55,7 +57,7 @@ def forget(
     with closing(Database(settings.store.url, open_keyring(settings.store))) as database:
         database.upgrade_if_behind()
         if not yes:
-            _ask(database, target)
+            _ask(database, settings, target)
         try:
             report = forget_target(
                 database, settings, target, now=time.time(), retire=retire, vacuum=vacuum
@@ -83,16 +85,19 @@ def _target(*, user: str, session: str, exchange: str) -> Target:
     return Target("session", session) if session else Target("exchange", exchange)
 
 
-def _ask(database: object, target: Target) -> None:
+def _ask(database: Database, settings: Settings, target: Target) -> None:
+    """Say what would go, lines of others that only hold the name too, and ask."""
+    from deploy.forgetting.files import count_mentions, files_with_lines
     from deploy.forgetting.rows import exchanges_of
-    from sidecar.store.database import Database
 
-    assert isinstance(database, Database)
     if not sys.stdin.isatty():
         note("this cannot be undone; say --yes")
         raise typer.Exit(2)
     number = sum(len(page) for page in exchanges_of(database, target))
     say(f"{number} stored exchanges of the {target.kind} {target.name}. This cannot be undone.")
+    for path in files_with_lines(settings.state_dir, settings.telemetry.spans_file):
+        if lines := count_mentions(path, target.mention):
+            say(f"{lines} lines of {path} hold the name: they are blanked, whoever they are about.")
     if not typer.confirm("Forget them?"):
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -104,6 +105,25 @@ def test_a_user_who_only_gave_feedback_was_found(database: Database, run: Run) -
 
     assert code == 0
     assert out.startswith("Removed: 0 exchanges, 0 groups, 1 records of feedback")
+
+
+def test_it_asks_before_it_blanks_lines_of_others_that_hold_the_name(
+    database: Database, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = [f'{{"model": "smollm", "said": "{number}"}}\n' for number in range(5)]
+    export = tmp_path / "exported.jsonl"
+    export.write_text("".join(lines) + '{"model": "another"}\n')
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+
+    code, out, _ = run("--user", "smollm")
+
+    assert code == 1
+    assert f"5 lines of {export} hold the name: they are blanked, whoever they are about." in out
+    assert export.read_text().startswith(lines[0])
 
 
 def test_a_second_run_that_finds_nothing_does_not_ask_for_the_file_to_be_rewritten(
