@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 from sqlalchemy.orm import Session
 
 from sidecar.errors import StoreError
@@ -22,7 +22,9 @@ from sidecar.store.disk.write_ahead import WAIT_S, empty_log
 from sidecar.store.models import FlagRow
 
 FLAG = "overwrites_deleted"
-"""Set in a store to which every writer has overwritten what it deleted, since it was rewritten."""
+"""`REWRITTEN` in a store to which every writer has overwritten what it deleted, since it was
+rewritten; `REWRITING` until the file is written."""
+REWRITTEN, REWRITING = "1", "0"
 REWRITTEN_BYTES = 256 * 2**20
 """A larger file is rewritten only when it is asked for: writers wait for it."""
 
@@ -76,19 +78,26 @@ def rewrite(database: Database, *, large_too: bool = False) -> int:
     Raises: StoreError when others keep it from being rewritten.
     """
     with database.read() as session:
-        if get_flag(session, FLAG) is not None:
+        if get_flag(session, FLAG) == REWRITTEN:
             return 0
     with _connection(database) as connection:
         used = connection.execute("PRAGMA page_count").fetchone()[0]
         size: int = used * connection.execute("PRAGMA page_size").fetchone()[0]
         if size > REWRITTEN_BYTES and not large_too:
             return max(1, size // 10**6)
+        with database.write() as session:
+            set_flag(session, FLAG, REWRITING, now=time.time())
         try:
             connection.execute("VACUUM")
         except sqlite3.Error as error:
             raise StoreError(f"the store cannot be rewritten: {error}; try again") from error
     with database.write() as session:
-        set_flag(session, FLAG, "1", now=time.time())
+        # Who has deleted rows since then has taken the mark away: the next call rewrites it again.
+        session.execute(
+            update(FlagRow)
+            .where(FlagRow.name == FLAG)
+            .values(value=REWRITTEN, updated_at=time.time())
+        )
     return 0
 
 

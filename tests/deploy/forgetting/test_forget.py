@@ -6,7 +6,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from sidecar.routing.session_key import session_key
 from sidecar.settings import Bus, Serving, Settings, Store
 from sidecar.store.contents import load_contents
 from sidecar.store.database import Database, compress, get_flag
+from sidecar.store.disk import traces
 from sidecar.store.disk.traces import FLAG as OVERWRITES
 from sidecar.store.keyring import BUS, Keyring
 from sidecar.store.models import (
@@ -504,7 +505,7 @@ def test_the_file_is_rewritten_by_the_run_after_one_that_died_before_it(
 
     def is_rewritten() -> bool:
         with kit.database.read() as session:
-            return get_flag(session, OVERWRITES) is not None
+            return get_flag(session, OVERWRITES) == "1"
 
     fill(kit, settings)
     do(kit, settings, "user", "nobody")
@@ -517,6 +518,70 @@ def test_the_file_is_rewritten_by_the_run_after_one_that_died_before_it(
     assert do(kit, settings, "user", USER).exchanges == 0
 
     assert is_rewritten()
+
+
+def test_the_first_exchanges_that_go_have_the_file_rewritten_whatever_comes_after(
+    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch, store_kind: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("of SQLite's files")
+
+    def die(*_: object, **__: object) -> None:
+        raise StoreError("dies here")
+
+    kit.store(marked(kit, "a", 0))
+    path = Path(kit.database.url.removeprefix("sqlite:///"))
+    do(kit, settings, "user", "nobody")
+    with closing(sqlite3.connect(path, isolation_level=None)) as moved:
+        moved.execute("PRAGMA secure_delete=OFF")
+        moved.execute("INSERT INTO flag VALUES ('x', ?, 1)", (MARKER * 1_000,))
+        moved.execute("DELETE FROM flag WHERE name = 'x'")
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting, "mark_digests", die)
+        with pytest.raises(StoreError):
+            do(kit, settings, "user", USER)
+
+    again = do(kit, settings, "user", USER)
+
+    assert (again.exchanges, again.traces) == (0, [])
+    assert files_with_the_marker(path.parent) == set()
+
+
+def test_rows_that_go_while_the_file_is_rewritten_have_it_rewritten_again(
+    kit: Kit, settings: Settings, monkeypatch: pytest.MonkeyPatch, store_kind: str
+) -> None:
+    if store_kind != "sqlite":
+        pytest.skip("of SQLite's files")
+    rewritten: list[str] = []
+    connect = traces._connection
+
+    class Connection:
+        """Another process deletes rows as soon as the file is written."""
+
+        def __init__(self, connection: sqlite3.Connection) -> None:
+            self.connection = connection
+
+        def execute(self, statement: str) -> sqlite3.Cursor:
+            done = self.connection.execute(statement)
+            if statement == "VACUUM":
+                rewritten.append(statement)
+                with kit.database.write() as session:
+                    traces.mark_replaced(session)
+            return done
+
+    @contextmanager
+    def connection(database: Database) -> Iterator[Connection]:
+        with connect(database) as real:
+            yield Connection(real)
+
+    with kit.database.write() as session:
+        traces.mark_replaced(session)
+    monkeypatch.setattr(traces, "_connection", connection)
+
+    traces.rewrite(kit.database)
+    traces.rewrite(kit.database)
+
+    assert len(rewritten) == 2
 
 
 def test_a_record_that_arrives_later_is_dropped_and_counted(kit: Kit, settings: Settings) -> None:
@@ -659,8 +724,6 @@ def test_while_a_reader_keeps_an_older_state_it_says_what_is_left(
 ) -> None:
     if store_kind != "sqlite":
         pytest.skip("of SQLite's files")
-    from sidecar.store.disk import traces
-
     monkeypatch.setattr(traces, "WAIT_S", 0.1)
     fill(kit, settings)
     path = kit.database.url.removeprefix("sqlite:///")
