@@ -60,7 +60,7 @@ class EngineBusyError(SamplingError):
     def __init__(self, message: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.headers = headers or {}
-        """Of the reply: `retry-after` may say how long."""
+        """Headers of the reply: `retry-after` may say how long."""
 
 
 class NoRoomError(SamplingError):

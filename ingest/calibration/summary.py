@@ -61,7 +61,7 @@ class Summary:
     by_task: dict[str, Interval]
     """`pairs_right` of the groups of this task."""
     cost_usd: float | None
-    """Of all calls, failed runs too; None when a call has no known price."""
+    """Cost of all calls, failed runs too; None when a call has no known price."""
     usd_per_group: float | None
     """Cost of a run. This and the next two count all calls of the runs that were tried."""
     tokens_per_group: float | None

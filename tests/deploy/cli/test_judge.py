@@ -22,7 +22,7 @@ from support.scripted_judges import BIAS, ScriptedJudges, shipped_truth
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = 36
-"""Of the shipped ones, to be quick."""
+"""Shipped groups that are asked about, to be quick."""
 
 
 @pytest.fixture
