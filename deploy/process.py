@@ -27,10 +27,10 @@ from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.registry import audit, routing_writer
 from deploy.supervise.loops import Loop
+from ingest.judges.build import ProcessJudges
 from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
-from ingest.ruler.judge import Judge, LiteLlmJudge
-from ingest.ruler.pause import LONGEST_STAY_S, Pause, PausingJudge
+from ingest.ruler.judge import Judge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
@@ -94,18 +94,17 @@ async def serve(settings: Settings, database: Database) -> int:
     sampler = open_replicas(
         settings.serving.upstreams, key.get_secret_value() if key else None, settings.groups
     )
-    judge = LiteLlmJudge(settings.judge)
+    judges = ProcessJudges(settings.judge, database)
     async with contextlib.AsyncExitStack() as clients:
         replicas = {
             url: VllmControl(await clients.enter_async_context(_vllm_client(settings, url)))
             for url in (*settings.serving.upstreams, *settings.only_sampling)
         }
         try:
-            patient = PausingJudge(judge, Pause(), longest_stay_s=LONGEST_STAY_S)
-            await _run(settings, database, replicas, sampler, patient, listener, stop)
+            await _run(settings, database, replicas, sampler, judges.patient, listener, stop)
         finally:
             await sampler.aclose()
-            await judge.aclose()
+            await judges.aclose()
     return 0
 
 

@@ -85,11 +85,10 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
 
     from ingest.best_of.questions import BestOfJudge
     from ingest.best_of.server import BestOfServer
+    from ingest.judges.build import ProcessJudges
     from ingest.privacy.judge_view import JudgeView
     from ingest.privacy.screen import Screen
-    from ingest.ruler.judge import LiteLlmJudge
     from ingest.ruler.judging import JudgingWorker
-    from ingest.ruler.pause import LONGEST_STAY_S, Pause, PausingJudge
     from ingest.sampling.worker import SamplingWorker
     from ingest.tokens.base_tokenizer import TokenCheck
     from ingest.vllm.checked_sampler import CheckedSampler
@@ -113,7 +112,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     engine = open_replicas(
         groups.sampling_upstreams or serving.upstreams, api_key, groups, timeout_s=groups.timeout_s
     )
-    judge = LiteLlmJudge(settings.judge)
+    judges = ProcessJudges(settings.judge, database)
     sampling = SamplingWorker(
         database,
         CheckedSampler(engine, TokenCheck(serving.base_model_path)),
@@ -125,17 +124,15 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         screen=Screen(settings.privacy),
     )
     report = open_report()
-    pause = Pause()
     judging = JudgingWorker(
         database,
-        PausingJudge(judge, pause, longest_stay_s=LONGEST_STAY_S),
+        judges.patient,
         settings.judge,
         view=JudgeView(settings.privacy),
         announce=report.say,
     )
-    waited_for = PausingJudge(judge, pause, longest_stay_s=0.0)
     best_of = BestOfServer(
-        socket_path(settings.state_dir), BestOfJudge(database, waited_for, settings)
+        socket_path(settings.state_dir), BestOfJudge(database, judges.hurried, settings)
     )
     report.ready()
     log.info("score_ready", judge=settings.judge.model, passes=settings.judge.passes)
@@ -147,7 +144,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:
-        await judge.aclose()
+        await judges.aclose()
         await engine.aclose()
         database.close()
         report.close()

@@ -1,0 +1,1 @@
+"""The judges that a process asks: what stands between RULER and a model's API."""
