@@ -1,13 +1,16 @@
 """How long to wait before the next attempt after failures in a row. Pure: no clock, no sleep.
 
 `Backoff` holds the numbers. Callers that store a count of failures ask `Backoff.wait_s`; callers
-that keep the state in memory use `Waits`.
+that keep the state in memory use `Waits`. `retry_after_s` reads what a server asks for.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from random import Random
 
 STEADY_S = 60.0
@@ -67,3 +70,18 @@ class Waits:
     def reset(self) -> None:
         """Note a success: the next wait is the first one again."""
         self._previous_s = 0.0
+
+
+def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
+    """Return the seconds of a valid `Retry-After` header, else None. now: Unix seconds."""
+    value = headers.get("retry-after", "").strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(value)
+            # A date of HTTP is in GMT, also in the old form that does not say so.
+            seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -33,6 +33,8 @@ BACKLOG = "backlog"
 RATE = "rate"
 SESSION_CAP = "session_cap"
 RETRIED_TURN = "retried_turn"
+CUT = "cut"
+"""`outcome`, and `untrainable_reason`, of an exchange whose client left."""
 TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP)
 """Reasons that decide a whole turn: the turn's other exchanges then do not count."""
 CHOSEN_SURFACES = frozenset({"chat"})
@@ -175,9 +177,10 @@ def _why_unfit(
     """Return the reason why the exchange is unfit for learning, or None."""
     if held_out:
         return HELD_OUT
-    if exchange.outcome != "ok" or exchange.status != 200:
+    left = _client_left(exchange)
+    if (exchange.outcome != "ok" and not left) or exchange.status != 200:
         return "outcome"
-    if exchange.untrainable_reason is not None:
+    if exchange.untrainable_reason is not None and not left:
         return f"untrainable:{exchange.untrainable_reason}"
     if exchange.surface not in CHOSEN_SURFACES:
         return "surface"
@@ -193,9 +196,19 @@ def _why_unfit(
     masked = why_masked(request, rules.facts.grammar)
     if masked is not None:
         return f"untrainable:{masked}"
-    if not any(_says_something(choice.message) for choice in exchange.choices):
-        return "empty_answer"
+    if not exchange.choices and not left:
+        return "no_answer"
     return None if exchange.adapter in live_adapters else "stale_adapter"
+
+
+def _client_left(exchange: Exchange) -> bool:
+    """Return True when the client left before the answer was complete.
+
+    The prompt may still start a group: answers that nobody waits for are among those to learn from.
+    What was recorded is a part of an answer, cut by the client and not by the model, so it is no
+    answer of the group.
+    """
+    return exchange.outcome == CUT and exchange.untrainable_reason in (None, CUT)
 
 
 def _why_unwanted(exchange: Exchange, in_session: int, pending: int, rules: Rules) -> str | None:
@@ -250,7 +263,9 @@ def _make_group(
         adapter=exchange.adapter,
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,
-        answers=served_answers(
+        answers=()
+        if _client_left(exchange)
+        else served_answers(
             exchange,
             request,
             sampling=fill(exchange.sampling, rules.sampling_defaults),
@@ -259,11 +274,6 @@ def _make_group(
             limit=rules.size,
         ),
     )
-
-
-def _says_something(message: bytes) -> bool:
-    parsed = _object(message) or {}
-    return any(parsed.get(part) for part in ("content", "tool_calls", "reasoning"))
 
 
 def _object(data: bytes) -> Mapping[str, Any] | None:

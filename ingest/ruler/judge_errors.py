@@ -7,11 +7,8 @@ another. The exception that httpx raised is still in the chain of causes, so it 
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC
-from email.utils import parsedate_to_datetime
+from collections.abc import Iterator, Sequence
 
 import httpx
 
@@ -21,6 +18,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from sidecar.backoff import retry_after_s
 from sidecar.hiding import HIDDEN, hide_in_text, hide_values
 
 ERROR_CHARACTERS = 300
@@ -73,21 +71,6 @@ def _by_status(status: int, text: str, wait_s: float | None) -> JudgeUnavailable
     if status in TRY_AGAIN or status >= 500:
         return JudgeUnavailableError(text)
     return JudgeRejectedError(text)
-
-
-def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
-    """Return the seconds of a valid `Retry-After` header, else None. now: Unix seconds."""
-    value = headers.get("retry-after", "").strip()
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            date = parsedate_to_datetime(value)
-            # A date of HTTP is in GMT, also in the old form that does not say so.
-            seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now
-        except (ValueError, OverflowError):
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:

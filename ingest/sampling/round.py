@@ -24,10 +24,9 @@ from ingest.grouping.exchangeable import LogprobsMode, candidate_temperature
 from ingest.grouping.rules import kept_adapters
 from ingest.privacy.screen import Screen
 from ingest.records import Answer, Group
-from ingest.ruler.judge_errors import retry_after_s
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.sampling.budget import spend_tokens
-from ingest.sampling.candidates import Attempt, Conclusion, back_off_s, conclude
+from ingest.sampling.candidates import Attempt, Conclusion, back_off_s, conclude, pointless
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import (
     append_answers,
@@ -39,6 +38,7 @@ from ingest.store.groups import (
     set_aside,
 )
 from ingest.vllm.sampler import Sampler, SampleRequest
+from sidecar.backoff import retry_after_s
 from sidecar.records import BASE
 from sidecar.routing.table import upstream_model
 from sidecar.settings import SamplingField
@@ -47,6 +47,8 @@ from sidecar.store.database import count
 STAGE = "candidate"
 """Stage of the counter rows: ("candidate", "kept" or the miss) -> number of candidates."""
 
+SPARED = "spared"
+"""Candidates that were not requested because the answers were all alike."""
 AWAY_S = 5.0
 """How long a group is left alone while its adapter is loaded again, and after a 429 that does not
 say how long."""
@@ -181,6 +183,7 @@ def store_round(
     count(session, STAGE, "late", len(kept) - added)
     for miss in misses:
         count(session, STAGE, miss)
+    count(session, STAGE, SPARED, _spared(job, attempts, size=size))
     held = load_group(session, group_id)
     conclusion = conclude(
         held.answers if held is not None else (), size=size, rounds=job.rounds, misses=misses
@@ -196,6 +199,13 @@ def store_round(
             wait_s = max((attempt.wait_s for attempt in attempts), default=0.0)
             release_group(session, group_id, until=now + wait_s if wait_s else 0.0)
     return conclusion
+
+
+def _spared(job: Job, attempts: Sequence[Attempt], *, size: int) -> int:
+    sampled = [attempt.answer for attempt in attempts if attempt.answer is not None]
+    if not pointless([*job.group.answers, *sampled], size=size):
+        return 0
+    return job.missing - len(attempts)
 
 
 def _told_by_registry(session: Session, job: Job, attempts: Sequence[Attempt]) -> Sequence[Attempt]:

@@ -2,9 +2,10 @@
 
 Users come first: a candidate is requested only while a vLLM has capacity for it, and a candidate
 that is held back is requested later. The first candidate of a round goes alone: what it is refused
-for, the others would be too. One round of a group is stored in one transaction: its answers, its
-tokens, the dropped candidates with reasons, and the group's next status. The groups of a worker
-that died are sampled again when its lease has run out.
+for, the others would be too. The others go in steps, so that a group whose answers are all alike is
+set aside before it is complete (`candidates.next_step`). One round of a group is stored in one
+transaction: its answers, its tokens, the dropped candidates with reasons, and the group's next
+status. The groups of a worker that died are sampled again when its lease has run out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.group import UNREADABLE
 from ingest.ruler.judge_errors import storable
 from ingest.sampling.budget import first_spent, read_usage
-from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion
+from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion, next_step
 from ingest.sampling.round import Job, ask, load_job, store_round
 from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
 from ingest.store.patience import patiently
@@ -43,8 +44,8 @@ PAUSES = Backoff(first_s=POLL_S, last_s=5.0)
 AHEAD = 3
 """Claimed groups, as a multiple of those whose candidates fill the slots. Measured with answers of
 one second each: 2.1 groups a second, as when all candidates of a group went at once; 1.8 with 2."""
-LEASE_TIMEOUTS = 4
-"""A round asks once alone and then for the rest, which may wait for others' candidates twice."""
+LEASE_TIMEOUTS = 6
+"""A round asks in three or four steps, and each may wait for others' candidates."""
 LEASE_SLACK_S = 60.0
 WAITING = "sampling_waits"
 """Counter rows: (stage, why) -> how often sampling began to wait."""
@@ -214,14 +215,20 @@ class SamplingWorker:
         return conclusion.action == "sampled"
 
     async def _round(self, job: Job) -> list[Attempt]:
-        """Request the missing candidates: one, and then the others if it tells nothing of them."""
-        if job.missing == 0:
-            return []
-        first = await self._candidate(job)
-        if first.miss in OF_ALL:
-            return [first]
-        others = (self._candidate(job) for _ in range(job.missing - 1))
-        return [first, *await asyncio.gather(*others)]
+        """Request the missing candidates in steps: one, and then others while they are of use."""
+        attempts: list[Attempt] = []
+        step = min(1, next_step(job.group.answers, size=self._settings.size, missing=job.missing))
+        while step:
+            attempts += await asyncio.gather(*(self._candidate(job) for _ in range(step)))
+            if any(attempt.miss in OF_ALL for attempt in attempts):
+                break
+            sampled = (attempt.answer for attempt in attempts if attempt.answer is not None)
+            step = next_step(
+                [*job.group.answers, *sampled],
+                size=self._settings.size,
+                missing=job.missing - len(attempts),
+            )
+        return attempts
 
     async def _candidate(self, job: Job) -> Attempt:
         async with self._slots:

@@ -197,13 +197,18 @@ class World:
         surface: str = "chat",
         turn_id: str = "",
         fallback_from: str = "",
+        **fields: Any,
     ) -> str:
-        """What ingest does with a captured exchange. Returns: its id."""
+        """What ingest does with a captured exchange. Returns: its id.
+
+        fields: further fields of the request.
+        """
         self.exchanges += 1
         exchange_id = f"x{self.exchanges}"
         request: dict[str, Any] = {
             "model": MODEL,
             "messages": [{"role": "user", "content": f"ask {exchange_id}"}],
+            **fields,
         }
         if max_tokens is not None:
             request["max_tokens"] = max_tokens

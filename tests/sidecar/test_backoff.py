@@ -1,10 +1,14 @@
-"""The waits between attempts: their numbers, their ceiling, their jitter and their reset."""
+"""The waits between attempts: their numbers, their ceiling, their jitter and their reset; and
+what a server asks for."""
 
 from __future__ import annotations
 
+import time
 from random import Random
 
-from sidecar.backoff import STEADY_S, Backoff, Waits
+import pytest
+
+from sidecar.backoff import STEADY_S, Backoff, Waits, retry_after_s
 
 FIVE = Backoff(first_s=0.5, last_s=5.0)
 
@@ -53,3 +57,35 @@ def test_a_process_that_lived_long_starts_at_the_first_wait_again() -> None:
 
     assert [waits.restart_s(STEADY_S - 0.1) for _ in range(3)] == [0.5, 1.0, 2.0]
     assert waits.restart_s(STEADY_S) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("20", 20.0),
+        ("0.5", 0.5),
+        ("-3", 0.0),
+        ("Thu, 01 Jan 1970 00:01:00 GMT", 50.0),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        ("", None),
+        ("9" * 400, None),
+    ],
+)
+def test_a_retry_after_is_seconds_or_a_date_or_nothing(said: str, seconds: float | None) -> None:
+    assert retry_after_s({"retry-after": said}, 10.0) == seconds
+
+
+@pytest.mark.parametrize("said", ["Thu Jan  1 00:01:00 1970", "Thu, 01 Jan 1970 00:01:00 -0000"])
+def test_a_date_without_a_zone_is_gmt_wherever_the_machine_stands(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert retry_after_s({"retry-after": said}, 10.0) == 50.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()

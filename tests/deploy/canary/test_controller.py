@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.registry import transitions
@@ -18,8 +19,9 @@ from ingest.errors import (
     NoRoomError,
     SamplingError,
 )
+from ingest.grouping.chat_request import candidate_body
 from ingest.vllm.sampler import SampleRequest
-from sidecar.store.models import CounterRow, JudgeCallRow
+from sidecar.store.models import CounterRow, GateComparisonRow, GroupRow, JudgeCallRow
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import World
@@ -307,6 +309,37 @@ async def test_gate_answers_are_fresh_blind_and_limited(world: World) -> None:
     assert asked[("ask x1", name)].max_tokens == 5
     assert asked[("ask x2", name)].max_tokens == 256
     assert not any("candidate" in prompt or "champion" in prompt for prompt in world.judge.prompts)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+MASKED: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"tools": [TOOL], "tool_choice": "required"},
+    {"logit_bias": {"5": -100}},
+]
+"""Fields by which a request forbids tokens: its answers cannot be trained on."""
+
+
+@pytest.mark.parametrize("masked", MASKED, ids=lambda fields: "-".join(fields))
+async def test_a_held_out_prompt_that_cannot_be_trained_on_is_asked_and_judged_by_the_gate(
+    world: World, masked: dict[str, Any]
+) -> None:
+    name = world.register(1)
+    world.serve("a", held_out=True, **masked)
+    world.serve("b", held_out=True)
+
+    await tick(world, 2)
+
+    asked = [one for one in world.sampler.requests if prompt_of(one) == "ask x1"]
+    assert {one.upstream_model for one in asked} == {name, "m"}
+    for one in asked:
+        body = candidate_body(one.chat, upstream_model="m", temperature=1.0, max_tokens=9)
+        assert {field: body[field] for field in masked} == masked
+    with world.database.read() as session:
+        made = session.scalars(select(GateComparisonRow.status)).all()
+        groups = session.scalars(select(GroupRow.group_id)).all()
+    assert made == ["scored", "scored"]
+    assert groups == []
 
 
 @pytest.mark.both_stores

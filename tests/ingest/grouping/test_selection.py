@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from ingest.grouping.selection import Standing, select
 from ingest.records import Answer
 from sidecar.records import Exchange, Sampling
-from support.ingest_kit import Kit
+from support.ingest_kit import REQUEST, Kit
 
 STANDING = Standing(
     live_adapters=frozenset({"base", "smollm--v2"}), pending_groups=0, groups_by_session={}
@@ -65,7 +64,12 @@ def test_several_choices_are_free_answers_up_to_the_size(kit: Kit) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        pytest.param({"outcome": "cut"}, "outcome", id="client-went-away"),
+        pytest.param(
+            {"outcome": "cut", "untrainable_reason": "ids_missing"},
+            "outcome",
+            id="client-went-away-and-more",
+        ),
+        pytest.param({"outcome": "cut", "status": 0}, "outcome", id="before-any-reply"),
         pytest.param({"outcome": "upstream_error"}, "outcome", id="vllm-failed"),
         pytest.param({"status": 400}, "outcome", id="refused"),
         pytest.param(
@@ -104,7 +108,7 @@ def test_several_choices_are_free_answers_up_to_the_size(kit: Kit) -> None:
             "untrainable:masked_by_logit_bias",
             id="logit-bias",
         ),
-        pytest.param({"choices": ()}, "empty_answer", id="no-choices"),
+        pytest.param({"choices": ()}, "no_answer", id="no-choices"),
         pytest.param({"adapter": "smollm--v1"}, "stale_adapter", id="old-adapter"),
         pytest.param({"adapter": "smollm--v2"}, "chosen", id="live-adapter"),
         pytest.param({"request": {"response_format": {"type": "text"}}}, "chosen", id="text"),
@@ -115,18 +119,58 @@ def test_what_an_exchange_is_decides_first(kit: Kit, changes: dict[str, Any], re
     assert reasons(kit, kit.exchange("e1", **changes)) == [reason]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"logit_bias": {"5": -100}},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_what_forbids_tokens_is_kept_for_the_gate_when_held_out_and_never_learned_from(
+    kit: Kit, fields: dict[str, Any]
+) -> None:
+    masked = kit.exchange("e1", request={**REQUEST, **fields})
+
+    for held_out, reason in (
+        (True, "held_out"),
+        (False, f"untrainable:masked_by_{next(iter(fields))}"),
+    ):
+        (decision,) = select([(masked, held_out)], STANDING, kit.rules())
+        assert (decision.reason, decision.group) == (reason, None)
+
+
 def test_held_out_comes_before_everything(kit: Kit) -> None:
     assert reasons(kit, kit.exchange("e1", outcome="cut"), held_out=True) == ["held_out"]
 
 
-def test_an_answer_of_tool_calls_alone_is_not_empty(kit: Kit) -> None:
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    said = {"role": "assistant", "content": None, "tool_calls": calls}
-    tool_answer = kit.choice(message=json.dumps(said).encode())
-    nothing = kit.choice("")
+@pytest.mark.parametrize(
+    ("content", "finish_reason"),
+    [("", "stop"), ("cut in the mid", "length"), ("", "length")],
+    ids=["silent", "cut", "cut-before-a-word"],
+)
+def test_an_empty_or_cut_answer_starts_a_group_and_is_learned_from(
+    kit: Kit, content: str, finish_reason: str
+) -> None:
+    said = kit.choice(content, finish_reason=finish_reason)
 
-    assert reasons(kit, kit.exchange("e1", choices=(tool_answer,))) == ["chosen"]
-    assert reasons(kit, kit.exchange("e1", choices=(nothing,))) == ["empty_answer"]
+    (answer,) = answers_of(kit, kit.exchange(choices=(said,)))
+
+    assert (answer.finish_reason, answer.untrainable_reason) == (finish_reason, None)
+
+
+@pytest.mark.parametrize("reason", [None, "cut"])
+def test_the_prompt_of_a_client_that_left_starts_a_group_without_the_broken_answer(
+    kit: Kit, reason: str | None
+) -> None:
+    left = kit.exchange("e1", outcome="cut", untrainable_reason=reason)
+
+    assert answers_of(kit, left) == ()
+
+
+def test_a_client_that_left_before_a_word_starts_a_group_too(kit: Kit) -> None:
+    assert reasons(kit, kit.exchange("e1", outcome="cut", choices=())) == ["chosen"]
 
 
 def test_the_rate_is_a_hash_of_the_exchange_and_not_a_toss(kit: Kit) -> None:

@@ -34,7 +34,7 @@ def selections(kit: Kit, *names: str) -> list[str]:
 
 @pytest.mark.both_stores
 def test_decisions_groups_and_counts_are_stored_together(kit: Kit) -> None:
-    kit.store(kit.exchange("good"), kit.exchange("cut", outcome="cut"))
+    kit.store(kit.exchange("good"), kit.exchange("cut", outcome="upstream_error"))
     kit.store(kit.exchange("kept"), held_out=True)
 
     assert new(kit) == 3
@@ -197,7 +197,7 @@ def test_a_retry_that_comes_after_its_original_was_chosen_makes_no_second_group(
 
 
 def test_an_original_that_failed_leaves_the_turn_to_its_retry(kit: Kit) -> None:
-    kit.choose(asked(kit, "first", outcome="cut"))
+    kit.choose(asked(kit, "first", outcome="upstream_error"))
 
     kit.choose(asked(kit, "second", 1))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.ruler.judge import LiteLlmJudge
-from ingest.ruler.judge_errors import explain, retry_after_s
+from ingest.ruler.judge_errors import explain
 from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN, hidden_values
 from sidecar.settings import Judge as JudgeSettings
@@ -101,38 +100,6 @@ async def test_retry_after_is_read_and_makes_any_error_a_limit(judge_kit: JudgeK
         error = await raised_by(judge_kit, MODELS[0], status, failure(), ("retry-after", "20"))
         assert isinstance(error, JudgeBusyError)
         assert error.retry_after_s == 20.0
-
-
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [
-        ("20", 20.0),
-        ("0.5", 0.5),
-        ("-3", 0.0),
-        ("Thu, 01 Jan 1970 00:01:00 GMT", 50.0),
-        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
-        ("nan", None),
-        ("inf", None),
-        ("soon", None),
-        ("", None),
-        ("9" * 400, None),
-    ],
-)
-def test_a_retry_after_is_seconds_or_a_date_or_nothing(said: str, seconds: float | None) -> None:
-    assert retry_after_s({"retry-after": said}, 10.0) == seconds
-
-
-@pytest.mark.parametrize("said", ["Thu Jan  1 00:01:00 1970", "Thu, 01 Jan 1970 00:01:00 -0000"])
-def test_a_date_without_a_zone_is_gmt_wherever_the_machine_stands(
-    monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
-    try:
-        assert retry_after_s({"retry-after": said}, 10.0) == 50.0
-    finally:
-        monkeypatch.undo()
-        time.tzset()
 
 
 def test_the_text_is_one_line_without_secrets_and_can_be_stored() -> None:

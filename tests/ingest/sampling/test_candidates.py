@@ -4,7 +4,14 @@ import json
 from collections.abc import Sequence
 
 from ingest.records import Answer
-from ingest.sampling.candidates import Conclusion, Miss, all_identical, back_off_s, conclude
+from ingest.sampling.candidates import (
+    Conclusion,
+    Miss,
+    all_identical,
+    back_off_s,
+    conclude,
+    next_step,
+)
 
 
 def served(content: str) -> Answer:
@@ -30,6 +37,32 @@ def test_a_full_group_goes_to_the_judge() -> None:
 
 def test_a_group_of_one_answer_over_and_over_is_set_aside() -> None:
     assert after([served("a"), sampled("a"), sampled("a")]) == ("set_aside", "identical_answers")
+
+
+def test_four_answers_that_look_alike_end_a_larger_group_and_not_one_of_their_own_size() -> None:
+    alike = [served("a"), *(sampled("a") for _ in range(3))]
+    aside = ("set_aside", "identical_answers")
+    assert after(alike, size=8) == aside
+    assert after(alike, size=8, misses=["held_back"]) == aside
+    assert after(alike[:3], size=8, misses=["failed"]) == ("retry", "")
+    assert after([*alike[:3], sampled("b")], size=8, misses=["failed"]) == ("retry", "")
+    assert after(alike, size=4) == aside
+    assert after(alike[:3], size=4, misses=["failed"]) == ("retry", "")
+
+
+def test_the_steps_of_a_group_go_only_as_far_as_they_must_while_answers_look_alike() -> None:
+    def steps(*contents: str, size: int = 8) -> int:
+        answers = [served(contents[0]), *map(sampled, contents[1:])]
+        return next_step(answers, size=size, missing=size - len(answers))
+
+    assert steps("a", "a") == 2
+    assert steps("a", "a", "a") == 1
+    assert steps("a", "a", "a", "a") == 0
+    assert steps("a", "b") == 6
+    assert steps("a", "a", "a", "b") == 4
+    assert steps("a", "b", "c", "d", "e", "f", "g", "h") == 0
+    assert steps("a", "a", size=4) == 2, "the whole of a small group"
+    assert next_step([served("a")], size=8, missing=0) == 0
 
 
 def test_what_vllm_does_not_owe_to_the_group_costs_it_no_round() -> None:

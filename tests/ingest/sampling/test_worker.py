@@ -215,6 +215,65 @@ async def test_answers_that_are_all_alike_set_the_group_aside(
     assert kit.row(group_id).reason == "identical_answers"
 
 
+async def test_the_rest_of_a_group_whose_first_four_answers_are_alike_is_spared(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"), size=8)
+    sampler = kit.FakeSampler("served")
+
+    assert await make_worker(sampler, size=8).step() == 0
+
+    assert (kit.row(group_id).status, kit.row(group_id).reason) == (
+        "set_aside",
+        "identical_answers",
+    )
+    assert len(sampler.requests) == 3
+    assert kit.counts("candidate") == {"kept": 3, "spared": 4}
+    assert kit.counts("sampling_tokens") == {"2026-11-21": 15}
+
+
+async def test_a_group_with_four_free_answers_that_are_alike_asks_for_none(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    choices = tuple(kit.choice("yes", index=n) for n in range(4))
+    (group_id,) = kit.choose(kit.exchange("e1", choices=choices), size=8)
+    sampler = kit.FakeSampler()
+
+    await make_worker(sampler, size=8).step()
+
+    assert kit.row(group_id).reason == "identical_answers"
+    assert sampler.requests == []
+    assert kit.counts("candidate") == {"spared": 4}
+
+
+async def test_a_group_whose_fourth_answer_differs_is_completed(
+    kit: Kit, make_worker: MakeWorker
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"), size=8)
+    sampler = kit.FakeSampler("served", "served", "other", "x")
+
+    assert await make_worker(sampler, size=8).step() == 1
+
+    assert len(sampler.requests) == 7
+    assert len(group_of(kit, group_id).answers) == 8
+    assert kit.counts("candidate") == {"kept": 7}
+
+
+async def test_a_worker_that_is_started_again_goes_on_where_the_steps_ended(
+    kit: Kit, make_worker: MakeWorker, clock: Clock
+) -> None:
+    (group_id,) = kit.choose(kit.exchange("e1"), size=8)
+    down = EngineDownError("gone")
+
+    await make_worker(kit.FakeSampler("served", "served", down), size=8).step()
+    assert kit.row(group_id).status == "sampling"
+    sampler = kit.FakeSampler("served")
+    await make_worker(sampler, size=8).step()
+
+    assert kit.row(group_id).reason == "identical_answers"
+    assert len(sampler.requests) == 1, "the answers of the first process count"
+
+
 async def test_while_vllm_is_down_the_group_waits_at_no_cost(
     kit: Kit, make_worker: MakeWorker, clock: Clock
 ) -> None:
