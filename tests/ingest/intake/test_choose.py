@@ -228,7 +228,7 @@ def test_exchanges_without_a_turn_id_are_turns_of_their_own(kit: Kit) -> None:
     assert selections(kit, "first", "second") == ["chosen", "chosen"]
 
 
-OUTCOMES = st.sampled_from(["ok", "cut", "untrainable", "surface"])
+OUTCOMES = st.sampled_from(["ok", "failed", "untrainable", "surface"])
 
 
 @settings(
@@ -247,7 +247,7 @@ def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(
     cap = data.draw(st.sampled_from([0, 4]), label="cap")
     of_outcome: dict[str, dict[str, Any]] = {
         "ok": {},
-        "cut": {"outcome": "cut"},
+        "failed": {"outcome": "upstream_error"},
         "untrainable": {"untrainable_reason": "ids_missing"},
         "surface": {"surface": "completions"},
     }
@@ -269,7 +269,7 @@ def test_the_order_and_the_batches_in_which_a_turn_arrives_do_not_matter(
     one = "rate" if rate <= share_of("rate\x00t") else "session_cap" if cap == 0 else None
     one = one or ("backlog" if room == 0 else "chosen")
     expected = {
-        "outcome": outcomes.count("cut"),
+        "outcome": outcomes.count("failed"),
         "untrainable:ids_missing": outcomes.count("untrainable"),
         "surface": outcomes.count("surface"),
         one: min(fit, 1),
