@@ -25,6 +25,7 @@ from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl, VllmControl
+from deploy.examiner import examiner_of
 from deploy.registry import audit, routing_writer
 from deploy.supervise.loops import Loop
 from ingest.judges.build import ProcessJudges
@@ -94,7 +95,8 @@ async def serve(settings: Settings, database: Database) -> int:
     sampler = open_replicas(
         settings.serving.upstreams, key.get_secret_value() if key else None, settings.groups
     )
-    judges = ProcessJudges(settings.judge, database)
+    judges = ProcessJudges(settings.judge_of_gate, database)
+    _say_examiner(settings)
     async with contextlib.AsyncExitStack() as clients:
         replicas = {
             url: VllmControl(await clients.enter_async_context(_vllm_client(settings, url)))
@@ -106,6 +108,19 @@ async def serve(settings: Settings, database: Database) -> int:
             await sampler.aclose()
             await judges.aclose()
     return 0
+
+
+def _say_examiner(settings: Settings) -> None:
+    """Log who judges the gate; a warning when the reward marks its own exam."""
+    examiner = examiner_of(settings)
+    log.info(
+        "gate_judge",
+        judge=examiner.model,
+        rubric_hash=examiner.rubric_hash,
+        passes=examiner.passes,
+    )
+    if examiner.warning:
+        log.warning("gate_judge_gives_reward", why=examiner.warning)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -166,6 +181,7 @@ async def _run(
         fleet=fleet,
         token_digests=settings.admin.tokens,
         on_change=on_change,
+        examiner=examiner_of(settings),
         loops=lambda: {loop.name: loop.view for loop in loops},
     )
     server = admin_server(create_app(context))
@@ -186,6 +202,7 @@ async def _run(
     for result in results:
         if isinstance(result, Exception):
             raise result
+    await controller.settle()
     log.info("control_stopped")
 
 
@@ -204,11 +221,12 @@ def make_controller(
         sampler=sampler,
         judge=judge,
         rules=rules,
-        judging=settings.judge,
+        judging=settings.judge_of_gate,
         room=sampler,
         parallel=max(1, settings.groups.concurrency // (2 * rules.gate_answers)),
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),
+        judge_gives_reward=not examiner_of(settings).own_judge,
     )
     bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
     return Controller(

@@ -72,6 +72,10 @@ class Canary:
     """Consecutive ticks that ended with an error caused by this canary."""
     tick_error_at: float = 0.0
     """Time of the last such tick, in Unix seconds."""
+    gate_judges: tuple[str, ...] = ()
+    """Judge models and rubric hashes that scored its gate, as the evidence names them."""
+    judge_gives_reward: bool | None = None
+    """True when the gate's judge also scores what the candidate learned from; None: not known."""
 
     @property
     def active(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from deploy.admin.reception import Refusals
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import EngineView
+from deploy.examiner import Examiner
 from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
@@ -27,6 +28,8 @@ class AdminContext:
     on_change: Callable[[], None] = lambda: None
     """Called after every change of the adapters that vLLM should have loaded."""
     clock: Callable[[], float] = time.time
+    examiner: Examiner | None = None
+    """The judge of the gate; None: control has none."""
     loops: Callable[[], Mapping[str, LoopView]] = dict
     """Returns the state of the control process's loops, by name."""
 

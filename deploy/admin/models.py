@@ -6,7 +6,17 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.admin.out import BusOut, FeedbackOut, JudgeOut, Out, RetentionOut, SignalOut, TroubleOut
+from deploy.admin.out import (
+    BusOut,
+    ComparisonOut,
+    FeedbackOut,
+    GateJudgeOut,
+    JudgeOut,
+    Out,
+    RetentionOut,
+    SignalOut,
+    TroubleOut,
+)
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
@@ -82,6 +92,10 @@ class CanaryOut(Out):
     next_step_earliest_at: float | None
     """Earliest end of the step, in Unix seconds; null unless ramping with its clock running."""
     ended_at: float | None
+    gate_judges: list[str] = Field(default_factory=list)
+    """Judge models and rubric hashes that scored its gate so far."""
+    judge_gives_reward: bool | None = None
+    """True when the gate's judge also scored what the candidate learned from; null: no gate yet."""
     generation: int
     allowed_actions: list[str]
 
@@ -103,17 +117,11 @@ class CanaryOut(Out):
             step_started_at=canary.step_started_at,
             next_step_earliest_at=earliest if running else None,
             ended_at=canary.ended_at,
+            gate_judges=list(canary.gate_judges),
+            judge_gives_reward=canary.judge_gives_reward,
             generation=canary.generation,
             allowed_actions=transitions.allowed_actions(canary),
         )
-
-
-class ComparisonOut(Out):
-    comparison_id: str
-    exchange_id: str
-    status: str
-    difference: float | None
-    answers: list[dict[str, Any]]
 
 
 class EvidenceOut(Out):
@@ -331,6 +339,7 @@ class StatusOut(Out):
     retention: RetentionOut | None = None
     judge: JudgeOut | None = None
     """The judge; null when no score process with a judge has run."""
+    gate_judge: GateJudgeOut | None = None
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
     dead_letters: int = 0

@@ -100,6 +100,38 @@ class JudgeOut(Out):
     """Complete groups that wait for it."""
 
 
+class GateJudgeOut(Out):
+    """The judge of the deployment gate, by the settings of control."""
+
+    model: str
+    """Empty: there is none, and the gate waits."""
+    rubric_hash: str
+    passes: int
+    own_judge: bool
+    """True when another judge gives the reward."""
+    own_rubric: bool
+    """True when the reward is given by another rubric."""
+    warning: str
+    """Says that the reward marks its own exam; empty when it does not."""
+
+
+class ComparisonOut(Out):
+    """One held-out prompt of a gate, answered by both arms."""
+
+    comparison_id: str
+    exchange_id: str
+    status: str
+    difference: float | None
+    judge_model: str | None
+    """Null when the judge was not asked, and in comparisons of older versions."""
+    rubric_hash: str | None
+    disagreement: float | None
+    """How far the judge's passes differ, mean over the answers; null after a single pass."""
+    flipped_pairs: float | None
+    """Share of the pairs of answers that two passes put in opposite order."""
+    answers: list[dict[str, Any]]
+
+
 class TroubleOut(Out):
     """Why sampling waits."""
 

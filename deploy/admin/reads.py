@@ -17,7 +17,6 @@ from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
-    ComparisonOut,
     EngineOut,
     EvidenceOut,
     LearnerOut,
@@ -29,7 +28,9 @@ from deploy.admin.models import (
 from deploy.admin.out import (
     AliasOut,
     BusOut,
+    ComparisonOut,
     FunnelOut,
+    GateJudgeOut,
     JudgeOut,
     RetentionOut,
     StageOut,
@@ -113,6 +114,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
                 judge=_judge(session, groups.get(SAMPLED, 0)),
+                gate_judge=None
+                if context.examiner is None
+                else GateJudgeOut.model_validate(context.examiner),
                 sampling=_sampling(session, context.clock()),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),
@@ -239,6 +243,10 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                             exchange_id=one.exchange_id,
                             status=one.status,
                             difference=one.difference,
+                            judge_model=one.judge_model,
+                            rubric_hash=one.rubric_hash,
+                            disagreement=one.disagreement,
+                            flipped_pairs=one.flipped_pairs,
                             answers=opened_answers(session, one),
                         )
                         for one in made

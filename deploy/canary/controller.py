@@ -85,6 +85,10 @@ class Controller:
         if moved:
             self._on_change()
 
+    async def settle(self) -> None:
+        """Wait, as long as a stop may take, for judgements that the store has not taken yet."""
+        await self._gate.settle()
+
     async def _step(self, canary: Canary) -> bool:
         """Gather evidence and decide. Returns: True when the canary changed its phase or step."""
         if canary.phase == "ramping" and await asyncio.to_thread(self._obey_breaker, canary):
@@ -233,4 +237,5 @@ def _gate_facts(evidence: GateEvidence) -> Facts:
         "prompts": evidence.prompts,
         "pending": evidence.pending,
         "away": evidence.away,
+        "judge_gives_reward": evidence.judge_gives_reward,
     }

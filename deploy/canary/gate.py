@@ -1,9 +1,10 @@
 """The gate: fresh answers of candidate and champion on held-out prompts, judged blind in one group.
 
 The pure rule is in `gate_rule`. Each call of `advance` makes a few of the missing comparisons and
-stores each when it ends, so a restarted process continues with the rest. While the judge or vLLM
-is unreachable, only the reason is recorded. A comparison without a usable answer is set aside and
-counted; so is a prompt that the judge fails on repeatedly although it answers the probe.
+stores each when it ends (`gate_keeping`), so a restarted process continues with the rest. While
+the judge or vLLM is unreachable, only the reason is recorded. A comparison without a usable answer
+is set aside and counted; so is a prompt that the judge fails on repeatedly although it answers the
+probe.
 """
 
 from __future__ import annotations
@@ -13,24 +14,17 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import structlog
-from sqlalchemy.orm import Session
 
 from deploy.canary import gate_store
-from deploy.canary.gate_answers import (
-    Answered,
-    FreshAnswers,
-    as_rows,
-    seed_of,
-    storable_calls,
-)
+from deploy.canary.gate_answers import Answered, FreshAnswers, seed_of
+from deploy.canary.gate_keeping import SCORED, Ended, Keeper
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
 from deploy.registry.canary_rule import GateEvidence
-from deploy.registry.gate_rule import judge_gate, mean_difference
+from deploy.registry.gate_rule import judge_gate
 from ingest.errors import (
     AWAY,
     JudgeBusyError,
@@ -41,12 +35,11 @@ from ingest.errors import (
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.privacy.screen import Screen, default_screen
-from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.group import NOT_REDACTED, REFUSED, Scored
 from ingest.ruler.judge import Judge
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
-from ingest.ruler.ruler import SEED_BITS, JudgeCall, score_answers
+from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement, score_answers
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
 from sidecar.settings import Canary as CanarySettings
@@ -71,7 +64,6 @@ class Unjudged:
 
     prompt: HeldOutPrompt
     answered: list[Answered]
-    calls: list[JudgeCall]
     reason: str
     detail: str
     final: bool
@@ -108,12 +100,22 @@ class Gate:
         clock: Callable[[], float] = time.time,
         view: JudgeView | None = None,
         screen: Screen | None = None,
+        judge_gives_reward: bool = False,
     ) -> None:
-        """parallel: comparisons made at once, each with 2 `gate_answers` requests in flight.
+        """judging: the settings of the gate's judge.
+        parallel: comparisons made at once, each with 2 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
-        None: the default one."""
+        None: the default one. judge_gives_reward: the judge also scores the groups that are learned
+        from."""
         self._view = view
-        self._screen = screen or default_screen()
+        self._judge_gives_reward = judge_gives_reward
+        self._keeper = Keeper(
+            database,
+            screen=screen or default_screen(),
+            judge_model=judge.model,
+            rubric_hash=rubric_hash(judging.rubric),
+            clock=clock,
+        )
         self._database = database
         self._answers = FreshAnswers(sampler, rules)
         self._room = room
@@ -125,6 +127,8 @@ class Gate:
         self._retry = Retry()
         self._attempts: Counter[str] = Counter()
         """Failed attempts by comparison id, in memory: a restart counts from zero."""
+        self._calls: dict[str, list[JudgeCall]] = {}
+        """Answered calls by comparison id, also of attempts that failed: they are paid for."""
 
     async def advance(self, canary: Canary) -> GateEvidence:
         """Make up to `parallel` missing comparisons, then sum up all comparisons."""
@@ -133,6 +137,10 @@ class Gate:
         if missing and len(prompts) >= self._rules.gate_min_prompts:
             away = await self._make(canary, missing)
         return await asyncio.to_thread(self._evidence, canary, away)
+
+    async def settle(self) -> None:
+        """Wait, as long as a stop may take, for what the store has not taken yet."""
+        await self._keeper.settle()
 
     async def _make(self, canary: Canary, missing: list[HeldOutPrompt]) -> str | None:
         """Make a batch of comparisons. Returns: why they cannot be made now, or None."""
@@ -170,7 +178,7 @@ class Gate:
             on_call=calls.append,
             view=self._view,
         )
-        await asyncio.to_thread(self._save_calls, SUBJECT, calls)
+        await self._keeper.keep_calls(SUBJECT, calls)
         return None if isinstance(outcome, Scored) else outcome.detail
 
     async def _count_attempt(self, canary: Canary, one: Unjudged) -> None:
@@ -183,7 +191,7 @@ class Gate:
         log.warning(
             "gate_set_aside", exchange=one.prompt.exchange_id, status=one.reason, reason=one.detail
         )
-        await self._keep(canary, one.prompt, one.reason, one.answered, (), (), one.calls)
+        await self._keep(canary, one.prompt, Ended(status=one.reason, answered=one.answered))
 
     def _wait(self, canary: Canary, reason: str) -> str:
         self._retry = self._retry.later(self._clock(), reason)
@@ -211,6 +219,7 @@ class Gate:
             pending=len(missing),
             verdict=judge_gate(made, self._rules, seed=seed_of(canary, "bootstrap")),
             away=away,
+            judge_gives_reward=self._judge_gives_reward,
         )
 
     async def _compare(self, canary: Canary, prompt: HeldOutPrompt) -> Unjudged | str | None:
@@ -219,15 +228,15 @@ class Gate:
         Returns: None when it is stored; the reason why it cannot be made yet; or `Unjudged` when
         the judge gave no usable answer.
         """
-        calls: list[JudgeCall] = []
         answered: list[Answered] = []
         if not prompt.request:
             log.warning("gate_set_aside", exchange=prompt.exchange_id, status="unreadable")
-            await self._keep(canary, prompt, "unreadable", answered, (), (), calls)
+            unread = Ended(status="unreadable", answered=answered, asked=False)
+            await self._keep(canary, prompt, unread)
             return None
-        status = "scored"
-        scores: tuple[float, ...] = ()
-        explanations: tuple[str, ...] = ()
+        calls = self._calls.setdefault(comparison_id(canary, prompt), [])
+        status = SCORED
+        judgement: Judgement | None = None
         try:
             answered = await self._answers.get(canary, prompt)
             judgement = await score_answers(
@@ -242,14 +251,12 @@ class Gate:
                 subject=comparison_id(canary, prompt),
                 view=self._view,
             )
-            scores, explanations = judgement.scores, judgement.explanations
         except _AWAY as error:
             return str(error)
         except (JudgeUnavailableError, JudgeRefusalError) as error:
             return Unjudged(
                 prompt=prompt,
                 answered=answered,
-                calls=calls,
                 reason=error.reason if isinstance(error, JudgeUnavailableError) else REFUSED,
                 detail=str(error),
                 final=isinstance(error, JudgeRefusalError),
@@ -263,57 +270,15 @@ class Gate:
         except JudgeReplyError as error:
             status = "judge_rubbish"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        await self._keep(canary, prompt, status, answered, scores, explanations, calls)
+        asked = status not in ("sampling_failed", NOT_REDACTED)
+        ended = Ended(status=status, answered=answered, judgement=judgement, asked=asked)
+        await self._keep(canary, prompt, ended)
         return None
 
-    async def _keep(
-        self,
-        canary: Canary,
-        prompt: HeldOutPrompt,
-        status: str,
-        answered: list[Answered],
-        scores: tuple[float, ...],
-        explanations: tuple[str, ...],
-        calls: list[JudgeCall],
-    ) -> None:
+    async def _keep(self, canary: Canary, prompt: HeldOutPrompt, ended: Ended) -> None:
+        """Store the end of a comparison with all calls that were made for it."""
+        name = comparison_id(canary, prompt)
+        ended = replace(ended, calls=list(self._calls.get(name, ())))
+        await self._keeper.keep(canary, prompt, ended)
         self._answers.forget(canary, prompt)
-        rows = await asyncio.to_thread(
-            as_rows, answered, scores, explanations, screen=self._screen, project=prompt.project
-        )
-        kept = await asyncio.to_thread(
-            storable_calls, calls, screen=self._screen, project=prompt.project
-        )
-        await asyncio.to_thread(self._save, canary, prompt, status, rows, kept)
-
-    def _save(
-        self,
-        canary: Canary,
-        prompt: HeldOutPrompt,
-        status: str,
-        answers: list[dict[str, Any]],
-        calls: list[JudgeCall],
-    ) -> None:
-        scores = {
-            arm: [one["score"] for one in answers if one["arm"] == arm and one["score"] is not None]
-            for arm in ("candidate", "champion")
-        }
-        scored = status == "scored"
-        with self._database.write() as session:
-            saved = gate_store.save_comparison(
-                session,
-                canary,
-                prompt,
-                status=status,
-                difference=mean_difference(**scores) if scored else None,
-                answers=answers,
-            )
-            if saved:
-                self._add_calls(session, comparison_id(canary, prompt), calls)
-
-    def _save_calls(self, subject: str, calls: list[JudgeCall]) -> None:
-        with self._database.write() as session:
-            self._add_calls(session, subject, calls)
-
-    def _add_calls(self, session: Session, subject: str, calls: list[JudgeCall]) -> None:
-        hashed = rubric_hash(self._judging.rubric)
-        save_judge_calls(session, subject, calls, rubric_hash=hashed, now=self._clock())
+        self._calls.pop(name, None)

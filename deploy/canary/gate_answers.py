@@ -18,7 +18,7 @@ from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
 from ingest.errors import AWAY
 from ingest.privacy.screen import Screen
-from ingest.ruler.ruler import JudgeCall
+from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
@@ -91,8 +91,7 @@ class FreshAnswers:
 
 def as_rows(
     answered: Sequence[Answered],
-    scores: Sequence[float],
-    explanations: Sequence[str],
+    judgement: Judgement | None,
     *,
     screen: Screen,
     project: str,
@@ -104,9 +103,12 @@ def as_rows(
     an answer is under the same policy: `privacy.hide` may show it more than may be stored.
     """
     stored = [_may_store(one.message, screen, project) for one in answered]
+    scores = judgement.scores if judgement is not None else ()
     told = [
-        words if _may_store({"content": words}, screen, project) else "" for words in explanations
+        words if _may_store({"content": words}, screen, project) else ""
+        for words in (judgement.explanations if judgement is not None else ())
     ]
+    apart = judgement.disagreement if judgement is not None else None
     return [
         {
             "arm": one.arm,
@@ -117,6 +119,7 @@ def as_rows(
             "finish_reason": one.finish_reason,
             "short": is_short(one.message, one.finish_reason),
             "score": scores[place] if scores else None,
+            "disagreement": apart.by_answer[place] if apart is not None else None,
             "explanation": told[place] if told else None,
         }
         for place, one in enumerate(answered)

@@ -12,7 +12,8 @@ from sqlalchemy import ColumnElement, select, text
 from sqlalchemy.orm import Session
 
 from deploy.records import Canary
-from deploy.registry.gate_rule import Comparison
+from deploy.registry.gate_rule import Comparison, judge_name
+from ingest.records import Disagreement
 from ingest.store.sealed_answers import seal_answer
 from sidecar.store.contents import Contents, keyring_of, load_contents
 from sidecar.store.database import DAMAGE, count, insert_into
@@ -35,6 +36,22 @@ class HeldOutPrompt:
     """Request body as JSON; empty when the stored one is damaged."""
     project: str
     """Its privacy policy holds for the answers of the comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What the store keeps of one comparison."""
+
+    status: str
+    """`scored`, or the reason for setting it aside, which is counted; the row says `set_aside`."""
+    difference: float | None
+    """Mean score of the candidate's answers minus the champion's; None unless scored."""
+    answers: Sequence[dict[str, Any]]
+    judge_model: str | None
+    rubric_hash: str | None
+    """Both None when the judge was not asked."""
+    disagreement: Disagreement | None
+    """How far the judge's passes differ; None after a single pass, and without scores."""
 
 
 def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
@@ -122,25 +139,14 @@ def comparisons(session: Session, canary_id: str) -> list[Comparison]:
     return [_to_comparison(row) for row in session.scalars(statement)]
 
 
-def save_comparison(
-    session: Session,
-    canary: Canary,
-    prompt: HeldOutPrompt,
-    *,
-    status: str,
-    difference: float | None,
-    answers: Sequence[dict[str, Any]],
-) -> bool:
+def save_comparison(session: Session, canary: Canary, prompt: HeldOutPrompt, kept: Kept) -> bool:
     """Store one comparison, unless the canary has left its gate or holds the comparison already,
-    or the exchange was deleted meanwhile.
-
-    status: "scored", or the reason for setting it aside, which is counted; the row then says
-        `set_aside`.
-    """
+    or the exchange was deleted meanwhile. Returns: True when it is stored by this."""
     state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == canary.canary_id))
     known = select(ExchangeRow.seq).where(ExchangeRow.exchange_id == prompt.exchange_id)
     if state != "gating" or session.scalar(known) is None:
         return False
+    apart = kept.disagreement
     statement = (
         insert_into(session, GateComparisonRow)
         .on_conflict_do_nothing()
@@ -148,17 +154,21 @@ def save_comparison(
             comparison_id=comparison_id(canary, prompt),
             canary_id=canary.canary_id,
             exchange_id=prompt.exchange_id,
-            status="scored" if difference is not None else "set_aside",
-            difference=difference,
+            status="scored" if kept.difference is not None else "set_aside",
+            difference=kept.difference,
             answers=[
                 seal_answer(keyring_of(session), comparison_id(canary, prompt), place, answer)
-                for place, answer in enumerate(answers)
+                for place, answer in enumerate(kept.answers)
             ],
+            judge_model=kept.judge_model,
+            rubric_hash=kept.rubric_hash,
+            disagreement=apart.mean if apart is not None else None,
+            flipped_pairs=apart.flipped if apart is not None else None,
         )
     )
     if session.scalar(statement.returning(GateComparisonRow.comparison_id)) is None:
         return False
-    count(session, "gate", status)
+    count(session, "gate", kept.status)
     return True
 
 
@@ -171,4 +181,12 @@ def _to_comparison(row: GateComparisonRow) -> Comparison:
         candidate_short=sum(answer["short"] for answer in candidate),
         champion_answers=len(champion),
         champion_short=sum(answer["short"] for answer in champion),
+        judge=judge_name(row.judge_model, row.rubric_hash or "") if row.judge_model else "",
+        disagreement=_share(row.disagreement),
+        flipped=_share(row.flipped_pairs),
     )
+
+
+def _share(stored: object) -> float | None:
+    """Return a share of 0..1; None for none and for a damaged one."""
+    return stored if isinstance(stored, float) and 0 <= stored <= 1 else None

@@ -94,6 +94,13 @@ class Judge(msgspec.Struct):
     waiting: int
 
 
+class GateJudge(msgspec.Struct):
+    model: str
+    passes: int
+    own_rubric: bool
+    warning: str
+
+
 class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
@@ -110,6 +117,7 @@ class Status(msgspec.Struct, kw_only=True):
     exchanges: int
     bus: Bus | None
     judge: Judge | None = None
+    gate_judge: GateJudge | None = None
     sampling: Trouble | None = None
     dead_letters: int = 0
     token_check: str
@@ -145,6 +153,7 @@ def status_lines(
         *_dead_letters(status.dead_letters),
         *_sampling(status.sampling, now),
         *_judge(status.judge, now),
+        *_gate_judge(status.gate_judge),
         *_retention(status.retention, now),
         *_token_check(status.token_check),
     ]
@@ -283,6 +292,16 @@ def _judge(judge: Judge | None, now: float) -> Iterator[str]:
     yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
     if judge.error_at is not None:
         yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
+
+
+def _gate_judge(judge: GateJudge | None) -> Iterator[str]:
+    if judge is None or not judge.model:
+        return
+    rubric = "a rubric of its own" if judge.own_rubric else "judge.rubric"
+    passes = "1 pass" if judge.passes == 1 else f"{judge.passes} passes"
+    yield f"Gate: judged by {judge.model}, {passes}, by {rubric}."
+    if judge.warning:
+        yield f"  WARNING: {judge.warning}."
 
 
 def _retention(retention: Retention | None, now: float) -> Iterator[str]:

@@ -24,7 +24,7 @@ from deploy.doctor.recent import newest_adapter, newest_run, read_recent
 from deploy.funnel.read import read_funnel
 from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error
-from deploy.preflight.judge import NO_JUDGE, check_judge
+from deploy.preflight.judge import NO_JUDGE, check_gate_judge, check_judge
 from deploy.preflight.places import check_places
 from deploy.preflight.run import LOCKS
 from deploy.preflight.store import check_store
@@ -83,6 +83,8 @@ def look(
         }
         if settings.groups.rate > 0:
             checks["judge"] = lambda: _one(asyncio.run(check_judge(settings.judge)))
+        if settings.gate_judge.model:
+            checks["the gate's judge"] = lambda: _one(asyncio.run(check_gate_judge(settings)))
         if settings.learner.schedule != "manual":
             checks["learner"] = lambda: [error(name, why) for name, why in why_not_ready(settings)]
     else:
@@ -97,6 +99,7 @@ def look(
             "Kafka",
             "vLLM",
             "judge",
+            "the gate's judge",
             "learner",
             "settings",
         )

@@ -18,6 +18,8 @@ OF_CHECKS: Final[Mapping[str, tuple[Name, str]]] = {
     "no_judge": ("sampling", "no_judge"),
     "judge_key": ("judging", "judge_key"),
     "judge": ("judging", "judge_away"),
+    "gate_judge_key": ("serving", "gate_judge_key"),
+    "gate_judge": ("serving", "gate_judge_away"),
     "no_lora": ("serving", "no_lora"),
 }
 """Cause of a preflight's finding -> the stage that it stops, and its name there."""
@@ -28,6 +30,7 @@ OF_SETTINGS: Final[Mapping[str, tuple[Name, str]]] = {
     "kafka": ("bus", "kafka_topics"),
     "store": ("bus", "store_away"),
     "judge": ("judging", "judge_away"),
+    "gate_judge": ("serving", "gate_judge_away"),
     "learner": ("learning", "learner_not_ready"),
 }
 """Setting, or section, of a finding without such a cause."""

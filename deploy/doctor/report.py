@@ -10,6 +10,7 @@ from sqlalchemy import make_url
 
 from deploy.doctor.facts import Diagnosis, Facts
 from deploy.doctor.rules import waits_for
+from deploy.examiner import examiner_of
 from deploy.funnel.stages import Stage
 
 SHOWN = 4
@@ -38,6 +39,8 @@ def report_lines(facts: Facts, found: Sequence[Diagnosis]) -> list[str]:
         lines.append(f"It waits for {waiting}.")
     if facts.store is not None and facts.store.canary:
         lines.append(f"The canary: {facts.store.canary}.")
+    if warning := examiner_of(facts.settings).warning:
+        lines.append(f"The gate: {warning}.")
     lines += [f"Not checked: {one}." for one in facts.unchecked]
     return lines
 
@@ -51,6 +54,7 @@ def report_json(facts: Facts, found: Sequence[Diagnosis]) -> dict[str, Any]:  # 
         "stages": [_plain(stage) for stage in _stages(facts)],
         "running": sorted(facts.running | facts.answering),
         "unchecked": list(facts.unchecked),
+        "gate_warning": examiner_of(facts.settings).warning or None,
     }
 
 

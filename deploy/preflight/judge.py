@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+from deploy.examiner import examiner_of
 from deploy.preflight.findings import Finding, error, warning
 from ingest.errors import JudgeRejectedError
 from ingest.ruler.group import SetAside, Unanswered
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.probe import ask_probe
-from sidecar.settings import Judge
+from sidecar.settings import Judge, Settings
 
 KEY_WORDS = re.compile(r"\b40[13]\b|authenticat|api[ _-]?key", re.IGNORECASE)
 """How LiteLLM and providers say that a key is missing or wrong."""
@@ -24,8 +25,11 @@ NO_JUDGE = warning(
 )
 
 
-async def check_judge(settings: Judge) -> Finding | None:
-    """Send the judge one group of two answers; that is one paid call of about 300 tokens."""
+async def check_judge(settings: Judge, section: str = "judge") -> Finding | None:
+    """Send the judge one group of two answers; that is one paid call of about 300 tokens.
+
+    section: of the settings, that names this judge.
+    """
     if not settings.model:
         return NO_JUDGE
     timeout_s = min(settings.timeout_s, LONGEST_S)
@@ -35,13 +39,25 @@ async def check_judge(settings: Judge) -> Finding | None:
     finally:
         await judge.aclose()
     if isinstance(outcome, (SetAside, Unanswered)):
-        cause = _cause(outcome)
+        key = _about_key(outcome)
         return error(
-            "judge.api_key" if cause == "judge_key" else "judge.model", outcome.detail, cause
+            f"{section}.api_key" if key else f"{section}.model",
+            outcome.detail,
+            f"{section}_key" if key else section,
         )
     return None
 
 
-def _cause(outcome: SetAside | Unanswered) -> str:
+async def check_gate_judge(settings: Settings) -> Finding | None:
+    """Ask the gate's own judge, as `check_judge`; warn where it is that of the reward."""
+    if settings.gate_judge.model:
+        found = await check_judge(settings.judge_of_gate, "gate_judge")
+        if found is not None:
+            return found
+    examiner = examiner_of(settings)
+    return warning("gate_judge.model", examiner.warning, "own_exam") if examiner.warning else None
+
+
+def _about_key(outcome: SetAside | Unanswered) -> bool:
     about_key = KEY_WORDS.search(outcome.detail) is not None
-    return "judge_key" if outcome.reason == JudgeRejectedError.reason and about_key else "judge"
+    return outcome.reason == JudgeRejectedError.reason and about_key

@@ -6,7 +6,7 @@ import asyncio
 
 from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error, warning
-from deploy.preflight.judge import check_judge
+from deploy.preflight.judge import check_gate_judge, check_judge
 from deploy.preflight.places import check_places
 from deploy.preflight.store import check_store
 from deploy.preflight.vllm import check_replicas
@@ -30,6 +30,8 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
     found += [finding async for finding in check_replicas(settings)]
     if settings.groups.rate > 0 and (judged := await check_judge(settings.judge)) is not None:
         found.append(judged)
+    if (examined := await check_gate_judge(settings)) is not None:
+        found.append(examined)
     if settings.learner.schedule != "manual":
         found += [error(name, why) for name, why in why_not_ready(settings)]
     elif not settings.serving.base_model_path:

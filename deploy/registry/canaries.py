@@ -27,7 +27,8 @@ def to_canary(row: CanaryRow) -> Canary:
     numbers that cannot be read are 0.
     """
     evidence, clock, errors = evidence_of(row), entry(row, "clock"), entry(row, "tick_errors")
-    stopped_at = clock.get("stopped_at")
+    stopped_at, gate = clock.get("stopped_at"), entry(row, "gate")
+    gives = gate.get("judge_gives_reward")
     return Canary(
         canary_id=row.canary_id,
         model=row.model,
@@ -48,6 +49,8 @@ def to_canary(row: CanaryRow) -> Canary:
         taken_out=evidence.get("breaker"),
         tick_errors=_whole(errors.get("count"), 0),
         tick_error_at=_number(errors.get("at")),
+        gate_judges=_names(gate.get("judges")),
+        judge_gives_reward=gives if isinstance(gives, bool) else None,
     )
 
 
@@ -75,6 +78,10 @@ def _number(value: object) -> float:
 
 def _whole(value: object, damaged: int) -> int:
     return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else damaged
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
 
 
 def _steps(evidence: dict[str, Any]) -> tuple[int, ...]:  # Any: JSON

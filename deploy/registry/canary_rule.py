@@ -96,6 +96,8 @@ class GateEvidence:
     """The verdict if the gate ended now."""
     away: str | None = None
     """Reason why the judge or vLLM could not be reached."""
+    judge_gives_reward: bool = False
+    """True when the gate's judge also scores what the candidate learned from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,12 @@ class Comparison:
     """Number of the candidate's answers that hit the token limit or are empty."""
     champion_answers: int = 0
     champion_short: int = 0
+    judge: str = ""
+    """Who scored it, as `judge_name`; empty: not known, or nobody was asked."""
+    disagreement: float | None = None
+    """Mean absolute difference between two passes' scores, over the answers; None after one."""
+    flipped: float | None = None
+    """Share of the pairs of answers that two passes put in opposite order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,17 @@ class GateVerdict:
     """Bounds of the 95% bootstrap interval of the mean difference."""
     candidate_short_share: float
     champion_short_share: float
+    judges: tuple[str, ...] = ()
+    """Who scored the comparisons, as `judge_name`; more than one when the settings changed."""
+    disagreement: float | None = None
+    """How far the judge's passes differ, mean over the comparisons with two passes or more."""
+    flipped_pairs: float | None = None
+    """Share of the pairs of answers that two passes put in opposite order, mean over the same."""
+
+
+def judge_name(model: str, rubric_hash: str) -> str:
+    """Return how evidence and lineage name a judge with its rubric."""
+    return f"{model} rubric {rubric_hash}"
 
 
 def mean_difference(candidate: Sequence[float], champion: Sequence[float]) -> float:
@@ -76,6 +93,7 @@ def judge_gate(
     champion_short = _share(
         sum(c.champion_short for c in comparisons), sum(c.champion_answers for c in comparisons)
     )
+    scored = [c for c in comparisons if c.difference is not None]
     mean = sum(differences) / len(differences) if differences else None
     low, high = bootstrap_interval(differences, seed=seed) if differences else (None, None)
     passed, reason = _rule(mean, len(differences), candidate_short, champion_short, rules)
@@ -89,7 +107,15 @@ def judge_gate(
         high=high,
         candidate_short_share=candidate_short,
         champion_short_share=champion_short,
+        judges=tuple(sorted({one.judge for one in scored if one.judge})),
+        disagreement=_mean([one.disagreement for one in scored]),
+        flipped_pairs=_mean([one.flipped for one in scored]),
     )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _share(part: int, whole: int) -> float:

@@ -7,7 +7,7 @@ is deleted it tells the digests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from deploy.records import AdapterVersion
 from deploy.registry import canaries, versions
+from deploy.registry.gate_rule import judge_name
 from sidecar.records import BASE
 from sidecar.store.models import (
     AnswerRow,
@@ -82,7 +83,11 @@ class LineageCanary:
     gate_differences: tuple[float | None, ...]
     """Score differences, one per exchange id; None: set aside."""
     gate_judges: tuple[str, ...]
-    """Judge models and rubric hashes of the gate's calls, without duplicates."""
+    """Judge models and rubric hashes of the comparisons, without duplicates."""
+    gate_disagreements: tuple[float | None, ...] = ()
+    """How far the judge's passes differ, one per exchange id; None: a single pass, or no scores."""
+    judge_gives_reward: bool | None = None
+    """True when the gate's judge also scores what the adapter learned from; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +208,8 @@ def _canary(session: Session, name: str) -> LineageCanary | None:
         .where(GateComparisonRow.canary_id == row.canary_id)
         .order_by(GateComparisonRow.comparison_id)
     ).all()
-    judges = session.execute(
-        select(JudgeCallRow.judge_model, JudgeCallRow.rubric_hash)
-        .where(JudgeCallRow.group_id.in_([one.comparison_id for one in compared]))
-        .distinct()
-    )
+    evidence = canaries.evidence_of(row)
+    gives = canaries.to_canary(row).judge_gives_reward
     return LineageCanary(
         canary_id=row.canary_id,
         state=row.state,
@@ -215,12 +217,29 @@ def _canary(session: Session, name: str) -> LineageCanary | None:
         champion=row.champion,
         started_at=row.created_at,
         ended_at=row.ended_at,
-        evidence=canaries.evidence_of(row),
+        evidence=evidence,
         damaged=not isinstance(row.evidence, dict),
         gate_exchange_ids=tuple(one.exchange_id for one in compared),
         gate_differences=tuple(one.difference for one in compared),
-        gate_judges=tuple(sorted(f"{model} rubric {digest}" for model, digest in judges)),
+        gate_judges=_judges(session, compared),
+        gate_disagreements=tuple(one.disagreement for one in compared),
+        judge_gives_reward=gives,
     )
+
+
+def _judges(session: Session, compared: Sequence[GateComparisonRow]) -> tuple[str, ...]:
+    """Return who judged these comparisons. Those of older versions name nobody: their calls do,
+    while they are kept."""
+    named = {(one.judge_model, one.rubric_hash) for one in compared if one.judge_model}
+    if unnamed := [one.comparison_id for one in compared if not one.judge_model]:
+        calls = select(JudgeCallRow.judge_model, JudgeCallRow.rubric_hash)
+        named |= {
+            (model, digest)
+            for model, digest in session.execute(
+                calls.where(JudgeCallRow.group_id.in_(unnamed)).distinct()
+            )
+        }
+    return tuple(sorted(judge_name(str(model), str(digest or "")) for model, digest in named))
 
 
 def _render_adapter(adapter: AdapterVersion) -> list[str]:
@@ -273,6 +292,8 @@ def _render_canary(canary: LineageCanary) -> list[str]:
     lines += _render_evidence("gate", evidence, _render_gate)
     if evidence.get("gate"):
         lines += [f"    gate judged by {judge}" for judge in canary.gate_judges]
+        if canary.judge_gives_reward:
+            lines.append("    that judge also gave the reward that it was trained on")
     for exchange_id, difference in zip(
         canary.gate_exchange_ids, canary.gate_differences, strict=True
     ):

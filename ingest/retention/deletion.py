@@ -269,7 +269,7 @@ def blank_comparisons(session: Session, exchange_ids: Sequence[str]) -> int:
 
 
 def _blank(answer: dict[str, Any]) -> dict[str, Any]:
-    kept = ("arm", "adapter", "finish_reason", "short", "score")
+    kept = ("arm", "adapter", "finish_reason", "short", "score", "disagreement")
     known = {name: answer[name] for name in kept if name in answer}
     return {**known, "content": "", "tool_calls": [], "explanation": ""}
 

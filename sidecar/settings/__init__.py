@@ -2,7 +2,15 @@
 
 from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
 from sidecar.settings.kafka import Kafka
-from sidecar.settings.learning import DEFAULT_RUBRIC, BestOf, Canary, Groups, Judge, Learner
+from sidecar.settings.learning import (
+    DEFAULT_RUBRIC,
+    BestOf,
+    Canary,
+    GateJudge,
+    Groups,
+    Judge,
+    Learner,
+)
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
 from sidecar.settings.privacy import Privacy, ProjectPrivacy
 from sidecar.settings.section import Section
@@ -37,6 +45,7 @@ __all__ = [
     "Capture",
     "Engine",
     "Feedback",
+    "GateJudge",
     "Groups",
     "Judge",
     "Kafka",

@@ -44,7 +44,7 @@ def problems(settings: Settings) -> Iterator[Problem]:
     yield from _upstreams(settings)
     yield from _engine(settings)
     yield from _listeners(settings)
-    yield from _judge(settings)
+    yield from _judges(settings)
     yield from _learner(settings)
     yield from _canary(settings)
     yield from _kafka(settings)
@@ -114,8 +114,27 @@ def _listeners(settings: Settings) -> Iterator[Problem]:
         )
 
 
-def _judge(settings: Settings) -> Iterator[Problem]:
-    key, params = ("judge", "params"), settings.judge.params
+def _judges(settings: Settings) -> Iterator[Problem]:
+    yield from _params("judge", settings.judge.params)
+    yield from _params("gate_judge", settings.gate_judge.params)
+    for section, judge in (("judge", settings.judge), ("gate_judge", settings.gate_judge)):
+        if judge.rubric_file and "rubric" in judge.model_fields_set:
+            yield (
+                (section, "rubric_file"),
+                f"and {section}.rubric are both set; give the rubric once",
+            )
+    own = settings.gate_judge
+    if not own.model:
+        for name in ("api_base", "api_key", "params"):
+            if getattr(own, name):
+                yield (
+                    ("gate_judge", name),
+                    "is set without gate_judge.model, so it would not be used; name the model",
+                )
+
+
+def _params(section: str, params: dict[str, Any]) -> Iterator[Problem]:
+    key = (section, "params")
     if _deeper_than(MAX_PARAMS_DEPTH, params):
         yield key, f"nests deeper than {MAX_PARAMS_DEPTH} levels; give a flatter table"
         return

@@ -1,4 +1,4 @@
-"""The sections of the settings file for learning: groups, judge, best of N, learner, canary."""
+"""The sections of the settings file for learning: groups, judges, best of N, learner, canary."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from sidecar.settings.kinds import (
     Timeout,
     Upstream,
     WebUrl,
+    Word,
     no_empty_key,
 )
 from sidecar.settings.section import Section
@@ -107,6 +108,8 @@ class Judge(Section):
     """Key of the judge's API. Without it LiteLLM reads the provider's own environment variable."""
     rubric: Text = DEFAULT_RUBRIC
     """What makes an answer better, in plain words."""
+    rubric_file: Word = ""
+    """A file of plain text in place of `rubric`, read when a process starts."""
     passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 2
     """Judge calls per group; the score is their mean. The second shows the answers in the reverse
     order of the first, so that what a judge gives to a position cancels out."""
@@ -120,6 +123,34 @@ class Judge(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …). Without `max_tokens` in
     them a reply may take 256 tokens and 128 for each answer; a judge that thinks has no limit."""
+
+
+class GateJudge(Section):
+    """The judge of the deployment gate, apart from the one whose scores are the reward. Without
+    `model` the gate asks the judge of [judge]: the reward then marks its own exam, and control,
+    `sidecar status` and `sidecar doctor` say so."""
+
+    model: Line = ""
+    """A LiteLLM model name. Empty: `judge.model`, with its address, key and parameters."""
+    api_base: WebUrl | None = None
+    """Base URL, for a judge of your own; needs `model`."""
+    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    """Key of that judge's API; needs `model`. `judge.api_key` is never sent to it."""
+    rubric: Word = ""
+    """What makes an answer better, in the gate. Empty: `judge.rubric`."""
+    rubric_file: Word = ""
+    """A file of plain text in place of `rubric`, read when a process starts."""
+    passes: Annotated[
+        int, Between(0, 8, "0 takes judge.passes; each is a call that is paid for")
+    ] = 0
+    """Judge calls per comparison. 0: `judge.passes`."""
+    timeout_s: Annotated[float, Between(0, 604_800, "0 takes judge.timeout_s", "s")] = 0.0
+    """Longest time of one call. 0: `judge.timeout_s`."""
+    json_schema: Literal["auto", "on", "off"] = "auto"
+    """Whether that judge is sent the JSON schema of its reply, as `judge.json_schema`; with `model`
+    only."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further LiteLLM parameters of that judge; needs `model`."""
 
 
 class BestOf(Section):

@@ -26,6 +26,8 @@ from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.visible import visible
 
 DEFAULT_FILE = Path("sidecar.toml")
+MAX_RUBRIC_BYTES = 64 * 1024
+"""Largest file of a rubric: every judge call sends it."""
 NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE", "SIDECAR_READY_FD"})
 """Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py, and
 by the children of `sidecar up`."""
@@ -55,7 +57,46 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     for key, what in problems(settings):
         raise SettingsError(f"setting {_written(key)} {what}")
     refuse_unsafe(settings)
-    return settings
+    return _with_rubrics(settings)
+
+
+def _with_rubrics(settings: Settings) -> Settings:
+    """Put the text of each `rubric_file` in the place of its `rubric`. Raises: SettingsError."""
+    read = {
+        name: judge.model_copy(
+            update={"rubric": _read_rubric(f"{name}.rubric_file", Path(judge.rubric_file))}
+        )
+        for name, judge in (("judge", settings.judge), ("gate_judge", settings.gate_judge))
+        if judge.rubric_file
+    }
+    return settings.model_copy(update=read) if read else settings
+
+
+def _read_rubric(key: str, path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_RUBRIC_BYTES + 1).decode()
+    except OSError as error:
+        raise SettingsError(
+            f"setting {key}: {visible(str(path))} cannot be read ({error.strerror}); name a file "
+            "of plain text"
+        ) from error
+    except UnicodeDecodeError:
+        raise SettingsError(
+            f"setting {key}: {visible(str(path))} is not UTF-8, or ends within a character after "
+            f"{MAX_RUBRIC_BYTES} bytes; save a shorter plain text as UTF-8"
+        ) from None
+    if len(text.encode()) > MAX_RUBRIC_BYTES:
+        raise SettingsError(
+            f"setting {key}: {visible(str(path))} is longer than {MAX_RUBRIC_BYTES} bytes; every "
+            "judge call sends it, so give a shorter one"
+        )
+    if not text.strip():
+        raise SettingsError(
+            f"setting {key}: {visible(str(path))} is empty; write the rubric into it, or leave the "
+            "setting out"
+        )
+    return text
 
 
 def _read_file(path: Path | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from sidecar.settings.kinds import (
     Word,
     no_empty_key,
 )
-from sidecar.settings.learning import BestOf, Canary, Groups, Judge, Learner
+from sidecar.settings.learning import BestOf, Canary, GateJudge, Groups, Judge, Learner
 from sidecar.settings.privacy import Privacy
 from sidecar.settings.section import Section
 from sidecar.settings.store import Store
@@ -281,6 +281,7 @@ class Settings(BaseSettings):
     retention: Retention = Retention()
     groups: Groups = Groups()
     judge: Judge = Judge()
+    gate_judge: GateJudge = GateJudge()
     best_of: BestOf = BestOf()
     learner: Learner = Learner()
     canary: Canary = Canary()
@@ -292,6 +293,29 @@ class Settings(BaseSettings):
         """The vLLMs that sample candidates and answer no user."""
         serving = self.serving.upstreams
         return tuple(url for url in self.groups.sampling_upstreams if url not in serving)
+
+    @property
+    def judge_of_gate(self) -> Judge:
+        """The settings of the gate's judge: those of [gate_judge] where it has its own, else those
+        of [judge]."""
+        own, judge = self.gate_judge, self.judge
+        shared = {
+            "rubric": own.rubric if own.rubric.strip() else judge.rubric,
+            "passes": own.passes or judge.passes,
+            "timeout_s": own.timeout_s or judge.timeout_s,
+        }
+        if not own.model:
+            return judge.model_copy(update=shared)
+        return judge.model_copy(
+            update={
+                **shared,
+                "model": own.model,
+                "api_base": own.api_base,
+                "api_key": own.api_key,
+                "json_schema": own.json_schema,
+                "params": own.params,
+            }
+        )
 
     @classmethod
     def settings_customise_sources(  # type: ignore[no-untyped-def]

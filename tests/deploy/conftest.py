@@ -119,6 +119,9 @@ class World:
     judge: FakeJudge = field(default_factory=lambda: FakeJudge(model="fake-judge"))
     room: FakeRoom = field(default_factory=FakeRoom)
     privacy: Privacy = field(default_factory=Privacy)
+    judging: JudgeSettings = field(default_factory=lambda: JudgeSettings(rubric="the better one"))
+    """Settings of the gate's judge."""
+    judge_gives_reward: bool = False
     exchanges: int = 0
 
     def controller(self, on_change: Callable[[], None] = lambda: None) -> Controller:
@@ -128,12 +131,13 @@ class World:
             sampler=self.sampler,
             judge=self.judge,
             rules=self.rules,
-            judging=JudgeSettings(rubric="the better one"),
+            judging=self.judging,
             room=self.room,
             parallel=2,
             clock=self.clock,
             view=JudgeView(self.privacy),
             screen=Screen(self.privacy),
+            judge_gives_reward=self.judge_gives_reward,
         )
         return Controller(
             database=self.database,

@@ -108,4 +108,12 @@ class GateComparisonRow(Base):
     difference: Mapped[float | None]
     """mean score of the candidate's answers minus mean score of the champion's, -1..1"""
     answers: Mapped[list[Any]]
-    """Objects {arm, adapter, content, tool_calls, finish_reason, short, score, explanation}."""
+    """Objects {arm, adapter, content, tool_calls, finish_reason, short, score, disagreement,
+    explanation}."""
+    judge_model: Mapped[str | None] = mapped_column(String(255))
+    rubric_hash: Mapped[str | None] = mapped_column(String(64))
+    """Who judged; both null when nobody was asked."""
+    disagreement: Mapped[float | None]
+    """Mean over the answers of how far the judge's passes differ; null after a single pass."""
+    flipped_pairs: Mapped[float | None]
+    """Share of the pairs of answers that two passes put in opposite order."""

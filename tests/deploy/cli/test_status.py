@@ -16,9 +16,11 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut, JudgeOut, TroubleOut
+from deploy.admin.out import BusOut, GateJudgeOut, JudgeOut, TroubleOut
 from deploy.cli.status import status_lines
 from deploy.cli.times import shown_time
+from deploy.examiner import examiner_of
+from sidecar.settings import Settings
 
 NOW = 1_772_357_400.0  # 2026-03-01T09:30:00Z
 CHAMPION, CANDIDATE = "m--v3-0a0b0c0d0e0f", "m--v4-1a1b1c1d1e1f"
@@ -132,6 +134,28 @@ def test_the_judge_has_a_line_whatever_its_state(judged: JudgeOut, expected: lis
     assert quiet is not None
     assert [one for one in lines if one not in quiet] == expected
     assert NO_JUDGE not in lines
+
+
+def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
+    settings = Settings.model_validate({"judge": {"model": "openai/a"}})
+    apart = Settings.model_validate(
+        {
+            "judge": {"model": "openai/a"},
+            "gate_judge": {"model": "openai/b", "rubric": "is it right?", "passes": 1},
+        }
+    )
+
+    def said(one: Settings) -> list[str]:
+        found = status_lines(status(gate_judge=GateJudgeOut.model_validate(examiner_of(one))), NOW)
+        assert found is not None
+        return [line for line in found if line not in (status_lines(status(), NOW) or ())]
+
+    assert said(settings) == [
+        "Gate: judged by openai/a, 2 passes, by judge.rubric.",
+        "  WARNING: openai/a gives the reward and decides the gate, by one rubric: an adapter that "
+        "learned to please this judge passes for better; name another model in gate_judge.model.",
+    ]
+    assert said(apart) == ["Gate: judged by openai/b, 1 pass, by a rubric of its own."]
 
 
 def canary(**changes: Any) -> CanaryOut:

@@ -207,10 +207,30 @@ def test_a_judge_that_cannot_be_asked_is_an_error(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
-    (error,) = check(settings_with(tmp_path, vllm[0], judge=judge))
+    error, exam = check(settings_with(tmp_path, vllm[0], judge=judge))
 
     assert error[:2] == ("error", setting)
     assert words in error[2]
+    assert exam[:2] == ("warning", "gate_judge.model")
+
+
+def test_a_gate_whose_judge_gives_the_reward_is_a_warning(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    reward = {"model": "hosted_vllm/scripted", "api_base": "http://127.0.0.1:9/v1"}
+    learning_off = {"groups": {"rate": 0.0}}  # the reward's judge is not asked then
+
+    (same,) = check(settings_with(tmp_path, vllm[0], judge=reward, **learning_off))
+    (own,) = check(
+        settings_with(
+            tmp_path, vllm[0], judge=reward, gate_judge={"model": "openai/x"}, **learning_off
+        )
+    )
+
+    assert same[:2] == ("warning", "gate_judge.model")
+    assert "gives the reward and decides the gate, by one rubric" in same[2]
+    assert own[:2] == ("error", "gate_judge.api_key"), "its own judge is asked"
 
 
 @pytest.mark.parametrize(

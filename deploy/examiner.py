@@ -1,0 +1,51 @@
+"""Who judges the gate, and whether it is the judge whose scores are the reward. Pure.
+
+An adapter learns to please the judge of its groups. When the same judge decides the gate, the gate
+sees that pleasing and not whether answers are better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ingest.ruler.prompt import rubric_hash
+from sidecar.settings import Settings
+
+TO_DO = "name another model in gate_judge.model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examiner:
+    """The judge of the gate."""
+
+    model: str
+    """A LiteLLM name; empty: there is none, and the gate waits."""
+    rubric_hash: str
+    passes: int
+    own_judge: bool
+    """True when another model, or the model at another address, gives the reward."""
+    own_rubric: bool
+    """True when the reward is given by another rubric."""
+
+    @property
+    def warning(self) -> str:
+        """Say that the reward marks its own exam, and what to do; empty when it does not."""
+        if self.own_judge or not self.model:
+            return ""
+        rubric = "another rubric" if self.own_rubric else "one rubric"
+        return (
+            f"{self.model} gives the reward and decides the gate, by {rubric}: an adapter that "
+            f"learned to please this judge passes for better; {TO_DO}"
+        )
+
+
+def examiner_of(settings: Settings) -> Examiner:
+    """Describe the judge of the gate that these settings name."""
+    judge, gate = settings.judge, settings.judge_of_gate
+    return Examiner(
+        model=gate.model,
+        rubric_hash=rubric_hash(gate.rubric),
+        passes=gate.passes,
+        own_judge=(gate.model, gate.api_base) != (judge.model, judge.api_base),
+        own_rubric=rubric_hash(gate.rubric) != rubric_hash(judge.rubric),
+    )
