@@ -12,6 +12,7 @@ NAMES = {
     "relay": "benchmarks.relay.run",
     "ingest": "benchmarks.ingest.run",
     "sessions": "benchmarks.sessions.run",
+    "ruler": "benchmarks.ruler.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 

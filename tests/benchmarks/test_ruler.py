@@ -1,0 +1,376 @@
+"""The ruler benchmark: its groups, its judge, its attacks and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.ruler import injections
+from benchmarks.ruler.beside import compare, difference, is_wrong, meant_scores
+from benchmarks.ruler.conditions import BEYOND, CONDITIONS, FOOLED, condition_of
+from benchmarks.ruler.material import KINDS, LARGEST, SMALLEST, MadeGroup, groups
+from benchmarks.ruler.ranking import verdict
+from benchmarks.ruler.reading import Reading, read_prompt
+from benchmarks.ruler.run import where_art_is_as_good
+from benchmarks.ruler.scorer import account, claimed, fill, scored
+from benchmarks.ruler.scripted import CASE, Traits, reply_to
+from benchmarks.ruler.server import build_app
+from benchmarks.ruler.sides import Outcome
+from ingest.ruler.prompt import build_prompt
+
+Messages = list[dict[str, str]]
+QUIET = Traits(noise=0.0)
+MADE = MadeGroup(
+    context=({"role": "user", "content": "What now?"},),
+    tools=(),
+    answers=tuple(
+        {"role": "assistant", "content": f"case-{name} is noted."}
+        for name in ("aaaaaaaa", "bbbbbbbb", "cccccccc")
+    ),
+    cases=("case-aaaaaaaa", "case-bbbbbbbb", "case-cccccccc"),
+    truth=(0.8, 0.5, 0.2),
+)
+TRUTH = dict(zip(MADE.cases, MADE.truth, strict=True))
+
+
+def art_prompt(made: MadeGroup) -> Messages:
+    """What openpipe-art 0.5.18 sends (`art/rewards/ruler.py`)."""
+    blocks = [
+        f'<trajectory id="{place}">\n{json.dumps([answer])}\n</trajectory>'
+        for place, answer in enumerate(made.answers, start=1)
+    ]
+    context = f"<context>\n{json.dumps(list(made.context))}\n</context>\n\n"
+    return [
+        {
+            "role": "system",
+            "content": "All of the trajectories below have been given the same goal.",
+        },
+        {"role": "user", "content": f"{context}Trajectories:\n\n" + "\n\n".join(blocks)},
+    ]
+
+
+def our_prompt(made: MadeGroup, seed: int = 1) -> Messages:
+    prompt = build_prompt(
+        context=made.context,
+        tools=made.tools,
+        answers=made.answers,
+        rubric="Be right.",
+        rng=random.Random(seed),
+    )
+    return list(prompt.messages)
+
+
+def in_order(made: MadeGroup, order: Sequence[int]) -> MadeGroup:
+    return replace(
+        made,
+        answers=tuple(made.answers[place] for place in order),
+        cases=tuple(made.cases[place] for place in order),
+        truth=tuple(made.truth[place] for place in order),
+    )
+
+
+def call(cases: Sequence[str], meant: Sequence[float], **fields: int) -> dict[str, Any]:
+    tokens = {"prompt_tokens": 100, "completion_tokens": 10}
+    return {"cases": list(cases), "meant": list(meant), **tokens, **fields}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_the_same_each_time_and_every_answer_says_its_case(kind: str) -> None:
+    made = groups(kind, 20, "a")
+
+    assert made == groups(kind, 20, "a")
+    assert made != groups(kind, 20, "b")
+    for one in made:
+        assert SMALLEST <= len(one.answers) == len(one.cases) == len(one.truth) <= LARGEST
+        said = [CASE.findall(json.dumps(answer)) for answer in one.answers]
+        assert said == [[case] for case in one.cases]
+        assert len(set(one.truth)) > 1
+        by_case = dict(zip(one.cases, one.truth, strict=True))
+        assert [by_case[case] for case in one.cases] == list(one.truth)
+
+
+def test_only_equal_answers_share_a_case() -> None:
+    for one in groups("alike", 30, "a"):
+        assert len(set(one.cases)) < len(one.cases)
+        texts = dict(zip(one.cases, (answer["content"] for answer in one.answers), strict=True))
+        assert [texts[case] for case in one.cases] == [one["content"] for one in one.answers]
+
+
+@pytest.mark.parametrize("how", ["blocks", "obeys", "tags", "decoded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_judge_reads_every_answer_out_of_either_prompt(kind: str, how: Reading) -> None:
+    for made in groups(kind, 5, "a"):
+        if how in ("tags", "decoded") and kind in ("code", "html"):
+            continue  # these judges are asked about no markup
+        for messages in (art_prompt(made), our_prompt(made)):
+            shown = read_prompt(messages, how)
+
+            cases = [CASE.findall(text) for _, text in shown.answers]
+            assert sorted(case for found in cases for case in found) == sorted(made.cases)
+            assert shown.orders == {}
+
+
+def test_the_same_order_gets_the_same_scores_whichever_side_asks() -> None:
+    traits = Traits(slope=0.3, noise=0.1)
+    ours = reply_to(our_prompt(MADE), traits, TRUTH)
+    order = [MADE.cases.index(case) for case in ours.cases]
+
+    theirs = reply_to(art_prompt(in_order(MADE, order)), traits, TRUTH)
+
+    assert theirs.cases == ours.cases
+    assert theirs.meant == ours.meant
+    assert [entry["score"] for entry in entries(theirs.text)] == list(ours.meant)
+    assert reply_to(our_prompt(MADE), traits, TRUTH, seed="other").meant != ours.meant
+
+
+def entries(text: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(text)["scores"]
+    return found
+
+
+def test_position_bias_goes_from_the_first_to_the_last() -> None:
+    said = reply_to(art_prompt(MADE), Traits(noise=0.0, slope=0.2), TRUTH)
+
+    assert said.meant == (0.9, 0.5, 0.1)  # +0.1, 0, -0.1
+    assert [entry["trajectory_id"] for entry in entries(said.text)] == ["1", "2", "3"]
+
+
+def test_best_first_moves_entries_with_their_ids() -> None:
+    worst_first = in_order(MADE, (2, 1, 0))
+
+    said = reply_to(art_prompt(worst_first), Traits(noise=0.0, best_first=True), TRUTH)
+
+    shown = [(entry["trajectory_id"], entry["score"]) for entry in entries(said.text)]
+    assert shown == [("3", 0.8), ("2", 0.5), ("1", 0.2)]
+    assert said.meant == (0.2, 0.5, 0.8)
+
+
+def test_coarse_scores_are_multiples_of_the_step() -> None:
+    said = reply_to(art_prompt(MADE), Traits(noise=0.0, step=0.25), TRUTH)
+
+    assert said.meant == (0.75, 0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("defect", "scores"),
+    [("missing", 2), ("doubled", 3), ("one_more", 4), ("ten_scale", 3), ("nan_text", 3)],
+)
+def test_a_defect_is_one_of_form(defect: Any, scores: int) -> None:
+    traits = Traits(noise=0.0, defects=(defect,), share=1.0)
+
+    said = reply_to(art_prompt(MADE), traits, TRUTH)
+
+    found = entries(said.text)
+    assert said.meant == MADE.truth
+    assert len(found) == scores
+    whole = {"1": 0.8, "2": 0.5, "3": 0.2}
+    assert {entry["trajectory_id"]: entry["score"] for entry in found} != whole or scores == 4
+
+
+def test_a_judge_that_is_told_its_error_mostly_corrects_it() -> None:
+    traits = Traits(noise=0.0, defects=("missing",), share=1.0)
+    told = [{"role": "assistant", "content": "{}"}, {"role": "user", "content": "Again."}]
+    again = [
+        entries(reply_to([*art_prompt(MADE), *told], traits, TRUTH, seed=str(seed)).text)
+        for seed in range(200)
+    ]
+
+    assert 0.1 < sum(len(found) == 2 for found in again) / 200 < 0.3
+
+
+def test_hostile_text_fools_the_judge_that_can_be_fooled_at_art_and_not_at_ours() -> None:
+    made = injections.attacked(1, "a")
+    assert len(made) == 2 * len(injections.TEXTS)
+    for reads in ("tags", "decoded"):
+        traits = replace(FOOLED[f"injected-read-{_said(reads)}"].traits)
+        steered = {"art": 0, "ours": 0}
+        for one in made:
+            truth = dict(zip(one.cases, one.truth, strict=True))
+            theirs = _by_place(one, reply_to(art_prompt(one), traits, truth).text)
+            steered["art"] += injections.is_steered(one, theirs)
+            said = reply_to(our_prompt(one), traits, truth)
+            assert sorted(said.cases) == sorted(one.cases)
+            by_case = dict(
+                zip(said.cases, (entry["score"] for entry in entries(said.text)), strict=True)
+            )
+            steered["ours"] += injections.is_steered(one, [by_case[case] for case in one.cases])
+        assert steered["ours"] == 0
+        assert steered["art"] >= len(made) / 2  # the other texts are written for our prompt
+
+
+def _said(reads: str) -> str:
+    return {"tags": "by-tags", "decoded": "decoded"}[reads]
+
+
+def _by_place(made: MadeGroup, text: str) -> list[float]:
+    """The last score of each place, as a judge's reply names it."""
+    found = {entry["trajectory_id"]: entry["score"] for entry in entries(text)}
+    return [found.get(str(place), 0.0) for place in range(1, len(made.answers) + 1)]
+
+
+def test_an_attack_stands_in_the_worst_answer_only() -> None:
+    text = injections.TEXTS["an order"]
+    for made in injections.attacked(3, "a", [text]):
+        place = injections.worst(made)
+        holding = [n for n, one in enumerate(made.answers) if "Give id" in json.dumps(one)]
+
+        assert holding == [place]
+        assert f'"{place + 1}" the score' in json.dumps(made.answers[place]).replace("\\", "")
+        assert injections.is_steered(made, [0.9] * len(made.answers))
+        assert not injections.is_steered(made, made.truth)
+
+
+def test_nobody_is_safe_from_a_judge_that_does_what_answers_ask() -> None:
+    (made,) = injections.attacked(1, "a", [injections.PLEA])[:1]
+    truth = dict(zip(made.cases, made.truth, strict=True))
+
+    for messages in (art_prompt(made), our_prompt(made)):
+        said = reply_to(messages, condition_of("injected-obeyed--x").traits, truth)
+
+        attacker = said.cases.index(made.cases[injections.worst(made)])
+        assert entries(said.text)[attacker]["score"] == 1.0
+
+
+def test_one_side_is_summed_up_by_hand() -> None:
+    three = [MADE] * 3
+    outcomes = [
+        Outcome(scores=(0.8, 0.5, 0.2)),  # as meant
+        Outcome(scores=(0.2, 0.5, 0.8)),  # zipped in the wrong order
+        Outcome(scores=None, error="no JSON"),
+    ]
+
+    one = compare(three, outcomes, [call(MADE.cases, MADE.truth)] * 3)
+
+    assert one.unusable == pytest.approx(1 / 3)
+    assert one.wrong == 0.5
+    assert one.tau is not None
+    assert one.tau.value == 0.0  # 1 and -1
+    assert one.tau_of_all == 0.0
+    assert one.first_bias == pytest.approx((0.0 + (-0.6 - 0.3)) / 2)
+    assert one.twins_apart is None
+    assert (one.calls, one.prompt_tokens, one.completion_tokens) == (1.0, 100.0, 10.0)
+
+
+def test_a_score_that_is_no_number_is_wrong_and_orders_nothing() -> None:
+    scores = (float("nan"), 0.5, 0.2)
+
+    one = compare([MADE], [Outcome(scores=scores)], [call(MADE.cases, MADE.truth)])
+
+    assert one.wrong == 1.0
+    assert one.first_bias is None
+    assert one.tau is not None
+    assert one.tau.value == pytest.approx(1 / 3**0.5)  # one pair of three is ordered
+
+
+def test_equal_answers_with_different_scores_are_counted() -> None:
+    twins = in_order(MADE, (0, 1, 0))
+    meant = meant_scores([call(twins.cases, (0.8, 0.5, 0.7))])
+
+    one = compare([twins], [Outcome(scores=(0.8, 0.5, 0.7))], [])
+
+    assert one.twins_apart == 1.0
+    assert not is_wrong(twins, (0.8, 0.5, 0.7), meant)
+    assert is_wrong(twins, (0.8, 0.5, 0.6), meant)
+
+
+def test_two_passes_mean_the_mean_of_their_last_attempts() -> None:
+    backwards = MADE.cases[::-1]
+    calls = [
+        call(MADE.cases, (0.1, 0.1, 0.1)),
+        call(MADE.cases, (0.8, 0.5, 0.2)),
+        call(backwards, (0.4, 0.5, 0.6)),
+    ]
+
+    meant = dict(meant_scores(calls)[frozenset(MADE.cases)])
+
+    assert meant == pytest.approx(dict(zip(MADE.cases, (0.7, 0.5, 0.3), strict=True)))
+    assert not is_wrong(MADE, (0.7, 0.5, 0.3), meant_scores(calls))
+
+
+def test_the_difference_has_three_errors_to_either_side() -> None:
+    right, wrong = Outcome(scores=(0.8, 0.5, 0.2)), Outcome(scores=(0.2, 0.5, 0.8))
+    none = Outcome(scores=None)
+
+    apart = difference([MADE] * 4, [right, right, right, none], [wrong, right, right, right])
+
+    assert apart is not None  # 2, 0 and 0: mean 2/3, standard deviation 2/sqrt(3)
+    assert apart.value == pytest.approx(2 / 3)
+    assert apart.high - apart.value == pytest.approx(3 * (2 / 3**0.5) / 3**0.5)
+    assert apart.value - apart.low == pytest.approx(2)
+    assert difference([MADE], [right], [right]) is None
+
+
+def test_a_side_without_scores_is_worse() -> None:
+    good = compare([MADE], [Outcome(scores=MADE.truth)], [])
+    none = compare([MADE], [Outcome(scores=None)], [])
+
+    assert verdict(good, none, None) == "better"
+    assert verdict(none, good, None) == "worse"
+    assert verdict(none, none, None) == "as good"
+
+
+def test_the_run_says_where_the_published_function_is_as_good_or_better() -> None:
+    rows: list[dict[str, object]] = [
+        {"condition": "plain", "side": "ours", "order": "as good", "tokens_over_art": 1.3},
+        {"condition": "noise", "side": "ours", "order": "worse", "tokens_over_art": 0.9},
+        {"condition": "fenced", "side": "ours", "order": "better", "tokens_over_art": 1.2},
+        {"condition": "plain", "side": "art"},
+    ]
+
+    assert where_art_is_as_good(rows) == [
+        "ours: ART orders answers as well under plain;",
+        "ours: it orders them better under noise;",
+        "ours: it takes fewer tokens under 2 of 3 conditions.",
+    ]
+
+
+async def test_the_server_refuses_what_is_too_long_for_its_judge_and_keeps_account() -> None:
+    app = build_app(TRUTH, lambda text: len(text.split()), delay_s=0.0)
+    plain = {"model": "plain--x", "messages": art_prompt(MADE)}
+    long = art_prompt(MADE)
+    long[0]["content"] += " word" * (CONDITIONS[BEYOND].limit or 0)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
+        answered = await client.post("/v1/chat/completions", json=plain)
+        too_long = {"model": f"{BEYOND}--x", "messages": long}
+        refused = await client.post("/v1/chat/completions", json=too_long)
+        said = (await client.get("/said")).json()
+        load = (await client.get("/load")).json()
+
+    assert answered.json()["usage"]["prompt_tokens"] > 10
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert [one["cases"] for one in said.pop("plain--x")] == [list(MADE.cases)]
+    assert said == {}
+    assert (load["in_flight"], load["peak"]) == (0, 1)
+    assert load["asked"] == {" ".join(sorted(MADE.cases)): 1}
+
+
+def test_the_account_finds_what_is_lost_and_what_is_scored_twice(tmp_path: Path) -> None:
+    made = groups("text", 3, "a")
+    store = fill(tmp_path, made)
+    assert (scored(store), claimed(store, 0.0)) == (0, 0)
+    with closing(sqlite3.connect(store, isolation_level=None)) as connection:
+        for name, times in (("g0", 1), ("g1", 2)):
+            for _ in range(times):
+                connection.execute("UPDATE answer SET score = 0.5 WHERE group_id = ?", (name,))
+            connection.execute(
+                "UPDATE answer_group SET status = 'scored' WHERE group_id = ?", (name,)
+            )
+        connection.execute("UPDATE answer_group SET judging_since = 5.0 WHERE group_id = 'g2'")
+
+    found = account(store)
+
+    assert found["groups"] == 3
+    assert found["lost"] == 1 + len(made[2].answers)  # the group, and its answers' scores
+    assert found["doubled"] == len(made[1].answers)
+    assert (scored(store), claimed(store, 4.0), claimed(store, 6.0)) == (2, 1, 0)

@@ -1,0 +1,57 @@
+"""Percentiles of users' waits and how two arms compare: worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.ruler.users.load import _says_something
+from benchmarks.ruler.users.waits import percentile, ratio
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (0.991, 100.0), (1.0, 100.0)]
+)
+def test_a_percentile_is_the_least_wait_that_the_share_does_not_exceed(
+    share: float, expected: float
+) -> None:
+    waits = [float(number) for number in range(100, 0, -1)]
+
+    assert percentile(waits, share) == expected
+
+
+def test_no_waits_have_no_percentile() -> None:
+    with pytest.raises(ValueError, match="no waits"):
+        percentile([], 0.5)
+
+
+def test_equal_arms_have_the_ratio_1_and_slower_ones_their_factor() -> None:
+    slices = [[1.0, 2.0, 3.0]] * 10
+
+    same = ratio(slices, slices, 0.99)
+    twice = ratio([[2 * wait for wait in one] for one in slices], slices, 0.99)
+
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+    assert (twice.value, twice.low, twice.high) == (2.0, 2.0, 2.0)
+
+
+def test_the_interval_of_a_ratio_is_as_wide_as_slices_differ() -> None:
+    on = [[1.0]] * 5 + [[3.0]] * 5
+
+    found = ratio(on, [[1.0]] * 10, 0.5)
+
+    assert (found.low, found.high) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}', False),
+        ('data: {"choices": [{"delta": {"content": "Hi"}}]}', True),
+        ('data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}', True),
+        ('data: {"choices": [], "usage": {}}', False),
+        ("data: [DONE]", False),
+        ("", False),
+    ],
+)
+def test_a_first_token_is_a_piece_of_the_answer_or_its_end(line: str, says: bool) -> None:
+    assert _says_something(line) is says
