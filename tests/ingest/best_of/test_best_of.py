@@ -399,7 +399,7 @@ async def test_what_only_its_cost_kept_out_enters_for_nothing(
     ("changes", "selection"),
     [
         ({"held_out": True}, "held_out"),
-        ({"outcome": "cut"}, "outcome"),
+        ({"outcome": "upstream_error"}, "outcome"),
         ({"untrainable_reason": "ids_missing"}, "untrainable:ids_missing"),
         ({"request": {"messages": [], "logit_bias": {"1": 1}}}, "untrainable:masked_by_logit_bias"),
         ({"adapter": "v9"}, "stale_adapter"),
