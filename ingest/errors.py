@@ -15,6 +15,7 @@ IngestError
 │   ├── JudgeRejectedError          4xx, due to this request or to the settings: send a probe
 │   └── JudgeGarbledError           the reply is no chat completion: send a probe
 ├── JudgeRefusalError (ValueError)  the judge never accepts this request: set the group aside
+│   └── JudgeTooLongError           it is longer than the judge's context
 ├── JudgeReplyError (ValueError)    invalid scores: retry once with the error, then set aside
 └── CalibrationFileError (ValueError)  a file of known scores is malformed: the message says where
 """
@@ -114,6 +115,15 @@ class JudgeGarbledError(JudgeUnavailableError):
 
 class JudgeRefusalError(IngestError, ValueError):
     """The judge refuses this request (too long, content policy); others may pass."""
+
+
+class JudgeTooLongError(JudgeRefusalError):
+    """The prompt is longer than the judge's context, also without the oldest shared messages."""
+
+    def __init__(self, message: str, *, asked: bool = False) -> None:
+        super().__init__(message)
+        self.asked = asked
+        """True when the judge said so; False when its known context was enough to tell."""
 
 
 class JudgeReplyError(IngestError, ValueError):

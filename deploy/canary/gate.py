@@ -30,12 +30,13 @@ from ingest.errors import (
     JudgeBusyError,
     JudgeRefusalError,
     JudgeReplyError,
+    JudgeTooLongError,
     JudgeUnavailableError,
     SamplingError,
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.privacy.screen import Screen, default_screen
-from ingest.ruler.group import NOT_REDACTED, REFUSED, Scored
+from ingest.ruler.group import NOT_REDACTED, TOO_LONG, Scored, refusal_of
 from ingest.ruler.judge import Judge
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
@@ -113,7 +114,7 @@ class Gate:
             database,
             screen=screen or default_screen(),
             judge_model=judge.model,
-            rubric_hash=rubric_hash(judging.rubric),
+            rubric_hash=rubric_hash(judging.rubric, show_reasoning=judging.show_reasoning),
             clock=clock,
         )
         self._database = database
@@ -250,17 +251,21 @@ class Gate:
                 on_call=calls.append,
                 subject=comparison_id(canary, prompt),
                 view=self._view,
+                show_reasoning=self._judging.show_reasoning,
             )
         except _AWAY as error:
             return str(error)
         except (JudgeUnavailableError, JudgeRefusalError) as error:
-            return Unjudged(
-                prompt=prompt,
-                answered=answered,
-                reason=error.reason if isinstance(error, JudgeUnavailableError) else REFUSED,
-                detail=str(error),
-                final=isinstance(error, JudgeRefusalError),
-            )
+            if not isinstance(error, JudgeTooLongError) or error.asked:
+                return Unjudged(
+                    prompt=prompt,
+                    answered=answered,
+                    reason=refusal_of(error),
+                    detail=str(error),
+                    final=isinstance(error, JudgeRefusalError),
+                )
+            status = TOO_LONG
+            log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         except SamplingError as error:
             status = "sampling_failed"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
@@ -270,7 +275,7 @@ class Gate:
         except JudgeReplyError as error:
             status = "judge_rubbish"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
-        asked = status not in ("sampling_failed", NOT_REDACTED)
+        asked = status not in ("sampling_failed", NOT_REDACTED, TOO_LONG)
         ended = Ended(status=status, answered=answered, judgement=judgement, asked=asked)
         await self._keep(canary, prompt, ended)
         return None

@@ -77,7 +77,10 @@ def judge_calibrate(
     # With Python's own handler asyncio takes Ctrl-C: it cancels the calls before the command ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        summaries = asyncio.run(_compare(judges, rubrics, groups, plan, settings.privacy))
+        shown = settings.judge.show_reasoning
+        summaries = asyncio.run(
+            _compare(judges, rubrics, groups, plan, settings.privacy, show_reasoning=shown)
+        )
     except KeyboardInterrupt:
         # LiteLLM makes a coroutine in a thread, and a call that is cancelled never awaits it.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -181,6 +184,8 @@ async def _compare(
     groups: list[KnownGroup],
     plan: Plan,
     privacy: Privacy,
+    *,
+    show_reasoning: bool,
 ) -> list[Summary]:
     """Ask one judge after the other, so that none slows another down."""
     from ingest.calibration.running import judge_groups
@@ -197,13 +202,15 @@ async def _compare(
             for title, rubric in rubrics.items():
                 calls = len(groups) * plan.repeats * plan.passes
                 note(f"asking {name} with {title}: {calls} calls, {plan.concurrency} at once")
-                runs = await judge_groups(asked, groups, plan, rubric=rubric, view=view)
+                runs = await judge_groups(
+                    asked, groups, plan, rubric=rubric, view=view, show_reasoning=show_reasoning
+                )
                 summaries.append(
                     summarise(
                         runs,
                         judge=name,
                         rubric=title,
-                        rubric_hash=rubric_hash(rubric),
+                        rubric_hash=rubric_hash(rubric, show_reasoning=show_reasoning),
                         seed=plan.seed,
                     )
                 )

@@ -27,8 +27,8 @@ from ingest.grouping.selection import (
     judged_group,
     turn_of,
 )
+from ingest.judge_prompt.shown import shown_answer
 from ingest.records import Group
-from ingest.ruler.prompt import shown_answer
 from ingest.store.exchanges import NEW, StoredExchange, set_selection, turns_with
 from ingest.store.groups import (
     count_by_session,

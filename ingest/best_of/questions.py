@@ -32,7 +32,15 @@ from ingest.grouping.selection import group_id_of
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Answer, Group
 from ingest.ruler.calls import save_judge_calls
-from ingest.ruler.group import REFUSED, GroupOutcome, Scored, SetAside, Unanswered, judge_group
+from ingest.ruler.group import (
+    REFUSED,
+    TOO_LONG,
+    GroupOutcome,
+    Scored,
+    SetAside,
+    Unanswered,
+    judge_group,
+)
 from ingest.ruler.judge import Judge
 from ingest.ruler.material import read_material
 from ingest.ruler.outage import Outage
@@ -92,7 +100,9 @@ class BestOfJudge:
         self._rules = rules_of(settings)
         self._view = JudgeView(settings.privacy)
         self._model = settings.serving.model
-        self._rubric_hash = rubric_hash(settings.judge.rubric)
+        self._rubric_hash = rubric_hash(
+            settings.judge.rubric, show_reasoning=settings.judge.show_reasoning
+        )
         self._clock = clock
         self._draw_seed = draw_seed
         self._outage = Outage()
@@ -280,7 +290,7 @@ def _verdict(outcome: GroupOutcome) -> Verdict:
     if isinstance(outcome, Unanswered):
         return NoPick(reason=_why_unanswered(outcome))
     if isinstance(outcome, SetAside):
-        return NoPick(reason=outcome.reason)
+        return NoPick(reason=REFUSED if outcome.reason == TOO_LONG else outcome.reason)
     scores = outcome.judgement.scores
     # Among equal scores the first answer wins: without best of N the user would get it too.
     return Pick(index=scores.index(max(scores)), scores=scores)

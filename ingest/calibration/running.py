@@ -23,7 +23,7 @@ from ingest.errors import (
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.ruler.blame import DEFECT
-from ingest.ruler.group import NOT_REDACTED, REFUSED, RUBBISH
+from ingest.ruler.group import NOT_REDACTED, RUBBISH, refusal_of
 from ingest.ruler.judge import Judge
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, merge_identical, score_answers
@@ -62,14 +62,15 @@ async def judge_groups(
     *,
     rubric: str,
     view: JudgeView | None = None,
+    show_reasoning: bool = False,
     sleep: Sleep = asyncio.sleep,
 ) -> list[Run]:
     """Judge every group `plan.repeats` times.
 
-    rubric, view: as for `score_answers`. sleep: for tests.
+    rubric, view, show_reasoning: as for `score_answers`. sleep: for tests.
     Returns: one run for each group and repeat, failed ones too.
     """
-    ask = _Asking(judge=judge, rubric=rubric, view=view, sleep=sleep)
+    ask = _Asking(judge=judge, rubric=rubric, view=view, show_reasoning=show_reasoning, sleep=sleep)
     gate = asyncio.Semaphore(plan.concurrency)
     done: list[Run] = []
 
@@ -91,7 +92,9 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
     detail = ""
     rng = random.Random(f"{plan.seed}/{group.group_id}/{repeat}")
     try:
-        distinct, place_of = merge_identical([one.message for one in group.candidates])
+        distinct, place_of = merge_identical(
+            [one.message for one in group.candidates], show_reasoning=ask.show_reasoning
+        )
         order = list(range(len(distinct)))
         for number in range(plan.passes):
             if number % 2:
@@ -107,10 +110,8 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
                     positions=tuple(shown_at[place] for place in place_of),
                 )
             )
-    except JudgeUnavailableError as error:
-        failure, detail = error.reason, str(error)
-    except JudgeRefusalError as error:
-        failure, detail = REFUSED, str(error)
+    except (JudgeUnavailableError, JudgeRefusalError) as error:
+        failure, detail = refusal_of(error), str(error)
     except JudgeReplyError as error:
         failure, detail = RUBBISH, str(error)
     except NotRedactedError as error:
@@ -140,6 +141,7 @@ class _Asking:
     judge: Judge
     rubric: str
     view: JudgeView | None
+    show_reasoning: bool
     sleep: Sleep
 
     async def __call__(
@@ -166,6 +168,7 @@ class _Asking:
                     on_call=on_call,
                     subject=group.group_id,
                     view=self.view,
+                    show_reasoning=self.show_reasoning,
                 )
             except JudgeBusyError as error:
                 if attempt == LIMIT_TRIES:

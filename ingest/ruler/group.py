@@ -13,6 +13,7 @@ from ingest.errors import (
     JudgeBusyError,
     JudgeRefusalError,
     JudgeReplyError,
+    JudgeTooLongError,
     JudgeUnavailableError,
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
@@ -25,6 +26,8 @@ from sidecar.settings import Judge as JudgeSettings
 UNREADABLE = "unreadable"
 IDENTICAL = "identical_answers"
 REFUSED = "judge_refused"
+TOO_LONG = "judge_too_long"
+"""Longer than the judge's context, also without the oldest messages of the conversation."""
 RUBBISH = "judge_rubbish"
 NOT_REDACTED = "not_redacted"
 """The search for what the judge must not see failed."""
@@ -78,7 +81,8 @@ async def judge_group(
         material = read_material(group)
     except UnreadableGroupError as error:
         return SetAside(reason=UNREADABLE, detail=str(error), asked=False)
-    if len(merge_identical(material.answers)[0]) < 2:
+    shown = settings.show_reasoning
+    if len(merge_identical(material.answers, show_reasoning=shown)[0]) < 2:
         # Nothing to compare: the scores would be equal whatever the judge says.
         return SetAside(reason=IDENTICAL, detail=f"{len(group.answers)} answers", asked=False)
     try:
@@ -93,6 +97,7 @@ async def judge_group(
             on_call=on_call,
             subject=group.group_id,
             view=view,
+            show_reasoning=shown,
         )
     except NotRedactedError as error:
         return SetAside(reason=NOT_REDACTED, detail=str(error), asked=False)
@@ -100,10 +105,18 @@ async def judge_group(
         wait_s = error.retry_after_s if isinstance(error, JudgeBusyError) else 0.0
         return Unanswered(detail=str(error), reason=error.reason, retry_after_s=wait_s)
     except JudgeRefusalError as error:
-        return SetAside(reason=REFUSED, detail=str(error), asked=True)
+        asked = not isinstance(error, JudgeTooLongError) or error.asked
+        return SetAside(reason=refusal_of(error), detail=str(error), asked=asked)
     except JudgeReplyError as error:
         return SetAside(reason=RUBBISH, detail=str(error), asked=True)
     return Scored(judgement=judgement)
+
+
+def refusal_of(error: JudgeUnavailableError | JudgeRefusalError) -> str:
+    """Return the reason to set a group aside for which the judge gave no answer."""
+    if isinstance(error, JudgeUnavailableError):
+        return error.reason
+    return TOO_LONG if isinstance(error, JudgeTooLongError) else REFUSED
 
 
 def failure_of(outcome: GroupOutcome | None) -> str | None:

@@ -15,11 +15,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
-from ingest.errors import JudgeGarbledError, JudgeRefusalError, JudgeUnavailableError
+from ingest.errors import (
+    JudgeGarbledError,
+    JudgeRefusalError,
+    JudgeTooLongError,
+    JudgeUnavailableError,
+)
 from ingest.ruler.judge_errors import explain, refuses_schema, sort_error, storable
 from ingest.ruler.prompt import reply_tokens
 from ingest.ruler.reply import MAX_REPLY_CHARACTERS
@@ -33,6 +38,8 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 """Parameters that limit the tokens of a reply; ours is the first."""
 THINKS = ("reasoning_effort", "thinking")
 """Parameters that make a judge think before it answers."""
+WINDOW = "num_ctx"
+"""Parameter that sets the context of a model that Ollama runs; it cuts what is longer, silently."""
 SCHEMA = "response_format"
 """Parameter that names the JSON schema of a reply."""
 
@@ -72,6 +79,14 @@ class Judge(Protocol):
         """
 
 
+@runtime_checkable
+class SizedJudge(Protocol):
+    """A judge that may know how much it can read. To know it is optional."""
+
+    async def context_tokens(self) -> int | None:
+        """Return the most tokens of a prompt and its reply together; None: not known."""
+
+
 class LiteLlmJudge:
     """A judge by its LiteLLM name (`openai/…`, `anthropic/…`, `hosted_vllm/…` with an api_base)."""
 
@@ -87,6 +102,7 @@ class LiteLlmJudge:
         self._loading = asyncio.Lock()
         self._sends_schema = settings.json_schema != "off" and SCHEMA not in settings.params
         self._limits = not any(name in settings.params for name in (*LIMITS, *THINKS))
+        self._known_context: int | None = None
 
     @property
     def model(self) -> str:
@@ -107,11 +123,10 @@ class LiteLlmJudge:
                 f"judge {self.model} did not answer in {self._settings.timeout_s:g} s; "
                 "check whether it is overloaded, or raise judge.timeout_s"
             ) from error
-        except (
-            litellm.exceptions.ContextWindowExceededError,
-            litellm.exceptions.ContentPolicyViolationError,
-        ) as error:
+        except litellm.exceptions.ContextWindowExceededError as error:
             # `from None`, here and below: LiteLLM's errors quote requests, and with them keys.
+            raise JudgeTooLongError(self._explain(error), asked=True) from None
+        except litellm.exceptions.ContentPolicyViolationError as error:
             raise JudgeRefusalError(self._explain(error)) from None
         except Exception as error:  # noqa: BLE001 - LiteLLM raises many kinds of errors
             raise sort_error(error, self._explain(error), now=time.time()) from None
@@ -119,6 +134,16 @@ class LiteLlmJudge:
             return self._reply(response, time.monotonic() - started)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise JudgeGarbledError(self._explain(error)) from None
+
+    async def context_tokens(self) -> int | None:
+        """See `SizedJudge.context_tokens`: as set, as given to Ollama, or as LiteLLM knows it."""
+        if self._settings.context_tokens:
+            return self._settings.context_tokens
+        window = self._settings.params.get(WINDOW)
+        if isinstance(window, int) and window > 0:
+            return window
+        await self._load()
+        return self._known_context
 
     async def _ask(self, litellm: Any, request: dict[str, Any]) -> Any:
         """Send the request; again without its schema when the server takes none, again without our
@@ -163,6 +188,8 @@ class LiteLlmJudge:
         known = prices.get(self.model) or prices.get(self.model.partition("/")[2]) or {}
         if self._settings.json_schema == "auto" and known.get("supports_response_schema") is False:
             self._sends_schema = False
+        most = known.get("max_input_tokens")
+        self._known_context = most if isinstance(most, int) and most > 0 else None
         if litellm.supports_reasoning(self.model):
             self._limits = False
         return litellm

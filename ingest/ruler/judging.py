@@ -82,7 +82,7 @@ class JudgingWorker:
             database,
             clock,
             judge_model=judge.model,
-            rubric_hash=rubric_hash(settings.rubric),
+            rubric_hash=rubric_hash(settings.rubric, show_reasoning=settings.show_reasoning),
             lease_s=settings.passes * ATTEMPTS * settings.timeout_s + LEASE_SLACK_S,
         )
         self._blame = Blame()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ingest.errors import JudgeReplyError
+from ingest.judge_prompt.shown import unique_names
 
 MAX_REPLY_CHARACTERS = 200_000
 """Longest reply that is read: sixteen explanations fit in a hundredth of it."""
@@ -28,14 +29,6 @@ _MAX_STARTS = 2_000
 _LAST_COMMA = re.compile(r'("(?:[^"\\]|\\.)*+(?:"|\Z))|,(?=\s*[}\]])', re.DOTALL)
 """A comma before a closing bracket; strings are passed over."""
 _NUMBER = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,20})?")
-
-
-def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its members. Raises: JudgeReplyError when two have one name."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise JudgeReplyError("an object holds the same name twice")
-    return found
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=unique_names)

@@ -9,22 +9,22 @@ unusable reply refuses the group.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from opentelemetry import trace
 
 from ingest.errors import JudgeReplyError
+from ingest.judge_prompt.shown import looks, shown_answer
 from ingest.privacy.judge_view import JudgeView, View, default_view
 from ingest.records import Disagreement
-from ingest.ruler.judge import Judge, JudgeReply
-from ingest.ruler.prompt import RulerPrompt, build_prompt, shown_answer
-from ingest.ruler.reply import parse_reply, unique_names
+from ingest.ruler.judge import Judge, JudgeReply, SizedJudge
+from ingest.ruler.prompt import RulerPrompt, build_prompt
+from ingest.ruler.reply import parse_reply
 
 ATTEMPTS = 2
 SEED_BITS = 29
@@ -84,6 +84,7 @@ async def score_answers(
     on_call: OnCall | None = None,
     subject: str = "",
     view: JudgeView | None = None,
+    show_reasoning: bool = False,
 ) -> Judgement:
     """Score answers to one prompt against each other.
 
@@ -95,15 +96,50 @@ async def score_answers(
     on_call: receives every answered call at once, also those before an error.
     subject: the group's or comparison's id, for the trace.
     view: hides secrets and personal data; None: by the default settings.
+    show_reasoning: as for `build_prompt`.
     Raises: JudgeReplyError when a reply is unusable twice; JudgeRefusalError when the judge never
-        accepts such a request; JudgeUnavailableError when it does not answer; NotRedactedError when
-        nobody knows what to hide; ValueError without answers.
+        accepts such a request, JudgeTooLongError when it is too long; JudgeUnavailableError when
+        the judge does not answer; NotRedactedError when nobody knows what to hide; ValueError
+        without answers.
     """
     whole = View(context=context, tools=tools, answers=answers)
     # In threads, here and below: a megabyte takes tens of milliseconds, and users of best of N
     # wait on this loop.
     seen = await asyncio.to_thread(view or default_view(), whole)
-    distinct, place_of = await asyncio.to_thread(merge_identical, seen.answers)
+    distinct, place_of = await asyncio.to_thread(
+        merge_identical, seen.answers, show_reasoning=show_reasoning
+    )
+    write = partial(
+        build_prompt,
+        context=seen.context,
+        tools=seen.tools,
+        answers=distinct,
+        rubric=rubric,
+        show_reasoning=show_reasoning,
+    )
+    return await score_candidates(
+        judge, write, place_of, passes=passes, seed=seed, on_call=on_call, subject=subject
+    )
+
+
+async def score_candidates(
+    judge: Judge,
+    write: Callable[..., RulerPrompt],
+    place_of: Sequence[int],
+    *,
+    passes: int,
+    seed: int,
+    on_call: OnCall | None = None,
+    subject: str = "",
+) -> Judgement:
+    """Ask a judge about candidates in several orders.
+
+    write: makes the prompt of one pass from `rng`, `reverse` and `context_tokens`, as
+        `write_prompt` does.
+    place_of: [G] index of each candidate among the distinct ones that `write` shows.
+    passes, seed, on_call, subject, errors: as for `score_answers`.
+    """
+    limit = await judge.context_tokens() if isinstance(judge, SizedJudge) else None
     calls: list[JudgeCall] = []
 
     def note(call: JudgeCall) -> None:
@@ -115,18 +151,18 @@ async def score_answers(
     for number in range(passes):
         order_seed = 2 * seed + number
         prompt = await asyncio.to_thread(
-            build_prompt,
-            context=seen.context,
-            tools=seen.tools,
-            answers=distinct,
-            rubric=rubric,
+            write,
             rng=random.Random(order_seed >> 1),
             reverse=order_seed % 2 == 1,
+            context_tokens=limit,
         )
         with _tracer.start_as_current_span("judge") as span:
             span.set_attribute("judge.model", judge.model)
             span.set_attribute("judge.group_id", subject)
             span.set_attribute("judge.pass", number)
+            if prompt.left_out_characters:
+                span.set_attribute("judge.left_out_messages", prompt.left_out_messages)
+                span.set_attribute("judge.left_out_characters", prompt.left_out_characters)
             span.set_attribute("judge.ok", False)
             rounds.append(await _one_pass(judge, prompt, order_seed, note, span))
             span.set_attribute("judge.ok", True)
@@ -167,32 +203,23 @@ def measure_disagreement(
 
 
 def merge_identical(
-    answers: Sequence[Mapping[str, Any]],
+    answers: Sequence[Mapping[str, Any]], *, show_reasoning: bool = False
 ) -> tuple[list[Mapping[str, Any]], list[int]]:
     """Drop answers that look equal to the judge, or differ only in how their JSON is written.
 
+    show_reasoning: answers that differ in their reasoning alone do not look equal.
     Returns: (the distinct answers in order of first appearance, [G] index of each answer in them).
     """
     first: dict[str, int] = {}
     distinct: list[Mapping[str, Any]] = []
     place_of: list[int] = []
     for answer in answers:
-        key = _looks(answer)
+        key = looks(shown_answer(answer, show_reasoning=show_reasoning))
         if key not in first:
             first[key] = len(distinct)
             distinct.append(answer)
         place_of.append(first[key])
     return distinct, place_of
-
-
-def _looks(answer: Mapping[str, Any]) -> str:
-    shown = shown_answer(answer)
-    shown["content"] = shown["content"] or ""  # null in a whole reply, "" in a stream
-    for call in shown.get("tool_calls", ()):
-        with suppress(ValueError, TypeError, RecursionError):  # no JSON text: compared as it is
-            value = json.loads(call["arguments"], object_pairs_hook=unique_names)
-            call["arguments"] = json.dumps(value, sort_keys=True)
-    return json.dumps(shown, sort_keys=True)
 
 
 async def _one_pass(

@@ -120,6 +120,15 @@ class Judge(Section):
     json_schema: Literal["auto", "on", "off"] = "auto"
     """Whether the judge is sent the JSON schema of its reply. `auto`: unless LiteLLM knows that the
     model takes none; a server that refuses it is asked without it from then on."""
+    context_tokens: Annotated[
+        int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")
+    ] = 0
+    """Most tokens of a prompt and its reply together. The oldest messages of a conversation that
+    is longer are left out, with a mark. 0: `num_ctx` of `params`, or what LiteLLM knows of the
+    model; of an unknown model nothing is left out."""
+    show_reasoning: bool = False
+    """Whether the judge sees the reasoning before an answer. Users do not get it, and an agent
+    that is scored by it learns to reason for the judge; but it is trained on with the answer."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …). Without `max_tokens` in
     them a reply may take 256 tokens and 128 for each answer; a judge that thinks has no limit."""

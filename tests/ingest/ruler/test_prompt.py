@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ingest.ruler.prompt import RulerPrompt, build_prompt, escape, rubric_hash
+from ingest.judge_prompt.escaping import escape
+from ingest.ruler.prompt import RulerPrompt, build_prompt, rubric_hash
 from ingest.ruler.reply import parse_reply
 from sidecar.settings.learning import DEFAULT_RUBRIC
 
