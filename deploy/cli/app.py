@@ -75,11 +75,13 @@ def configure(
 @app.command()
 def up(context: typer.Context) -> None:
     """Start every process of this machine and keep them running until Ctrl-C."""
-    from deploy.preflight.settings_check import checked_settings
+    from deploy.preflight.settings_check import advice, checked_settings
     from deploy.supervise.supervisor import Supervisor
     from sidecar.logs import configure_logging
 
     settings = checked_settings(context.obj)
+    for one in advice(settings):
+        note(f"warning: {one}")
     configure_logging(settings.telemetry, "up")
     config = context.obj.resolve() if context.obj is not None else None
     supervisor = Supervisor(settings, config, announce=lambda line: say(f"sidecar {line}"))

@@ -69,9 +69,11 @@ def config_check(
     ] = False,
 ) -> None:
     """Read the settings and say whether they are sound. Starts and changes nothing."""
-    from deploy.preflight.settings_check import checked_settings
+    from deploy.preflight.settings_check import advice, checked_settings
 
     settings = checked_settings(context.obj)
+    for one in advice(settings):
+        note(f"warning: {one}")
     if not online:
         say("settings are sound")
         return
@@ -80,9 +82,9 @@ def config_check(
     from deploy.preflight.run import preflight, runs_already
 
     found = asyncio.run(preflight(settings, running=runs_already(settings)))
-    for one in found:
-        say(f"{one.level}: {one.setting}: {one.text}")
-    if any(one.level == "error" for one in found):
+    for finding in found:
+        say(f"{finding.level}: {finding.setting}: {finding.text}")
+    if any(finding.level == "error" for finding in found):
         note("these settings cannot run here")
         raise typer.Exit(1)
     say("settings are sound, and can run here")

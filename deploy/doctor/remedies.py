@@ -93,7 +93,12 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
     ),
     "judge_rejected": ("judging", "judge_key", "check judge.api_key, judge.model, judge.params"),
     "judge_rubbish": ("judging", "judge_rubbish", "a stronger judge, or judge.params"),
-    "judge_refused": ("judging", "judge_refused", "a judge with a longer context or no filter"),
+    "judge_refused": ("judging", "judge_refused", "a judge without a content filter"),
+    "judge_too_long": (
+        "judging",
+        "judge_too_long",
+        "a judge with a longer context, or judge.context_tokens if the set one is too small",
+    ),
     "judge_garbled": ("judging", "judge_garbled", "judge.api_base must be the API, not a web page"),
     "judge_unavailable": ("judging", "judge_away", "repair the judge; groups wait meanwhile"),
     "judge_busy": ("judging", "judge_busy", "a smaller judge.concurrency, or a larger limit"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from learner.runs.cron import read_cron
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
+from sidecar.settings.learning import ADVISED_SIZES
 from sidecar.store.url import refuse_bad_arguments
 
 
@@ -23,3 +24,12 @@ def checked_settings(config: Path | None) -> Settings:
     except ValueError as error:
         raise SettingsError(f"setting store.url: {error}") from None
     return settings
+
+
+def advice(settings: Settings) -> list[str]:
+    """Return what works with these settings, but less well than it could. Pure."""
+    size, (few, many) = settings.groups.size, ADVISED_SIZES
+    if few <= size <= many:
+        return []
+    why = "so few answers differ by little" if size < few else "so many confuse a judge"
+    return [f"groups.size is {size}: {why}; {few} to {many} are best"]

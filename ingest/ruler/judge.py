@@ -87,6 +87,11 @@ class SizedJudge(Protocol):
         """Return the most tokens of a prompt and its reply together; None: not known."""
 
 
+async def context_tokens_of(judge: Judge) -> int | None:
+    """Return what a judge knows of its context; None: nothing. For what stands before a judge."""
+    return await judge.context_tokens() if isinstance(judge, SizedJudge) else None
+
+
 class LiteLlmJudge:
     """A judge by its LiteLLM name (`openai/…`, `anthropic/…`, `hosted_vllm/…` with an api_base)."""
 

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from ingest.errors import JudgeBusyError
-from ingest.ruler.judge import Judge, JudgeReply
+from ingest.ruler.judge import Judge, JudgeReply, context_tokens_of
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 
 LONGEST_STAY_S = 30.0
@@ -65,3 +65,7 @@ class PausingJudge:
         except JudgeBusyError as error:
             self._pause.asked_for(error.retry_after_s)
             raise
+
+    async def context_tokens(self) -> int | None:
+        """See `SizedJudge.context_tokens`."""
+        return await context_tokens_of(self._judge)

@@ -22,7 +22,7 @@ from ingest.errors import JudgeReplyError
 from ingest.judge_prompt.shown import looks, shown_answer
 from ingest.privacy.judge_view import JudgeView, View, default_view
 from ingest.records import Disagreement
-from ingest.ruler.judge import Judge, JudgeReply, SizedJudge
+from ingest.ruler.judge import Judge, JudgeReply, context_tokens_of
 from ingest.ruler.prompt import RulerPrompt, build_prompt
 from ingest.ruler.reply import parse_reply
 
@@ -139,7 +139,7 @@ async def score_candidates(
     place_of: [G] index of each candidate among the distinct ones that `write` shows.
     passes, seed, on_call, subject, errors: as for `score_answers`.
     """
-    limit = await judge.context_tokens() if isinstance(judge, SizedJudge) else None
+    limit = await context_tokens_of(judge)
     calls: list[JudgeCall] = []
 
     def note(call: JudgeCall) -> None:

@@ -43,11 +43,20 @@ order, said of next actions in place of trajectories."""
 Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
 
 
+SIZES = (2, 16)
+"""Candidates that a judge is shown at once."""
+ADVISED_SIZES = (4, 8)
+"""As RULER's authors advise (ruler.mdx of ART): "very large groups confuse the judge", and few
+answers differ by little."""
+
+
 class Groups(Section):
     """Which exchanges become groups, and how the extra candidates are sampled."""
 
-    size: Annotated[int, Between(2, 8, "one answer has nothing to differ from")] = 8
-    """Answers per group, including the served one."""
+    size: Annotated[
+        int, Between(*SIZES, "one answer has nothing to differ from, and a judge compares no more")
+    ] = 8
+    """Answers per group, including the served one; 4 to 8 are best for a judge."""
     rate: Share = 1.0
     """Share of eligible exchanges that are chosen, 0..1."""
     held_out_rate: Annotated[

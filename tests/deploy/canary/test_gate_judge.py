@@ -15,6 +15,7 @@ from ingest.errors import (
     JudgeGarbledError,
     JudgeRefusalError,
     JudgeRejectedError,
+    JudgeTooLongError,
     JudgeUnavailableError,
 )
 from ingest.ruler.judge import JudgeReply
@@ -30,7 +31,8 @@ OWN_FAULTS = [
     (JudgeRejectedError("403: content filter"), "judge_rejected"),
     (JudgeGarbledError("a message of null"), "judge_garbled"),
     (JudgeUnavailableError("500: worker crashed"), "judge_unavailable"),
-    (JudgeRefusalError("too long"), "judge_refused"),
+    (JudgeRefusalError("filtered"), "judge_refused"),
+    (JudgeTooLongError("too long", asked=True), "judge_too_long"),
 ]
 
 
@@ -89,6 +91,27 @@ async def test_prompts_that_the_judge_refuses_are_set_aside_and_counted(
     counts = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "gate"}
     assert counts == {"scored": 2, reason: 2}
     assert judge.asked == asked, "what is set aside is paid for no more"
+
+
+class ShortJudge(FakeJudge):
+    """A judge whose known context holds nothing."""
+
+    async def context_tokens(self) -> int:
+        return 64
+
+
+async def test_what_is_too_long_for_a_known_context_is_set_aside_without_a_call(
+    world: World,
+) -> None:
+    world.register(1)
+    world.hold_out(4)
+    world.judge = judge = ShortJudge()
+
+    await play(world, world.controller(), 12)
+
+    counts = {row.reason: row.count for row in world.rows(CounterRow) if row.stage == "gate"}
+    assert counts == {"judge_too_long": 4}
+    assert judge.conversations == []
 
 
 @pytest.mark.parametrize("error", [*(error for error, _ in OWN_FAULTS), JudgeBusyError("slow")])

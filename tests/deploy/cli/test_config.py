@@ -39,6 +39,20 @@ def test_the_default_file_is_in_the_working_folder(
     assert (tmp_path / "sidecar.toml").read_text() == first_settings()
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 9, 16, 17])
+def test_a_group_size_outside_4_to_8_is_warned_of_and_one_over_16_refused(
+    size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(f"[groups]\nsize = {size}\n")
+
+    assert main(["--config", str(path), "config", "check"]) == (0 if size <= 16 else 1)
+
+    told = capsys.readouterr().err
+    assert ("warning: groups.size is" in told) is (size in (2, 3, 9, 16))
+    assert ("give 2 to 16" in told) is (size == 17)
+
+
 def test_a_file_that_exists_is_never_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ingest.errors import JudgeRejectedError, JudgeUnavailableError
+from ingest.errors import JudgeRejectedError, JudgeTooLongError, JudgeUnavailableError
+from ingest.ruler.judge import LiteLlmJudge, context_tokens_of
+from ingest.ruler.pause import Pause, PausingJudge
 from ingest.ruler.prompt import reply_schema
 from sidecar.hiding import HIDDEN
+from sidecar.settings import Judge as JudgeSettings
 
 if TYPE_CHECKING:
     from tests.ingest.conftest import JudgeKit
@@ -313,3 +316,31 @@ def test_litellm_is_not_loaded_before_it_is_needed() -> None:
         "sys.exit('litellm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"model": "openai/gpt-4o"}, 128_000),
+        ({"model": "anthropic/no-such-model"}, None),
+        ({"model": "hosted_vllm/qwen3"}, None),
+        ({"model": "hosted_vllm/qwen3", "context_tokens": 32_768}, 32_768),
+        ({"model": "openai/gpt-4o", "context_tokens": 8_192}, 8_192),
+        ({"model": "ollama/qwen3", "params": {"num_ctx": 4_096}}, 4_096),
+    ],
+)
+async def test_a_judge_knows_its_context_as_set_or_from_litellm(
+    settings: dict[str, Any], tokens: int | None
+) -> None:
+    judge = LiteLlmJudge(JudgeSettings(**settings))
+    assert await context_tokens_of(judge) == tokens
+    assert await context_tokens_of(PausingJudge(judge, Pause(), longest_stay_s=0.0)) == tokens
+
+
+async def test_a_prompt_that_the_judge_finds_too_long_is_told_apart(judge_kit: JudgeKit) -> None:
+    words = "This model's maximum context length is 4096 tokens, however you requested 5000 tokens"
+    failed = {"error": {"message": words, "type": "x", "code": "context_length_exceeded"}}
+    server = judge_kit.serve((400, failed))
+    with pytest.raises(JudgeTooLongError) as raised:
+        await judge_kit.litellm_judge(server.url).complete(MESSAGES, SCHEMA)
+    assert raised.value.asked

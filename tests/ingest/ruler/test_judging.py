@@ -9,7 +9,7 @@ import pytest
 import structlog
 from sqlalchemy import select
 
-from ingest.errors import JudgeRefusalError
+from ingest.errors import JudgeRefusalError, JudgeTooLongError
 from ingest.ruler.prompt import rubric_hash
 from ingest.store.groups import load_scored_group
 from sidecar.store.database import Database
@@ -157,6 +157,27 @@ async def test_a_group_the_judge_refuses_is_set_aside(
         database, judge_kit.FakeJudge(JudgeRefusalError("too long")), clock
     ).step()
     assert judge_kit.status(database, "g1") == ("set_aside", "judge_refused")
+
+
+async def test_a_group_longer_than_the_judges_context_is_set_aside(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    class ShortJudge(judge_kit.FakeJudge):  # type: ignore[name-defined,misc]
+        async def context_tokens(self) -> int:
+            return 1_000
+
+    judge_kit.put_group(database, "long", "good " * 1_000, "bad")
+    judge_kit.put_group(database, "says so", "good", "bad")
+    short, says_so = ShortJudge(), judge_kit.FakeJudge(JudgeTooLongError("no", asked=True))
+
+    await judge_kit.worker(database, short, clock).step()
+
+    assert judge_kit.status(database, "long") == ("set_aside", "judge_too_long")
+    assert "judge.context_tokens" in (judge_kit.group_row(database, "long").detail or "")
+
+    await judge_kit.worker(database, says_so, clock).step()
+    assert judge_kit.status(database, "says so") == ("set_aside", "judge_too_long")
+    assert judge_kit.counts(database, "judging") == {"judge_too_long": 2}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""RULER as plain functions, over message lists and over groups of whole trajectories."""

@@ -1,0 +1,239 @@
+"""RULER as plain functions: no running sidecar, no store.
+
+`ruler_scores` takes lists of messages, `ruler_score_group` a group of trajectories; each has a twin
+without `await`. The judge is a model's LiteLLM name, or any object of the `Judge` protocol.
+
+Source of the interface: `ruler` and `ruler_score_group` of openpipe-art 0.5.18. Differences: scores
+are matched by id, read strictly, from two passes in opposite orders; identical groups cost no call;
+a scored group keeps its metadata, metrics, logs, exceptions and policy versions; one of 0 or 1
+trajectories is refused; secrets and personal data are hidden from the judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import sys
+import warnings
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+from ingest.errors import IngestError
+from ingest.privacy.judge_view import NotRedactedError
+from ingest.ruler.judge import Judge, LiteLlmJudge
+from ingest.ruler.ruler import SEED_BITS
+from ingest.trajectories.messages import read_messages
+from ingest.trajectories.records import (
+    Message,
+    TrajectoriesError,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryScore,
+)
+from ingest.trajectories.scoring import Hide, IdenticalError, score_trajectories
+from ingest.trajectories.verdict import verdict_lines
+from sidecar.settings import DEFAULT_RUBRIC
+from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings.learning import ADVISED_SIZES, SIZES
+
+UNJUDGED = 0.5
+"""Score of trajectories that are all identical: the judge cannot tell one from another."""
+RULER_SCORE = "ruler_score"
+INDEPENDENT_REWARD = "independent_reward"
+RULER_FAILED = "ruler_failed"
+"""Metric of a group that could not be scored: 1."""
+
+_Result = TypeVar("_Result")
+
+
+async def ruler_scores(
+    message_lists: Sequence[Sequence[Message]],
+    judge: str | Judge,
+    *,
+    rubric: str = DEFAULT_RUBRIC,
+    tools: Sequence[Mapping[str, Any]] = (),
+    passes: int = 2,
+    extra_litellm_params: Mapping[str, Any] | None = None,
+    show_reasoning: bool = False,
+    view: Hide | None = None,
+    seed: int | None = None,
+    debug: bool = False,
+) -> list[TrajectoryScore]:
+    """Score trajectories of one task against each other, by a judge with a rubric.
+
+    message_lists: [G] the chat messages of each trajectory, from the first one on; 2 to 16 of them,
+        best 4 to 8. What all begin with is sent once.
+    judge: a LiteLLM model (`openai/gpt-4.1-mini`, `hosted_vllm/qwen3`, `ollama/qwen3:32b`), its key
+        from the provider's variable; or an object of the protocol `ingest.ruler.judge.Judge`.
+    rubric: what makes a trajectory better, in plain English.
+    tools: definitions of the tools that the agent could call.
+    passes: judge calls, 1 to 8, every second one in the reverse order of the one before.
+    extra_litellm_params: of the call, such as `api_base`, `api_key`, `temperature`, `timeout`.
+    show_reasoning: shows the agent's reasoning to the judge too.
+    view: hides secrets and personal data; None: by the default of `[privacy]` in docs/settings.md.
+    seed: draws order and ids, 0 <= seed < 2**29; None: at random.
+    debug: writes the verdict to stderr.
+    Returns: [G] scores in the order given. All identical: 0.5 each, without a call, and said so.
+    Raises: TrajectoriesError; JudgeUnavailableError when the judge does not answer, JudgeBusyError
+        with the wait that it asks for; JudgeRefusalError; JudgeReplyError after two unusable
+        replies; NotRedactedError.
+    """
+    lists = list(message_lists)
+    _check_size(len(lists))
+    read = [read_messages(one, number) for number, one in enumerate(lists)]
+    if not 1 <= passes <= 8:
+        raise TrajectoriesError(f"passes is {passes}; give 1 to 8: each is a call that is paid for")
+    if isinstance(judge, str):
+        judge = _judge_named(judge, extra_litellm_params or {})
+    elif extra_litellm_params:
+        raise TrajectoriesError("extra_litellm_params are for a judge by its LiteLLM name")
+    try:
+        judgement = await score_trajectories(
+            judge,
+            read,
+            tools=tools,
+            rubric=rubric,
+            passes=passes,
+            seed=secrets.randbits(SEED_BITS) if seed is None else seed,
+            view=view,
+            show_reasoning=show_reasoning,
+        )
+    except IdenticalError as error:
+        why = f"{error}: the judge was not asked, and each has the score {UNJUDGED}"
+        if debug:
+            sys.stderr.write(f"{why}\n")
+        return [TrajectoryScore(score=UNJUDGED, explanation=why, judged=False) for _ in read]
+    if debug:
+        sys.stderr.write("".join(f"{line}\n" for line in verdict_lines(judgement)))
+    return [
+        TrajectoryScore(score=score, explanation=words)
+        for score, words in zip(judgement.scores, judgement.explanations, strict=True)
+    ]
+
+
+async def ruler_score_group(
+    group: TrajectoryGroup,
+    judge: str | Judge,
+    *,
+    swallow_exceptions: bool = False,
+    **options: Any,
+) -> TrajectoryGroup:
+    """Score the trajectories of a group; everything else of them is kept.
+
+    judge: as for `ruler_scores`; options: its `rubric`, `passes`, `extra_litellm_params`,
+        `show_reasoning`, `view`, `seed`, `debug`, and `tools` (default: the trajectories' own).
+    swallow_exceptions: a group that cannot be scored is returned without rewards, the error in its
+        `exceptions` and `logs`, and 1 as its metric `ruler_failed`.
+    Returns: a new group. `reward` is the judge's score, which is in `metrics["ruler_score"]` too;
+        the earlier reward, if there is one, is in `metrics["independent_reward"]`, and the
+        explanation is the last of `logs`.
+    Raises: as `ruler_scores`.
+    """
+    try:
+        if "tools" not in options:
+            options["tools"] = _tools_of(group)
+        lists = [one.messages for one in group.trajectories]
+        scores = await ruler_scores(lists, judge, **options)
+    except (IngestError, NotRedactedError) as error:
+        if not swallow_exceptions:
+            raise
+        return _unscored(group, error)
+    return replace(
+        group,
+        trajectories=[
+            replace(
+                one,
+                reward=found.score,
+                metrics={**one.metrics, **_earlier(one), RULER_SCORE: found.score},
+                logs=[*one.logs, f"RULER: {found.explanation}"],
+            )
+            for one, found in zip(group.trajectories, scores, strict=True)
+        ],
+    )
+
+
+def ruler_scores_sync(
+    message_lists: Sequence[Sequence[Message]], judge: str | Judge, **options: Any
+) -> list[TrajectoryScore]:
+    """Do `ruler_scores` without `await`. Raises also: RuntimeError in a running event loop."""
+    return _run(ruler_scores(message_lists, judge, **options))
+
+
+def ruler_score_group_sync(
+    group: TrajectoryGroup, judge: str | Judge, **options: Any
+) -> TrajectoryGroup:
+    """Do `ruler_score_group` without `await`. Raises also: RuntimeError in a running event loop."""
+    return _run(ruler_score_group(group, judge, **options))
+
+
+def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    work.close()
+    raise RuntimeError("an event loop runs already: await the function without `_sync`")
+
+
+def _judge_named(model: str, params: Mapping[str, Any]) -> Judge:
+    given = dict(params)
+    timeout_s = given.pop("timeout", None)
+    named = {} if timeout_s is None else {"timeout_s": timeout_s}
+    if not model.strip():
+        raise TrajectoriesError("judge is empty; name a LiteLLM model, such as openai/gpt-4.1-mini")
+    return LiteLlmJudge(JudgeSettings(model=model, params=given, **named))
+
+
+def _check_size(size: int) -> None:
+    low, high = SIZES
+    if size < low:
+        raise TrajectoriesError(
+            f"{size} trajectories cannot be compared; RULER scores {low} to {high} of one task"
+        )
+    if size > high:
+        raise TrajectoriesError(
+            f"{size} trajectories are too many for one judge call; give {low} to {high}"
+        )
+    if not ADVISED_SIZES[0] <= size <= ADVISED_SIZES[1]:
+        _warn_of(size)
+
+
+@cache
+def _warn_of(size: int) -> None:
+    few, many = ADVISED_SIZES
+    why = "few show little" if size < few else "many confuse a judge"
+    warnings.warn(
+        f"RULER scores {size} trajectories against each other; {few} to {many} are best ({why}). "
+        "This is said once for each size.",
+        stacklevel=4,
+    )
+
+
+def _tools_of(group: TrajectoryGroup) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of the trajectories, each definition once."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for one in group.trajectories:
+        for tool in one.tools:
+            found.setdefault(json.dumps(tool, sort_keys=True), tool)
+    return list(found.values())
+
+
+def _earlier(one: Trajectory) -> dict[str, float]:
+    return {} if one.reward is None else {INDEPENDENT_REWARD: one.reward}
+
+
+def _unscored(group: TrajectoryGroup, error: Exception) -> TrajectoryGroup:
+    why = f"RULER gave no scores: {type(error).__name__}: {error}"
+    return replace(
+        group,
+        trajectories=[
+            replace(one, reward=None, metrics={**one.metrics, **_earlier(one)})
+            for one in group.trajectories
+        ],
+        exceptions=[*group.exceptions, error],
+        metrics={**group.metrics, RULER_FAILED: 1.0},
+        logs=[*group.logs, why],
+    )

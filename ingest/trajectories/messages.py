@@ -1,0 +1,42 @@
+"""Read the messages that a caller of RULER gives. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ingest.trajectories.records import Message, TrajectoriesError
+
+
+def read_messages(messages: Sequence[Message], number: int) -> list[Mapping[str, Any]]:
+    """Return the messages of a trajectory as mappings.
+
+    number: of the trajectory, from 0, for the error's text.
+    Raises: TrajectoriesError, which names the trajectory, the message and the defect.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise TrajectoriesError(f"trajectory {number} is no list of messages")
+    if not messages:
+        raise TrajectoriesError(f"trajectory {number} has no messages")
+    return [_message(one, f"trajectory {number}, message {at}") for at, one in enumerate(messages)]
+
+
+def _message(given: Message, name: str) -> Mapping[str, Any]:
+    dump = getattr(given, "model_dump", None)
+    found = dump(mode="json", exclude_none=True) if callable(dump) else given
+    if isinstance(found, Mapping) and "role" not in found and "message" in found:
+        found = found["message"]  # a choice
+    if not isinstance(found, Mapping) or not isinstance(found.get("role"), str):
+        raise TrajectoriesError(f"{name} is no chat message with a role")
+    calls = found.get("tool_calls") or []
+    if not isinstance(calls, list | tuple) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function") or {}, Mapping)
+        for call in calls
+    ):
+        raise TrajectoriesError(f"{name}: tool_calls is no list of calls of functions")
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TrajectoriesError(f"{name} cannot be written as JSON: {error}") from None
+    return found

@@ -1,0 +1,69 @@
+"""Which parts of messages the judge sees, and which trajectories look the same to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ingest.judge_prompt.shown import looks, shown_answer, shown_context, shown_trajectory
+
+
+def call(name: str, ident: str | None, arguments: str = "{}") -> dict[str, Any]:
+    return {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_reasoning_is_hidden_unless_it_is_asked_for() -> None:
+    for field in ("reasoning", "reasoning_content"):
+        message = {"role": "assistant", "content": "4", field: "2 + 2"}
+        assert shown_answer(message) == {"content": "4"}
+        assert shown_context(message) == {"role": "assistant", "content": "4"}
+        assert shown_trajectory([message]) == [{"role": "assistant", "content": "4"}]
+        assert shown_answer(message, show_reasoning=True) == {"reasoning": "2 + 2", "content": "4"}
+        assert shown_context(message, show_reasoning=True) is message
+        assert shown_trajectory([message], show_reasoning=True)[0]["reasoning"] == "2 + 2"
+
+
+def test_reasoning_among_the_parts_of_a_content_is_hidden_too() -> None:
+    text = {"type": "text", "text": "4"}
+    message = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, text]}
+    assert shown_answer(message) == {"content": [text]}
+    assert shown_context(message) == {"role": "assistant", "content": [text]}
+    assert shown_answer(message, show_reasoning=True) == {"content": message["content"]}
+
+
+def test_a_message_without_reasoning_is_shown_as_it_is() -> None:
+    message = {"role": "tool", "tool_call_id": "x", "content": "ok", "extra": 1}
+    assert shown_context(message) is message
+
+
+def test_calls_are_numbered_through_the_trajectory_and_results_name_them() -> None:
+    shown = shown_trajectory(
+        [
+            {"role": "user", "content": "both, please"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call("a", "z9"), call("b", "z8")],
+            },
+            {"role": "tool", "tool_call_id": "z8", "content": "B"},
+            {"role": "tool", "tool_call_id": "z9", "content": "A"},
+            {"role": "assistant", "content": None, "tool_calls": [call("c", "z7")]},
+            {"role": "tool", "tool_call_id": "never drawn", "content": "?"},
+        ]
+    )
+    assert [one["id"] for one in shown[1]["tool_calls"]] == ["call_1", "call_2"]
+    assert [one.get("tool_call_id") for one in shown] == [
+        None, None, "call_2", "call_1", None, None,
+    ]  # fmt: skip
+    assert shown[4]["tool_calls"][0]["id"] == "call_3"
+
+
+def test_trajectories_that_differ_in_drawn_ids_and_the_writing_of_arguments_look_the_same() -> None:
+    def one(ident: str, arguments: str) -> list[str]:
+        messages = [
+            {"role": "assistant", "content": "", "tool_calls": [call("a", ident, arguments)]},
+            {"role": "tool", "tool_call_id": ident, "content": "ok"},
+        ]
+        return [looks(message) for message in shown_trajectory(messages)]
+
+    assert one("x", '{"a": 1, "b": 2}') == one("y", '{"b":2,"a":1}')
+    assert one("x", '{"a": 1}') != one("x", '{"a": 2}')
