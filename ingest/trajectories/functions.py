@@ -21,6 +21,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from ingest.errors import IngestError
 from ingest.privacy.judge_view import NotRedactedError
 from ingest.ruler.judge import Judge, LiteLlmJudge
@@ -184,7 +186,10 @@ def _judge_named(model: str, params: Mapping[str, Any]) -> Judge:
     named = {} if timeout_s is None else {"timeout_s": timeout_s}
     if not model.strip():
         raise TrajectoriesError("judge is empty; name a LiteLLM model, such as openai/gpt-4.1-mini")
-    return LiteLlmJudge(JudgeSettings(model=model, params=given, **named))
+    try:
+        return LiteLlmJudge(JudgeSettings(model=model, params=given, **named))
+    except ValidationError as error:
+        raise TrajectoriesError(f"judge {model!r}: {error.errors()[0]['msg']}") from None
 
 
 def _check_size(size: int) -> None:

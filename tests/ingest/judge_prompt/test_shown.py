@@ -59,7 +59,7 @@ def test_calls_are_numbered_through_the_trajectory_and_results_name_them() -> No
 
 def test_trajectories_that_differ_in_drawn_ids_and_the_writing_of_arguments_look_the_same() -> None:
     def one(ident: str, arguments: str) -> list[str]:
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "assistant", "content": "", "tool_calls": [call("a", ident, arguments)]},
             {"role": "tool", "tool_call_id": ident, "content": "ok"},
         ]

@@ -1,0 +1,327 @@
+"""RULER's functions as a program without a sidecar uses them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ingest import (
+    Trajectory,
+    TrajectoryGroup,
+    ruler_score_group,
+    ruler_score_group_sync,
+    ruler_scores,
+    ruler_scores_sync,
+)
+from ingest.errors import JudgeReplyError, JudgeUnavailableError
+from ingest.trajectories import functions
+from ingest.trajectories.records import TrajectoriesError
+from support.fake_judge import FakeJudge
+from support.trajectory_judge import RankingJudge, ranked
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
+ROOT = Path(__file__).resolve().parents[3]
+WORTH = {"best": 0.9, "good": 0.7, "fair": 0.5, "bad": 0.1}
+ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
+
+
+def said(*texts: str) -> list[list[dict[str, Any]]]:
+    return [[*ASK, {"role": "assistant", "content": text}] for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def _warn_anew() -> None:
+    functions._warn_of.cache_clear()
+
+
+async def test_scores_come_in_the_order_given_with_explanations() -> None:
+    found = await ruler_scores(said("fair", "bad", "best", "good"), RankingJudge(WORTH))
+
+    assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
+    assert all(one.judged and len(one.explanation.split("\n")) == 2 for one in found)
+
+
+async def test_a_group_keeps_all_that_it_had_and_gains_scores() -> None:
+    wrong = ValueError("a rollout that failed")
+    lists = said("fair", "bad", "best", "good")
+    group = TrajectoryGroup(
+        trajectories=[
+            Trajectory(
+                messages=messages,
+                reward=number / 4 if number else None,
+                metrics={"turns": 1.0},
+                metadata={"seed": number},
+                logs=["made"],
+                initial_policy_version=3,
+                final_policy_version=4,
+            )
+            for number, messages in enumerate(lists)
+        ],
+        exceptions=[wrong],
+        metrics={"seconds": 2.0},
+        metadata={"scenario_id": "s-1"},
+        logs=["gathered"],
+    )
+
+    scored = await ruler_score_group(group, RankingJudge(WORTH), passes=1)
+
+    assert (scored.exceptions, scored.metrics) == ([wrong], {"seconds": 2.0})
+    assert (scored.metadata, scored.logs) == ({"scenario_id": "s-1"}, ["gathered"])
+    assert [one.reward for one in scored.trajectories] == [0.5, 0.1, 0.9, 0.7]
+    assert [dict(one.metrics) for one in scored.trajectories] == [
+        {"turns": 1.0, "ruler_score": 0.5},
+        {"turns": 1.0, "independent_reward": 0.25, "ruler_score": 0.1},
+        {"turns": 1.0, "independent_reward": 0.5, "ruler_score": 0.9},
+        {"turns": 1.0, "independent_reward": 0.75, "ruler_score": 0.7},
+    ]
+    for number, one in enumerate(scored.trajectories):
+        assert one.metadata == {"seed": number}
+        assert (one.initial_policy_version, one.final_policy_version) == (3, 4)
+        made, why = one.logs
+        assert made == "made"
+        assert why.startswith("RULER: why a")
+        assert one.messages is lists[number]
+    assert [one.reward for one in group.trajectories] == [None, 0.25, 0.5, 0.75]
+
+
+async def test_the_tools_of_the_trajectories_are_shown_once() -> None:
+    def tool(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name}}
+
+    judge = RankingJudge(WORTH)
+    group = TrajectoryGroup(
+        trajectories=[
+            Trajectory(messages=one, tools=[tool("look"), tool(f"t{number}")])
+            for number, one in enumerate(said("fair", "bad", "best", "good"))
+        ]
+    )
+    await ruler_score_group(group, judge, passes=1)
+    assert judge.prompts[0].count('"name": "look"') == 1
+    assert all(f'"name": "t{number}"' in judge.prompts[0] for number in range(4))
+
+
+async def test_identical_trajectories_cost_no_call_and_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    judge = RankingJudge({})
+
+    found = await ruler_scores(said(*["same"] * 4), judge, debug=True)
+
+    assert judge.conversations == []
+    assert [(one.score, one.judged) for one in found] == [(0.5, False)] * 4
+    told = "all 4 trajectories are identical: the judge was not asked, and each has the score 0.5"
+    assert found[0].explanation == told
+    assert capsys.readouterr().err == f"{told}\n"
+
+
+@pytest.mark.parametrize("size", [0, 1, 17])
+async def test_groups_that_cannot_be_compared_are_refused(size: int) -> None:
+    judge = RankingJudge({})
+    with pytest.raises(TrajectoriesError, match=rf"^{size} trajectories .* 2 to 16"):
+        await ruler_scores(said(*map(str, range(size))), judge)
+    group = TrajectoryGroup(trajectories=[Trajectory(messages=ASK)] * size)
+    with pytest.raises(TrajectoriesError, match=rf"^{size} trajectories"):
+        await ruler_score_group(group, judge)
+    assert judge.conversations == []
+
+
+@pytest.mark.parametrize(
+    ("size", "warned"), [(2, True), (3, True), (4, False), (8, False), (9, True), (16, True)]
+)
+async def test_a_size_outside_4_to_8_is_warned_of_once(size: int, warned: bool) -> None:
+    worth = {str(number): number / 20 for number in range(size)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            found = await ruler_scores(said(*worth), RankingJudge(worth), passes=1)
+    assert [one.score for one in found] == list(worth.values())
+    told = [str(one.message) for one in caught if "RULER scores" in str(one.message)]
+    assert len(told) == (1 if warned else 0)
+    assert all(f"{size} trajectories" in one and "4 to 8 are best" in one for one in told)
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"),
+    [
+        (["text", *said("a", "b", "c")], "trajectory 0 is no list of messages"),
+        ([*said("a", "b", "c"), []], "trajectory 3 has no messages"),
+        ([*said("a", "b"), [{"content": "x"}], *said("c")], "trajectory 2, message 0 is no chat"),
+        ([*said("a", "b", "c"), [*ASK, 7]], "trajectory 3, message 2 is no chat message"),
+        ([*said("a", "b", "c"), [{"role": "assistant", "tool_calls": [1]}]], "tool_calls"),
+        ([*said("a", "b", "c"), [{"role": "user", "content": {1, 2}}]], "written as JSON"),
+    ],
+)
+async def test_what_is_no_chat_is_refused_with_its_place(lists: list[Any], words: str) -> None:
+    with pytest.raises(TrajectoriesError, match=words):
+        await ruler_scores(lists, RankingJudge({}))
+
+
+async def test_objects_of_client_libraries_and_choices_are_taken() -> None:
+    class Said:
+        def __init__(self, content: str) -> None:
+            self.content = content
+
+        def model_dump(self, **_: Any) -> dict[str, Any]:
+            return {"index": 0, "message": {"role": "assistant", "content": self.content}}
+
+    choice = {"finish_reason": "stop", "message": {"role": "assistant", "content": "best"}}
+    lists: list[Any] = [[*ASK, Said("bad")], [*ASK, choice], *said("good", "fair")]
+    found = await ruler_scores(lists, RankingJudge(WORTH), passes=1)
+    assert [one.score for one in found] == [0.1, 0.9, 0.7, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("judge", "error"),
+    [
+        (FakeJudge("words"), JudgeReplyError),
+        (FakeJudge(JudgeUnavailableError("down")), JudgeUnavailableError),
+    ],
+)
+async def test_a_judge_that_fails_raises_or_leaves_a_group_that_says_why(
+    judge: FakeJudge, error: type[Exception]
+) -> None:
+    earlier = RuntimeError("earlier")
+    group = TrajectoryGroup(
+        trajectories=[
+            Trajectory(messages=one, reward=0.25) for one in said("fair", "bad", "best", "good")
+        ],
+        exceptions=[earlier],
+    )
+    with pytest.raises(error):
+        await ruler_score_group(group, judge)
+
+    left = await ruler_score_group(group, judge, swallow_exceptions=True)
+
+    assert [one.reward for one in left.trajectories] == [None] * 4
+    assert [dict(one.metrics) for one in left.trajectories] == [{"independent_reward": 0.25}] * 4
+    assert left.metrics == {"ruler_failed": 1.0}
+    assert left.exceptions[0] is earlier
+    assert isinstance(left.exceptions[1], error)
+    assert left.logs[0].startswith(f"RULER gave no scores: {error.__name__}: ")
+
+
+async def test_bad_options_are_refused_before_the_judge_is_asked() -> None:
+    judge, lists = RankingJudge(WORTH), said("fair", "bad", "best", "good")
+    for options, words in (
+        ({"passes": 0}, "passes is 0"),
+        ({"passes": 9}, "passes is 9"),
+        ({"extra_litellm_params": {"temperature": 0}}, "by its LiteLLM name"),
+    ):
+        with pytest.raises(TrajectoriesError, match=words):
+            await ruler_scores(lists, judge, **options)
+    for name in ("", " ", "two\nlines"):
+        with pytest.raises(TrajectoriesError, match="judge"):
+            await ruler_scores(lists, name)
+    assert judge.conversations == []
+
+
+async def test_debug_writes_the_verdict_as_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    bell = "bad\x1b]0;owned\x07"
+    judge = RankingJudge({"best": 0.9, bell: 0.1, "good": 0.7, "fair": 0.5})
+    await ruler_scores(said("fair", bell, "best", "good"), judge, debug=True)
+    out, told = capsys.readouterr()
+    first, *rows = told.splitlines()
+    assert out == ""
+    assert first == "judge ranking: 4 trajectories, 2 calls"
+    assert [row.split()[:2] for row in rows if "[" in row] == [
+        ["0.900", "[2]"],
+        ["0.700", "[3]"],
+        ["0.500", "[0]"],
+        ["0.100", "[1]"],
+    ]
+    assert "\x1b" not in told
+    assert rows[-1].strip() == "220 tokens, 1.0 s"
+
+
+def test_without_await(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = said("fair", "bad", "best", "good")
+    found = ruler_scores_sync(lists, RankingJudge(WORTH))
+    assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
+    group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in lists])
+    scored = ruler_score_group_sync(group, RankingJudge(WORTH))
+    assert [one.reward for one in scored.trajectories] == [0.5, 0.1, 0.9, 0.7]
+
+
+async def test_the_twin_without_await_says_what_to_do_in_a_running_loop() -> None:
+    with pytest.raises(RuntimeError, match="await the function without"):
+        ruler_scores_sync(said("fair", "bad", "best", "good"), RankingJudge(WORTH))
+
+
+async def test_a_judge_by_its_litellm_name_gets_the_extra_parameters(judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve(
+        lambda body: (200, judge_kit.completion(ranked(body["messages"], WORTH.__getitem__)))
+    )
+    params = {"api_base": server.url, "api_key": "sk-test-key-1", "temperature": 0.25, "timeout": 9}
+
+    found = await ruler_scores(
+        said("fair", "bad", "best", "good"),
+        "openai/my-judge",
+        rubric="Be swift.",
+        extra_litellm_params=params,
+        passes=1,
+    )
+
+    assert [one.score for one in found] == [0.5, 0.1, 0.9, 0.7]
+    (asked,) = server.requests
+    assert (asked["model"], asked["temperature"]) == ("my-judge", 0.25)
+    assert "Grading standards:\nBe swift.\n" in asked["messages"][0]["content"]
+    assert "timeout" not in asked
+
+
+def test_the_package_stays_light_and_names_only_what_it_has() -> None:
+    code = (
+        "import sys, ingest\n"
+        "heavy = {'pydantic', 'litellm', 'sqlalchemy', 'asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert 'ruler_scores' in dir(ingest)\n"
+        "import ingest.ruler\n"
+        "from ingest import ruler, ruler_scores, Trajectory\n"
+        "assert ruler.__path__ and callable(ruler_scores)\n"
+        "assert not {'litellm', 'sqlalchemy'} & set(sys.modules)\n"
+        "assert not hasattr(ingest, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT, env=_environment())
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def test_the_code_of_the_readme_runs_as_it_is_written(judge_kit: JudgeKit) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    (code,) = [block for block in blocks if "ruler_scores" in block]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    server = judge_kit.serve(
+        lambda body: (
+            200,
+            judge_kit.completion(ranked(body["messages"], lambda text: len(text) / 100)),
+        )
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=_environment(OPENAI_BASE_URL=server.url, OPENAI_API_KEY="sk-test-key-1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = done.stdout.splitlines()
+    assert len(rows) == 4
+    for row in rows:
+        score, text = re.fullmatch(r"(\d\.\d\d)  (.*?)  \(why a[0-9a-f]{7}\)", row).groups()  # type: ignore[union-attr]
+        assert float(score) == round(len(text) / 100, 2)
+    assert len(server.requests) == 2
+    assert SimpleNamespace(**server.requests[0]).model == "gpt-4.1-mini"
