@@ -46,7 +46,7 @@ def test_a_group_size_outside_4_to_8_is_warned_of_and_one_over_16_refused(
     path = tmp_path / "sidecar.toml"
     path.write_text(f"[groups]\nsize = {size}\n")
 
-    assert main(["--config", str(path), "config", "check"]) == (0 if size <= 16 else 1)
+    assert main(["--config", str(path), "config", "check"]) == (0 if size <= 16 else 2)
 
     told = capsys.readouterr().err
     assert ("warning: groups.size is" in told) is (size in (2, 3, 9, 16))
