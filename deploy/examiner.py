@@ -42,9 +42,10 @@ class Examiner:
 def examiner_of(settings: Settings) -> Examiner:
     """Describe the judge of the gate that these settings name."""
     judge, gate = settings.judge, settings.judge_of_gate
+    shown = judge.show_reasoning
     return Examiner(
         model=gate.model,
-        rubric_hash=rubric_hash(gate.rubric),
+        rubric_hash=rubric_hash(gate.rubric, show_reasoning=shown),
         passes=gate.passes,
         own_judge=(gate.model, gate.api_base) != (judge.model, judge.api_base),
         own_rubric=rubric_hash(gate.rubric) != rubric_hash(judge.rubric),

@@ -125,7 +125,7 @@ def _judges(settings: Settings) -> Iterator[Problem]:
             )
     own = settings.gate_judge
     if not own.model:
-        for name in ("api_base", "api_key", "params"):
+        for name in ("api_base", "api_key", "context_tokens", "params"):
             if getattr(own, name):
                 yield (
                     ("gate_judge", name),

@@ -43,6 +43,7 @@ order, said of next actions in place of trajectories."""
 Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
 
 
+ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
 SIZES = (2, 16)
 """Candidates that a judge is shown at once."""
 ADVISED_SIZES = (4, 8)
@@ -129,9 +130,7 @@ class Judge(Section):
     json_schema: Literal["auto", "on", "off"] = "auto"
     """Whether the judge is sent the JSON schema of its reply. `auto`: unless LiteLLM knows that the
     model takes none; a server that refuses it is asked without it from then on."""
-    context_tokens: Annotated[
-        int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")
-    ] = 0
+    context_tokens: ContextTokens = 0
     """Most tokens of a prompt and its reply together. The oldest messages of a conversation that
     is longer are left out, with a mark. 0: `num_ctx` of `params`, or what LiteLLM knows of the
     model; of an unknown model nothing is left out."""
@@ -166,6 +165,9 @@ class GateJudge(Section):
     """Longest time of one call. 0: `judge.timeout_s`."""
     json_schema: Literal["auto", "on", "off"] = "auto"
     """Whether that judge is sent the JSON schema of its reply, as `judge.json_schema`; with `model`
+    only."""
+    context_tokens: ContextTokens = 0
+    """Most tokens of a prompt to that judge and its reply, as `judge.context_tokens`; with `model`
     only."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters of that judge; needs `model`."""

@@ -313,6 +313,7 @@ class Settings(BaseSettings):
                 "api_base": own.api_base,
                 "api_key": own.api_key,
                 "json_schema": own.json_schema,
+                "context_tokens": own.context_tokens,
                 "params": own.params,
             }
         )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.errors import SettingsError
-from sidecar.settings import Settings, load_settings, shown_settings
+from sidecar.settings import Judge, Settings, load_settings, shown_settings
+from sidecar.settings.learning import GateJudge
 
 REWARD = """
 [judge]
@@ -109,3 +110,14 @@ def test_its_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.gate_judge.api_key is not None
     assert settings.gate_judge.api_key.get_secret_value() == "s3cret-value"
     assert "s3cret-value" not in str(shown_settings(settings))
+
+
+def test_the_context_of_one_judge_is_not_taken_for_that_of_another() -> None:
+    judge = Judge(model="openai/a", context_tokens=32_768, show_reasoning=True)
+    other = GateJudge(model="hosted_vllm/b", context_tokens=8_192)
+    unknown = GateJudge(model="hosted_vllm/b")
+
+    assert Settings(judge=judge).judge_of_gate.context_tokens == 32_768
+    assert Settings(judge=judge, gate_judge=other).judge_of_gate.context_tokens == 8_192
+    assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.context_tokens == 0
+    assert Settings(judge=judge, gate_judge=unknown).judge_of_gate.show_reasoning
