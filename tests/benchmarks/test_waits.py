@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ruler.users.load import _says_something
+from benchmarks.ruler.run import _changes
+from benchmarks.ruler.users.load import Asked, _says_something
+from benchmarks.ruler.users.ttft import OFF, ON, _over_off, _sliced
 from benchmarks.ruler.users.waits import percentile, ratio
 
 
@@ -55,3 +57,35 @@ def test_the_interval_of_a_ratio_is_as_wide_as_slices_differ() -> None:
 )
 def test_a_first_token_is_a_piece_of_the_answer_or_its_end(line: str, says: bool) -> None:
     assert _says_something(line) is says
+
+
+def test_waits_of_five_seconds_are_one_slice_and_failed_requests_have_none() -> None:
+    asked = [
+        Asked(at=5.0, first_s=0.1),
+        Asked(at=9.9, first_s=0.2),
+        Asked(at=10.0, first_s=0.3),
+        Asked(at=11.0, first_s=None, error="status 500"),
+    ]
+
+    assert _sliced(asked) == [[0.1, 0.2], [0.3]]
+
+
+def test_an_arm_is_compared_with_the_one_without_sampling() -> None:
+    slices = {OFF: [[1.0, 2.0]] * 3, ON: [[3.0, 3.0]] * 3}
+
+    assert _over_off(OFF, slices) == {}
+    assert _over_off(ON, slices) == {
+        "p50_over_off": 3.0,
+        "p50_interval": "[3.000, 3.000]",
+        "p99_over_off": 1.5,
+        "p99_interval": "[1.500, 1.500]",
+    }
+
+
+def test_settings_of_an_arm_are_sections_with_json_values() -> None:
+    assert _changes("groups.concurrency=2,judge.passes=1,groups.rate=0.5") == {
+        "groups": {"concurrency": 2, "rate": 0.5},
+        "judge": {"passes": 1},
+    }
+    with pytest.raises(SystemExit, match="groups.rate=often: not section.key=JSON"):
+        _changes("groups.rate=often")

@@ -1,8 +1,9 @@
 """The part `ttft`: what users of the real vLLM notice of the sampling of candidates.
 
 vLLM's CPU build with the shipped model, the proxy and ingest run all the time; users ask in blocks.
-In half of the blocks the scoring process runs too and samples candidates for the users' requests,
-every one of which is chosen, so it samples whenever it may. Blocks alternate (off on on off ...).
+In the blocks of the arm `on` the scoring process runs too and samples candidates for the users'
+requests, every one of which is chosen, so it samples whenever it may. Further arms do so with other
+settings. Arms alternate, forwards and backwards (off on on off ...).
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ WARM_UP_S = 5.0
 """Start of each block that does not count."""
 SLICE_S = 5.0
 OFF, ON = "off", "on"
+Sections = Mapping[str, Mapping[str, Any]]  # Any: a setting's value
+Changes = Sections
+"""Settings: section -> key -> value."""
 P50, P99 = 0.50, 0.99
 
 
@@ -50,30 +54,39 @@ class Plan:
     rate: float
     """Requests a second."""
     max_tokens: int
-    changes: Mapping[str, Mapping[str, Any]]
-    """Settings that differ from what is shipped: section -> key -> value."""
+    also: Mapping[str, Changes]
+    """Further arms with sampling on: name -> settings that differ."""
 
 
 def measure(folder: Path, plan: Plan) -> list[Json]:
-    """Measure both arms. Returns: a row for each, then one that compares them."""
+    """Measure all arms. Returns: a row for each, `off` first, compared with that one."""
     with ExitStack() as stack:
         judge = stack.enter_context(running(folder, {}))
         addresses = Addresses(engine=free_port(), proxy=free_port(), admin=free_port(), judge=None)
-        sections = _sections(folder, addresses, judge.url, plan.changes)
-        config = folder / "sidecar.toml"
-        config.write_text(to_toml(folder, sections))
+        sections = _sections(folder, addresses, judge.url)
+        config = _written(folder / "sidecar.toml", sections)
         engine = sections["engine"]
         stack.enter_context(_process("engine", engine["command"], folder, engine["env"]))
         _wait(f"{addresses.engine_url}/health", folder / "engine.log")
         for name, module in (("proxy", "sidecar"), ("ingest", "ingest")):
             stack.enter_context(_module(name, module, config))
         _wait(f"{addresses.proxy_url}/readyz", folder / "proxy.log")
-        return _rows(folder, config, addresses, plan)
+        arms: dict[str, Path | None] = {OFF: None, ON: config}
+        for number, (name, changes) in enumerate(plan.also.items()):
+            merged = {
+                section: {**values, **changes.get(section, {})}
+                for section, values in {**{name: {} for name in changes}, **sections}.items()
+            }
+            arms[name] = _written(folder / f"arm-{number}.toml", merged)
+        return _rows(folder, arms, addresses, plan)
 
 
-def _sections(
-    folder: Path, addresses: Addresses, judge_url: str, changes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
+def _written(path: Path, sections: Sections) -> Path:
+    path.write_text(to_toml(path.parent, sections))
+    return path
+
+
+def _sections(folder: Path, addresses: Addresses, judge_url: str) -> dict[str, dict[str, Any]]:
     sections = configuration(folder, addresses, {})
     sections["engine"]["command"] += ["--scheduling-policy", "priority"]
     # No learner takes groups away here, and no block may run out of groups.
@@ -88,16 +101,17 @@ def _sections(
         "api_base": judge_url,
         "api_key": "none-is-asked",
     }
-    for name, values in changes.items():
-        sections.setdefault(name, {}).update(values)
     return sections
 
 
-def _rows(folder: Path, config: Path, addresses: Addresses, plan: Plan) -> list[Json]:
+def _rows(
+    folder: Path, arms: Mapping[str, Path | None], addresses: Addresses, plan: Plan
+) -> list[Json]:
+    """arms: name -> configuration of the scoring process; None: it does not run."""
     questions = load_questions()
     texts = [turn for one in questions.traffic for turn in one.turns]
     rng = random.Random(7)
-    slices: dict[str, list[list[float]]] = {ON: [], OFF: []}
+    slices: dict[str, list[list[float]]] = {arm: [] for arm in arms}
     failed = dict.fromkeys(slices, 0)
     sampled = dict.fromkeys(slices, 0)
 
@@ -116,26 +130,30 @@ def _rows(folder: Path, config: Path, addresses: Addresses, plan: Plan) -> list[
         )
 
     block(WARM_UP_S)
-    for number in range(2 * plan.blocks):
-        arm = (OFF, ON, ON, OFF)[number % 4]
-        before = _candidates(folder)
-        with _sampling(config, folder) if arm == ON else _quiet(addresses):
-            found = block(WARM_UP_S + plan.block_s)
-        sampled[arm] += _candidates(folder) - before
-        counted = [one for one in found if one.at >= WARM_UP_S]
-        failed[arm] += sum(one.first_s is None for one in counted)
-        slices[arm] += _sliced(counted)
-        waits = [wait for one in slices[arm] for wait in one]
-        shown = f"p50 {percentile(waits, P50):.3f} s, p99 {percentile(waits, P99):.3f} s so far"
-        print(f"  block {number + 1} of {2 * plan.blocks}, {arm}: {shown}", file=sys.stderr)
-    rows = [_row(arm, slices[arm], failed[arm], sampled[arm]) for arm in (OFF, ON)]
-    return [*rows, _compared(slices)]
+    forwards = list(arms)
+    for number in range(plan.blocks):
+        for arm in forwards if number % 2 == 0 else forwards[::-1]:
+            before, config = _candidates(folder), arms[arm]
+            with _quiet(addresses) if config is None else _sampling(config, folder):
+                found = block(WARM_UP_S + plan.block_s)
+            sampled[arm] += _candidates(folder) - before
+            counted = [one for one in found if one.at >= WARM_UP_S]
+            failed[arm] += sum(one.first_s is None for one in counted)
+            slices[arm] += _sliced(counted)
+            waits = [wait for one in slices[arm] for wait in one]
+            shown = f"p50 {percentile(waits, P50):.3f} s, p99 {percentile(waits, P99):.3f} s so far"
+            print(f"  block {number + 1} of {plan.blocks}, {arm}: {shown}", file=sys.stderr)
+    return [
+        {**_row(arm, slices[arm], failed[arm], sampled[arm]), **_over_off(arm, slices)}
+        for arm in arms
+    ]
 
 
 def _row(arm: str, slices: Sequence[Sequence[float]], failed: int, sampled: int) -> Json:
     waits = [wait for one in slices for wait in one]
     return {
-        "what": f"users' TTFT, sampling {arm}",
+        "what": "users' TTFT",
+        "sampling": arm,
         "requests": len(waits),
         "failed": failed,
         "candidates": sampled,
@@ -146,15 +164,15 @@ def _row(arm: str, slices: Sequence[Sequence[float]], failed: int, sampled: int)
     }
 
 
-def _compared(slices: Mapping[str, Sequence[Sequence[float]]]) -> Json:
-    found = {
-        name: ratio(slices[ON], slices[OFF], share) for name, share in (("p50", P50), ("p99", P99))
-    }
-    return {
-        "what": "sampling on over off",
-        **{f"{name}_ratio": round(one.value, 3) for name, one in found.items()},
-        **{f"{name}_interval": f"[{one.low:.3f}, {one.high:.3f}]" for name, one in found.items()},
-    }
+def _over_off(arm: str, slices: Mapping[str, Sequence[Sequence[float]]]) -> Json:
+    if arm == OFF:
+        return {}
+    row: Json = {}
+    for name, share in (("p50", P50), ("p99", P99)):
+        found = ratio(slices[arm], slices[OFF], share)
+        row[f"{name}_over_off"] = round(found.value, 3)
+        row[f"{name}_interval"] = f"[{found.low:.3f}, {found.high:.3f}]"
+    return row
 
 
 def _sliced(asked: Sequence[Asked]) -> list[list[float]]:
