@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Origin = Literal["served", "sampled"]
 
@@ -48,6 +49,20 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rewarded:
+    """Rewards of a group's answers, made of the judge's scores and what verifiers found."""
+
+    rewards: tuple[float, ...]
+    """[G] unitless, 0..1, comparable within this group only."""
+    independent: tuple[float, ...] = ()
+    """[G] weighted mean of the verifiers' scores, 0..1; empty: no verifier counts in this group."""
+    rule: Mapping[str, Any] = field(default_factory=dict)
+    """How they were combined, as JSON: weights, and versions and digests of the verifiers."""
+    checks: tuple[Sequence[Mapping[str, Any]], ...] = ()
+    """[G] what each verifier found, as JSON: name, version, score, why, error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
     """A group with the judge's scores (judge -> training)."""
 
@@ -58,6 +73,13 @@ class ScoredGroup:
     """[G] the judge's explanations."""
     judge_model: str
     rubric_hash: str
+    rewarded: Rewarded | None = None
+    """None: no verifier checked the group."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Return what is learned from: [G] unitless, 0..1."""
+        return self.scores if self.rewarded is None else self.rewarded.rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

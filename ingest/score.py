@@ -91,6 +91,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.ruler.judging import JudgingWorker
     from ingest.sampling.worker import SamplingWorker
     from ingest.tokens.base_tokenizer import TokenCheck
+    from ingest.verifiers.rewarding import open_rewarding
     from ingest.vllm.checked_sampler import CheckedSampler
     from ingest.vllm.replicas import open_replicas
     from sidecar.errors import StoreError
@@ -124,12 +125,14 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         screen=Screen(settings.privacy),
     )
     report = open_report()
+    rewarding = open_rewarding(settings, database)
     judging = JudgingWorker(
         database,
         judges.patient,
         settings.judge,
         view=JudgeView(settings.privacy),
         announce=report.say,
+        rewarding=rewarding,
     )
     best_of = BestOfServer(
         socket_path(settings.state_dir), BestOfJudge(database, judges.hurried, settings)
@@ -144,6 +147,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:
+        if rewarding is not None:
+            await rewarding.aclose()
         await judges.aclose()
         await engine.aclose()
         database.close()

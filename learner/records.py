@@ -37,7 +37,7 @@ class TrainingGroup:
     rows: tuple[TrainableRow, ...]
     """[G] the answers."""
     scores: tuple[float, ...]
-    """[G] unitless, 0..1."""
+    """[G] rewards, unitless, 0..1: the judge's scores, or what verifiers made of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,9 +165,17 @@ class AnswerOut(Out):
     disagreement: float | None
     """Mean absolute difference between two passes' scores."""
     explanation: str | None
+    independent_reward: float | None
+    """Weighted mean of the verifiers' scores; null: no verifier counts in this group."""
+    reward: float | None
+    """What is learned from; null: the score."""
+    checks: list[dict[str, Any]]
+    """What each verifier found: name, version, score, why, error."""
 
 
 class GroupDetailOut(GroupOut):
+    reward_rule: dict[str, Any] | None
+    """How rewards were made; null: they are the judge's scores."""
     answers: list[AnswerOut]
 
 

@@ -31,6 +31,7 @@ from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, new
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from ingest.feedback.reading import Told, told_of, told_of_session
 from ingest.store.groups import opened_explanation
+from ingest.store.rewards import opened_checks, read_rule
 from ingest.store.sessions import stored_name
 from sidecar.store.arrays import unpack_ids
 from sidecar.store.contents import load_contents, opened_reply
@@ -93,7 +94,9 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
             )
             with naming(f"group {group_id}"):
                 return GroupDetailOut(
-                    **_group(row), answers=[_answer(session, one) for one in answers]
+                    **_group(row),
+                    reward_rule=read_rule(row),
+                    answers=[_answer(session, one) for one in answers],
                 )
 
 
@@ -244,6 +247,9 @@ def _answer(session: Session, row: AnswerRow) -> AnswerOut:
         score=row.score,
         disagreement=row.disagreement,
         explanation=opened_explanation(session, row) or None,
+        independent_reward=row.independent_reward,
+        reward=row.reward,
+        checks=[dict(one) for one in opened_checks(session, row)],
     )
 
 

@@ -41,6 +41,8 @@ class LineageGroup:
     status: str
     reason: str | None
     scores: tuple[float | None, ...]
+    rewards: tuple[float | None, ...]
+    """What was learned from; empty: the scores."""
     judge_model: str | None
     rubric_hash: str | None
     content: str = "stored"
@@ -138,7 +140,7 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
     groups = session.scalars(
         select(GroupRow).where(GroupRow.run_id == row.run_id).order_by(GroupRow.seq)
     ).all()
-    scores = _scores(session, [group.group_id for group in groups])
+    scores, rewards = _scores(session, [group.group_id for group in groups])
     deleted = session.scalars(
         select(GroupDigestRow)
         .where(GroupDigestRow.run_id == row.run_id)
@@ -164,6 +166,7 @@ def _run(session: Session, version: AdapterVersion) -> LineageRun | None:
                 status=group.status,
                 reason=group.reason,
                 scores=tuple(scores[group.group_id]),
+                rewards=tuple(rewards[group.group_id]) if group.reward_rule is not None else (),
                 judge_model=group.judge_model,
                 rubric_hash=group.rubric_hash,
             )
@@ -180,6 +183,7 @@ def _deleted_group(row: GroupDigestRow) -> LineageGroup:
         status=row.status,
         reason=row.reason,
         scores=tuple(row.scores) if isinstance(row.scores, list) else (),
+        rewards=tuple(row.rewards) if isinstance(row.rewards, list) else (),
         judge_model=row.judge_model,
         rubric_hash=row.rubric_hash,
         content="forgotten" if row.forgotten else "expired",
@@ -187,16 +191,21 @@ def _deleted_group(row: GroupDigestRow) -> LineageGroup:
     )
 
 
-def _scores(session: Session, group_ids: list[str]) -> dict[str, list[float | None]]:
-    found: dict[str, list[float | None]] = {group_id: [] for group_id in group_ids}
+def _scores(
+    session: Session, group_ids: list[str]
+) -> tuple[dict[str, list[float | None]], dict[str, list[float | None]]]:
+    """Read scores and rewards by group, in the order of the answers."""
+    scores: dict[str, list[float | None]] = {group_id: [] for group_id in group_ids}
+    rewards: dict[str, list[float | None]] = {group_id: [] for group_id in group_ids}
     statement = (
-        select(AnswerRow.group_id, AnswerRow.score)
+        select(AnswerRow.group_id, AnswerRow.score, AnswerRow.reward)
         .where(AnswerRow.group_id.in_(group_ids))
         .order_by(AnswerRow.group_id, AnswerRow.index)
     )
-    for group_id, score in session.execute(statement):
-        found[group_id].append(score)
-    return found
+    for group_id, score, reward in session.execute(statement):
+        scores[group_id].append(score)
+        rewards[group_id].append(reward)
+    return scores, rewards
 
 
 def _canary(session: Session, name: str) -> LineageCanary | None:
@@ -267,11 +276,13 @@ def _render_run(run: LineageRun) -> list[str]:
         lines.append(f"    damaged in the store: {', '.join(run.damaged)}")
     for group in run.groups:
         scores = " ".join(_number(score, ".2f", "-") for score in group.scores)
+        rewards = " ".join(_number(reward, ".2f", "-") for reward in group.rewards)
         outcome = group.status if group.reason is None else f"{group.status}: {group.reason}"
         lines.append(
             f"    group {group.group_id} [{outcome}] exchange {group.exchange_id}, answers of "
             f"{group.adapter}, scores {scores} by {group.judge_model} "
             f"rubric {str(group.rubric_hash or '')[:12]}"
+            + (f", rewards {rewards} with verifiers" if rewards else "")
             + (
                 ""
                 if group.content == "stored"

@@ -32,6 +32,7 @@ from ingest.records import Group
 from ingest.store.exchanges import NEW, StoredExchange, set_selection, turns_with
 from ingest.store.groups import (
     count_by_session,
+    keep_scores,
     load_group,
     mark_sampled,
     mark_scored,
@@ -141,13 +142,14 @@ def _settle(
     else:
         _choose(session, stored)
     mark_sampled(session, group.group_id)
+    judged = (scores.scores, scores.explanations, scores.judge_model, scores.rubric_hash)
+    if rules.verified:  # score lets verifiers check it, and does not ask the judge again
+        keep_scores(session, group.group_id, *judged)
+        return SCORED
     marked = mark_scored(
         session,
         group.group_id,
-        scores.scores,
-        scores.explanations,
-        scores.judge_model,
-        scores.rubric_hash,
+        *judged,
         now,
     )
     return SCORED if marked else CAME_SECOND

@@ -6,7 +6,8 @@ others its summary, which is about the answer that the agent got.
 TRL: conversational "prompt-completion" and "preference" rows (its page "Dataset formats and
 types"), with tools in `tools` and the arguments of tool calls as objects, for chat templates.
 ART 0.5: one object for each group, with the fields of `art.Trajectory`: the request's messages and
-then the answer as a choice of chat completions; the reward is the judge's score.
+then the answer as a choice of chat completions. The reward is what is learned from: the judge's
+score, or what verifiers made of it.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ def prompt_completion(stored: StoredExchange, told: Told = NOTHING) -> Object | 
 
 
 def preference(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
-    """TRL's "preference": the best and the worst answer of a group; None when they tie."""
+    """TRL's "preference": the best and the worst answer of a group by their rewards; None when they
+    tie."""
     by_score = sorted(
-        zip(scored.scores, scored.group.answers, strict=True), key=lambda pair: pair[0]
+        zip(scored.rewards, scored.group.answers, strict=True), key=lambda pair: pair[0]
     )
     (low, worst), (high, best) = by_score[0], by_score[-1]
     if low == high:
@@ -106,8 +108,8 @@ def art_group(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
     return {
         "trajectories": [
             {
-                "reward": score,
-                "metrics": {},
+                "reward": scored.rewards[place],
+                "metrics": _metrics(scored, place),
                 "metadata": {
                     "group_id": scored.group.group_id,
                     "exchange_id": scored.group.exchange_id,
@@ -122,11 +124,21 @@ def art_group(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
                 "additional_histories": [],
                 "logs": [why] if why else [],
             }
-            for answer, score, why in zip(
-                scored.group.answers, scored.scores, scored.explanations, strict=True
+            for place, (answer, why) in enumerate(
+                zip(scored.group.answers, scored.explanations, strict=True)
             )
         ]
     }
+
+
+def _metrics(scored: ScoredGroup, place: int) -> Object:
+    """ART's own names of a reward's parts; empty when the reward is the judge's score alone."""
+    if scored.rewarded is None:
+        return {}
+    found = {"ruler_score": scored.scores[place]}
+    if scored.rewarded.independent:
+        found["independent_reward"] = scored.rewarded.independent[place]
+    return found
 
 
 def _metadata(told: Told) -> Object:

@@ -68,6 +68,8 @@ class Rules:
     """Setting `serving.sampling_defaults`; None: not stated."""
     facts: EngineFacts = UNKNOWN
     """Measured facts about vLLM."""
+    verified: bool = False
+    """True: verifiers check groups, also those whose scores come from a best-of-N request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,12 +206,14 @@ def _keep_digests(
         )
     }
     scores: dict[str, list[Any]] = {row.group_id: [] for row in kept}
-    for group_id, score in session.execute(
-        select(AnswerRow.group_id, AnswerRow.score)
+    rewards: dict[str, list[Any]] = {row.group_id: [] for row in kept}
+    for group_id, score, reward in session.execute(
+        select(AnswerRow.group_id, AnswerRow.score, AnswerRow.reward)
         .where(AnswerRow.group_id.in_(scores))
         .order_by(AnswerRow.group_id, AnswerRow.index)
     ):
         scores[group_id].append(score)
+        rewards[group_id].append(reward)
     rows = []
     for row in kept:
         session_id, user = names.get(row.exchange_id, (row.session_id, ""))
@@ -228,6 +230,7 @@ def _keep_digests(
                 "status": row.status,
                 "reason": row.reason,
                 "scores": scores[row.group_id],
+                "rewards": rewards[row.group_id] if row.reward_rule is not None else None,
                 "judge_model": row.judge_model,
                 "rubric_hash": row.rubric_hash,
                 "deleted_at": now,

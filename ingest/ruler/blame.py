@@ -36,6 +36,8 @@ INTERRUPTED = "judge_interrupted"
 """Reason: the process died while the group was being judged."""
 UNPROVEN = "unproven"
 """Reason: the judge failed on the group but answered the sum question, so the cause is unknown."""
+UNVERIFIED = "verifier_failed"
+"""Reason: a verifier failed over the group, whose settings let it wait (`on_error = "hold"`)."""
 ATTEMPTS = {
     JudgeRejectedError.reason: 3,
     JudgeGarbledError.reason: 3,
@@ -43,6 +45,7 @@ ATTEMPTS = {
     INTERRUPTED: 5,
     JudgeUnavailableError.reason: 10,
     JudgeBusyError.reason: 30,
+    UNVERIFIED: 30,
     UNPROVEN: 100,
 }
 """Failed attempts for one reason after which a group is set aside; each reason has its own count.

@@ -6,8 +6,9 @@ that a worker can write both together.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ingest.errors import (
     JudgeBusyError,
@@ -17,10 +18,11 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
-from ingest.records import Group
+from ingest.records import Group, Rewarded, ScoredGroup
 from ingest.ruler.judge import Judge
 from ingest.ruler.material import UnreadableGroupError, read_material
 from ingest.ruler.ruler import JudgeCall, Judgement, merge_identical, score_answers
+from ingest.verifiers.rewarding import Rewarding
 from sidecar.settings import Judge as JudgeSettings
 
 UNREADABLE = "unreadable"
@@ -31,11 +33,22 @@ TOO_LONG = "judge_too_long"
 RUBBISH = "judge_rubbish"
 NOT_REDACTED = "not_redacted"
 """The search for what the judge must not see failed."""
+EVEN = 0.5
+"""Score of answers that the judge need not be asked about: they look alike to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     judgement: Judgement
+    rewarded: Rewarded | None = None
+    """None: no verifier checked the group."""
+    judged_by: tuple[str, str] | None = None
+    """Judge model and rubric hash of scores that were there before; None: the present ones."""
+
+    @property
+    def asked(self) -> bool:
+        """True when the judge was asked for these scores."""
+        return bool(self.judgement.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +72,60 @@ class Unanswered:
     """Pause that the judge asked for, in seconds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A verifier failed whose settings let the group wait; the judge was not asked."""
+
+    detail: str
+
+
 GroupOutcome = Scored | SetAside | Unanswered
+
+
+async def verify_and_judge(
+    group: Group,
+    judge: Judge,
+    settings: JudgeSettings,
+    rewarding: Rewarding | None,
+    *,
+    seed: int,
+    on_call: Callable[[JudgeCall], None],
+    view: JudgeView | None = None,
+    load_known: Callable[[str], ScoredGroup | None],
+) -> GroupOutcome | Held:
+    """Have a group verified, then judged, and make its rewards.
+
+    rewarding: None: there are no verifiers, and the group is only judged.
+    load_known: reads the scores of the judge that a group has already, from a best-of-N request.
+    Other arguments as for `judge_group`. Raises: StoreError.
+    """
+    verified = known = None
+    if rewarding is not None:
+        verified = await rewarding.verify(group)
+        known = await asyncio.to_thread(load_known, group.group_id)
+    if verified is not None and verified.held:
+        return Held(detail=verified.held)
+    outcome: GroupOutcome
+    if known is not None:
+        judgement = Judgement(
+            scores=known.scores, explanations=known.explanations, disagreement=None, calls=()
+        )
+        by = (known.judge_model, known.rubric_hash)
+        outcome = Scored(judgement=judgement, judged_by=by)
+    else:
+        outcome = await judge_group(
+            group,
+            judge,
+            settings,
+            seed=seed,
+            on_call=on_call,
+            view=view,
+            told_apart=verified is not None and verified.tells_apart,
+        )
+    if rewarding is None or verified is None or not isinstance(outcome, Scored):
+        return outcome
+    rewarded = rewarding.reward(verified, outcome.judgement.scores)
+    return replace(outcome, rewarded=rewarded)
 
 
 async def judge_group(
@@ -70,12 +136,14 @@ async def judge_group(
     seed: int,
     on_call: Callable[[JudgeCall], None],
     view: JudgeView | None = None,
+    told_apart: bool = False,
 ) -> GroupOutcome:
     """Judge one group.
 
     seed: as for `score_answers`.
     on_call: receives every answered call, also of a group without scores.
     view: as for `score_answers`.
+    told_apart: verifiers tell answers apart that may look alike to the judge.
     """
     try:
         material = read_material(group)
@@ -84,6 +152,8 @@ async def judge_group(
     shown = settings.show_reasoning
     if len(merge_identical(material.answers, show_reasoning=shown)[0]) < 2:
         # Nothing to compare: the scores would be equal whatever the judge says.
+        if told_apart:
+            return Scored(judgement=_even(len(group.answers)))
         return SetAside(reason=IDENTICAL, detail=f"{len(group.answers)} answers", asked=False)
     try:
         judgement = await score_answers(
@@ -117,6 +187,15 @@ def refusal_of(error: JudgeUnavailableError | JudgeRefusalError) -> str:
     if isinstance(error, JudgeUnavailableError):
         return error.reason
     return TOO_LONG if isinstance(error, JudgeTooLongError) else REFUSED
+
+
+def _even(answers: int) -> Judgement:
+    return Judgement(
+        scores=(EVEN,) * answers,
+        explanations=("the judge was not asked: the answers look alike to it",) * answers,
+        disagreement=None,
+        calls=(),
+    )
 
 
 def failure_of(outcome: GroupOutcome | None) -> str | None:

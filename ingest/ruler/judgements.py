@@ -14,7 +14,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from ingest.judge_watch.state import newest_scored
-from ingest.records import Group
+from ingest.records import Group, ScoredGroup
 from ingest.ruler.attempts import (
     Claimed,
     charge,
@@ -30,7 +30,7 @@ from ingest.ruler.judge_errors import storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.probe import SUBJECT
 from ingest.ruler.ruler import JudgeCall
-from ingest.store.groups import load_group, mark_scored, set_aside
+from ingest.store.groups import load_group, load_scored_group, mark_scored, set_aside
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
@@ -77,6 +77,11 @@ class Judgements:
         """Load a group with its exchanges. Returns: None when it is gone."""
         with self._database.read() as session:
             return load_group(session, group_id)
+
+    def load_known(self, group_id: str) -> ScoredGroup | None:
+        """Load the scores that a group has before it is judged: those of a best-of-N request."""
+        with self._database.read() as session:
+            return load_scored_group(session, group_id)
 
     def load_scored(self) -> Group | None:
         """Load the newest scored group, to ask the judge about it again.
@@ -162,10 +167,10 @@ class Judgements:
                 group_id,
                 outcome.judgement.scores,
                 outcome.judgement.explanations,
-                self._judge_model,
-                self._rubric_hash,
+                *(outcome.judged_by or (self._judge_model, self._rubric_hash)),
                 now,
                 outcome.judgement.disagreement,
+                outcome.rewarded,
             )
         return False
 

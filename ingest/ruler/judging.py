@@ -24,8 +24,16 @@ from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from ingest.judge_watch.report import CHECK, JudgeReport
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Group
-from ingest.ruler.blame import DEFECT, Blame, Cleared, Failed
-from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failure_of, judge_group
+from ingest.ruler.blame import DEFECT, UNVERIFIED, Blame, Cleared, Failed
+from ingest.ruler.group import (
+    GroupOutcome,
+    Held,
+    Scored,
+    SetAside,
+    Unanswered,
+    failure_of,
+    verify_and_judge,
+)
 from ingest.ruler.judge import Judge
 from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
 from ingest.ruler.judgements import Judgements
@@ -34,6 +42,7 @@ from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
 from ingest.store.patience import patiently
+from ingest.verifiers.rewarding import Rewarding
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -70,9 +79,13 @@ class JudgingWorker:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         view: JudgeView | None = None,
         announce: Callable[[str], None] = lambda _: None,
+        rewarding: Rewarding | None = None,
     ) -> None:
         """draw_seed: called for each group, so that nobody can predict the ids in its prompt.
-        view: as for `score_answers`. announce: tells the operator's terminal."""
+        view: as for `score_answers`. announce: tells the operator's terminal. rewarding: has the
+        answers verified; None: no verifiers."""
+        verifying_s = rewarding.longest_s(settings.concurrency) if rewarding is not None else 0.0
+        self._rewarding = rewarding
         self._view = view
         self._judge = judge
         self._settings = settings
@@ -83,7 +96,7 @@ class JudgingWorker:
             clock,
             judge_model=judge.model,
             rubric_hash=rubric_hash(settings.rubric, show_reasoning=settings.show_reasoning),
-            lease_s=settings.passes * ATTEMPTS * settings.timeout_s + LEASE_SLACK_S,
+            lease_s=settings.passes * ATTEMPTS * settings.timeout_s + verifying_s + LEASE_SLACK_S,
         )
         self._blame = Blame()
         self._store = Outage()
@@ -198,18 +211,24 @@ class JudgingWorker:
         if group is None:
             return
         calls: list[JudgeCall] = []
-        outcome = await judge_group(
+        outcome = await verify_and_judge(
             group,
             self._judge,
             self._settings,
+            self._rewarding,
             seed=self._draw_seed(),
             on_call=calls.append,
             view=self._view,
+            load_known=self._judgements.load_known,
         )
+        if isinstance(outcome, Held):
+            held = Failed(group_id=group_id, reason=UNVERIFIED, detail=outcome.detail)
+            await asyncio.to_thread(self._judgements.charge, [held], proven=True)
+            return
         failed = self._failed(group_id, outcome)
         await self._record(group_id, calls, outcome, failed)
         self._store.answered(self._clock())
-        if isinstance(outcome, Scored):
+        if isinstance(outcome, Scored) and outcome.asked:
             await self._clear(self._blame.works(self._clock()))
         elif failed is not None:
             await self._hold_against(failed)

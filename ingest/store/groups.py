@@ -16,7 +16,8 @@ import msgspec
 from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.orm import Session
 
-from ingest.records import Answer, Disagreement, Group, ScoredGroup
+from ingest.records import Answer, Disagreement, Group, Rewarded, ScoredGroup
+from ingest.store.rewards import keep_rewards, load_rewards
 from sidecar.store.arrays import ID_BYTES, unpack_ids
 from sidecar.store.contents import answer_place, keyring_of, load_contents
 from sidecar.store.database import count, insert_into
@@ -127,6 +128,7 @@ def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
         explanations=tuple(opened_explanation(session, answer) for answer in answers),
         judge_model=msgspec.convert(row.judge_model, str),
         rubric_hash=msgspec.convert(row.rubric_hash, str),
+        rewarded=load_rewards(session, row, answers),
     )
 
 
@@ -223,10 +225,12 @@ def mark_scored(
     rubric_hash: str,
     now: float,
     disagreement: Disagreement | None = None,
+    rewarded: Rewarded | None = None,
 ) -> bool:
     """sampled -> scored, with one score and explanation per answer, in the answers' order.
 
-    disagreement: of the judge's passes; None when there was one pass.
+    disagreement: of the judge's passes; None when there was one pass. rewarded: None when no
+        verifier checked the group.
     Raises: ValueError when there is not exactly one of each per answer.
     """
     answers = _answer_rows(session, group_id)
@@ -239,11 +243,10 @@ def mark_scored(
     if not _step(session, group_id, SAMPLED, SCORED, stage="judging", reason="scored"):
         return False
     for answer, score, explanation, far in zip(answers, scores, explanations, apart, strict=True):
-        answer.score = score
         answer.disagreement = far
-        answer.explanation = keyring_of(session).seal_text(
-            explanation, answer_place(group_id, answer.index, "explanation")
-        )
+        _judged(session, answer, score, explanation)
+    if rewarded is not None:
+        keep_rewards(session, group_id, answers, rewarded)
     session.execute(
         update(GroupRow)
         .where(GroupRow.group_id == group_id)
@@ -258,6 +261,37 @@ def mark_scored(
     )
     session.flush()
     return True
+
+
+def keep_scores(
+    session: Session,
+    group_id: str,
+    scores: Sequence[float],
+    explanations: Sequence[str],
+    judge_model: str,
+    rubric_hash: str,
+) -> None:
+    """Keep scores of the judge in a group that verifiers have still to check.
+
+    Raises: ValueError when there is not exactly one of each per answer.
+    """
+    for answer, score, explanation in zip(
+        _answer_rows(session, group_id), scores, explanations, strict=True
+    ):
+        _judged(session, answer, score, explanation)
+    session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == group_id)
+        .values(judge_model=judge_model, rubric_hash=rubric_hash)
+    )
+    session.flush()
+
+
+def _judged(session: Session, answer: AnswerRow, score: float, explanation: str) -> None:
+    answer.score = score
+    answer.explanation = keyring_of(session).seal_text(
+        explanation, answer_place(answer.group_id, answer.index, "explanation")
+    )
 
 
 def count_pending(

@@ -135,6 +135,7 @@ TABLES: Final = (
             _Column(
                 "explanation", lambda row: answer_place(row.group_id, row.index, "explanation")
             ),
+            _Column("checks", lambda row: answer_place(row.group_id, row.index, "checks")),
         ),
     ),
     _Table(

@@ -99,6 +99,9 @@ def _describe(scored: ScoredGroup, drifted: Collection[int]) -> dict[str, Any]:
         "judge_model": scored.judge_model,
         "rubric_hash": scored.rubric_hash,
         "scores": list(scored.scores),
+        "rewards": list(scored.rewards),
+        "independent_rewards": list(scored.rewarded.independent) if scored.rewarded else [],
+        "reward_rule": dict(scored.rewarded.rule) if scored.rewarded else None,
         "masked": [
             "drift" if place in drifted else mask_reason(answer)
             for place, answer in enumerate(scored.group.answers)

@@ -47,8 +47,8 @@ def select_groups(
 ) -> Selection:
     """Turn scored groups into training groups.
 
-    min_spread: score units; a group whose scores have a smaller population standard deviation
-        is dropped, and so is one whose scores are all equal.
+    min_spread: score units; a group whose rewards have a smaller population standard deviation
+        is dropped, and so is one whose rewards are all equal.
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     """
     groups: list[TrainingGroup] = []
@@ -90,13 +90,13 @@ def mask_reason(answer: Answer) -> str | None:
 def _drop_reason(scored: ScoredGroup, *, min_spread: float, pack_tokens: int) -> DropReason | None:
     prompt = scored.group.prompt_token_ids
     trainable = [answer for answer in scored.group.answers if mask_reason(answer) is None]
-    if len(scored.scores) < 2:
+    if len(scored.rewards) < 2:
         return "too_few_answers"
-    if not all(map(math.isfinite, scored.scores)):
+    if not all(map(math.isfinite, scored.rewards)):
         return "non_finite_score"
-    if not all(0.0 <= score <= 1.0 for score in scored.scores):
+    if not all(0.0 <= score <= 1.0 for score in scored.rewards):
         return "score_out_of_range"
-    found = spread(scored.scores)
+    found = spread(scored.rewards)
     if found == 0.0 or found < min_spread:
         return "no_spread"
     if not prompt:
@@ -118,12 +118,12 @@ def _training_group(scored: ScoredGroup) -> TrainingGroup:
             temperature=answer.temperature,
             trainable=mask_reason(answer) is None,
         )
-        for answer, advantage in zip(group.answers, center_rewards(scored.scores), strict=True)
+        for answer, advantage in zip(group.answers, center_rewards(scored.rewards), strict=True)
     )
     return TrainingGroup(
         group_id=group.group_id,
         adapter=group.adapter,
         prompt_token_ids=group.prompt_token_ids,
         rows=rows,
-        scores=scored.scores,
+        scores=scored.rewards,
     )

@@ -13,6 +13,12 @@ from sidecar.settings.learning import (
 )
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
 from sidecar.settings.privacy import Privacy, ProjectPrivacy
+from sidecar.settings.reward import (
+    EntryPointVerifier,
+    HttpVerifier,
+    Reward,
+    VerifierSection,
+)
 from sidecar.settings.section import Section
 from sidecar.settings.sections import (
     ENV_PREFIX,
@@ -44,9 +50,11 @@ __all__ = [
     "Canary",
     "Capture",
     "Engine",
+    "EntryPointVerifier",
     "Feedback",
     "GateJudge",
     "Groups",
+    "HttpVerifier",
     "Judge",
     "Kafka",
     "KafkaUrl",
@@ -56,12 +64,14 @@ __all__ = [
     "ProjectPrivacy",
     "Proxy",
     "Retention",
+    "Reward",
     "SamplingField",
     "Section",
     "Serving",
     "Settings",
     "Store",
     "Telemetry",
+    "VerifierSection",
     "load_settings",
     "open_keyring",
     "read_bus_url",

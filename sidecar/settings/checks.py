@@ -23,6 +23,7 @@ from sidecar.settings.addresses import (
 )
 from sidecar.settings.bus_url import KafkaUrl, outbox_file, read_bus_url
 from sidecar.settings.kinds import MAX_PORT
+from sidecar.settings.reward import HttpVerifier, LengthVerifier, RegexVerifier, Reward
 from sidecar.settings.store import open_keyring
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def problems(settings: Settings) -> Iterator[Problem]:
     yield from _engine(settings)
     yield from _listeners(settings)
     yield from _judges(settings)
+    yield from _reward(settings.reward)
     yield from _learner(settings)
     yield from _canary(settings)
     yield from _kafka(settings)
@@ -138,9 +140,7 @@ def _params(section: str, params: dict[str, Any]) -> Iterator[Problem]:
     if _deeper_than(MAX_PARAMS_DEPTH, params):
         yield key, f"nests deeper than {MAX_PARAMS_DEPTH} levels; give a flatter table"
         return
-    try:
-        json.dumps(params, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError):
+    if not _is_json(params):
         yield (
             key,
             "is sent as JSON and holds what JSON cannot (a date, nan, inf, no Unicode); correct it",
@@ -149,6 +149,39 @@ def _params(section: str, params: dict[str, Any]) -> Iterator[Problem]:
         yield key, f"holds {own[0]}, which the sidecar sets itself; leave it out"
     if _asks_for_stream(params):
         yield key, "holds stream; the judge's reply is read whole, so leave it out"
+
+
+def _reward(reward: Reward) -> Iterator[Problem]:
+    gates = [name for name, one in reward.verifiers.items() if one.gate]
+    if reward.combine == "gate_then_rank" and not gates:
+        yield (
+            ("reward", "combine"),
+            'is "gate_then_rank" and no verifier is a gate; give one of them gate = true',
+        )
+    if reward.combine == "weights" and gates:
+        yield (
+            ("reward", "verifiers", gates[0], "gate"),
+            'is true and reward.combine is "weights", so it would not be used; set reward.combine '
+            '= "gate_then_rank"',
+        )
+    for name, one in reward.verifiers.items():
+        if isinstance(one, HttpVerifier | LengthVerifier | RegexVerifier):
+            continue
+        values = one.model_dump(include={"params", "json_schema"})
+        for key, value in values.items():
+            where = ("reward", "verifiers", name, key)
+            if _deeper_than(MAX_PARAMS_DEPTH, value):
+                yield where, f"nests deeper than {MAX_PARAMS_DEPTH} levels; give a flatter table"
+            elif not _is_json(value):
+                yield where, "holds what JSON cannot (a date, nan, inf, no Unicode); correct it"
+
+
+def _is_json(value: Any) -> bool:  # Any: of TOML
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _deeper_than(levels: int, value: Any) -> bool:  # Any: JSON

@@ -21,6 +21,7 @@ from pydantic_settings import SettingsError as UnreadableSettingError
 
 from sidecar.errors import SettingsError
 from sidecar.settings.checks import problems
+from sidecar.settings.reward import KINDS
 from sidecar.settings.safety import refuse_unsafe
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.visible import visible
@@ -28,6 +29,8 @@ from sidecar.visible import visible
 DEFAULT_FILE = Path("sidecar.toml")
 MAX_RUBRIC_BYTES = 64 * 1024
 """Largest file of a rubric: every judge call sends it."""
+VERIFIERS = ["reward", "verifiers"]
+"""A table by name; each entry has the keys of its kind, which pydantic names behind the name."""
 NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE", "SIDECAR_READY_FD"})
 """Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py, and
 by the children of `sidecar up`."""
@@ -124,8 +127,9 @@ def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     # Without the place in a list: a person wrote the key.
     where = [str(part) for part in first["loc"] if not isinstance(part, int)]
+    kind = where.pop(3) if where[:2] == VERIFIERS and len(where) > 3 and where[3] in KINDS else None
     if first["type"] == "extra_forbidden":
-        return f"unknown setting {_shown('.'.join(where))}; {_nearest(where)}"
+        return f"unknown setting {_shown('.'.join(where))}; {_nearest(where, kind)}"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"setting {_written(where)}: must be a table; write [{where[0]}] above its keys"
     reason = first.get("ctx", {}).get("error") if first["type"] == "value_error" else None
@@ -158,7 +162,11 @@ def _known(section: str | None) -> list[str]:
     return []
 
 
-def _nearest(where: list[str]) -> str:
+def _nearest(where: list[str], kind: str | None = None) -> str:
+    """kind: of the verifier that the key belongs to."""
+    if kind is not None:
+        table, known = ".".join(where[:3]), list(KINDS[kind].model_fields)
+        return f"did you mean {table}.{difflib.get_close_matches(where[-1], known, 1, 0.0)[0]}?"
     section = where[0] if len(where) > 1 else None
     matches = difflib.get_close_matches(where[-1], _known(section), n=1, cutoff=0.0)
     prefix = f"{section}." if section else ""

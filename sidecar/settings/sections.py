@@ -35,6 +35,7 @@ from sidecar.settings.kinds import (
 )
 from sidecar.settings.learning import BestOf, Canary, GateJudge, Groups, Judge, Learner
 from sidecar.settings.privacy import Privacy
+from sidecar.settings.reward import Reward
 from sidecar.settings.section import Section
 from sidecar.settings.store import Store
 
@@ -282,6 +283,7 @@ class Settings(BaseSettings):
     groups: Groups = Groups()
     judge: Judge = Judge()
     gate_judge: GateJudge = GateJudge()
+    reward: Reward = Reward()
     best_of: BestOf = BestOf()
     learner: Learner = Learner()
     canary: Canary = Canary()

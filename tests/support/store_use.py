@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
 from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
@@ -49,7 +49,10 @@ from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
 from ingest.store.exchanges import dead_letter
 from ingest.store.forgotten import save_forgotten
+from ingest.store.groups import keep_scores
 from ingest.store.rows import load_rows
+from ingest.verifiers.records import Finding
+from ingest.verifiers.rewarding import Rewarding
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import LearnerError
@@ -60,14 +63,16 @@ from learner.runs.train import Run
 from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
 from sidecar.records import Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
-from sidecar.settings import Bus, Groups, Retention, Serving, Settings, Store
+from sidecar.settings import Bus, Groups, Retention, Reward, Serving, Settings, Store
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Learner as LearnerSettings
+from sidecar.settings.reward import LengthVerifier
 from sidecar.store.database import Database
 from sidecar.store.disk.space import space_of
 from sidecar.store.models import (
     AdapterRow,
     AliasRow,
+    AnswerRow,
     BreakerTripRow,
     CanaryRow,
     ExchangeRow,
@@ -76,6 +81,7 @@ from sidecar.store.models import (
     JudgeCallRow,
 )
 from support.clock import Clock
+from support.fake_checker import FakeChecker
 from support.fake_control import FakeControl
 from support.fake_judge import FakeJudge, Reply, score_by_content
 from support.fake_load import FakeRoom
@@ -343,7 +349,21 @@ async def _score(use: _Use) -> None:
         for _ in range(2 if script == (scores,) else 3):
             await worker.step()
             use.clock.now += 400.0
+    reward = Reward(verifiers={"v": LengthVerifier(kind="length", max_tokens=9)})
+    checker = FakeChecker(lambda _: Finding(score=1.0))
+    rewarding = Rewarding(use.database, reward, {"v": checker})
+    judge = FakeJudge(scores, model="scripted")
+    verifying = JudgingWorker(
+        use.database, judge, use.settings.judge, clock=use.clock, rewarding=rewarding
+    )
+    await verifying.step()
     with use.database.write() as session:
+        name = session.scalars(select(GroupRow.group_id).where(GroupRow.status == "scored")).first()
+        assert name is not None
+        answers = session.scalar(
+            select(func.count()).select_from(AnswerRow).where(AnswerRow.group_id == name)
+        )
+        keep_scores(session, name, [0.5] * (answers or 0), [""] * (answers or 0), "j", "r")
         write_judge_state(session, JudgeState(state="away", since=NOW), now=NOW)
         why_sampling_holds(session)
     await _best_of(use)

@@ -36,6 +36,8 @@ class GroupDigestRow(Base):
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
     scores: Mapped[list[Any]]
+    rewards: Mapped[list[Any] | None]
+    """What was learned from; null: the scores."""
     judge_model: Mapped[str | None] = mapped_column(String(255))
     rubric_hash: Mapped[str | None] = mapped_column(String(64))
     deleted_at: Mapped[float]

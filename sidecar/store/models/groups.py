@@ -59,6 +59,8 @@ class GroupRow(Base):
     """Mean over the answers of how far the judge's passes differ; null after a single pass."""
     flipped_pairs: Mapped[float | None]
     """Share of the pairs of answers that two passes put in opposite order."""
+    reward_rule: Mapped[str | None] = mapped_column(Text)
+    """JSON: how the answers' rewards were made; null: they are the judge's scores."""
     run_id: Mapped[str | None] = mapped_column(String(64))
     learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
     """Runs that failed, or may have failed, because of this group."""
@@ -83,6 +85,12 @@ class AnswerRow(Base):
     disagreement: Mapped[float | None]
     """Mean absolute difference between two passes' scores."""
     explanation: Mapped[str | None] = mapped_column(Text)
+    independent_reward: Mapped[float | None]
+    """Weighted mean of the verifiers' scores."""
+    reward: Mapped[float | None]
+    """What is learned from; null: the score."""
+    checks: Mapped[str | None] = mapped_column(Text)
+    """JSON list: what each verifier found; encrypted with a key."""
 
 
 class JudgeCallRow(Base):

@@ -312,6 +312,10 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
     world: World, api: Api
 ) -> None:
     add_groups(world, 1)
+    with world.database.write() as session:
+        values = {"reward": 0.75, "independent_reward": 1.0, "checks": '[{"name": "calls"}]'}
+        session.execute(update(AnswerRow).values(**values))
+        session.execute(update(GroupRow).values(reward_rule='{"combine": "weights"}'))
 
     group = (await api.get("/groups/g0")).json()
     exchange = (await api.get(f"/exchanges/{group['exchange_id']}")).json()
@@ -320,6 +324,10 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
     assert (group["answers"][0]["score"], group["answers"][0]["tokens"]) == (0.5, 1)
     assert (group["disagreement"], group["flipped_pairs"]) == (0.125, 0.5)
     assert group["answers"][0]["disagreement"] == 0.25
+    assert group["answers"][0]["reward"] == 0.75
+    assert group["answers"][0]["independent_reward"] == 1.0
+    assert group["answers"][0]["checks"] == [{"name": "calls"}]
+    assert group["reward_rule"] == {"combine": "weights"}
     assert exchange["group_id"] == "g0"
     assert (exchange["surface"], exchange["project"], exchange["key_id"]) == ("chat", "default", "")
     assert (exchange["turn_id"], exchange["retry_count"], exchange["fallback_from"]) == ("", 0, "")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import update
 
 from deploy.errors import UnknownAdapterError
 from deploy.registry.lineage import Lineage, render_lineage, trace_lineage
@@ -116,6 +117,23 @@ async def test_it_is_json(world: World) -> None:
 
     assert body["name"] == second
     assert body["steps"][0]["run"]["groups"][0]["scores"] == [0.5, 1.0]
+
+
+async def test_rewards_of_verifiers_are_told_beside_the_scores(world: World) -> None:
+    _, second, _ = await traced(world)
+    with world.database.write() as session:
+        session.execute(
+            update(GroupRow).where(GroupRow.group_id == "g-r2").values(reward_rule="{}")
+        )
+        session.execute(update(AnswerRow).where(AnswerRow.group_id == "g-r2").values(reward=0.25))
+    with world.database.read() as session:
+        lineage = trace_lineage(session, "m", second)
+
+    runs = [step.run for step in lineage.steps]
+    assert [run.groups[0].rewards for run in runs if run is not None] == [(0.25, 0.25), ()]
+    text = render_lineage(lineage)
+    assert "rubric abcdef012345, rewards 0.25 0.25 with verifiers" in text
+    assert text.count("with verifiers") == 1
 
 
 async def test_it_reads_as_text(world: World) -> None:

@@ -26,16 +26,22 @@ from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_backlog, choose_new
 from ingest.records import ScoredGroup
 from ingest.ruler.judge import Judge, JudgeReply
+from ingest.ruler.judging import JudgingWorker
+from ingest.ruler.prompt import rubric_hash
 from ingest.store.exchanges import load_exchange
 from ingest.store.groups import append_answers, load_group, load_scored_group, mark_sampled
+from ingest.verifiers.records import Finding
+from ingest.verifiers.rewarding import Rewarding
 from sidecar.backoff import Backoff
 from sidecar.capture.assemble import assemble
 from sidecar.errors import StoreError
 from sidecar.records import Assignment, RawCapture, Sampling, Timings
 from sidecar.relay.best_of.reply import read_answers
 from sidecar.scoring.wire import Material, NoPick, Pick
-from sidecar.settings import Settings
+from sidecar.settings import Reward, Settings
+from sidecar.settings.reward import LengthVerifier
 from sidecar.store.models import BestOfScoreRow, GroupRow, JudgeCallRow
+from support.fake_checker import FakeChecker
 from support.fake_judge import Reply
 from support.ingest_kit import Kit
 
@@ -730,3 +736,34 @@ async def test_what_the_relay_shows_the_judge_is_what_the_capture_stores(
         stored = load_exchange(session, "e1")
     assert stored is not None
     assert stored.exchange.returned_index == 1
+
+
+@pytest.mark.both_stores
+async def test_with_verifiers_its_scores_wait_for_them_and_the_judge_is_not_asked_again(
+    rig: MakeRig, judge_kit: JudgeKit
+) -> None:
+    one = rig()
+    await one.ask()
+    one.arrive()
+    one.choose(verified=True)
+    waiting = one.groups()
+    scores = {"fair": 1.0, "good": 0.0, "bad": 1.0}
+    reward = Reward(verifiers={"v": LengthVerifier(kind="length", max_tokens=9)})
+    checker = FakeChecker(lambda content: Finding(score=scores[content]))
+    never = judge_kit.FakeJudge("never asked")
+    worker = JudgingWorker(
+        one.kit.database,
+        never,
+        one.settings.judge.model_copy(update={"model": "another", "rubric": "Another."}),
+        rewarding=Rewarding(one.kit.database, reward, {"v": checker}),
+    )
+
+    await worker.step()
+
+    found = one.scored()
+    assert waiting == ["sampled"]
+    assert never.conversations == []
+    assert found.scores == (0.5, 0.9, 0.1)
+    assert found.rewards == pytest.approx((0.75, 0.45, 0.55))
+    assert (found.judge_model, found.rubric_hash) == ("scripted", rubric_hash("Be good."))
+    assert one.groups() == ["scored"]

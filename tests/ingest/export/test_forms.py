@@ -11,7 +11,7 @@ from openai.types.chat.chat_completion import Choice as ChatChoice
 
 from ingest.export.forms import art_group, exchange_object, preference, prompt_completion
 from ingest.feedback.reading import FeedbackEntry, SignalEntry, Told
-from ingest.records import Answer, Group, ScoredGroup
+from ingest.records import Answer, Group, Rewarded, ScoredGroup
 from ingest.sessions.records import Place
 from ingest.store.exchanges import StoredExchange
 from support.ingest_kit import make_choice, make_exchange, message
@@ -182,3 +182,22 @@ def test_each_answer_is_a_trajectory_of_art() -> None:
 def test_a_group_without_messages_is_left_out() -> None:
     assert art_group(scored(0.1, 0.2, request=b'{"prompt": "x"}')) is None
     assert preference(scored(0.1, 0.2, request=b'{"prompt": "x"}')) is None
+
+
+def test_a_reward_of_verifiers_is_what_trl_and_art_are_given() -> None:
+    plain = scored(0.9, 0.1)
+    rewarded = Rewarded(rewards=(0.3, 0.7), independent=(0.0, 1.0))
+
+    made = replace(plain, rewarded=rewarded)
+    group, row = art_group(made), preference(made)
+
+    assert group is not None
+    assert row is not None
+    first = group["trajectories"][0]
+    assert first["reward"] == 0.3
+    assert first["metrics"] == {"ruler_score": 0.9, "independent_reward": 0.0}
+    assert row["chosen"][0]["content"] == "answer 1"
+    assert (row["score_chosen"], row["score_rejected"]) == (0.7, 0.3)
+    unchanged = art_group(plain)
+    assert unchanged is not None
+    assert unchanged["trajectories"][0]["metrics"] == {}

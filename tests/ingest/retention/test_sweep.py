@@ -193,6 +193,10 @@ def test_what_an_adapter_learned_from_stays_as_a_digest(kit: Kit) -> None:
     give_run(kit, learned, "run-1", "m--v1", "trained")
     give_run(kit, dropped, "run-2", "m--v2", "dropped")
     give_run(kit, failed, "run-3", None, "dropped")
+    rewarded = update(GroupRow).where(GroupRow.group_id == dropped).values(reward_rule="{}")
+    with kit.database.write() as session:
+        session.execute(rewarded)
+        session.execute(update(AnswerRow).values(reward=0.75))
 
     sweep_once(kit.database, retention(groups_days=30))
 
@@ -201,6 +205,7 @@ def test_what_an_adapter_learned_from_stays_as_a_digest(kit: Kit) -> None:
     assert set(kept) == {learned, dropped}
     row = kept[learned]
     assert (row.run_id, row.exchange_id, row.status, row.scores) == ("run-1", "a", "trained", [0.5])
+    assert (row.rewards, kept[dropped].rewards) == (None, [0.75])
     assert (row.forgotten, row.deleted_at) == (False, NOW)
     assert len(row.content_digest) == len(row.session_digest) == 64
     assert row.content_digest != kept[dropped].content_digest or row.exchange_id != "b"

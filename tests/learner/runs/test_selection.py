@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ingest.records import Rewarded
 from learner.runs.selection import Selection, mask_reason, select_groups
 
 if TYPE_CHECKING:
@@ -102,3 +104,21 @@ def test_a_group_with_one_answer_too_long_is_dropped_whole(scored_group: MakeSco
     # prompt 3 + answer 3, whose last token is not computed: 5 tokens
     assert len(select(scored_group([0.0, 1.0]), pack_tokens=5).groups) == 1
     assert select(scored_group([0.0, 1.0]), pack_tokens=4).dropped == {"g": "too_long"}
+
+
+def test_a_group_is_trained_on_by_its_rewards_and_not_by_its_scores(
+    scored_group: MakeScoredGroup,
+) -> None:
+    plain = scored_group([0.5, 0.5])
+    rewarded = Rewarded(rewards=(0.25, 0.75), independent=(0.0, 1.0))
+
+    chosen = select_groups([replace(plain, rewarded=rewarded)], min_spread=0.02, pack_tokens=100)
+    tied = select_groups(
+        [replace(scored_group([0.1, 0.9]), rewarded=Rewarded(rewards=(0.5, 0.5)))],
+        min_spread=0.02,
+        pack_tokens=100,
+    )
+
+    assert [row.advantage for row in chosen.groups[0].rows] == [-0.25, 0.25]
+    assert chosen.groups[0].scores == (0.25, 0.75)
+    assert tied.dropped == {"g": "no_spread"}

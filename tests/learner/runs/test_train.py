@@ -143,7 +143,9 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: NewRun, tiny_base: Pat
     assert lineage["parent"] == {"name": "base", "version": 0, "digest": ""}
     assert [group["group_id"] for group in lineage["groups"]] == ["b", "a"]
     assert lineage["groups"][1]["exchange_id"] == "x-a"
-    assert lineage["groups"][1]["scores"] == [0.0, 1.0]
+    assert lineage["groups"][1]["scores"] == lineage["groups"][1]["rewards"] == [0.0, 1.0]
+    assert lineage["groups"][1]["independent_rewards"] == []
+    assert lineage["groups"][1]["reward_rule"] is None
     assert lineage["judges"] == [["judge", "rubric"]]
     assert lineage["settings"]["rank"] == 4
     assert lineage["libraries"].keys() >= {"torch", "peft", "transformers"}

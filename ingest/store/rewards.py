@@ -1,0 +1,83 @@
+"""The rewards of a scored group in the store, and what its verifiers found.
+
+What a verifier says of an answer may quote it, so it is encrypted when the store has a key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from ingest.records import Rewarded
+from sidecar.store.contents import answer_place, keyring_of
+from sidecar.store.models import AnswerRow, GroupRow
+
+COLUMN = "checks"
+
+
+def keep_rewards(
+    session: Session, group_id: str, answers: Sequence[AnswerRow], rewarded: Rewarded
+) -> None:
+    """Write the rewards of a group, in the caller's transaction.
+
+    Raises: ValueError when there is not exactly one for each answer.
+    """
+    independent = rewarded.independent or (None,) * len(answers)
+    rows = zip(answers, rewarded.rewards, independent, rewarded.checks, strict=True)
+    for answer, reward, found, checks in rows:
+        answer.reward = reward
+        answer.independent_reward = found
+        answer.checks = keyring_of(session).seal_text(
+            json.dumps(list(checks)), answer_place(group_id, answer.index, COLUMN)
+        )
+    session.execute(
+        update(GroupRow)
+        .where(GroupRow.group_id == group_id)
+        .values(reward_rule=json.dumps(dict(rewarded.rule)))
+    )
+
+
+def load_rewards(session: Session, row: GroupRow, answers: Sequence[AnswerRow]) -> Rewarded | None:
+    """Read the rewards of a group; None when no verifier checked it.
+
+    Raises: ValueError when they are damaged or do not decrypt.
+    """
+    rule = read_rule(row)
+    if rule is None:
+        return None
+    independent = tuple(
+        msgspec.convert(answer.independent_reward, float)
+        for answer in answers
+        if answer.independent_reward is not None
+    )
+    if len(independent) not in (0, len(answers)):
+        raise ValueError("some of its answers have an independent reward and some have none")
+    return Rewarded(
+        rewards=tuple(msgspec.convert(answer.reward, float) for answer in answers),
+        independent=independent,
+        rule=rule,
+        checks=tuple(opened_checks(session, answer) for answer in answers),
+    )
+
+
+def read_rule(row: GroupRow) -> dict[str, Any] | None:
+    """Return how the rewards of a group were made; None: by the judge alone.
+
+    Raises: ValueError when it is damaged.
+    """
+    if row.reward_rule is None:
+        return None
+    return msgspec.json.decode(row.reward_rule, type=dict[str, Any])
+
+
+def opened_checks(session: Session, answer: AnswerRow) -> list[Mapping[str, Any]]:
+    """Return what verifiers found of an answer. Raises: ValueError when it is damaged or does not
+    decrypt."""
+    place = answer_place(answer.group_id, answer.index, COLUMN)
+    text = keyring_of(session).open_text(answer.checks or "", place)
+    return msgspec.json.decode(text or "[]", type=list[Mapping[str, Any]])

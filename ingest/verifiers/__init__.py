@@ -1,0 +1,1 @@
+"""Verifiers check answers deterministically; with the judge's scores they make the reward."""

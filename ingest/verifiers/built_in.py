@@ -1,0 +1,234 @@
+"""The built-in verifiers. Pure, but slow for hostile input: they run in `ingest.verifiers.child`.
+
+A malformed answer is a wrong answer, never an error: it stays in its group, at the bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ingest.verifiers.records import Case, Finding, does_not_apply, right, wrong
+from ingest.verifiers.schemas import NoSchemaError, NotJsonError, read_json, why_invalid
+
+
+class ToolCalls:
+    """Checks calls against the request's tools."""
+
+    version = "1"
+
+    def __init__(self, *, required: bool = False) -> None:
+        self._required = required
+        why_invalid({}, {})  # the library is imported now: the first answer's time is not for that
+
+    def verify(self, case: Case) -> Finding:
+        """Find 1 when every call names a tool and has arguments that fit its schema."""
+        tools = _parameters(case)
+        if not case.tool_calls:
+            if not tools:
+                return does_not_apply("the request has no tools")
+            if self._required or _call_is_required(case):
+                return wrong("no tool is called, and one must be")
+            return right("no tool is called")
+        for place, call in enumerate(case.tool_calls):
+            if (why := _why_wrong(call, tools)) is not None:
+                return wrong(f"call {place}: {why}")
+        forced = _forced_tool(case)
+        if forced is not None and any(_name(call) != forced for call in case.tool_calls):
+            return wrong(f"the request asks for {forced}")
+        return right()
+
+
+class JsonSchema:
+    """Checks the content against a schema: the given one, or that of the request."""
+
+    version = "1"
+
+    def __init__(self, *, json_schema: Mapping[str, Any] | None = None) -> None:
+        self._schema = json_schema
+        why_invalid({}, {})  # as above
+
+    def verify(self, case: Case) -> Finding:
+        """Find 1 when the content is JSON that fits."""
+        schema = self._schema if self._schema is not None else _asked_schema(case)
+        if schema is None:
+            return does_not_apply("the request has no response_format of JSON")
+        if not case.content and case.tool_calls:
+            return does_not_apply("the answer is a tool call")
+        try:
+            why = why_invalid(read_json(case.content), schema)
+        except NotJsonError as error:
+            return wrong(f"no JSON: {error}")
+        except NoSchemaError as error:
+            return does_not_apply(f"the schema cannot be used: {error}")
+        return right() if why is None else wrong(why)
+
+
+class Regex:
+    """Searches the content for a pattern, by RE2: its time grows with the text alone."""
+
+    version = "1"
+
+    def __init__(self, *, pattern: str, must: str = "match") -> None:
+        import re2
+
+        from sidecar.settings.privacy import PROGRAM_BYTES
+
+        options = re2.Options()
+        options.log_errors = False
+        options.max_mem = PROGRAM_BYTES
+        self._pattern = re2.compile(pattern, options)
+        self._must_match = must == "match"
+
+    def verify(self, case: Case) -> Finding:
+        """Find 1 when the content matches somewhere, or nowhere where it must not."""
+        found = self._pattern.search(case.content) is not None
+        if found == self._must_match:
+            return right()
+        return wrong("the pattern is found" if found else "the pattern is not found")
+
+
+class Exact:
+    """Compares the content with the expected texts."""
+
+    version = "1"
+
+    def __init__(
+        self,
+        *,
+        texts: tuple[str, ...] = (),
+        metadata: str = "",
+        ignore_case: bool = False,
+        strip: bool = True,
+    ) -> None:
+        self._texts = tuple(texts)
+        self._metadata = metadata
+        self._ignore_case = ignore_case
+        self._strip = strip
+
+    def verify(self, case: Case) -> Finding:
+        """Find 1 when the content is one of the texts."""
+        texts = self._texts
+        if self._metadata:
+            metadata = case.request.get("metadata")
+            expected = metadata.get(self._metadata) if isinstance(metadata, dict) else None
+            if not isinstance(expected, str):
+                return does_not_apply(f"the request's metadata has no text {self._metadata}")
+            texts = (expected,)
+        said = self._plain(case.content)
+        return right() if said in {self._plain(one) for one in texts} else wrong("another text")
+
+    def _plain(self, text: str) -> str:
+        text = text.strip() if self._strip else text
+        return text.casefold() if self._ignore_case else text
+
+
+class Length:
+    """Measures an answer against limits."""
+
+    version = "1"
+
+    def __init__(
+        self,
+        *,
+        min_characters: int = 0,
+        max_characters: int | None = None,
+        min_tokens: int = 0,
+        max_tokens: int | None = None,
+        fade: float = 0.0,
+    ) -> None:
+        self._characters = (min_characters, max_characters)
+        self._tokens = (min_tokens, max_tokens)
+        self._fade = fade
+
+    def verify(self, case: Case) -> Finding:
+        """Find 1 within the limits; 0 below a minimum; beyond a maximum a score that falls."""
+        measured = [("characters", len(case.content), *self._characters)]
+        if self._tokens != (0, None):
+            if case.tokens is None:
+                return does_not_apply("the number of tokens is not known")
+            measured.append(("tokens", case.tokens, *self._tokens))
+        findings = [self._one(*one) for one in measured]
+        return min(findings, key=lambda found: found.score or 0.0)
+
+    def _one(self, unit: str, length: int, low: int, high: int | None) -> Finding:
+        if length < low:
+            return wrong(f"{length} {unit}, under {low}")
+        if high is None or length <= high:
+            return right(f"{length} {unit}")
+        room = self._fade * high
+        score = max(0.0, 1.0 - (length - high) / room) if room > 0 else 0.0
+        return Finding(score=score, why=f"{length} {unit}, over {high}")
+
+
+BUILT_IN = {
+    "tool_calls": ToolCalls,
+    "json_schema": JsonSchema,
+    "regex": Regex,
+    "exact": Exact,
+    "length": Length,
+}
+"""Kind in the settings -> class."""
+
+
+def _parameters(case: Case) -> dict[str, Any]:
+    """Return the schema of each tool's arguments, by name; Any: JSON."""
+    found: dict[str, Any] = {}
+    for tool in case.tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            found[function["name"]] = function.get("parameters")
+    return found
+
+
+def _why_wrong(call: Any, tools: Mapping[str, Any]) -> str | None:  # Any: JSON
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return "it is no call of a function"
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or name not in tools:
+        return f"no tool is named {str(name)[:100]}"
+    if not isinstance(arguments, str):
+        return "its arguments are no text"
+    try:
+        value = read_json(arguments or "{}")
+    except NotJsonError as error:
+        return f"its arguments are no JSON: {error}"
+    if not isinstance(value, dict):
+        return "its arguments are no object"
+    schema = tools[name]
+    if schema is None:
+        return None
+    try:
+        return why_invalid(value, schema)
+    except NoSchemaError:
+        return None  # the request's fault, which all answers share
+
+
+def _name(call: Any) -> object:  # Any: JSON
+    function = call.get("function") if isinstance(call, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _call_is_required(case: Case) -> bool:
+    return case.request.get("tool_choice") == "required" or _forced_tool(case) is not None
+
+
+def _forced_tool(case: Case) -> str | None:
+    choice = case.request.get("tool_choice")
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _asked_schema(case: Case) -> Any:  # Any: JSON
+    """Return the schema that the request asks for; None when it asks for none."""
+    asked = case.request.get("response_format")
+    if not isinstance(asked, dict):
+        return None
+    if asked.get("type") == "json_object":
+        return {"type": "object"}
+    named = asked.get("json_schema")
+    if asked.get("type") != "json_schema" or not isinstance(named, dict):
+        return None
+    return named.get("schema")

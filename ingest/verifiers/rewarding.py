@@ -1,0 +1,262 @@
+"""Verify a group with all verifiers of its project, and make its rewards.
+
+Equal answers are checked once. Every result is counted by verifier and outcome
+(`counter` stage `verifiers`). The judge is not asked before: a group that must wait for a verifier
+waits before it costs anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import structlog
+from sqlalchemy import select
+
+from ingest.privacy.judge_view import JudgeView
+from ingest.records import Answer, Group, Rewarded
+from ingest.verifiers.cache import FindingCache, content_digest
+from ingest.verifiers.checkers import LOAD_S, Checker, NotLoadedError, ProcessChecker, Processes
+from ingest.verifiers.combine import combine, counted_scores
+from ingest.verifiers.frames import Spec, plain
+from ingest.verifiers.hook import HttpChecker
+from ingest.verifiers.records import Checked, Failure, Finding, Result, Verified
+from sidecar.errors import StoreError
+from sidecar.settings import (
+    EntryPointVerifier,
+    HttpVerifier,
+    Reward,
+    Settings,
+    VerifierSection,
+)
+from sidecar.store.database import Database, count
+from sidecar.store.models import ExchangeRow
+
+STAGE = "verifiers"
+"""Counter rows: (stage, `<verifier>_<outcome>`) -> answers."""
+MOST_ANSWERS = 16
+"""Answers of a group, for the longest time that it may take."""
+FOR_GOOD = frozenset({"unreadable", "not_redacted"})
+"""Failures for which no group waits: the judge sets it aside for the same reason."""
+log = structlog.get_logger()
+
+
+class Rewarding:
+    """Verifies groups and makes their rewards. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Reward,
+        checkers: Mapping[str, Checker],
+        *,
+        processes: Processes | None = None,
+    ) -> None:
+        """checkers: one for each of `settings.verifiers`, by name. processes: closed with this."""
+        self._database = database
+        self._settings = settings
+        self._checkers = checkers
+        self._processes = processes
+        self._cache = FindingCache(settings.cache_findings)
+        self._digests = {name: digest_of(one) for name, one in settings.verifiers.items()}
+        self._counts: Counter[str] = Counter()
+        """Results that are not in the store yet."""
+        self._troubles: dict[str, str] = {}
+        """Verifier -> failure that was logged last."""
+
+    def longest_s(self, at_once: int) -> float:
+        """Return the longest time of a group's verification while so many are in progress."""
+        local = sum(
+            LOAD_S + MOST_ANSWERS * one.timeout_s
+            for one in self._settings.verifiers.values()
+            if not isinstance(one, HttpVerifier)
+        )
+        asked = sum(
+            math.ceil(MOST_ANSWERS * at_once / 8) * one.timeout_s
+            for one in self._settings.verifiers.values()
+            if isinstance(one, HttpVerifier)
+        )
+        return local * math.ceil(at_once / self._settings.processes) + asked
+
+    async def verify(self, group: Group) -> Verified | None:
+        """Check the answers of a group. Returns: None when no verifier checks its project.
+
+        Raises: StoreError when the group's project cannot be read.
+        """
+        project = await asyncio.to_thread(self._project_of, group)
+        if project is None:
+            return None
+        wanted = {
+            name: one
+            for name, one in self._settings.verifiers.items()
+            if not one.projects or project in one.projects
+        }
+        if not wanted:
+            return None
+        keys = [content_digest(group.request, one, project) for one in group.answers]
+        checked = [
+            await self._check(name, one, group, keys, project) for name, one in wanted.items()
+        ]
+        await self._store_counts()
+        held = [
+            f"{one.name}: {failure.reason}"  # without its words, which may quote the answer
+            for one in checked
+            if wanted[one.name].on_error == "hold"
+            and (failure := _first_failure(one.results)) is not None
+            and failure.reason not in FOR_GOOD
+        ]
+        return Verified(checked=tuple(checked), held="; ".join(held))
+
+    def reward(self, verified: Verified, ruler_scores: Sequence[float]) -> Rewarded:
+        """Combine what verifiers found with the judge's scores."""
+        return combine(
+            ruler_scores,
+            verified.checked,
+            rule=self._settings.combine,
+            judge_weight=self._settings.judge_weight,
+        )
+
+    async def aclose(self) -> None:
+        """End the processes, close the connections, and store what is not counted yet."""
+        await self._store_counts()
+        for checker in self._checkers.values():
+            if isinstance(checker, HttpChecker):
+                await checker.aclose()
+        if self._processes is not None:
+            await self._processes.aclose()
+
+    async def _check(
+        self,
+        name: str,
+        settings: VerifierSection,
+        group: Group,
+        keys: Sequence[str],
+        project: str,
+    ) -> Checked:
+        """keys: [G] digest of what a verifier sees of each answer."""
+        version, results = await self._results(name, group, keys, project)
+        for result in results:
+            self._counts[f"{name}_{_outcome(result)}"] += 1
+        self._tell(name, _first_failure(results))
+        return Checked(
+            name=name,
+            version=version,
+            digest=self._digests[name],
+            weight=settings.weight,
+            gate=settings.gate,
+            pass_at=settings.pass_at,
+            results=results,
+            scores=counted_scores(results, settings.on_error),
+        )
+
+    async def _results(
+        self, name: str, group: Group, keys: Sequence[str], project: str
+    ) -> tuple[str, tuple[Result, ...]]:
+        checker = self._checkers[name]
+        try:
+            version = await checker.version()
+        except NotLoadedError as error:
+            failure = Failure(reason="not_loaded", why=str(error))
+            return "", (failure,) * len(keys)
+        digest = self._digests[name]
+        found: dict[str, Result] = {}
+        missing: dict[str, Answer] = {}
+        for key, answer in zip(keys, group.answers, strict=True):
+            if (kept := self._cache.get((name, version, digest, key))) is not None:
+                found[key] = kept
+            else:
+                missing.setdefault(key, answer)
+        if missing:
+            results = await checker.check(group.request, list(missing.values()), project)
+            for key, result in zip(missing, results, strict=True):
+                found[key] = result
+                if isinstance(result, Finding):
+                    self._cache.put((name, version, digest, key), result)
+        return version, tuple(found[key] for key in keys)
+
+    def _project_of(self, group: Group) -> str | None:
+        with self._database.read() as session:
+            return session.scalar(
+                select(ExchangeRow.project).where(ExchangeRow.exchange_id == group.exchange_id)
+            )
+
+    def _tell(self, name: str, failure: Failure | None) -> None:
+        """Log a verifier's failure when it is another one than before, and its end."""
+        reason = failure.reason if failure is not None else ""
+        if reason == self._troubles.get(name, ""):
+            return
+        self._troubles[name] = reason
+        if failure is None:
+            log.info("verifier_works", verifier=name)
+            return
+        # An exception's words may quote the answer.
+        why = failure.why if failure.reason not in ("error", "bad_finding") else ""
+        log.warning("verifier_failed", verifier=name, reason=reason, why=why)
+
+    async def _store_counts(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        try:
+            await asyncio.to_thread(self._count, counts)
+        except StoreError as error:
+            self._counts.update(counts)
+            log.warning("verifier_counts_wait", error=str(error))
+
+    def _count(self, counts: Counter[str]) -> None:
+        if not counts:
+            return
+        with self._database.write(alone=False) as session:
+            for reason, answers in sorted(counts.items()):
+                count(session, STAGE, reason, answers)
+
+
+def open_rewarding(settings: Settings, database: Database) -> Rewarding | None:
+    """Return what verifies groups by these settings; None when they name no verifier."""
+    reward = settings.reward
+    if not reward.verifiers:
+        return None
+    processes = Processes(reward.processes, reward.memory_bytes)
+    view = JudgeView(settings.privacy)
+    checkers: dict[str, Checker] = {
+        name: (
+            HttpChecker(name, one, view)
+            if isinstance(one, HttpVerifier)
+            else ProcessChecker(spec_of(name, one), processes, timeout_s=one.timeout_s)
+        )
+        for name, one in reward.verifiers.items()
+    }
+    return Rewarding(database, reward, checkers, processes=processes)
+
+
+def spec_of(name: str, settings: VerifierSection) -> Spec:
+    """Return what a process needs to make a verifier."""
+    kind = str(getattr(settings, "kind"))  # noqa: B009 - each subclass has its own literal
+    if isinstance(settings, EntryPointVerifier):
+        return Spec(
+            name=name,
+            kind=kind,
+            params=plain(settings.params),
+            entry_point=settings.entry_point,
+            digest=digest_of(settings),
+        )
+    own = {*type(settings).model_fields} - {*VerifierSection.model_fields, "kind"}
+    params = settings.model_dump(mode="json", include=own)
+    return Spec(name=name, kind=kind, params=plain(params), digest=digest_of(settings))
+
+
+def digest_of(settings: VerifierSection) -> str:
+    """Hash what a finding depends on: kind and parameters, not weights and keys; SHA-256 hex."""
+    own = {*type(settings).model_fields} - {*VerifierSection.model_fields, "token", "version"}
+    return hashlib.sha256(plain(settings.model_dump(mode="json", include=own))).hexdigest()
+
+
+def _outcome(result: Result) -> str:
+    if isinstance(result, Failure):
+        return result.reason
+    return "scored" if result.score is not None else "does_not_apply"
+
+
+def _first_failure(results: Sequence[Result]) -> Failure | None:
+    return next((one for one in results if isinstance(one, Failure)), None)
