@@ -204,7 +204,9 @@ async def test_a_malformed_answer_stays_in_its_group_as_the_lowest_negative(
     settings = Settings(
         reward=Reward(
             combine="gate_then_rank",
-            verifiers={"calls": {"kind": "tool_calls", "gate": True, "required": True}},
+            verifiers={
+                "calls": {"kind": "tool_calls", "gate": True, "required": True, "timeout_s": 60.0}
+            },
         )
     )
     rewarding = open_rewarding(settings, database)

@@ -31,6 +31,8 @@ from support.verifier_package import install
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "verifiers.md"
 REQUEST = json.dumps({"messages": [{"role": "user", "content": "Refund me"}]}).encode()
 MEMORY = 2**30
+LIMIT_S = 4.0
+"""Long enough for a quick answer on a machine with much else to do."""
 
 
 def code_of(title: str) -> str:
@@ -106,7 +108,7 @@ class Check(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         word = asked["answer"]["message"]["content"]
         if word == "slow":
-            time.sleep(3)
+            time.sleep(12)
         if word == "raise":
             self.send_response(500)
             self.send_header("content-length", "0")
@@ -145,7 +147,7 @@ async def checker(
     if request.param == "fake":
         yield FakeChecker(scripted)
     elif request.param == "http":
-        settings = HttpVerifier(kind="http", url=serve(SERVICE), timeout_s=1.0)
+        settings = HttpVerifier(kind="http", url=serve(SERVICE), timeout_s=LIMIT_S)
         made = HttpChecker("v", settings, JudgeView(Privacy()))
         yield made
         await made.aclose()
@@ -153,7 +155,7 @@ async def checker(
         install(monkeypatch, tmp_path, SCRIPTED, scripted="Scripted")
         entry = EntryPointVerifier(kind="entry_point", entry_point="scripted")
         async with processes() as running:
-            yield ProcessChecker(spec_of("v", entry), running, timeout_s=1.0)
+            yield ProcessChecker(spec_of("v", entry), running, timeout_s=LIMIT_S)
 
 
 async def test_it_finds_each_answer_by_itself(checker: Checker) -> None:
@@ -187,7 +189,7 @@ async def test_the_entry_point_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_
         kind="entry_point", entry_point="refund_policy", params={"max_cents": 5000}
     )
     async with processes() as running:
-        checker = ProcessChecker(spec_of("policy", settings), running, timeout_s=5.0)
+        checker = ProcessChecker(spec_of("policy", settings), running, timeout_s=20.0)
         texts = ("You get 12.50 EUR.", "You get 12.50 EUR and 99.00 EUR.", "Hello")
 
         found = await checker.check(REQUEST, [answer(text) for text in texts], "shop")
@@ -200,7 +202,7 @@ async def test_the_entry_point_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 async def test_the_service_of_the_page(serve: Serve) -> None:
-    settings = HttpVerifier(kind="http", url=serve(code_of("Your own service")), timeout_s=5.0)
+    settings = HttpVerifier(kind="http", url=serve(code_of("Your own service")), timeout_s=20.0)
     checker = HttpChecker("policy", settings, JudgeView(Privacy()))
 
     found = await checker.check(REQUEST, [answer("Please wait"), answer("Wait")], "shop")
@@ -219,7 +221,7 @@ Check = Callable[..., Awaitable[list[Result]]]
 def run_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Check:
     """Check answers with the body of a `verify` method, in a process."""
 
-    async def check(body: str, *contents: str, timeout_s: float = 1.0, **params: Any) -> Any:
+    async def check(body: str, *contents: str, timeout_s: float = LIMIT_S, **params: Any) -> Any:
         lines = "\n".join(f"        {line}" for line in body.splitlines())
         head = "import os, sys, time\nclass V:\n    version = '1'\n    def verify(self, case):"
         code = f"{head}\n{lines}\n"
@@ -239,13 +241,13 @@ async def test_a_regular_expression_that_never_ends_is_ended(run_code: Check) ->
         "import re\nreturn re.match('^(a+)+$', case.content) is not None",
         "a" * 64 + "b",
         "aaa",
-        timeout_s=0.5,
+        timeout_s=LIMIT_S,
     )
 
     assert isinstance(found[0], Failure)
     assert found[0].reason == "timeout"
     assert found[1] == Finding(score=1.0)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
 
 async def test_what_catches_every_exception_is_ended_too(run_code: Check) -> None:
@@ -277,11 +279,11 @@ async def test_what_it_starts_is_killed_with_it(run_code: Check, tmp_path: Path)
     mark = tmp_path / "alive"
     body = (
         "import subprocess\n"
-        f"subprocess.Popen(['sh', '-c', 'sleep 2; touch {mark}'])\ntime.sleep(60)"
+        f"subprocess.Popen(['sh', '-c', 'sleep 4; touch {mark}'])\ntime.sleep(60)"
     )
 
     await run_code(body, "x", timeout_s=0.5)
-    await asyncio.sleep(2.5)
+    await asyncio.sleep(4.5)
 
     assert not mark.exists()
 
@@ -343,7 +345,7 @@ async def test_a_body_that_is_no_json_object_is_told_apart() -> None:
 
     spec = spec_of("v", ToolCallsVerifier(kind="tool_calls"))
     async with processes() as running:
-        checker = ProcessChecker(spec, running, timeout_s=5.0)
+        checker = ProcessChecker(spec, running, timeout_s=20.0)
         found = await checker.check(b"junk", [answer("x")], "default")
         other = await checker.check(REQUEST, [answer("x", message=b"[]"), answer("y")], "default")
 
@@ -379,7 +381,7 @@ async def test_a_stop_in_the_middle_leaves_no_process(
 
 async def ask(serve: Serve, body: str, content: str = "x", **settings: Any) -> Result:
     code = SERVICE.replace("        word = asked", f"{body}\n        word = asked", 1)
-    found = HttpVerifier(kind="http", url=serve(code), **{"timeout_s": 2.0, **settings})
+    found = HttpVerifier(kind="http", url=serve(code), **{"timeout_s": 20.0, **settings})
     checker = HttpChecker("v", found, JudgeView(Privacy()))
     try:
         return (await checker.check(REQUEST, [answer(content)], "default"))[0]
@@ -422,7 +424,7 @@ async def test_a_reply_of_a_service_is_not_believed(
 async def test_a_service_that_drips_is_left_in_time(serve: Serve) -> None:
     drip = (
         "        self.send_response(200)\n        self.send_header('content-length', '1000')\n"
-        "        self.end_headers()\n        for _ in range(30):\n            time.sleep(0.1)\n"
+        "        self.end_headers()\n        for _ in range(100):\n            time.sleep(0.1)\n"
         "            try:\n                self.wfile.write(b' ')\n"
         "            except OSError:\n                return\n        return\n"
     )
@@ -431,7 +433,7 @@ async def test_a_service_that_drips_is_left_in_time(serve: Serve) -> None:
     found = await ask(serve, drip, timeout_s=0.5)
 
     assert found == Failure(reason="timeout", why="no whole reply in 0.5 s")
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 8
 
 
 async def test_a_service_that_is_not_there_is_unreachable_and_its_url_is_not_told() -> None:

@@ -228,6 +228,8 @@ async def test_the_settings_make_every_kind_and_find_by_it(stored: Database) -> 
         "same": {"kind": "exact", "texts": ["{}"]},
         "short": {"kind": "length", "max_characters": 2},
     }
+    for one in table.values():
+        one["timeout_s"] = 60.0
     made = open_rewarding(Settings(reward=Reward(verifiers=table)), stored)
     assert made is not None
 
