@@ -1,7 +1,7 @@
 """Rewards of answers, made of the judge's scores and what verifiers found
 
-Revision ID: 0019_rewards
-Revises: 0018_shares_opening
+Revision ID: 0020_rewards
+Revises: 0019_gate_judge
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0019_rewards"
-down_revision = "0018_shares_opening"
+revision = "0020_rewards"
+down_revision = "0019_gate_judge"
 branch_labels = None
 depends_on = None
 
