@@ -35,9 +35,9 @@ def test_the_environment_wins_over_the_file(
         ('[judge]\nmodl = "x"\n', "unknown setting judge.modl; did you mean judge.model?"),
         ("[learnr]\nrank = 4\n", "unknown setting learnr; did you mean learner?"),
         (
-            "[groups]\nsize = 9\n",
-            "setting groups.size: 9 is out of range; give 2 to 8: "
-            "one answer has nothing to differ from",
+            "[groups]\nsize = 17\n",
+            "setting groups.size: 17 is out of range; give 2 to 16: "
+            "one answer has nothing to differ from, and a judge compares no more",
         ),
     ],
     ids=["unknown key", "unknown section", "out of range"],
