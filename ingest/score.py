@@ -142,6 +142,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     try:
         await judging.begin()  # before sampling, which waits for what the judge says
         async with asyncio.TaskGroup() as workers:
+            if rewarding is not None:
+                workers.create_task(rewarding.begin())
             workers.create_task(sampling.run(stop))
             workers.create_task(judging.run(stop))
             if settings.best_of.enabled:

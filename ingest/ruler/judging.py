@@ -42,7 +42,7 @@ from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
 from ingest.store.patience import patiently
-from ingest.verifiers.rewarding import Rewarding
+from ingest.verifiers.rewarding import LONGEST_S, Rewarding
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
@@ -84,7 +84,7 @@ class JudgingWorker:
         """draw_seed: called for each group, so that nobody can predict the ids in its prompt.
         view: as for `score_answers`. announce: tells the operator's terminal. rewarding: has the
         answers verified; None: no verifiers."""
-        verifying_s = rewarding.longest_s(settings.concurrency) if rewarding is not None else 0.0
+        verifying_s = LONGEST_S if rewarding is not None else 0.0
         self._rewarding = rewarding
         self._view = view
         self._judge = judge

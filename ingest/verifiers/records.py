@@ -17,6 +17,7 @@ VERSION_CHARACTERS = 64
 
 FailureReason = Literal[
     "timeout",
+    "late",
     "error",
     "crashed",
     "bad_finding",
@@ -27,7 +28,8 @@ FailureReason = Literal[
     "unreadable",
     "too_large",
 ]
-"""Why a verifier found nothing: over its time limit; it raised; its process ended; it gave no score
+"""Why a verifier found nothing: over its time limit; the group's verification took too long in all,
+so that no answer is to blame; it raised; its process ended; it gave no score
 in 0..1; its code cannot be loaded; no connection; a status other than 200; what it must not see is
 not known; a body is no JSON object; there is more to check than `ingest.verifiers.frames` takes."""
 OF_THE_ANSWER = frozenset({"timeout", "error", "crashed", "bad_finding"})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +18,7 @@ from sqlalchemy import select
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Answer, Group, Rewarded
 from ingest.verifiers.cache import FindingCache, content_digest
-from ingest.verifiers.checkers import LOAD_S, Checker, NotLoadedError, ProcessChecker, Processes
+from ingest.verifiers.checkers import Checker, NotLoadedError, ProcessChecker, Processes
 from ingest.verifiers.combine import combine, counted_scores
 from ingest.verifiers.frames import Spec, plain
 from ingest.verifiers.hook import HttpChecker
@@ -37,8 +36,9 @@ from sidecar.store.models import ExchangeRow
 
 STAGE = "verifiers"
 """Counter rows: (stage, `<verifier>_<outcome>`) -> answers."""
-MOST_ANSWERS = 16
-"""Answers of a group, for the longest time that it may take."""
+LONGEST_S = 300.0
+"""Longest time of a group's verification, waiting for a process included. What is not found by then
+does not count in the group: a worker's claim on a group must not grow with its verifiers."""
 FOR_GOOD = frozenset({"unreadable", "not_redacted"})
 """Failures for which no group waits: the judge sets it aside for the same reason."""
 log = structlog.get_logger()
@@ -67,19 +67,15 @@ class Rewarding:
         self._troubles: dict[str, str] = {}
         """Verifier -> failure that was logged last."""
 
-    def longest_s(self, at_once: int) -> float:
-        """Return the longest time of a group's verification while so many are in progress."""
-        local = sum(
-            LOAD_S + MOST_ANSWERS * one.timeout_s
-            for one in self._settings.verifiers.values()
-            if not isinstance(one, HttpVerifier)
-        )
-        asked = sum(
-            math.ceil(MOST_ANSWERS * at_once / 8) * one.timeout_s
-            for one in self._settings.verifiers.values()
-            if isinstance(one, HttpVerifier)
-        )
-        return local * math.ceil(at_once / self._settings.processes) + asked
+    async def begin(self) -> None:
+        """Load every verifier, so that the log says at the start which ones cannot be used."""
+        for name, checker in self._checkers.items():
+            try:
+                version = await checker.version()
+            except NotLoadedError as error:
+                self._tell(name, Failure(reason="not_loaded", why=str(error)))
+            else:
+                log.info("verifier_ready", verifier=name, version=version)
 
     async def verify(self, group: Group) -> Verified | None:
         """Check the answers of a group. Returns: None when no verifier checks its project.
@@ -97,8 +93,9 @@ class Rewarding:
         if not wanted:
             return None
         keys = [content_digest(group.request, one, project) for one in group.answers]
+        end = asyncio.get_running_loop().time() + LONGEST_S
         checked = [
-            await self._check(name, one, group, keys, project) for name, one in wanted.items()
+            await self._check(name, one, group, keys, project, end) for name, one in wanted.items()
         ]
         await self._store_counts()
         held = [
@@ -135,9 +132,15 @@ class Rewarding:
         group: Group,
         keys: Sequence[str],
         project: str,
+        end: float,
     ) -> Checked:
-        """keys: [G] digest of what a verifier sees of each answer."""
-        version, results = await self._results(name, group, keys, project)
+        """keys: [G] digest of what a verifier sees of each answer. end: on the loop's clock."""
+        try:
+            async with asyncio.timeout_at(end):
+                version, results = await self._results(name, group, keys, project)
+        except TimeoutError:
+            why = f"the group's verification took over {LONGEST_S:g} s"
+            version, results = "", (Failure(reason="late", why=why),) * len(keys)
         for result in results:
             self._counts[f"{name}_{_outcome(result)}"] += 1
         self._tell(name, _first_failure(results))

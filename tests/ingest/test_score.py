@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import select
 
 from ingest.judge_watch.state import read_judge_state
+from ingest.store.groups import load_scored_group
 from sidecar.processes.readiness import VARIABLE
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow
@@ -131,3 +132,37 @@ def test_a_store_that_cannot_be_opened_is_exit_1(tmp_path: Path) -> None:
     with start(write_config(tmp_path, model="openai/x")) as process:
         assert "store.db" in read_event(process, "store_not_ready")["error"]
     assert process.returncode == 1
+
+
+async def test_it_verifies_with_the_settings_of_the_file(
+    tmp_path: Path, judge_kit: JudgeKit
+) -> None:
+    def judge(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        shown = judge_kit.shown_answers(request["messages"])
+        return 200, judge_kit.completion(judge_kit.scores_reply(dict.fromkeys(shown, 0.5)))
+
+    with closing(Database(f"sqlite:///{tmp_path}/store.db")) as store:
+        store.upgrade()
+        judge_kit.put_group(store, "g1", "short", "much longer")
+        server = judge_kit.serve(judge)
+        config = write_config(
+            tmp_path, model="openai/x", api_base=server.url, api_key="sk-a-key", passes=1
+        )
+        with config.open("a") as file:
+            file.write(
+                '\n[reward.verifiers.brief]\nkind = "length"\nmax_characters = 5\n'
+                "timeout_s = 60.0\n[reward.verifiers.absent]\nkind = 'entry_point'\n"
+                "entry_point = 'nobody'\n"
+            )
+        with start(config) as process:
+            absent = read_event(process, "verifier_failed")
+            read_event(process, "group_scored")
+            process.send_signal(signal.SIGTERM)
+            read_event(process, "score_stopped")
+        with store.read() as session:
+            found = load_scored_group(session, "g1")
+
+    assert (absent["verifier"], absent["reason"]) == ("absent", "not_loaded")
+    assert found is not None
+    assert found.scores == (0.5, 0.5)
+    assert found.rewards == (0.75, 0.25)

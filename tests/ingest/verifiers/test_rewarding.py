@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ingest.records import Answer, Group
+from ingest.verifiers import rewarding as module
 from ingest.verifiers.cache import FindingCache, content_digest
 from ingest.verifiers.records import Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, digest_of, open_rewarding
@@ -244,3 +247,22 @@ async def test_the_settings_make_every_kind_and_find_by_it(stored: Database) -> 
         "same": (1.0, 0.0),
         "short": (1.0, 0.0),
     }
+
+
+class Stuck(FakeChecker):
+    async def check(self, request: bytes, answers: Sequence[Answer], project: str) -> list[Result]:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+
+async def test_a_groups_verification_ends_in_time_and_no_answer_is_to_blame(
+    stored: Database, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_S", 0.2)
+    made = rewarding(stored, Stuck(good), on_error="fail")
+
+    found = await made.verify(group("good", "bad"))
+
+    assert found is not None
+    assert found.checked[0].scores == ()
+    assert judge_kit.counts(stored, "verifiers") == {"v_late": 2}
