@@ -21,6 +21,7 @@ from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
 from deploy.cli.content.exchanges import exchanges_app
 from deploy.cli.content.forget import forget
+from deploy.cli.content.ranking import judge_sessions
 from deploy.cli.context import admin_client, settings_of
 from deploy.cli.doctor import doctor
 from deploy.cli.groups import groups_app
@@ -41,6 +42,7 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
+judge_app.command("sessions")(judge_sessions)
 app.add_typer(judge_app, name="judge")
 app.add_typer(exchanges_app, name="exchanges")
 app.command()(doctor)

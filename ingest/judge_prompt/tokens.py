@@ -1,12 +1,14 @@
 """Estimate how many tokens a judge takes for a text, without its tokenizer. Pure.
 
 A judge may be any model, so its tokenizer is not at hand; and the estimate must be quick for texts
-of megabytes. It counts bytes by class. Measured on the tokenizers of SmolLM2, Claude 2, `cl100k`
-and `o200k` (docs/log.md): bytes for each token are at least 2.5 for words (Finnish; English has 3.2
-to 4.2), 1 for digits, 1.5 for punctuation, 2.1 for letters beyond ASCII (Arabic; Chinese has 3),
-1.1 for random digits and letters. Each class is charged at about that rate, so the estimate is
-mostly 1.05 to 1.7 times the true number. It is too low for text that no one writes: random Chinese
-characters (1.3), rows of emoji (1.4).
+of megabytes. It counts bytes by class. The rates are after bytes for each token that were measured
+(docs/log.md, 2026-11-23) with the tokenizers of Claude 2, `cl100k` and `o200k`: letters of ASCII
+2.6 to 4.4 (the least for Finnish), digits 1.5 to 3 (1 where each is a token of its own, as in many
+open models), punctuation 1.5, letters beyond ASCII 2.1 to 10 (the least for Arabic), random digits
+and letters 1.4 to 1.8. With these the estimate is 1.0 to 1.9 times the true number for prose, code,
+JSON and digests, and more for some other languages. It is too low for text that no one writes:
+random letters between spaces (0.9), random Chinese characters (0.6), rows of emoji (0.7); and for
+Japanese where a model has a small vocabulary of English (SmolLM2: 0.8).
 """
 
 from __future__ import annotations

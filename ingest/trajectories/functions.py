@@ -16,7 +16,7 @@ import json
 import secrets
 import sys
 import warnings
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -49,6 +49,10 @@ RULER_FAILED = "ruler_failed"
 """Metric of a group that could not be scored: 1."""
 
 _Result = TypeVar("_Result")
+
+
+class GroupSizeWarning(UserWarning):
+    """A group is smaller or larger than is best for a judge; said once for each size."""
 
 
 async def ruler_scores(
@@ -136,7 +140,7 @@ async def ruler_score_group(
     """
     try:
         if "tools" not in options:
-            options["tools"] = _tools_of(group)
+            options["tools"] = merged_tools([one.tools for one in group.trajectories])
         lists = [one.messages for one in group.trajectories]
         scores = await ruler_scores(lists, judge, **options)
     except (IngestError, NotRedactedError) as error:
@@ -202,26 +206,32 @@ def _check_size(size: int) -> None:
         raise TrajectoriesError(
             f"{size} trajectories are too many for one judge call; give {low} to {high}"
         )
-    if not ADVISED_SIZES[0] <= size <= ADVISED_SIZES[1]:
-        _warn_of(size)
+    _warn_of(size)
+
+
+def size_advice(size: int) -> str | None:
+    """Say what speaks against this number of trajectories; None when nothing does. Pure."""
+    few, many = ADVISED_SIZES
+    if few <= size <= many:
+        return None
+    why = "few show little" if size < few else "many confuse a judge"
+    return f"RULER scores {size} trajectories against each other; {few} to {many} are best ({why})"
 
 
 @cache
 def _warn_of(size: int) -> None:
-    few, many = ADVISED_SIZES
-    why = "few show little" if size < few else "many confuse a judge"
-    warnings.warn(
-        f"RULER scores {size} trajectories against each other; {few} to {many} are best ({why}). "
-        "This is said once for each size.",
-        stacklevel=4,
-    )
+    advice = size_advice(size)
+    if advice is not None:
+        warnings.warn(f"{advice}. This is said once.", GroupSizeWarning, stacklevel=4)
 
 
-def _tools_of(group: TrajectoryGroup) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of the trajectories, each definition once."""
+def merged_tools(
+    tools: Iterable[Sequence[Mapping[str, Any]]],
+) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of several trajectories, each definition once."""
     found: dict[str, Mapping[str, Any]] = {}
-    for one in group.trajectories:
-        for tool in one.tools:
+    for one in tools:
+        for tool in one:
             found.setdefault(json.dumps(tool, sort_keys=True), tool)
     return list(found.values())
 

@@ -53,6 +53,7 @@ from ingest.store.groups import keep_scores
 from ingest.store.rows import load_rows
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
+from ingest.trajectories.recorded import load_trajectory
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import LearnerError
@@ -190,6 +191,7 @@ def _ingest(use: _Use) -> None:
         ]
     with use.database.read() as session:
         load_rows(session, "late")
+        load_trajectory(session, "late")
         derive_session(session, "early")
     with use.database.write() as session:
         assert rebase_children(session, ["talk-0"], limit=2) == 1
