@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ingest.ruler.judge
+import sidecar.logs
 from deploy.cli.main import main
 from ingest.errors import JudgeUnavailableError
 from ingest.feedback.placing import save_feedback
@@ -53,6 +54,8 @@ def judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             self.closed = True
 
     monkeypatch.setattr(ingest.ruler.judge, "LiteLlmJudge", Made)
+    # Set up in this process, the log would keep a stream that is closed when the test ends.
+    monkeypatch.setattr(sidecar.logs, "configure_logging", lambda *_: None)
     functions._warn_of.cache_clear()
     yield made
     assert all(one.closed for one in made)
