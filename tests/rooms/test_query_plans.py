@@ -73,6 +73,7 @@ SORTS = {
     "ingest/ruler/attempts.py:claim_for_judge": "groups.max_pending_groups limits what waits",
     "ingest/store/listing.py:_seqs": "the exchanges of one session",
     "ingest/store/rows.py:load_rows": "the exchanges of one session",
+    "ingest/trajectories/recorded.py:load_trajectory": OF_SESSION,
 }
 """Functions whose statement may sort outside an index -> what bounds the rows."""
 WORK = {

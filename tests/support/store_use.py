@@ -51,9 +51,9 @@ from ingest.store.exchanges import dead_letter
 from ingest.store.forgotten import save_forgotten
 from ingest.store.groups import keep_scores
 from ingest.store.rows import load_rows
+from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
-from ingest.trajectories.recorded import load_trajectory
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import LearnerError
@@ -191,7 +191,6 @@ def _ingest(use: _Use) -> None:
         ]
     with use.database.read() as session:
         load_rows(session, "late")
-        load_trajectory(session, "late")
         derive_session(session, "early")
     with use.database.write() as session:
         assert rebase_children(session, ["talk-0"], limit=2) == 1
@@ -596,6 +595,7 @@ def _commands(use: _Use) -> None:
     with use.database.read() as session:
         newest = select(ExchangeRow.session_id).order_by(ExchangeRow.seq.desc()).limit(1)
         known = session.scalars(newest).one()
+        assert load_trajectory(session, known).messages
     large = (0, 1)  # the file may be too large to be rewritten unasked
     for target, name in (("--user", "nobody"), ("--session", known)):
         command("forget", target, name, "--yes", codes=large)
