@@ -23,7 +23,7 @@ class Condition:
     """Of the groups, in `benchmarks.ruler.material.KINDS`."""
     traits: Traits = PLAIN
     limit: int | None = None
-    """Tokens of a prompt that the judge refuses more than."""
+    """Most tokens of prompt and reply that the judge takes; `judge.context_tokens` of ours."""
 
 
 CONDITIONS: dict[str, Condition] = {

@@ -80,8 +80,9 @@ def build_app(
         model, messages = body["model"], body["messages"]
         condition = condition_of(model)
         prompt = sum(count(message["content"]) for message in messages)
-        if condition.limit is not None and prompt > condition.limit:
-            return JSONResponse(_too_long(condition.limit, prompt), status_code=400)
+        wanted = prompt + (body.get("max_tokens") or 0)
+        if condition.limit is not None and wanted > condition.limit:
+            return JSONResponse(_too_long(condition.limit, wanted), status_code=400)
         said = reply_to(messages, condition.traits, truth, seed=seed)
         account.asked[" ".join(sorted(said.cases))] += 1
         if delay_s:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.ruler.conditions import condition_of
 from benchmarks.ruler.material import MadeGroup
 from benchmarks.ruler.server import ROOT
 from ingest.errors import IngestError
@@ -82,7 +83,12 @@ def art_scores(
 
 async def our_scores(name: str, made: Sequence[MadeGroup], url: str, side: str) -> list[Outcome]:
     """Score the groups of a condition as the product does: its prompt, client and parser."""
-    settings = JudgeSettings(model=f"openai/{name}--{side}", api_base=url, api_key="none-is-asked")
+    settings = JudgeSettings(
+        model=f"openai/{name}--{side}",
+        api_base=url,
+        api_key="none-is-asked",
+        context_tokens=condition_of(name).limit or 0,
+    )
     judge = LiteLlmJudge(settings)
     places = asyncio.Semaphore(AT_ONCE)
 
