@@ -73,6 +73,8 @@ class ScoredGroup:
     """[G] the judge's explanations."""
     judge_model: str
     rubric_hash: str
+    single_pass: bool = True
+    """The scores are of one pass, or it is not known that they are the mean over several."""
     rewarded: Rewarded | None = None
     """None: no verifier checked the group."""
 
@@ -95,3 +97,13 @@ class Disagreement:
     def mean(self) -> float:
         """Mean over the answers, 0..1."""
         return sum(self.by_answer) / len(self.by_answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPass:
+    """One pass of the judge over D distinct answers."""
+
+    order: tuple[int, ...]
+    """[D] `order[k]` is the index of the answer that was shown at position k."""
+    scores: tuple[float, ...]
+    """[D] score of each distinct answer, by its index."""

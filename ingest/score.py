@@ -86,6 +86,8 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     from ingest.best_of.questions import BestOfJudge
     from ingest.best_of.server import BestOfServer
     from ingest.judges.build import ProcessJudges
+    from ingest.noise.choosing import Choosing
+    from ingest.noise.worker import RescoringWorker
     from ingest.privacy.judge_view import JudgeView
     from ingest.privacy.screen import Screen
     from ingest.ruler.judging import JudgingWorker
@@ -133,6 +135,14 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         view=JudgeView(settings.privacy),
         announce=report.say,
         rewarding=rewarding,
+        on_scored=Choosing(settings.judge).note,
+    )
+    rescoring = RescoringWorker(
+        database,
+        judges.patient,
+        settings.judge,
+        view=JudgeView(settings.privacy),
+        announce=report.say,
     )
     best_of = BestOfServer(
         socket_path(settings.state_dir), BestOfJudge(database, judges.hurried, settings)
@@ -146,6 +156,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
                 workers.create_task(rewarding.begin())
             workers.create_task(sampling.run(stop))
             workers.create_task(judging.run(stop))
+            workers.create_task(rescoring.run(stop))
             if settings.best_of.enabled:
                 workers.create_task(best_of.run(stop))
     finally:

@@ -24,6 +24,7 @@ from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
 from deploy.registry import canaries, learner_switches, routing_writer
 from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
+from ingest.noise.state import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from sidecar.store.database import Database
 from sidecar.store.models import (
@@ -63,6 +64,7 @@ class StoreCollector(Collector):
             yield from _bus(session)
             yield _counters(found.counters)
             yield from _store(session)
+            yield from _judge_noise(session)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
             "Admin API requests refused before routing, by reason, since control started.",
@@ -195,6 +197,28 @@ def _store(session: Session) -> Iterator[Metric]:
         if state.oldest_at is not None:
             oldest.add_metric([], state.oldest_at)
     yield from (used, free, oldest)
+
+
+def _judge_noise(session: Session) -> Iterator[Metric]:
+    state = read_noise_state(session)
+    figures = (
+        ("noise_sd", "Standard deviation of the noise of a judge's score, 0..1.", "sd"),
+        ("position_slope", "Score of the last position shown above the first.", "slope"),
+        ("flips", "Share of pairs that two scorings put in opposite order, 0..1.", "flips"),
+        ("noise_groups", "Groups scored twice that the judge's noise comes from.", "groups"),
+    )
+    for name, help_text, field in figures:
+        family = GaugeMetricFamily(f"sidecar_judge_{name}", help_text)
+        value = getattr(state, field, None)
+        if value is not None:
+            family.add_metric([], value)
+        yield family
+    drift = GaugeMetricFamily(
+        "sidecar_judge_drift", "Whether the judge is not as it was (1) or is (0)."
+    )
+    if state is not None:
+        drift.add_metric([], float(bool(state.drift)))
+    yield drift
 
 
 def _exchanges(stages: tuple[Stage, ...]) -> Metric:

@@ -11,6 +11,7 @@ from deploy.admin.out import (
     ComparisonOut,
     FeedbackOut,
     GateJudgeOut,
+    JudgeNoiseOut,
     JudgeOut,
     Out,
     RetentionOut,
@@ -348,6 +349,8 @@ class StatusOut(Out):
     judge: JudgeOut | None = None
     """The judge; null when no score process with a judge has run."""
     gate_judge: GateJudgeOut | None = None
+    judge_noise: JudgeNoiseOut | None = None
+    """How far the judge's scores can be trusted; null when no score process has run."""
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
     dead_letters: int = 0

@@ -132,6 +132,32 @@ class ComparisonOut(Out):
     answers: list[dict[str, Any]]
 
 
+class JudgeNoiseOut(Out):
+    """The judge's noise, as groups that were scored twice show it. Score units; null: unknown."""
+
+    at: float
+    """When score last wrote this, unix seconds."""
+    judge_model: str
+    rubric_hash: str
+    passes: int
+    groups: int
+    """Groups of the window that the figures come from."""
+    whole: bool
+    sd: float | None
+    """Standard deviation of an answer's score from one scoring to another."""
+    sd_low: float | None
+    sd_high: float | None
+    slope: float | None
+    """What the last position shown gets above the first."""
+    slope_low: float | None
+    slope_high: float | None
+    flips: float | None
+    """Share of the pairs of answers that the two scorings put in opposite order."""
+    drift: str
+    """How the judge differs from what it was; empty: it does not."""
+    drift_at: float | None
+
+
 class TroubleOut(Out):
     """Why sampling waits."""
 

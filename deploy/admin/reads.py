@@ -31,6 +31,7 @@ from deploy.admin.out import (
     ComparisonOut,
     FunnelOut,
     GateJudgeOut,
+    JudgeNoiseOut,
     JudgeOut,
     RetentionOut,
     StageOut,
@@ -48,6 +49,7 @@ from ingest.intake.bus_report import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
 from ingest.judge_watch.state import newest_scored, read_judge_state
+from ingest.noise.state import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.store.groups import SAMPLED
 from ingest.store.sealed_answers import opened_answers
@@ -117,6 +119,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 gate_judge=None
                 if context.examiner is None
                 else GateJudgeOut.model_validate(context.examiner),
+                judge_noise=_judge_noise(session),
                 sampling=_sampling(session, context.clock()),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),
@@ -295,6 +298,11 @@ def _judge(session: Session, waiting: int) -> JudgeOut | None:
     return JudgeOut.model_validate(
         {**msgspec.structs.asdict(found), "good_at": good_at, "waiting": waiting}
     )
+
+
+def _judge_noise(session: Session) -> JudgeNoiseOut | None:
+    found = read_noise_state(session)
+    return None if found is None else JudgeNoiseOut.model_validate(found)
 
 
 def _sampling(session: Session, now: float) -> TroubleOut | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import settings_of
-from deploy.cli.output import Output, note, say, say_json
+from deploy.cli.output import Output, note, require_store, say, say_json
 
 if TYPE_CHECKING:
     from ingest.calibration.records import KnownGroup
@@ -104,7 +105,9 @@ def judge_calibrate(
         for line in lines:
             say(line)
     if out is not None:
-        _write(out, lines, found, summaries)
+        from ingest.calibration.plot import draw
+
+        _write(out, "calibration", lines, found, lambda path: draw(summaries, path))
     if any(not one.scored for one in summaries):
         note("a judge scored no group: see the failures, then `sidecar config check --online`")
         raise typer.Exit(1)
@@ -231,21 +234,88 @@ def _make(out: Path) -> None:
         ) from None
 
 
-def _write(out: Path, lines: list[str], found: Any, summaries: list[Summary]) -> None:
+def _write(
+    out: Path, name: str, lines: list[str], found: Any, draw: Callable[[Path], None]
+) -> None:
     import json
 
-    from ingest.calibration.plot import draw
     from sidecar.visible import visible
 
     try:
         shown = "".join(f"{visible(line)}\n" for line in lines)
-        (out / "calibration.txt").write_text(shown, encoding="utf-8")
-        (out / "calibration.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        (out / f"{name}.txt").write_text(shown, encoding="utf-8")
+        (out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         try:
-            draw(summaries, out / "calibration.png")
+            draw(out / f"{name}.png")
         except ImportError:
             note("there is no plot: matplotlib is not installed (`pip install matplotlib`)")
     except OSError as error:
         note(f"{out}: cannot be written ({error.strerror}); the figures are above")
         raise typer.Exit(1) from None
-    note(f"wrote {out}/calibration.*")
+    note(f"wrote {out}/{name}.*")
+
+
+@judge_app.command("noise")
+def judge_noise(
+    context: typer.Context,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="take the judge as it is now for the one to be")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="a folder for the table, the figures and a plot")
+    ] = None,
+    output: Output = "text",
+) -> None:
+    """Show the measured noise, position bias and drift of judge.model with judge.rubric."""
+    from contextlib import closing
+    from time import time
+
+    from ingest.noise.reading import accept_now, read_noise
+    from ingest.noise.table import as_dict, table_lines
+    from sidecar.store.database import Database
+
+    settings = settings_of(context)
+    judge = settings.judge
+    require_store(settings.store.url)
+    if out is not None:
+        _make(out)
+    with closing(Database(settings.store.url)) as database:
+        database.upgrade_if_behind()
+        if accept:
+            window = accept_now(database, judge, now=time())
+            if window is None:
+                note("there is no whole window yet: nothing to accept")
+                raise typer.Exit(1)
+            note(f"later windows are compared with window {window}")
+        found = read_noise(database, judge)
+    lines = [
+        f"{judge.model}, rubric {found.rubric_hash[:12]}: {found.waiting} groups wait to be scored "
+        f"again ({judge.rescore_share:.0%} of all, after {judge.rescore_after_s:g} s)",
+        "in brackets 95% intervals; +: not whole; *: later windows are compared with it",
+        "",
+        *table_lines(found.windows),
+    ]
+    if not found.windows:
+        lines = [*lines[:1], "nothing is known yet: no two groups have been scored twice"]
+    figures = {
+        "judge_model": judge.model,
+        "rubric_hash": found.rubric_hash,
+        "waiting": found.waiting,
+        "windows": [as_dict(row) for row in found.windows],
+    }
+    if output == "json":
+        say_json(figures)
+    else:
+        for line in lines:
+            say(line)
+    if out is not None:
+        from ingest.noise.plot import draw
+
+        oldest_first = found.windows[::-1]
+        _write(
+            out,
+            "noise",
+            lines,
+            figures,
+            lambda path: draw(oldest_first, path, min_spread=settings.learner.min_spread),
+        )

@@ -101,6 +101,16 @@ class GateJudge(msgspec.Struct):
     warning: str
 
 
+class JudgeNoise(msgspec.Struct):
+    groups: int
+    passes: int
+    sd: float | None
+    sd_low: float | None
+    sd_high: float | None
+    drift: str
+    drift_at: float | None
+
+
 class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
@@ -118,6 +128,7 @@ class Status(msgspec.Struct, kw_only=True):
     bus: Bus | None
     judge: Judge | None = None
     gate_judge: GateJudge | None = None
+    judge_noise: JudgeNoise | None = None
     sampling: Trouble | None = None
     dead_letters: int = 0
     token_check: str
@@ -154,6 +165,7 @@ def status_lines(
         *_sampling(status.sampling, now),
         *_judge(status.judge, now),
         *_gate_judge(status.gate_judge),
+        *_judge_noise(status.judge_noise, now),
         *_retention(status.retention, now),
         *_token_check(status.token_check),
     ]
@@ -302,6 +314,17 @@ def _gate_judge(judge: GateJudge | None) -> Iterator[str]:
     yield f"Gate: judged by {judge.model}, {passes}, by {rubric}."
     if judge.warning:
         yield f"  WARNING: {judge.warning}."
+
+
+def _judge_noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
+    if noise is None or noise.sd is None:
+        return
+    between = f" ({noise.sd_low:.3f} to {noise.sd_high:.3f})" if noise.sd_low is not None else ""
+    of = _count(noise.groups, "group")
+    yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
+    if noise.drift:
+        since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"
+        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise`"
 
 
 def _retention(retention: Retention | None, now: float) -> Iterator[str]:

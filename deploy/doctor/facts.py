@@ -10,6 +10,7 @@ from deploy.funnel.stages import Name
 from deploy.preflight.findings import Finding
 from ingest.intake.bus_report import BusState
 from ingest.judge_watch.state import JudgeState
+from ingest.noise.state import NoiseState
 from ingest.sampling.budget import Spent
 from sidecar.settings import Settings
 
@@ -48,6 +49,8 @@ class StoreFacts:
     """The budget of sampling that is spent."""
     judge: JudgeState | None = None
     """The judge, as score last saw it."""
+    noise: NoiseState | None = None
+    """The noise of the judge that the settings name."""
     learner_paused: bool = False
     run: LastRun | None = None
     adapter: tuple[str, str, str] | None = None

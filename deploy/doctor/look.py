@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 from sqlalchemy import make_url
+from sqlalchemy.orm import Session
 
 from deploy.doctor.bounded import run_checks
 from deploy.doctor.facts import Facts, StoreFacts
@@ -32,13 +33,15 @@ from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
 from ingest.intake.bus_report import read_state
 from ingest.judge_watch.state import read_judge_state
+from ingest.noise.state import NoiseState, read_noise_state
+from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.budget import first_spent, read_usage
 from learner.ready import EMPTY, why_not_ready
 from learner.runs.cron import read_cron
 from learner.runs.schedule import PAUSED_FLAG
 from sidecar.errors import SettingsError, StoreError
 from sidecar.processes.state_lock import holder
-from sidecar.settings import Settings
+from sidecar.settings import Judge, Settings
 from sidecar.settings.kinds import base_url
 from sidecar.store.database import Database, get_flag, newest_revision
 
@@ -150,12 +153,22 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 bus=read_state(session),
                 spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
                 judge=read_judge_state(session) if settings.judge.model else None,
+                noise=_noise(session, settings.judge),
                 learner_paused=get_flag(session, PAUSED_FLAG) == "1",
                 run=newest_run(session, model),
                 adapter=newest_adapter(session, model),
                 canary=(canary.reason or "") if canary is not None else "",
                 recent=read_recent(session),
             )
+
+
+def _noise(session: Session, judge: Judge) -> NoiseState | None:
+    """Return what is known of the noise of this judge; None when that is of another."""
+    found = read_noise_state(session)
+    if found is None or found.judge_model != judge.model:
+        return None
+    asked = rubric_hash(judge.rubric, show_reasoning=judge.show_reasoning)
+    return found if found.rubric_hash == asked else None
 
 
 def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:

@@ -108,6 +108,12 @@ ENDS: Final[Mapping[str, tuple[Name, str, str]]] = {
         "the judge sees no difference: make judge.rubric say what is better, raise the agents' "
         "temperature, or lower learner.min_spread",
     ),
+    "within_noise": (
+        "learning",
+        "within_noise",
+        "the scores differ by no more than the judge's noise (`sidecar judge noise`): more "
+        "judge.passes, a steadier judge, or a rubric that tells answers further apart",
+    ),
     "stale": ("learning", "stale", "raise learner.max_age_versions, or run less often"),
     "too_few_trainable": (
         "learning",

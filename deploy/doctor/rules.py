@@ -113,6 +113,7 @@ def _of_store(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     yield from _most_end("selection", store.recent.selections, SELECTIONS, NORMAL)
     yield from _budget(store, stages["sampling"])
     yield from _judge(facts, store)
+    yield from _judge_drift(store)
     yield from _masks(store.recent.served)
     yield from _groups(facts, store)
     yield from _run(store)
@@ -183,6 +184,20 @@ def _judge(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
         if rejects
         else "see why it does not answer; score asks it again and again",
     )
+
+
+def _judge_drift(store: StoreFacts) -> Iterator[Diagnosis]:
+    """Yield that the judge is not the one it was. Records go on, by scores of another meaning."""
+    noise = store.noise
+    if noise is not None and noise.drift:
+        yield Diagnosis(
+            stage="judging",
+            cause="judge_drift",
+            text=f"the judge {noise.judge_model} is not as it was: {noise.drift}",
+            to_do="ask its provider whether another model answers to this name, or name a dated "
+            "model; `sidecar judge noise` has the figures, and `sidecar judge noise --accept` "
+            "takes the judge as it is now",
+        )
 
 
 def _masks(served: Mapping[str, int]) -> Iterator[Diagnosis]:

@@ -35,6 +35,7 @@ from sidecar.store.models import (
     GroupDigestRow,
     GroupRow,
     JudgeCallRow,
+    RescoringRow,
     RunRow,
     SignalRow,
 )
@@ -246,6 +247,7 @@ def _delete_groups(session: Session, group_ids: Sequence[str], exchange_ids: Seq
     session.execute(delete(JudgeCallRow).where(JudgeCallRow.group_id.in_(judged)))
     if group_ids:
         session.execute(delete(AnswerRow).where(AnswerRow.group_id.in_(group_ids)))
+        session.execute(delete(RescoringRow).where(RescoringRow.group_id.in_(group_ids)))
         session.execute(delete(GroupRow).where(GroupRow.group_id.in_(group_ids)))
 
 

@@ -29,7 +29,7 @@ from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failu
 from ingest.ruler.judge_errors import storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.probe import SUBJECT
-from ingest.ruler.ruler import JudgeCall
+from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.store.groups import load_group, load_scored_group, mark_scored, set_aside
 from sidecar.errors import StoreError
 from sidecar.store.database import Database, count
@@ -37,6 +37,9 @@ from sidecar.store.models import GroupRow
 
 _DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
 """Errors of reading a damaged group."""
+
+OnScored = Callable[[Session, str, Judgement, str, float], None]
+"""(session, group id, judgement, rubric hash, Unix seconds)"""
 
 log = structlog.get_logger()
 
@@ -52,13 +55,16 @@ class Judgements:
         judge_model: str,
         rubric_hash: str,
         lease_s: float,
+        on_scored: OnScored | None = None,
     ) -> None:
-        """lease_s: how long a claimed group belongs to this worker."""
+        """lease_s: how long a claimed group belongs to this worker.
+        on_scored: is called in the transaction that stores a group's scores."""
         self._database = database
         self._clock = clock
         self._judge_model = judge_model
         self._rubric_hash = rubric_hash
         self._lease_s = lease_s
+        self._on_scored = on_scored
         self._lost = 0
         """Paid calls that could not be stored, and are not counted yet."""
 
@@ -162,7 +168,7 @@ class Judgements:
         elif isinstance(outcome, SetAside):
             return set_aside(session, group_id, outcome.reason, detail=storable(outcome.detail))
         elif isinstance(outcome, Scored):
-            return mark_scored(
+            marked = mark_scored(
                 session,
                 group_id,
                 outcome.judgement.scores,
@@ -172,6 +178,9 @@ class Judgements:
                 outcome.judgement.disagreement,
                 outcome.rewarded,
             )
+            if marked and self._on_scored is not None:
+                self._on_scored(session, group_id, outcome.judgement, self._rubric_hash, now)
+            return marked
         return False
 
     def record_probe(

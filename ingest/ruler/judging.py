@@ -36,7 +36,7 @@ from ingest.ruler.group import (
 )
 from ingest.ruler.judge import Judge
 from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
-from ingest.ruler.judgements import Judgements
+from ingest.ruler.judgements import Judgements, OnScored
 from ingest.ruler.outage import LAST_DELAY_S, Outage
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
@@ -80,10 +80,11 @@ class JudgingWorker:
         view: JudgeView | None = None,
         announce: Callable[[str], None] = lambda _: None,
         rewarding: Rewarding | None = None,
+        on_scored: OnScored | None = None,
     ) -> None:
         """draw_seed: called for each group, so that nobody can predict the ids in its prompt.
         view: as for `score_answers`. announce: tells the operator's terminal. rewarding: has the
-        answers verified; None: no verifiers."""
+        answers verified; None: no verifiers. on_scored: as for `Judgements`."""
         verifying_s = LONGEST_S if rewarding is not None else 0.0
         self._rewarding = rewarding
         self._view = view
@@ -97,6 +98,7 @@ class JudgingWorker:
             judge_model=judge.model,
             rubric_hash=rubric_hash(settings.rubric, show_reasoning=settings.show_reasoning),
             lease_s=settings.passes * ATTEMPTS * settings.timeout_s + verifying_s + LEASE_SLACK_S,
+            on_scored=on_scored,
         )
         self._blame = Blame()
         self._store = Outage()

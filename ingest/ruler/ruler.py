@@ -21,7 +21,7 @@ from opentelemetry import trace
 from ingest.errors import JudgeReplyError
 from ingest.judge_prompt.shown import looks, shown_answer
 from ingest.privacy.judge_view import JudgeView, View, default_view
-from ingest.records import Disagreement
+from ingest.records import Disagreement, ShownPass
 from ingest.ruler.judge import Judge, JudgeReply, context_tokens_of
 from ingest.ruler.prompt import RulerPrompt, build_prompt
 from ingest.ruler.reply import parse_reply
@@ -65,6 +65,9 @@ class Judgement:
     disagreement: Disagreement | None
     """How far the passes differ; None after a single pass."""
     calls: tuple[JudgeCall, ...]
+    passes: tuple[ShownPass, ...] = ()
+    """Each pass, of the distinct answers in order of first appearance; empty: the judge was not
+    asked."""
 
 
 OnCall = Callable[[JudgeCall], None]
@@ -148,6 +151,7 @@ async def score_candidates(
             on_call(call)
 
     rounds: list[Read] = []
+    orders: list[tuple[int, ...]] = []
     for number in range(passes):
         order_seed = 2 * seed + number
         prompt = await asyncio.to_thread(
@@ -165,6 +169,7 @@ async def score_candidates(
                 span.set_attribute("judge.left_out_characters", prompt.left_out_characters)
             span.set_attribute("judge.ok", False)
             rounds.append(await _one_pass(judge, prompt, order_seed, note, span))
+            orders.append(prompt.order)
             span.set_attribute("judge.ok", True)
     scores = [sum(column) / passes for column in zip(*(each[0] for each in rounds), strict=True)]
     words = ["\n".join(column) for column in zip(*(each[1] for each in rounds), strict=True)]
@@ -172,6 +177,10 @@ async def score_candidates(
         scores=tuple(scores[place] for place in place_of),
         explanations=tuple(words[place] for place in place_of),
         disagreement=measure_disagreement([scores for scores, _ in rounds], place_of),
+        passes=tuple(
+            ShownPass(order=order, scores=each)
+            for order, (each, _) in zip(orders, rounds, strict=True)
+        ),
         calls=tuple(calls),
     )
 

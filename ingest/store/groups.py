@@ -128,6 +128,7 @@ def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
         explanations=tuple(opened_explanation(session, answer) for answer in answers),
         judge_model=msgspec.convert(row.judge_model, str),
         rubric_hash=msgspec.convert(row.rubric_hash, str),
+        single_pass=row.disagreement is None,
         rewarded=load_rewards(session, row, answers),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 from ingest.records import ScoredGroup
 from learner.records import Parent, TrainingOutcome
 from learner.runs.selection import mask_reason
+from learner.runs.spread_gate import Noise, SpreadGate
 from sidecar.settings import Learner
 
 FORMAT = 1
@@ -29,13 +30,16 @@ def build_lineage(
     groups: Sequence[ScoredGroup],
     dropped: Mapping[str, str],
     settings: Learner,
+    gates: Mapping[str, SpreadGate],
+    noise: Noise,
     outcome: TrainingOutcome,
     libraries: Mapping[str, str],
 ) -> dict[str, Any]:
     """Build the record that explains an adapter and allows to reproduce it.
 
     created_at: Unix seconds. groups: the groups trained on. dropped: group id -> reason, for the
-    groups that the run left out.
+    groups that the run left out. gates: group id -> the least spread of its scores. noise: of the
+    judges, as it was measured when the groups were selected.
     """
     return {
         "format": FORMAT,
@@ -45,10 +49,16 @@ def build_lineage(
         "base_model": base_model_path,
         "parent": {"name": parent.name, "version": parent.version, "digest": parent.digest},
         "groups": [
-            _describe(group, outcome.drifted.get(group.group.group_id, ())) for group in groups
+            _describe(
+                group,
+                outcome.drifted.get(group.group.group_id, ()),
+                gates.get(group.group.group_id),
+            )
+            for group in groups
         ],
         "dropped": dict(dropped),
         "judges": sorted({(group.judge_model, group.rubric_hash) for group in groups}),
+        "judge_noise": [asdict(one) for _, one in sorted(noise.items())],
         "settings": settings.model_dump(mode="json"),
         "seed": settings.seed,
         "algorithm": dict(outcome.algorithm),
@@ -91,7 +101,9 @@ continuing from {lineage["parent"]["name"]}.
 """
 
 
-def _describe(scored: ScoredGroup, drifted: Collection[int]) -> dict[str, Any]:
+def _describe(
+    scored: ScoredGroup, drifted: Collection[int], gate: SpreadGate | None
+) -> dict[str, Any]:
     return {
         "group_id": scored.group.group_id,
         "exchange_id": scored.group.exchange_id,
@@ -102,6 +114,8 @@ def _describe(scored: ScoredGroup, drifted: Collection[int]) -> dict[str, Any]:
         "rewards": list(scored.rewards),
         "independent_rewards": list(scored.rewarded.independent) if scored.rewarded else [],
         "reward_rule": dict(scored.rewarded.rule) if scored.rewarded else None,
+        "least_spread": gate.least if gate is not None else None,
+        "noise_sd": gate.noise_sd if gate is not None else None,
         "masked": [
             "drift" if place in drifted else mask_reason(answer)
             for place, answer in enumerate(scored.group.answers)

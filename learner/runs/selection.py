@@ -20,17 +20,21 @@ from ingest.records import Answer, ScoredGroup
 from learner.grpo.advantages import MIN_TRAINABLE, center_rewards, spread
 from learner.grpo.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
+from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
 
 DropReason = Literal[
     "too_few_answers",
     "non_finite_score",
     "score_out_of_range",
     "no_spread",
+    "within_noise",
     "no_prompt",
     "too_few_trainable",
     "too_long",
     "unreadable",
 ]
+SPREAD: tuple[DropReason, ...] = ("no_spread", "within_noise")
+"""Reasons of groups whose scores differ too little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,32 +44,46 @@ class Selection:
     """group id -> reason"""
     masked_answers: Mapping[str, int]
     """reason -> number of answers of the taken groups that are left out of the loss"""
+    gates: Mapping[str, SpreadGate]
+    """group id -> the least spread that its scores had to have; of taken groups, and of those
+    dropped for their spread"""
 
 
 def select_groups(
-    scored_groups: Sequence[ScoredGroup], *, min_spread: float, pack_tokens: int
+    scored_groups: Sequence[ScoredGroup],
+    *,
+    min_spread: float,
+    pack_tokens: int,
+    noise: Noise | None = None,
 ) -> Selection:
     """Turn scored groups into training groups.
 
     min_spread: score units; a group whose rewards have a smaller population standard deviation
         is dropped, and so is one whose rewards are all equal.
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
+    noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
     masked: Counter[str] = Counter()
+    gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
         try:
-            reason = _drop_reason(scored, min_spread=min_spread, pack_tokens=pack_tokens)
+            gate = spread_gate(scored, noise or {}, min_spread=min_spread)
+            reason = _drop_reason(scored, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens)
             group = _training_group(scored) if reason is None else None
         except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
-            reason, group = "unreadable", None
+            reason, group, gate = "unreadable", None, None
+        if gate is not None and reason in (None, *SPREAD):
+            gates[scored.group.group_id] = gate
         if group is None:
             dropped[scored.group.group_id] = reason or "unreadable"
             continue
         groups.append(group)
         masked.update(why for answer in scored.group.answers if (why := mask_reason(answer)))
-    return Selection(groups=tuple(groups), dropped=dropped, masked_answers=dict(masked))
+    return Selection(
+        groups=tuple(groups), dropped=dropped, masked_answers=dict(masked), gates=gates
+    )
 
 
 def mask_reason(answer: Answer) -> str | None:
@@ -87,7 +105,9 @@ def mask_reason(answer: Answer) -> str | None:
     return None
 
 
-def _drop_reason(scored: ScoredGroup, *, min_spread: float, pack_tokens: int) -> DropReason | None:
+def _drop_reason(
+    scored: ScoredGroup, *, gate: SpreadGate, min_spread: float, pack_tokens: int
+) -> DropReason | None:
     prompt = scored.group.prompt_token_ids
     trainable = [answer for answer in scored.group.answers if mask_reason(answer) is None]
     if len(scored.rewards) < 2:
@@ -99,6 +119,8 @@ def _drop_reason(scored: ScoredGroup, *, min_spread: float, pack_tokens: int) ->
     found = spread(scored.rewards)
     if found == 0.0 or found < min_spread:
         return "no_spread"
+    if found < gate.least:
+        return "within_noise"
     if not prompt:
         return "no_prompt"
     if len(trainable) < MIN_TRAINABLE:

@@ -21,6 +21,7 @@ import structlog
 from opentelemetry import trace
 from sqlalchemy.orm import Session
 
+from ingest.noise.windows import measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED, SCORED
 from learner.adapter_folder import CARD, LINEAGE
@@ -44,6 +45,7 @@ from learner.runs.runs import (
     running_ids,
 )
 from learner.runs.selection import Selection, select_groups
+from learner.runs.spread_gate import Noise
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
@@ -83,6 +85,8 @@ class _Material:
     """Group id -> details of the reason, if any."""
     samplers: Mapping[str, Parent]
     """Registered adapters that sampled the groups, by name."""
+    noise: Noise
+    """Measured noise of the judges that scored the groups."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -215,8 +219,12 @@ class Run:
         with self._database.read() as session:
             scored, broken = source.load(session, taken, pack_tokens=settings.pack_tokens)
             samplers = source.samplers(session, model, (g.group.adapter for g in scored))
+            noise = measured_noise(session, ((g.judge_model, g.rubric_hash) for g in scored))
         selection = select_groups(
-            scored, min_spread=settings.min_spread, pack_tokens=settings.pack_tokens
+            scored,
+            min_spread=settings.min_spread,
+            pack_tokens=settings.pack_tokens,
+            noise=noise,
         )
         useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
         material = _Material(
@@ -225,14 +233,19 @@ class Run:
             selection=selection,
             unclaimed=left,
             dropped=useless,
-            texts={g: fault.text for g, fault in broken.items()},
+            texts={
+                **{g: fault.text for g, fault in broken.items()},
+                **{g: gate.words for g, gate in selection.gates.items() if g in useless},
+            },
             samplers=samplers,
+            noise=noise,
         )
         log.info(
             "groups_claimed",
             run_id=self.run_id,
             **material.counts,
             masked_answers=dict(selection.masked_answers),
+            judge_noise={f"{m} {r[:12]}": round(one.sd, 4) for (m, r), one in noise.items()},
         )
         if not selection.groups:
             self._skip(material, fresh=len(waiting.fresh))
@@ -302,6 +315,8 @@ class Run:
             groups=material.scored,
             dropped=material.left_out,
             settings=self._settings.learner,
+            gates=material.selection.gates,
+            noise=material.noise,
             outcome=outcome,
             libraries={name: version(name) for name in LIBRARIES},
         )

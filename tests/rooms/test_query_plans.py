@@ -54,6 +54,7 @@ SCANS = {
     "deploy/doctor/recent.py:read_recent": NEWEST,
     "ingest/store/sessions.py:newest_exchanges": NEWEST,
     "ingest/best_of/store.py:any_scores": "one row",
+    "ingest/noise/choosing.py:count_waiting": "what waits, by an index of that alone, with a limit",
     "ingest/best_of/store.py:oldest_scores": "in the order of an index, with a limit",
     "ingest/store/listing.py:newest_scored_groups": LISTING,
 }

@@ -43,6 +43,9 @@ from ingest.feedback.deriving import derive_session
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.loop import Intake
 from ingest.judge_watch.state import JudgeState, why_sampling_holds, write_judge_state
+from ingest.noise.choosing import Choosing
+from ingest.noise.reading import accept_now, read_noise
+from ingest.noise.worker import RescoringWorker
 from ingest.retention.sweep import Sweeper
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
@@ -80,6 +83,8 @@ from sidecar.store.models import (
     FeedbackRow,
     GroupRow,
     JudgeCallRow,
+    JudgeNoiseRow,
+    RescoringRow,
 )
 from support.clock import Clock
 from support.fake_checker import FakeChecker
@@ -88,7 +93,7 @@ from support.fake_judge import FakeJudge, Reply, score_by_content
 from support.fake_load import FakeRoom
 from support.fake_sampler import FakeSampler
 from support.ingest_kit import MemoryBus, make_choice, make_exchange
-from support.large_store import EXCHANGES, MODEL, NOW, adapter, exchange_id
+from support.large_store import EXCHANGES, MODEL, NOW, RUBRIC, adapter, exchange_id
 
 VERSIONS = EXCHANGES // 2_000
 CHAMPION, CANDIDATE = adapter(VERSIONS - 1), adapter(VERSIONS)
@@ -110,7 +115,7 @@ class _Use:
             bus=Bus(batch=20),
             store=Store(url=self.url),
             groups=Groups(size=4, rate=1.0, max_pending_groups=150),
-            judge=JudgeSettings(model="scripted", rubric="Be good.", concurrency=4),
+            judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4, rescore_share=1.0),
             learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
         )
 
@@ -344,7 +349,13 @@ async def _score(use: _Use) -> None:
     scripts: list[tuple[Reply, ...]] = [(scores,), (away,), (rejected, scores), ("rubbish",)]
     for script in scripts:
         judge = FakeJudge(*script, model="scripted")
-        worker = JudgingWorker(use.database, judge, use.settings.judge, clock=use.clock)
+        worker = JudgingWorker(
+            use.database,
+            judge,
+            use.settings.judge,
+            clock=use.clock,
+            on_scored=Choosing(use.settings.judge).note,
+        )
         if script == (scores,):
             await worker.begin()
         for _ in range(2 if script == (scores,) else 3):
@@ -358,6 +369,7 @@ async def _score(use: _Use) -> None:
         use.database, judge, use.settings.judge, clock=use.clock, rewarding=rewarding
     )
     await verifying.step()
+    await _rescore(use)
     with use.database.write() as session:
         name = session.scalars(select(GroupRow.group_id).where(GroupRow.status == "scored")).first()
         assert name is not None
@@ -368,6 +380,46 @@ async def _score(use: _Use) -> None:
         write_judge_state(session, JudgeState(state="away", since=NOW), now=NOW)
         why_sampling_holds(session)
     await _best_of(use)
+
+
+async def _rescore(use: _Use) -> None:
+    """Fill a window of a series that has thousands; each way out of the queue is taken."""
+    use.change(GroupRow, {"lease_until": use.clock.now + 1e9}, GroupRow.status == "sampled")
+    with use.database.write() as session:
+        write_judge_state(session, JudgeState(state="works", since=NOW), now=NOW)
+        waiting = select(RescoringRow).where(RescoringRow.window_number.is_(None))
+        first, *others = session.scalars(waiting.order_by(RescoringRow.due_at)).all()
+        first.first = ["?"]
+        for row in others:
+            row.chosen_at = row.due_at = use.clock.now
+    scripts: list[tuple[Reply, ...]] = [
+        (score_by_content({}, otherwise=0.5),),
+        (JudgeUnavailableError("away"),),
+        ("rubbish",),
+    ]
+    for script in scripts:
+        worker = RescoringWorker(
+            use.database,
+            FakeJudge(*script, model="scripted"),
+            use.settings.judge,
+            clock=use.clock,
+        )
+        stop = asyncio.Event()
+        stop.set()
+        await worker.run(stop)
+        worker.begin()
+        for _ in range(60 if script == scripts[0] else 1):
+            await worker.step()
+        stopping = asyncio.create_task(stop.wait())
+        await stopping
+        await worker.step(stopping)
+    with use.database.read() as session:
+        newest = session.scalars(
+            select(JudgeNoiseRow.whole).order_by(JudgeNoiseRow.window_number.desc()).limit(1)
+        ).one()
+    assert newest is False, "one window was filled, and the next one has begun"
+    accept_now(use.database, use.settings.judge, now=use.clock.now)
+    read_noise(use.database, use.settings.judge)
 
 
 async def _best_of(use: _Use) -> None:

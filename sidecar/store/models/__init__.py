@@ -13,6 +13,7 @@ from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
 from sidecar.store.models.deletions import ForgottenRow, GroupDigestRow
 from sidecar.store.models.feedback import FeedbackRow, SignalRow
 from sidecar.store.models.groups import AnswerRow, BestOfScoreRow, GroupRow, JudgeCallRow
+from sidecar.store.models.noise import JudgeNoiseRow, RescoringRow
 from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow
 from sidecar.store.models.registry import (
     AdapterRow,
@@ -45,6 +46,8 @@ __all__ = [
     "GroupDigestRow",
     "GroupRow",
     "JudgeCallRow",
+    "JudgeNoiseRow",
+    "RescoringRow",
     "RoutingRow",
     "RunRow",
     "SignalRow",

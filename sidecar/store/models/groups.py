@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, Index, String, Text
+from sqlalchemy import ForeignKey, Index, String, Text, false
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base, partial_index
@@ -100,6 +100,8 @@ class JudgeCallRow(Base):
     seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
     group_id: Mapped[str] = mapped_column(String(64), index=True)
     """A group's id, or a gate comparison's."""
+    again: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """The group has its scores, and is scored again to measure the judge's noise."""
     at: Mapped[float]
     judge_model: Mapped[str] = mapped_column(String(255))
     rubric_hash: Mapped[str] = mapped_column(String(64))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import httpx
+import msgspec
 import pytest
 from sqlalchemy import select, update
 
@@ -24,6 +26,7 @@ from ingest.feedback.placing import save_feedback
 from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
 from ingest.judge_watch.state import JudgeState, write_judge_state
+from ingest.noise.state import NoiseState, write_noise_state
 from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow
@@ -860,6 +863,29 @@ async def test_metrics_are_read_from_the_store(world: World, api: Api) -> None:
     text = (await api.client.get("/metrics")).text
     assert 'sidecar_records_total{reason="rolled_back",stage="canary"} 1.0' in text
     assert "sidecar_canary_weight 0.0" in text
+
+
+async def test_the_noise_of_the_judge_is_in_status_and_metrics(world: World, api: Api) -> None:
+    before = (await api.client.get("/metrics")).text
+    assert "sidecar_judge_noise_sd" in before
+    assert not re.search(r"^sidecar_judge_(noise_sd|drift) ", before, re.MULTILINE)
+    known = NoiseState(
+        at=5.0, judge_model="j", rubric_hash="r", passes=2, groups=50, whole=True, sd=0.04,
+        sd_low=0.03, sd_high=0.05, slope=-0.1, slope_low=-0.2, slope_high=0.0, flips=0.25,
+        drift="noise sd 0.040, the window before 0.020", drift_at=5.0,
+    )  # fmt: skip
+    with world.database.write() as session:
+        write_noise_state(session, known)
+
+    text = (await api.client.get("/metrics")).text
+    status = (await api.get("/status")).json()
+
+    assert "sidecar_judge_noise_sd 0.04\n" in text
+    assert "sidecar_judge_position_slope -0.1\n" in text
+    assert "sidecar_judge_flips 0.25\n" in text
+    assert "sidecar_judge_noise_groups 50.0\n" in text
+    assert "sidecar_judge_drift 1.0\n" in text
+    assert status["judge_noise"] == msgspec.structs.asdict(known)
 
 
 async def test_openapi_names_every_path(api: Api) -> None:

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from deploy.cli.judge import _named, _write
 from deploy.cli.main import main
+from ingest.calibration.plot import draw
 from sidecar.settings import Judge
 from support.scripted_judges import BIAS, ScriptedJudges, shipped_truth
 
@@ -194,7 +195,7 @@ def test_without_matplotlib_the_rest_is_written(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     found: dict[str, Any] = {"groups": 1}
 
-    _write(tmp_path, ["a table"], found, [])
+    _write(tmp_path, "calibration", ["a table"], found, lambda path: draw([], path))
 
     assert sorted(one.name for one in tmp_path.iterdir()) == ["calibration.json", "calibration.txt"]
     assert "there is no plot: matplotlib is not installed" in capsys.readouterr().err

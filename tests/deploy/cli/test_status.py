@@ -16,7 +16,7 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut, GateJudgeOut, JudgeOut, TroubleOut
+from deploy.admin.out import BusOut, GateJudgeOut, JudgeNoiseOut, JudgeOut, TroubleOut
 from deploy.cli.status import status_lines
 from deploy.cli.times import shown_time
 from deploy.examiner import examiner_of
@@ -156,6 +156,35 @@ def test_a_gate_that_is_marked_by_the_rewards_judge_is_said() -> None:
         "learned to please this judge passes for better; name another model in gate_judge.model.",
     ]
     assert said(apart) == ["Gate: judged by openai/b, 1 pass, by a rubric of its own."]
+
+
+def noise(**changes: Any) -> JudgeNoiseOut:
+    fields: dict[str, Any] = {
+        "at": NOW, "judge_model": "j", "rubric_hash": "r", "passes": 2, "groups": 50,
+        "whole": True, "sd": 0.0414, "sd_low": 0.035, "sd_high": 0.049, "slope": 0.0,
+        "slope_low": -0.01, "slope_high": 0.01, "flips": 0.1, "drift": "", "drift_at": None,
+    }  # fmt: skip
+    return JudgeNoiseOut(**{**fields, **changes})
+
+
+def test_the_noise_of_the_judge_has_a_line_and_its_drift_one_more() -> None:
+    known = status_lines(status(judge_noise=noise()), NOW)
+    drifted = noise(drift="noise sd 0.107, the window before 0.037", drift_at=NOW - 60)
+    changed = status_lines(status(judge_noise=drifted), NOW)
+    nothing = status_lines(status(judge_noise=noise(sd=None, groups=0)), NOW)
+
+    assert known is not None
+    assert changed is not None
+    quiet = status_lines(status(), NOW)
+    assert quiet is not None
+    assert nothing == quiet
+    line = "  Noise of a score: sd 0.041 (0.035 to 0.049), from 50 groups scored twice."
+    assert [one for one in known if one not in quiet] == [line]
+    assert [one for one in changed if one not in quiet] == [
+        line,
+        f"  The judge is NOT AS IT WAS since {shown_time(NOW - 60, NOW)}: noise sd 0.107, the "
+        "window before 0.037; see `sidecar judge noise`",
+    ]
 
 
 def canary(**changes: Any) -> CanaryOut:

@@ -26,7 +26,9 @@ from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
 from ingest.judge_watch.state import JudgeState, write_judge_state
+from ingest.noise.state import NoiseState, write_noise_state
 from ingest.ruler.judging import JudgingWorker
+from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.worker import SamplingWorker
 from ingest.vllm.watch import EngineWatch
 from learner.errors import NothingToLearnError
@@ -417,6 +419,29 @@ def test_a_setting_that_is_empty_is_named_without_asking_anybody(
 
     assert stop_of(found) == (1, stage, cause)
     assert found[1]["diagnoses"][0]["text"].startswith(f"{section}.{name}: ")
+
+
+def test_a_judge_that_is_not_as_it_was(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.serve(*(exchange(number) for number in range(5)))
+    sidecar.score(1.0, 0.0)
+    known = NoiseState(
+        at=5.0, judge_model="openai/judge", rubric_hash=rubric_hash(sidecar.settings.judge.rubric),
+        passes=2, groups=50, whole=True, sd=0.04, drift="noise sd 0.040, the window before 0.020",
+    )  # fmt: skip
+    with closing(sidecar.open()) as database, database.write() as session:
+        write_noise_state(session, known)
+
+    drifted = sidecar.doctor(capsys, "--offline")
+    sidecar.configure(judge={"model": "openai/another"})
+    another = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(drifted) == (1, "judging", "judge_drift")
+    (found,) = drifted[1]["diagnoses"]
+    assert "noise sd 0.040, the window before 0.020" in found["text"]
+    assert "sidecar judge noise --accept" in found["to_do"]
+    assert another[1]["diagnoses"] == []
 
 
 async def test_an_adapter_rank_above_what_vllm_takes(

@@ -28,7 +28,7 @@ from learner.runs.train import Run, Trainer
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, set_flag
-from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, RunRow
+from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, JudgeNoiseRow, RunRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
@@ -152,6 +152,48 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: NewRun, tiny_base: Pat
     assert lineage["drift"]["mean_abs"] == 0.01
     assert lineage["algorithm"] == {"loss": "fake"}
     assert "base_model:" in (candidate.path / CARD).read_text()
+
+
+def put_noise(database: Database, sd: float) -> None:
+    """The judge's noise as score stores it: one whole window."""
+    figures = {
+        f"{name}{part}": 0.0
+        for name in ("slope", "first_minus_last", "shift", "flips")
+        for part in ("", "_error", "_low", "_high")
+    }
+    with database.write() as session:
+        session.add(
+            JudgeNoiseRow(
+                rubric_hash="rubric", judge_model="judge", passes=2, window_number=4, at=5.0,
+                whole=True, reference=True, groups=50, answers=400, sd=sd, sd_error=0.0, sd_low=sd,
+                sd_high=sd, pass_sd=sd, **figures,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.both_stores
+@pytest.mark.usefixtures("two_groups")
+def test_a_group_within_the_judges_noise_is_left_out_and_the_lineage_has_the_figure(
+    new_run: NewRun, database: Database, put_group: PutGroup, scored_group: MakeScoredGroup
+) -> None:
+    put_group(scored_group([0.50, 0.60], group_id="noise"))  # spread 0.05, under 0.0693
+    put_noise(database, 0.05)
+
+    candidate = new_run().start()
+
+    assert statuses(database)["noise"] == ("dropped", "within_noise")
+    assert counters(database) == {"trained": 2, "within_noise": 1}
+    with database.read() as session:
+        row = session.scalars(select(GroupRow).where(GroupRow.group_id == "noise")).one()
+    assert row.detail == "least 0.0693, by judge noise of sd 0.0500"
+    lineage = json.loads((candidate.path / LINEAGE).read_text())
+    assert [one["least_spread"] for one in lineage["groups"]] == pytest.approx(
+        [0.0693] * 2, abs=1e-4
+    )
+    assert [one["noise_sd"] for one in lineage["groups"]] == [0.05, 0.05]
+    (noise,) = lineage["judge_noise"]
+    assert (noise["sd"], noise["groups"], noise["window"], noise["at"]) == (0.05, 50, 4, 5.0)
+    assert (noise["judge_model"], noise["rubric_hash"]) == ("judge", "rubric")
 
 
 @pytest.mark.usefixtures("two_groups")

@@ -1,0 +1,1 @@
+"""The judge's noise: a share of the groups is scored again later, and the two scorings compared."""

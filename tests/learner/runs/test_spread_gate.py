@@ -1,0 +1,259 @@
+"""Groups whose scores spread by no more than the judge's noise are not learned from."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ingest.noise.estimate import estimate
+from ingest.noise.windows import MeasuredNoise
+from ingest.records import Rewarded
+from ingest.verifiers.combine import Rule, combine
+from ingest.verifiers.records import Checked, Finding
+from learner.runs.selection import Selection, select_groups
+from learner.runs.spread_gate import (
+    PASSING,
+    chi_square_quantile,
+    judge_share,
+    noise_factor,
+    spread_gate,
+)
+from support.simulated_judge import SimulatedJudge, scored_twice
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeScoredGroup
+
+TRIED = 4_000
+
+
+def measured(sd: float, pass_sd: float | None = None) -> dict[tuple[str, str], MeasuredNoise]:
+    one = MeasuredNoise(
+        judge_model="judge", rubric_hash="rubric", passes=2, window=3, groups=50, at=1.0,
+        sd=sd, pass_sd=sd if pass_sd is None else pass_sd,
+    )  # fmt: skip
+    return {("judge", "rubric"): one}
+
+
+def spreads(size: int, *, quality: float, rng: random.Random) -> list[list[float]]:
+    """Scores of groups with noise of 0.05, whose answers differ by `quality`."""
+    return [
+        [0.5 + rng.gauss(0, quality) + rng.gauss(0, 0.05) for _ in range(size)]
+        for _ in range(TRIED)
+    ]
+
+
+def passing(groups: Sequence[Sequence[float]], sd: float = 0.05) -> float:
+    return fmean(pstdev(scores) >= sd * noise_factor(scores) for scores in groups)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "table"),
+    [(1, 3.841), (2, 5.991), (3, 7.815), (4, 9.488), (5, 11.070), (6, 12.592), (7, 14.067),
+     (15, 24.996)],
+)  # fmt: skip
+def test_the_quantile_is_that_of_the_tables(freedom: int, table: float) -> None:
+    assert chi_square_quantile(freedom, 0.95) == pytest.approx(table, abs=5e-4)
+
+
+def test_the_factor_by_hand() -> None:
+    assert noise_factor([0.1, 0.9]) == pytest.approx(math.sqrt(3.8415 / 2), rel=1e-4)
+    assert noise_factor([k / 10 for k in range(8)]) == pytest.approx(1.3260, rel=1e-4)
+    factors = [noise_factor([k / 20 for k in range(size)]) for size in range(3, 17)]
+    assert factors == sorted(factors, reverse=True)  # a tie counted twice errs to the safe side
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_of_groups_of_pure_noise_one_in_twenty_passes(size: int) -> None:
+    groups = spreads(size, quality=0.0, rng=random.Random(size))
+
+    # the expectation that the threshold comes from, and the share: 5% +- 0.34% by chance
+    squares = fmean(pstdev(scores) ** 2 for scores in groups)
+    assert squares == pytest.approx(0.05**2 * (size - 1) / size, rel=0.06)
+    assert passing(groups) == pytest.approx(PASSING, abs=0.014)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_groups_with_spread_of_their_own_pass(size: int) -> None:
+    rng = random.Random(size)
+
+    # the scores of answers that differ by 0.2 spread by 0.2, or four times the noise
+    assert passing(spreads(size, quality=0.2, rng=rng)) > (0.97 if size == 8 else 0.85)
+    assert passing(spreads(size, quality=0.1, rng=rng)) > (0.8 if size == 8 else 0.55)
+
+
+@pytest.mark.parametrize("sizes", [(1, 7), (4, 4), (2, 2, 4), (1, 1, 6), (3, 3, 2), (1, 2, 2, 3)])
+def test_identical_answers_share_a_score_and_no_more_than_one_group_in_twenty_passes(
+    sizes: tuple[int, ...],
+) -> None:
+    rng = random.Random(1)
+    groups = [
+        [score for size in sizes for score in [0.5 + rng.gauss(0, 0.05)] * size]
+        for _ in range(TRIED)
+    ]
+
+    assert passing(groups) <= PASSING + 0.014
+
+
+def test_ties_of_a_judge_that_rounds_let_no_more_noise_pass() -> None:
+    rng = random.Random(2)
+    groups = [[round(score * 20) / 20 for score in one] for one in
+              spreads(8, quality=0.0, rng=rng)]  # fmt: skip
+    sd = math.sqrt(0.05**2 + 0.05**2 / 12)  # rounding to 0.05 is noise of its own
+
+    assert passing(groups, sd) <= PASSING
+
+
+def test_a_measured_judge_keeps_pure_noise_out_from_end_to_end() -> None:
+    """Measure a judge on 50 groups, then apply the gate to groups of equal answers."""
+    judge = SimulatedJudge(noise=0.08, slope=-0.1, common=0.1)
+    found = estimate(scored_twice(judge, groups=50, seed=11, passes=2))
+    assert found is not None
+    rng = random.Random(12)
+    means = []
+    for number in range(2_000):
+        rounds = judge.score([0.6] * 8, number, 2, rng)
+        means.append(
+            [fmean(column) for column in zip(*(one.scores for one in rounds), strict=True)]
+        )
+
+    share = passing(means, found.sd.value)
+
+    assert 0.01 < share < 0.12  # the sd is known to some 5%
+
+
+def select(*groups: object, sd: float | None, pass_sd: float | None = None) -> Selection:
+    return select_groups(
+        groups,  # type: ignore[arg-type]
+        min_spread=0.02,
+        pack_tokens=100,
+        noise=None if sd is None else measured(sd, pass_sd),
+    )
+
+
+def test_the_gate_is_the_larger_of_setting_and_noise(scored_group: MakeScoredGroup) -> None:
+    group = scored_group([0.4, 0.6])
+
+    assert spread_gate(group, {}, min_spread=0.02).least == 0.02
+    assert spread_gate(group, measured(0.001), min_spread=0.02).least == 0.02
+    gate = spread_gate(group, measured(0.05), min_spread=0.02)
+    assert gate.least == pytest.approx(0.05 * 1.3859, rel=1e-4)
+    assert gate.noise_sd == 0.05
+
+
+def test_a_group_within_the_noise_is_dropped_with_its_gate(scored_group: MakeScoredGroup) -> None:
+    groups = [
+        scored_group([0.40, 0.50], group_id="noise"),  # spread 0.05, under 0.0693
+        scored_group([0.40, 0.60], group_id="signal"),  # 0.1
+        scored_group([0.50, 0.51], group_id="flat"),  # 0.005
+    ]
+
+    selection = select(*groups, sd=0.05)
+
+    assert selection.dropped == {"noise": "within_noise", "flat": "no_spread"}
+    assert [group.group_id for group in selection.groups] == ["signal"]
+    assert set(selection.gates) == {"noise", "signal", "flat"}
+    assert selection.gates["noise"].words == "least 0.0693, by judge noise of sd 0.0500"
+    assert select(*groups, sd=None).dropped == {"flat": "no_spread"}
+
+
+def test_the_noise_is_that_of_the_judge_and_rubric_that_scored_the_group(
+    scored_group: MakeScoredGroup,
+) -> None:
+    noise = {("other judge", "rubric"): measured(0.4)["judge", "rubric"]}
+
+    gate = spread_gate(scored_group([0.4, 0.6]), noise, min_spread=0.02)
+
+    assert (gate.least, gate.noise_sd) == (0.02, None)
+    assert gate.words == "least 0.0200 (learner.min_spread)"
+
+
+def test_scores_of_a_single_pass_have_the_noise_of_one(scored_group: MakeScoredGroup) -> None:
+    group = scored_group([0.4, 0.6])
+
+    single = spread_gate(group, measured(0.05, 0.07), min_spread=0.02)
+    several = spread_gate(replace(group, single_pass=False), measured(0.05, 0.07), min_spread=0.02)
+
+    assert (single.noise_sd, several.noise_sd) == (0.07, 0.05)
+
+
+def checked(name: str, *scores: float, weight: float = 1.0, gate: bool = False) -> Checked:
+    return Checked(
+        name=name, version="1", digest="d", weight=weight, gate=gate, pass_at=1.0,
+        results=tuple(Finding(score=score) for score in scores), scores=scores,
+    )  # fmt: skip
+
+
+def rewarded(*found: Checked, rule: Rule, scores: Sequence[float] = (0.4, 0.6)) -> Rewarded:
+    return combine(scores, found, rule=rule, judge_weight=3.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "share"),
+    [
+        (None, 1.0),
+        (rewarded(rule="weights"), 1.0),  # no verifier counts
+        (rewarded(checked("v", 1.0, 1.0), rule="weights"), 0.75),
+        (rewarded(checked("v", 1.0, 0.0, weight=3.0), rule="weights"), 0.5),
+        (rewarded(checked("g", 1.0, 1.0, gate=True), rule="gate_then_rank"), 1.0),
+        (rewarded(checked("g", 1.0, 0.5, gate=True), rule="gate_then_rank"), 0.0),
+        (rewarded(checked("g", 1.0, 0.5, gate=True, weight=0.0), rule="gate_then_rank"), 0.0),
+        (rewarded(checked("g", 0.0, 0.0, gate=True), checked("v", 1.0, 0.0),
+                  rule="gate_then_rank"), 0.75),
+        (Rewarded(rewards=(0.1, 0.2), independent=(0.5, 0.5), rule={"verifiers": [{}]}), 1.0),
+    ],
+    ids=["none", "nothing counts", "weights", "half", "all pass", "gate tells", "no weight",
+         "both", "damaged"],
+)  # fmt: skip
+def test_the_noise_in_a_reward_is_that_of_the_judges_part(
+    scored_group: MakeScoredGroup, found: Rewarded | None, share: float
+) -> None:
+    group = replace(scored_group([0.4, 0.6]), rewarded=found)
+
+    assert judge_share(found) == share
+    gate = spread_gate(group, measured(0.2), min_spread=0.02)
+    assert gate.least == pytest.approx(max(0.02, share * 0.2 * 1.3859), rel=1e-4)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 3.0])
+def test_the_share_is_how_far_a_change_of_the_judges_score_moves_the_reward(weight: float) -> None:
+    found = [checked("v", 1.0, 0.0, weight=weight)]
+
+    before = combine((0.4, 0.6), found, rule="weights", judge_weight=3.0)
+    after = combine((0.4, 0.8), found, rule="weights", judge_weight=3.0)
+
+    moved = after.rewards[1] - before.rewards[1]
+    assert moved == pytest.approx(0.2 * judge_share(before))
+
+
+def test_what_a_gate_or_a_verifier_tells_apart_is_learned_from(
+    scored_group: MakeScoredGroup,
+) -> None:
+    scores = (0.45, 0.55)
+    by_gate = rewarded(checked("g", 1.0, 0.0, gate=True), rule="gate_then_rank", scores=scores)
+    alike = rewarded(checked("g", 1.0, 1.0, gate=True), rule="gate_then_rank", scores=scores)
+    by_weight = rewarded(checked("v", 1.0, 0.0), rule="weights", scores=scores)
+    groups = [
+        replace(scored_group(scores, group_id=name), rewarded=one)
+        for name, one in (("gate", by_gate), ("alike", alike), ("weight", by_weight))
+    ]
+
+    selection = select(*groups, sd=0.08)
+
+    # within 0.111 for the judge alone; with its weight of 3/4 they spread by 0.0875, over 0.083
+    assert selection.dropped == {"alike": "within_noise"}
+    assert [group.group_id for group in selection.groups] == ["gate", "weight"]
+
+
+def test_scores_of_answers_that_the_judge_was_not_asked_about_have_no_noise(
+    scored_group: MakeScoredGroup,
+) -> None:
+    told_apart = rewarded(checked("v", 1.0, 0.0), rule="weights", scores=(0.5, 0.5))
+    group = replace(scored_group([0.5, 0.5]), rewarded=told_apart)
+
+    assert spread_gate(group, measured(0.4), min_spread=0.02).least == 0.02
