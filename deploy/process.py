@@ -179,6 +179,7 @@ async def _run(
         model=model,
         rules=settings.canary,
         fleet=fleet,
+        watch=settings.watch,
         token_digests=settings.admin.tokens,
         on_change=on_change,
         examiner=examiner_of(settings),

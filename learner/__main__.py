@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="learner", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
-    parser.add_argument("--once", action="store_true", help="one run now; exit 3: nothing to learn")
+    parser.add_argument(
+        "--once", action="store_true", help="one run now; exit 3: nothing to learn, 4: held"
+    )
     parser.add_argument("--run-id", default="", help="name of that run; default: a new one")
     parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")
     args = parser.parse_args(argv)

@@ -3,6 +3,7 @@
 LearnerError
 ├── GroupTooSmallError (ValueError)     fewer than two answers: skip the group, count it
 ├── NothingToLearnError (LookupError)   no usable group: the run is skipped, with counts by reason
+├── HeldError (RuntimeError)            the reward watch holds the learner: see the run's row
 ├── FaultyGroupsError                   most groups of a run fail: the cause may lie outside them
 │   ├── DriftError (ValueError)         recorded and recomputed log-probabilities disagree
 │   ├── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
@@ -32,6 +33,13 @@ class GroupTooSmallError(LearnerError, ValueError):
 
 class NothingToLearnError(LearnerError, LookupError):
     """No usable group waits; the message counts the dropped ones by reason."""
+
+
+class HeldError(LearnerError, RuntimeError):
+    """The reward watch found that the reward is earned without better answers; no group was taken.
+
+    The message says what it found. `sidecar learner override` lets runs go on.
+    """
 
 
 class FaultyGroupsError(LearnerError):

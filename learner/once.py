@@ -9,15 +9,19 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from learner.errors import NothingToLearnError, RunInProgressError
+from learner.errors import HeldError, NothingToLearnError, RunInProgressError
 from learner.explain import explain
 from learner.records import Candidate
 from learner.runs.train import Run, Trainer
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 
-TRAINED, FAILED, NOTHING_TO_LEARN = 0, 1, 3
+TRAINED, FAILED, NOTHING_TO_LEARN, HELD = 0, 1, 3, 4
 POLL_S = 1.0
+TO_DO = (
+    "`sidecar learner watch` has the figures (docs/reward-watch.md); "
+    "`sidecar learner override --reason ...` lets runs go on"
+)
 
 
 def run_once(
@@ -28,7 +32,8 @@ def run_once(
     clock: Callable[[], float],
     stopping: threading.Event,
 ) -> int:
-    """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn.
+    """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn, 4
+    held by the reward watch.
 
     TERM and INT end the run at the next pack; its groups are given back.
     stopping: set when such a signal arrived before this call.
@@ -48,6 +53,9 @@ def run_once(
     except NothingToLearnError as error:
         sys.stdout.write(f"nothing to learn: {error}\n")
         return NOTHING_TO_LEARN
+    except HeldError as error:
+        sys.stdout.write(f"held by the reward watch, nothing was trained: {error}\n{TO_DO}\n")
+        return HELD
     except Exception as error:  # noqa: BLE001  the run's row and log hold it; this is the exit
         adapters_dir = settings.learner.adapters_dir
         sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}\n")

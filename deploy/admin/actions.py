@@ -34,6 +34,7 @@ from sidecar.records import BASE
 log = structlog.get_logger()
 
 CanaryAction = Literal["pause", "resume", "promote", "abort"]
+LearnerAction = Literal["pause", "resume", "run", "override"]
 IfMatch = Annotated[str | None, Header()]
 Reason = Annotated[ReasonIn | None, Body()]
 
@@ -156,26 +157,42 @@ def _act(
 def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
     @router.post("/learner/{action}")
     def switch(
-        action: learner_switches.Action,
+        action: LearnerAction,
         response: Response,
         actor: Caller,
         body: Reason = None,
         if_match: IfMatch = None,
     ) -> LearnerOut:
-        """Pause or resume the learner, or request a run now. The ETag comes from GET /learner."""
+        """Pause or resume the learner, request a run now, or let it go on though the reward watch
+        holds it (`override`). The ETag comes from GET /learner."""
         reason = _reason_in(body)
         with context.database.write() as session:
             switches = learner_switches.read(session)
             if action != "pause":
                 _check_match(if_match, switches.etag)
-            if action == "run" and switches.paused:
+            if action in ("run", "override") and switches.paused:
                 raise ConflictError(
                     "the learner is paused", learner_switches.allowed_actions(switches)
                 )
-            after = learner_switches.switch(
-                session, action, now=context.clock(), actor=actor, reason=reason
-            )
-            response.headers["etag"] = after.etag
+            if action == "override":
+                try:
+                    learner_switches.override(
+                        session,
+                        context.model,
+                        context.watch,
+                        now=context.clock(),
+                        actor=actor,
+                        reason=reason,
+                    )
+                except TransitionError as error:
+                    allowed = learner_switches.allowed_actions(switches)
+                    raise ConflictError(str(error), allowed) from error
+                session.flush()
+            else:
+                learner_switches.switch(
+                    session, action, now=context.clock(), actor=actor, reason=reason
+                )
+            response.headers["etag"] = learner_switches.read(session).etag
             return read_learner(session, context.model)
 
 

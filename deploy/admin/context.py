@@ -12,6 +12,7 @@ from deploy.engine.reconcile import EngineView
 from deploy.examiner import Examiner
 from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Watch
 from sidecar.store.database import Database
 
 
@@ -21,6 +22,7 @@ class AdminContext:
     model: str
     rules: CanarySettings
     fleet: Fleet
+    watch: Watch = field(default_factory=Watch)
     token_digests: tuple[str, ...] = ()
     """SHA-256 (hex) of the accepted bearer tokens; empty: local processes need no token."""
     refusals: Refusals = field(default_factory=Refusals)

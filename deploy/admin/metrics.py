@@ -18,6 +18,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from deploy.admin.auth import RefusalReason
+from deploy.admin.out import ProfileOut
 from deploy.engine.reconcile import EngineView
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
@@ -26,9 +27,13 @@ from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
 from ingest.noise.state import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
+from ingest.reward_watch.profile import DamagedProfileError
+from ingest.reward_watch.store import stored_profile
+from sidecar.records import BASE
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AdapterRow,
+    AliasRow,
     CanaryRow,
     GroupRow,
     RunRow,
@@ -65,6 +70,7 @@ class StoreCollector(Collector):
             yield _counters(found.counters)
             yield from _store(session)
             yield from _judge_noise(session)
+            yield from _watch(session, self._model)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
             "Admin API requests refused before routing, by reason, since control started.",
@@ -219,6 +225,52 @@ def _judge_noise(session: Session) -> Iterator[Metric]:
     if state is not None:
         drift.add_metric([], float(bool(state.drift)))
     yield drift
+
+
+def _watch(session: Session, model: str) -> Iterator[Metric]:
+    """What the reward watch knows of the champion and the base; a damaged profile shows nothing."""
+    newest = session.scalars(
+        select(RunRow.status)
+        .where(RunRow.model == model)
+        .order_by(RunRow.started_at.desc())
+        .limit(1)
+    ).first()
+    yield GaugeMetricFamily(
+        "sidecar_learner_held",
+        "Whether the reward watch held the newest run (1) or not (0).",
+        value=float(newest == "held"),
+    )
+    shares = GaugeMetricFamily(
+        "sidecar_watch_share",
+        "Share of an adapter's newest served answers that are of a kind, 0..1.",
+        labels=["adapter", "kind"],
+    )
+    tokens = GaugeMetricFamily(
+        "sidecar_watch_mean_tokens",
+        "Geometric mean of the tokens of an adapter's newest served answers.",
+        labels=["adapter"],
+    )
+    taste = GaugeMetricFamily(
+        "sidecar_watch_length_correlation",
+        "Correlation of reward and log length within an adapter's newest scored groups.",
+        labels=["adapter"],
+    )
+    alias = session.get(AliasRow, (model, "champion"))
+    for adapter in dict.fromkeys((BASE if alias is None else alias.adapter, BASE)):
+        try:
+            found = stored_profile(session, model, adapter)
+        except DamagedProfileError:
+            continue
+        if found is None:
+            continue
+        known = ProfileOut.known(adapter, found)
+        for kind, share in known.shares.items():
+            shares.add_metric([adapter, kind], share)
+        if known.mean_tokens is not None:
+            tokens.add_metric([adapter], known.mean_tokens)
+        if known.length_correlation is not None:
+            taste.add_metric([adapter], known.length_correlation)
+    yield from (shares, tokens, taste)
 
 
 def _exchanges(stages: tuple[Stage, ...]) -> Metric:

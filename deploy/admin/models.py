@@ -192,6 +192,9 @@ class RunOut(Out):
     settings: dict[str, Any]
     counts: dict[str, Any]
     metrics: list[Any]
+    held: dict[str, Any] | None
+    """Of a run that the reward watch held: `findings` with their figures, and `checks`, how often
+    it was asked; else null."""
 
 
 class ChoiceOut(Out):

@@ -1,10 +1,14 @@
-"""The base class of the admin API's replies, and the parts that need no other room's records."""
+"""The base class of the admin API's replies, and the parts that need no records of its own room."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from ingest.reward_watch.asking import Answer
+from ingest.reward_watch.profile import Profile
 
 
 class Out(BaseModel):
@@ -248,3 +252,89 @@ class Problem(BaseModel):
     instance: str
     allowed_actions: list[str] = Field(default_factory=list)
     """Actions that are allowed in the present state."""
+
+
+class FindingOut(Out):
+    """One breach that the reward watch found."""
+
+    check: str
+    reference: str
+    """The adapter that the champion is compared with; "": none."""
+    text: str
+    figures: dict[str, float]
+
+
+class ProfileOut(Out):
+    """What is known of one adapter's newest answers."""
+
+    adapter: str
+    answers: int
+    shares: dict[str, float]
+    """Kind of answer -> its share, 0..1."""
+    mean_tokens: float | None
+    """Geometric mean of completion tokens."""
+    groups: int
+    """Scored groups that tell of length."""
+    length_correlation: float | None
+    """Of reward and log length within groups."""
+    signals_share: float | None
+    """Share of answers that the user corrected or asked for again."""
+    feedback_mean: float | None
+    lost: bool
+    """What was stored was damaged, and cannot be made anew."""
+
+    @classmethod
+    def known(cls, adapter: str, profile: Profile) -> ProfileOut:
+        tokens, signals, told = profile.log_tokens, profile.signals, profile.feedback
+        return cls(
+            adapter=adapter,
+            answers=profile.answers,
+            shares={kind: one.hits / one.n for kind, one in profile.rates.items() if one.n},
+            mean_tokens=None if tokens is None else math.expm1(min(tokens.mean, MOST_LOG)),
+            groups=profile.groups,
+            length_correlation=profile.correlation,
+            signals_share=signals.hits / signals.n if signals is not None and signals.n else None,
+            feedback_mean=None if told is None else told.mean,
+            lost=profile.lost,
+        )
+
+
+MOST_LOG = 100.0
+"""No answer has so many tokens as e to this."""
+
+
+class WatchOut(Out):
+    """What the reward watch says of the champion."""
+
+    champion: str
+    held: bool
+    """A finding that nobody waived holds the learner."""
+    findings: list[FindingOut]
+    waived: list[str]
+    """Checks whose findings do not hold: an operator's override, or `watch.hold` is false."""
+    unknown: dict[str, str]
+    """Check -> why it could not be made."""
+    adapters: list[ProfileOut]
+    damaged: list[str]
+    """Adapters whose stored profile cannot be read."""
+
+    @classmethod
+    def of(cls, answer: Answer) -> WatchOut:
+        holding = {one.check for one in answer.holding}
+        return cls(
+            champion=answer.verdict.champion,
+            held=bool(answer.holding),
+            findings=[
+                FindingOut(
+                    check=one.check,
+                    reference=one.reference,
+                    text=one.text,
+                    figures=dict(one.figures),
+                )
+                for one in answer.verdict.findings
+            ],
+            waived=sorted(answer.verdict.checks - holding),
+            unknown={str(check): why for check, why in answer.verdict.unknown.items()},
+            adapters=[ProfileOut.known(name, one) for name, one in answer.profiles.items()],
+            damaged=list(answer.damaged),
+        )

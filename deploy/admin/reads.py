@@ -36,6 +36,7 @@ from deploy.admin.out import (
     RetentionOut,
     StageOut,
     TroubleOut,
+    WatchOut,
 )
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
@@ -51,6 +52,7 @@ from ingest.intake.consume import STAGE as CONSUMED
 from ingest.judge_watch.state import newest_scored, read_judge_state
 from ingest.noise.state import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
+from ingest.reward_watch.asking import ask
 from ingest.store.groups import SAMPLED
 from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import SAMPLING_WAITS, read_trouble
@@ -140,6 +142,12 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 counters=found.counters,
                 token_check=_token_check(session),
             )
+
+    @router.get("/watch")
+    def watch() -> WatchOut:
+        """What the reward watch says of the champion, and what is known of each adapter."""
+        with database.read() as session:
+            return WatchOut.of(ask(session, model, context.watch))
 
     @router.get("/learner")
     def learner(response: Response) -> LearnerOut:

@@ -27,6 +27,7 @@ from deploy.cli.doctor import doctor
 from deploy.cli.groups import groups_app
 from deploy.cli.judge import judge_app
 from deploy.cli.keys import keys_app
+from deploy.cli.learning.learner import learner_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
 from deploy.cli.store.encryption import store_app
 from deploy.supervise.processes import MODULES
@@ -44,6 +45,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
 judge_app.command("sessions")(judge_sessions)
 app.add_typer(judge_app, name="judge")
+app.add_typer(learner_app, name="learner")
 app.add_typer(exchanges_app, name="exchanges")
 app.command()(doctor)
 app.add_typer(store_app, name="store")
@@ -125,7 +127,7 @@ def learn(
     context: typer.Context,
     once: Annotated[bool, typer.Option("--once", help="one run now, then stop")] = False,
 ) -> None:
-    """Run the learner on its schedule, or once now (exit 3: nothing to learn)."""
+    """Run the learner on its schedule, or once now (exit 3: nothing to learn, 4: held)."""
     _run_process(context, "learn", *(("--once",) if once else ()))
 
 

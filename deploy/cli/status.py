@@ -212,7 +212,7 @@ def _canary(canary: Canary | None, now: float) -> Iterator[str]:
 
 def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
     if learner.paused:
-        yield "Learner: paused; the admin API's POST /learner/resume continues it."
+        yield "Learner: paused; `sidecar learner resume` continues it."
     elif learner.run_requested:
         yield "Learner: a run is requested and starts next."
     elif schedule == "manual":
@@ -225,6 +225,11 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
         return
     made = f" and made {run.adapter}" if run.adapter else ""
     why = f": {run.reason}" if run.reason else ""
+    if run.status == "held":
+        yield (
+            "  The reward watch HOLDS it: `sidecar learner watch` has the figures, "
+            "`sidecar learner override` lets it go on."
+        )
     when = shown_time(run.started_at if run.ended_at is None else run.ended_at, now)
     word = "runs since" if run.ended_at is None else f"{run.status}"
     yield f"  Last run {run.run_id}: {word} {when}{made}{why}."

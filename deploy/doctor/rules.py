@@ -263,6 +263,14 @@ def _run(store: StoreFacts) -> Iterator[Diagnosis]:
             text=f"the newest training run failed: {run.reason}",
             to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
         )
+    if run is not None and run.status == "held":
+        yield Diagnosis(
+            stage="learning",
+            cause="held",
+            text=f"the reward watch holds the learner: {run.reason}",
+            to_do="see `held` among the symptoms in docs/runbook.md: roll back, mend the judge's "
+            "rubric, or `sidecar learner override --reason TEXT`; its groups wait",
+        )
     if store.learner_paused:
         yield Diagnosis(
             stage="learning",

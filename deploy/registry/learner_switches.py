@@ -9,9 +9,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from sqlalchemy.orm import Session
 
+from deploy.errors import TransitionError
 from deploy.registry import audit
+from ingest.reward_watch.asking import Override, ask, read_override, write_override
+from sidecar.settings import Watch
 from sidecar.store.database import get_flag, set_flag
 
 PAUSED = "learner_paused"
@@ -70,3 +74,35 @@ def switch(session: Session, action: Action, *, now: float, actor: str, reason: 
             reason=reason,
         )
     return after
+
+
+def override(
+    session: Session, model: str, settings: Watch, *, now: float, actor: str, reason: str
+) -> Override:
+    """Let runs go on while the present champion serves, whatever the reward watch found of it.
+
+    What it finds later, by other checks or of another champion, holds again. A run is requested.
+    Raises: TransitionError when nothing holds the learner.
+    """
+    answer = ask(session, model, settings)
+    if not answer.holding:
+        raise TransitionError(
+            f"the reward watch does not hold the learner: {answer.verdict.champion} is champion"
+        )
+    found = Override(
+        champion=answer.verdict.champion, checks=tuple(sorted(answer.verdict.checks)), at=now
+    )
+    before = read_override(session)
+    write_override(session, found)
+    set_flag(session, RUN_REQUESTED, ON, now=now)
+    audit.record(
+        session,
+        now=now,
+        actor=actor,
+        action="learner.override",
+        subject="learner",
+        before={"override": None if before is None else msgspec.structs.asdict(before)},
+        after={"override": msgspec.structs.asdict(found), "found": answer.reason},
+        reason=reason,
+    )
+    return found

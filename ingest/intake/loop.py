@@ -25,6 +25,7 @@ from ingest.intake.placing import Sessions
 from ingest.intake.reader import BusReader
 from ingest.privacy.screen import Screen
 from ingest.retention.sweep import Sweeper
+from ingest.reward_watch.answers import AnswerWatch
 from ingest.tokens.base_tokenizer import FLAG, TokenCheck
 from ingest.vllm.watch import EngineWatch
 from sidecar.backoff import Backoff
@@ -69,6 +70,7 @@ class Intake:
         self._rules = rules_of(settings)
         self._screen = Screen(settings.privacy)
         self._sweeper = Sweeper(database, settings.retention)
+        self._watch = AnswerWatch(database, settings.watch)
         self._now = now
         self._backlog_due = 0.0
         self._abandoned_after_s = settings.feedback.abandoned_after_s
@@ -160,6 +162,7 @@ class Intake:
         if now >= self._abandoned_due:
             seen = find_abandoned(self._database, after_s=self._abandoned_after_s, now=now)
             self._abandoned_due = now if seen == PAGE else now + ABANDONED_INTERVAL_S
+        self._watch.step(now)
         swept = sum(1 for _ in range(SWEEPS) if self._sweeper.step(now))
         if not self._engine.ready:
             return consumed.read + swept

@@ -38,6 +38,7 @@ from sidecar.store.models import (
     RescoringRow,
     RunRow,
     SignalRow,
+    WatchedAnswerRow,
 )
 
 STAGE = "retention"
@@ -162,7 +163,14 @@ def _delete(
     if why == "forgotten":
         session.execute(delete(SignalRow).where(SignalRow.by_id.in_(gone)))
     _count_undecided(session, gone, why)
-    for table in (BestOfScoreRow, FeedbackRow, SignalRow, ChoiceRow, ExchangeRow):
+    for table in (
+        BestOfScoreRow,
+        FeedbackRow,
+        SignalRow,
+        WatchedAnswerRow,
+        ChoiceRow,
+        ExchangeRow,
+    ):
         where = table.exchange_id.in_(gone)
         removed = session.scalars(delete(table).where(where).returning(table.exchange_id)).all()
         if table is ExchangeRow:

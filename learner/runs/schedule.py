@@ -25,7 +25,7 @@ from learner.errors import ParentError
 from learner.runs.blame import blame_for_death
 from learner.runs.cron import read_cron
 from learner.runs.runs import abandon, find_parent
-from learner.runs.schedule_rule import Decision, Situation, decide, hold_s
+from learner.runs.schedule_rule import HELD_S, Decision, Situation, decide, hold_s
 from learner.runs.source import count_fresh
 from sidecar.errors import StoreError
 from sidecar.processes.children import own_environment, own_python
@@ -43,7 +43,7 @@ UNDECIDED = ("loading", "gating", "ramping")
 NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
-TRAINED, NOTHING_TO_LEARN = 0, 3
+TRAINED, NOTHING_TO_LEARN, HELD = 0, 3, 4
 """Exit codes of a run."""
 
 
@@ -108,6 +108,7 @@ class Schedule:
         self._run_id = ""
         self._failures = 0
         self._hold_until = 0.0
+        self._held = False
         self._logged: Decision | None = None
 
     def turn(self) -> None:
@@ -159,9 +160,12 @@ class Schedule:
             culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
             abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
         self._child = None
-        self._failures = 0 if code in (TRAINED, NOTHING_TO_LEARN) else self._failures + 1
-        self._hold_until = self._clock() + hold_s(self._failures)
-        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold_s(self._failures))
+        done = code in (TRAINED, NOTHING_TO_LEARN, HELD)
+        self._failures = 0 if done else self._failures + 1
+        self._held = code == HELD
+        wait_s = HELD_S if self._held else hold_s(self._failures)
+        self._hold_until = self._clock() + wait_s
+        log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=wait_s)
 
     def _situation(self, session: Session) -> Situation:
         model, settings = self._settings.serving.model, self._settings.learner
@@ -181,6 +185,7 @@ class Schedule:
             min_groups=settings.min_groups,
             now=self._clock(),
             hold_until=self._hold_until,
+            held=self._held,
         )
 
 

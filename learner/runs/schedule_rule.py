@@ -7,7 +7,9 @@ from typing import Literal
 
 from sidecar.backoff import Backoff
 
-Kind = Literal["start", "running", "paused", "not_due", "canary", "held_back", "too_few_groups"]
+Kind = Literal[
+    "start", "running", "paused", "not_due", "canary", "held_back", "held", "too_few_groups"
+]
 HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
 
@@ -29,6 +31,8 @@ class Situation:
     now: float
     hold_until: float
     """Unix seconds; after a failure no run starts before then, unless requested."""
+    held: bool = False
+    """True when the reward watch held the last run; it is asked again after `hold_until`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,17 @@ def decide(seen: Situation) -> Decision:
     if seen.requested:
         return Decision("start", "the operator asked for it")
     if seen.now < seen.hold_until:
+        if seen.held:
+            return Decision("held", "the reward watch holds the learner; it is asked again later")
         return Decision("held_back", "the last run failed; held back for a while")
     if seen.groups < seen.min_groups:
         return Decision("too_few_groups", f"{seen.groups} of {seen.min_groups} groups wait")
     return Decision("start", f"{seen.groups} groups wait")
+
+
+HELD_S = 600.0
+"""Seconds until the reward watch is asked again, when only the number of groups decides: users'
+answers change it, and those of a few minutes are some hundred."""
 
 
 def hold_s(failures: int) -> float:

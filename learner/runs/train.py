@@ -30,6 +30,7 @@ from learner.explain import explain
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.runs import retry, source
 from learner.runs.blame import FAILED_RUNS, blame, blame_for_error
+from learner.runs.hold import check_hold
 from learner.runs.lineage import build_lineage, render_card, render_lineage
 from learner.runs.publish import find_published, place, register, remove_folder, seal
 from learner.runs.runs import (
@@ -139,11 +140,13 @@ class Run:
         """Train once.
 
         Returns: the new version; or the one that had exactly these weights before.
-        Raises: RunInProgressError when another run is alive (nothing is changed);
+        Raises: HeldError when the reward watch holds the learner (row: held; no group is taken);
+            RunInProgressError when another run is alive (nothing is changed);
             NothingToLearnError when too few groups wait or none is usable (row: skipped);
             any other LearnerError, StoreError or OSError (row: failed, groups given back).
         """
         settings = self._settings.learner
+        check_hold(self._database, self._settings, self.run_id, now=self._clock())
         with self._database.write() as session:
             parent = find_parent(session, self._settings.serving.model)
             open_run(

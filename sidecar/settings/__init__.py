@@ -10,6 +10,7 @@ from sidecar.settings.learning import (
     Groups,
     Judge,
     Learner,
+    Watch,
 )
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
 from sidecar.settings.privacy import Privacy, ProjectPrivacy
@@ -72,6 +73,7 @@ __all__ = [
     "Store",
     "Telemetry",
     "VerifierSection",
+    "Watch",
     "load_settings",
     "open_keyring",
     "read_bus_url",

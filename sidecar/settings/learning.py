@@ -313,3 +313,48 @@ class Canary(Section):
     by this."""
     poll_s: Interval = 0.5
     """How often the controller polls the canary."""
+
+
+class Watch(Section):
+    """When the learner is held because a reward is earned without better answers
+    (docs/reward-watch.md, with the share of false holds that these defaults have)."""
+
+    hold: bool = True
+    """Whether a finding holds the learner; false only shows it."""
+    window: Annotated[
+        int, Between(200, 5_000, "fewer tell nothing, and more are not read at once")
+    ] = 2_000
+    """Newest served answers of an adapter that are looked at."""
+    min_answers: Annotated[
+        int, Between(50, 5_000, "a few answers show no share of a few percent")
+    ] = 200
+    """Answers of an adapter from which on it is compared. With 200 a rise from 2% to 12% is seen
+    in about two of three checks."""
+    min_groups: Annotated[int, Between(10, 200, "200 of the newest groups are looked at")] = 30
+    """Scored groups of the champion, and answers with feedback, from which on they count."""
+    max_rise: Annotated[float, Between(0, 1, "shares differ by 1 at most", below_high=True)] = 0.02
+    """A kind of answer (refusals, empty ones, ...) may become more frequent by this share of the
+    answers. The learner is held when the rise is surely more."""
+    max_length_correlation: Annotated[
+        float, Between(0, 1, "a correlation is 1 at most", below_high=True)
+    ] = 0.3
+    """Correlation of score and length within groups that is taken for a taste for length, together
+    with answers that grow: a medium effect (Cohen 1988, 3.2)."""
+    max_length_growth: Annotated[
+        float, Between(1, 100, "answers of the same length have a growth of 1")
+    ] = 1.25
+    """Answers may become so many times as long as those of the base, by their geometric mean."""
+    judge_gain: Share = 0.05
+    """Gain in the judge's scores over the last versions from which on users should gain too."""
+    users_gain: Annotated[
+        float, Between(0, 0.5, "at 0 nothing that users do could be a gain", above_low=True)
+    ] = 0.02
+    """Smallest gain of users that counts: a fall of corrections and repeated questions by this
+    share of the answers, or a rise of feedback by twice as much."""
+    versions: Annotated[int, Between(1, 20, "older versions answered other users")] = 3
+    """Promotions over which the judge's gains are summed up."""
+    false_holds: Annotated[
+        float, Between(0.0001, 0.2, "at 0 nothing is ever held", below_high=True)
+    ] = 0.01
+    """Chance that one check finds something where nothing has changed; the kinds of answers share
+    it (Bonferroni)."""

@@ -33,7 +33,7 @@ from sidecar.settings.kinds import (
     Word,
     no_empty_key,
 )
-from sidecar.settings.learning import BestOf, Canary, GateJudge, Groups, Judge, Learner
+from sidecar.settings.learning import BestOf, Canary, GateJudge, Groups, Judge, Learner, Watch
 from sidecar.settings.privacy import Privacy
 from sidecar.settings.reward import Reward
 from sidecar.settings.section import Section
@@ -286,6 +286,7 @@ class Settings(BaseSettings):
     reward: Reward = Reward()
     best_of: BestOf = BestOf()
     learner: Learner = Learner()
+    watch: Watch = Watch()
     canary: Canary = Canary()
     admin: Admin = Admin()
     telemetry: Telemetry = Telemetry()

@@ -36,6 +36,7 @@ from sidecar.store.models import (
     GroupRow,
     RoutingRow,
     SignalRow,
+    WatchedAnswerRow,
 )
 from support.fake_load import FakeRoom, ScriptedLoad
 from support.fake_sampler import FakeSampler
@@ -184,7 +185,15 @@ class Kit:
     def emptied(self) -> Iterator[None]:
         """Nothing in the store at the start: for tests that run many examples on one."""
         with self.database.write() as session:
-            for table in (AnswerRow, GroupRow, ChoiceRow, ExchangeRow, CounterRow, SignalRow):
+            for table in (
+                AnswerRow,
+                GroupRow,
+                ChoiceRow,
+                ExchangeRow,
+                CounterRow,
+                SignalRow,
+                WatchedAnswerRow,
+            ):
                 session.execute(delete(table))
         yield
 

@@ -99,6 +99,7 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         (_STORED, {}),
         (_FEEDBACK, {}),
         (_SIGNAL, {}),
+        (_WATCHED, {}),
         (_DEAD, {"last": max(1, exchanges // 2_000)}),
     ]
 
@@ -142,6 +143,14 @@ _CHOICE = """
 INSERT INTO choice (exchange_id, "index", message_body, finish_reason, token_ids, logprobs)
 SELECT exchange_id, 0, :message, 'stop', :answer_ids, :logprobs FROM exchange
 WHERE outcome = 'ok' AND status = 200
+"""
+
+_WATCHED = """
+INSERT INTO watched_answer (seq, exchange_id, model, adapter, session_id, tokens, refusal,
+  clarifying, invalid_call, repetition, empty, cut)
+SELECT seq, exchange_id, public_model, adapter, session_id, completion_tokens, seq % 50 = 0,
+  0, 0, 0, 0, 0
+FROM exchange WHERE outcome = 'ok' AND status = 200 AND surface = 'chat'
 """
 
 # The newest groups wait: for candidates, for the judge, for the learner.

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 from sqlalchemy import func, select, update
 
 from deploy.admin.app import create_app
@@ -47,6 +48,7 @@ from ingest.noise.choosing import Choosing
 from ingest.noise.reading import accept_now, read_noise
 from ingest.noise.worker import RescoringWorker
 from ingest.retention.sweep import Sweeper
+from ingest.reward_watch.profile import Profile, RateOf, write_body
 from ingest.ruler.judging import JudgingWorker
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.bases import rebase_children
@@ -59,8 +61,9 @@ from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
-from learner.errors import LearnerError
+from learner.errors import HeldError, LearnerError
 from learner.records import StepMetrics, TrainingJob, TrainingOutcome
+from learner.runs.hold import check_hold
 from learner.runs.runs import open_run
 from learner.runs.schedule import Schedule
 from learner.runs.train import Run
@@ -74,6 +77,7 @@ from sidecar.settings.reward import LengthVerifier
 from sidecar.store.database import Database
 from sidecar.store.disk.space import space_of
 from sidecar.store.models import (
+    AdapterProfileRow,
     AdapterRow,
     AliasRow,
     AnswerRow,
@@ -491,6 +495,23 @@ def _learn(use: _Use) -> None:
             run.start()
         except (LearnerError, ValueError):
             continue
+    _hold(use)
+
+
+def _hold(use: _Use) -> None:
+    """The reward watch holds two runs: of the champion that refuses, little else is known."""
+    known = Profile(
+        answers=5_000,
+        newest=10 * EXCHANGES,
+        rates={"refusal": RateOf(n=5_000, hits=4_900, weight=5_000.0)},
+    )
+    with use.database.write() as session:
+        row = AdapterProfileRow(model=MODEL, adapter=CHAMPION, at=NOW, body=write_body(known))
+        session.merge(row)
+        session.merge(AdapterProfileRow(model=MODEL, adapter="base", at=NOW, body="{"))
+    for number in range(2):
+        with pytest.raises(HeldError):
+            check_hold(use.database, use.settings, f"held-{number}", now=use.clock())
 
 
 def _give_folder(use: _Use, name: str) -> None:
@@ -566,7 +587,10 @@ PATH = {
 """A value for each parameter in a path of the admin API."""
 QUERY = {"status": "set_aside", "state": "retired", "reason": "unreadable", "limit": "200"}
 """A value for each parameter in a query; `cursor` is taken from the page before."""
-ACTIONS = {"canary_id": ("pause", "resume", "promote", "abort"), "": ("pause", "resume", "run")}
+ACTIONS = {
+    "canary_id": ("pause", "resume", "promote", "abort"),
+    "": ("pause", "resume", "run", "override"),
+}
 
 
 async def _admin(use: _Use, fleet: Fleet) -> None:

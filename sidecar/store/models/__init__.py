@@ -24,8 +24,10 @@ from sidecar.store.models.registry import (
 )
 from sidecar.store.models.runs import RunRow
 from sidecar.store.models.switches import CounterRow, FlagRow
+from sidecar.store.models.watch import AdapterProfileRow, WatchedAnswerRow
 
 __all__ = [
+    "AdapterProfileRow",
     "AdapterRow",
     "AliasRow",
     "AnswerRow",
@@ -51,4 +53,5 @@ __all__ = [
     "RoutingRow",
     "RunRow",
     "SignalRow",
+    "WatchedAnswerRow",
 ]

@@ -11,7 +11,7 @@ from sidecar.store.models.base import Base
 
 
 class RunRow(Base):
-    """One training run. status: running -> finished | failed | skipped."""
+    """One training run. status: running -> finished | failed | skipped; or held at once."""
 
     __tablename__ = "training_run"
     __table_args__ = (
@@ -36,3 +36,5 @@ class RunRow(Base):
     adapter: Mapped[str | None] = mapped_column(String(255))
     place: Mapped[str | None] = mapped_column(String(64))
     """The group that it computes now; "": none; null: its trainer does not say."""
+    held: Mapped[dict[str, Any] | None]
+    """Of a run that the reward watch held: `findings`, and how often it was asked (`checks`)."""

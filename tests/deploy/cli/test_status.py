@@ -221,6 +221,7 @@ def run(**changes: Any) -> RunOut:
         "settings": {},
         "counts": {},
         "metrics": [],
+        "held": None,
     }
     return RunOut(**{**fields, **changes})
 
@@ -303,6 +304,19 @@ def test_the_last_run_says_how_it_ended(last: RunOut, sentence: str) -> None:
     assert lines is not None
     assert lines[3].startswith("Learner: paused;")
     assert lines[4] == f"  Last run r-1: {sentence}"
+
+
+def test_a_held_learner_says_so_and_what_to_do() -> None:
+    last = run(status="held", adapter=None, reason="20.0% of the answers are refusals")
+    learner = LearnerOut(paused=False, run_requested=False, last_run=last, allowed_actions=[])
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert lines[4].startswith("  The reward watch HOLDS it")
+    assert lines[5].endswith(
+        "held 2026-03-01T09:26:00Z (4 min ago): 20.0% of the answers are refusals."
+    )
 
 
 def test_what_needs_attention_is_said_with_its_reason() -> None:

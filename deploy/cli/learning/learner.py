@@ -1,0 +1,100 @@
+"""`sidecar learner`: steer the learner by hand, and see what the reward watch says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+
+from deploy.cli.context import admin_client
+from deploy.cli.output import GivenReason, Output, Reason, print_found, say, say_json
+
+learner_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The learner, and what holds it."
+)
+
+
+def _act(context: typer.Context, action: str, reason: str | None, output: str) -> None:
+    client = admin_client(context)
+    # A pause never fails on a race; the others must know the state that they change.
+    etag = None if action == "pause" else client.etag("/learner")
+    body = {} if reason is None else {"reason": reason}
+    print_found(client.post("/learner", action, body=body, etag=etag), output)
+
+
+@learner_app.command("pause")
+def learner_pause(context: typer.Context, reason: Reason = None, output: Output = "text") -> None:
+    """Start no run until it is resumed."""
+    _act(context, "pause", reason, output)
+
+
+@learner_app.command("resume")
+def learner_resume(context: typer.Context, reason: Reason = None, output: Output = "text") -> None:
+    """Follow the schedule again."""
+    _act(context, "resume", reason, output)
+
+
+@learner_app.command("run")
+def learner_run(context: typer.Context, reason: Reason = None, output: Output = "text") -> None:
+    """Start a run now, whatever the schedule says."""
+    _act(context, "run", reason, output)
+
+
+@learner_app.command("override")
+def learner_override(context: typer.Context, reason: GivenReason, output: Output = "text") -> None:
+    """Let runs go on though the reward watch holds them, while this champion serves."""
+    _act(context, "override", reason, output)
+
+
+@learner_app.command("watch")
+def learner_watch(context: typer.Context, output: Output = "text") -> None:
+    """What the reward watch says of the champion, with the figures of each adapter."""
+    found = admin_client(context).get("/watch")
+    if output == "json":
+        say_json(found)
+        return
+    for line in watch_lines(found):
+        say(line)
+
+
+KINDS = ("refusal", "clarifying", "invalid_call", "repetition", "empty", "cut")
+WIDTH = 12
+
+
+def watch_lines(found: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON of the admin API
+    """Yield the text of what the admin API says of the watch. Pure."""
+    if found["held"]:
+        yield f"The reward watch holds the learner; {found['champion']} is champion."
+    else:
+        yield f"The reward watch does not hold the learner; {found['champion']} is champion."
+    for one in found["findings"]:
+        waived = " (waived)" if one["check"] in found["waived"] else ""
+        yield f"  {one['check']}{waived}: {one['text']}"
+    for name in found["damaged"]:
+        yield f"  What was stored of {name} is damaged and is made anew from its answers."
+    names = ("answers", *KINDS, "tokens", "groups", "length corr", "signals", "feedback")
+    yield "".join(f"{name:>{WIDTH}}" for name in names) + "  adapter"
+    for one in found["adapters"]:
+        shares = [_share(one["shares"].get(kind)) for kind in KINDS]
+        numbers = [
+            f"{one['answers']:,}",
+            *shares,
+            _number(one["mean_tokens"], ".0f"),
+            f"{one['groups']:,}",
+            _number(one["length_correlation"], "+.2f"),
+            _share(one["signals_share"]),
+            _number(one["feedback_mean"], "+.2f"),
+        ]
+        lost = " (damaged, and its answers are deleted)" if one["lost"] else ""
+        yield "".join(f"{text:>{WIDTH}}" for text in numbers) + f"  {one['adapter']}{lost}"
+    for check, why in found["unknown"].items():
+        yield f"Not checked: {check}: {why}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,193 @@
+"""Bad answers go all the way: sampled, kept in the group, shown to the judge, trained on as bad.
+
+A policy that never sees its failures scored low learns that they cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ingest.records import Answer, Group, ScoredGroup
+from ingest.reward_watch.traits import KINDS, traits_of
+from ingest.ruler.material import read_material
+from ingest.ruler.ruler import score_answers
+from ingest.sampling.candidates import conclude
+from ingest.vllm.sampler import SampledAnswer, read_reply
+from learner.runs.selection import select_groups
+from support.fake_judge import FakeJudge, Shown, scores_reply
+
+GOOD = "Paris, since it is the seat of government."
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"required": ["q"]}}}]
+PROMPT = [1, 9, 9, 4]
+
+
+def call(name: str, arguments: str) -> list[dict[str, Any]]:
+    return [{"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "empty": ({"content": ""}, "stop"),
+    "empty, null": ({"content": None, "tool_calls": [], "reasoning": None}, "stop"),
+    "only thought": ({"content": None, "reasoning": "Let me think."}, "stop"),
+    "cut": ({"content": "Paris, since it is the"}, "length"),
+    "cut and empty": ({"content": ""}, "length"),
+    "repetition": ({"content": "and so on " * 200}, "length"),
+    "refusal": ({"content": "I'm sorry, but I can't help with that."}, "stop"),
+    "clarifying": ({"content": "Which capital do you mean?"}, "stop"),
+    "unknown tool": ({"content": None, "tool_calls": call("gone", "{}")}, "tool_calls"),
+    "no json": ({"content": None, "tool_calls": call("look", '{"q": ')}, "tool_calls"),
+    "no object": ({"content": "", "tool_calls": call("look", "[[[")}, "tool_calls"),
+    "against the schema": ({"content": None, "tool_calls": call("look", "{}")}, "tool_calls"),
+    "nameless": ({"content": None, "tool_calls": call("", "")}, "tool_calls"),
+    "call as text": ({"content": '<tool_call>{"name": "look", '}, "stop"),
+    "no text at all": ({"content": "\u200b \u202e"}, "stop"),
+}
+
+
+def sampled(message: dict[str, Any], finish_reason: str) -> SampledAnswer:
+    """What the sampler makes of vLLM's reply."""
+    reply = {
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", **message},
+                "finish_reason": finish_reason,
+                "token_ids": [7, 2],
+                "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]},
+            }
+        ],
+        "usage": {"completion_tokens": 2},
+        "prompt_token_ids": PROMPT,
+    }
+    return read_reply(json.dumps(reply).encode(), asked="m")
+
+
+def group_of(*messages: tuple[dict[str, Any], str]) -> Group:
+    return Group(
+        group_id="g",
+        exchange_id="e",
+        session_key="h:s",
+        adapter="base",
+        request=json.dumps(
+            {"messages": [{"role": "user", "content": "The capital?"}], "tools": TOOLS}
+        ).encode(),
+        prompt_token_ids=tuple(PROMPT),
+        answers=tuple(
+            Answer(
+                index=at,
+                origin="served" if at == 0 else "sampled",
+                message=one.message,
+                finish_reason=one.finish_reason,
+                token_ids=one.token_ids,
+                logprobs=one.logprobs,
+            )
+            for at, one in enumerate(sampled(*message) for message in messages)
+        ),
+    )
+
+
+def judge() -> FakeJudge:
+    """Gives 0.9 to the good answer and 0.1 to any other."""
+
+    def score(shown: Shown) -> str:
+        return scores_reply({n: 0.9 if a["content"] == GOOD else 0.1 for n, a in shown.items()})
+
+    return FakeJudge(score)
+
+
+async def judged(group: Group) -> ScoredGroup:
+    material = read_material(group)
+    judgement = await score_answers(
+        judge(),
+        context=material.context,
+        tools=material.tools,
+        answers=material.answers,
+        rubric="Be good.",
+        passes=2,
+        seed=1,
+    )
+    return ScoredGroup(
+        group=group,
+        scores=judgement.scores,
+        explanations=judgement.explanations,
+        judge_model="scripted",
+        rubric_hash="r",
+    )
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("served", [True, False])
+async def test_each_kind_is_judged_and_pushed_down(name: str, served: bool) -> None:
+    good = ({"content": GOOD}, "stop")
+    group = group_of(BAD[name], good) if served else group_of(good, BAD[name])
+    bad = 0 if served else 1
+
+    assert conclude(group.answers, size=2, rounds=0, misses=()).action == "sampled"
+    scored = await judged(group)
+    selection = select_groups([scored], min_spread=0.02, pack_tokens=100)
+
+    (trained,) = selection.groups
+    assert selection.dropped == {}
+    assert selection.masked_answers == {}
+    assert trained.rows[bad].trainable
+    assert trained.rows[bad].advantage == pytest.approx(-0.4)
+    assert trained.rows[bad].token_ids == (7, 2)
+
+
+async def test_a_group_of_nothing_but_bad_answers_of_several_kinds_is_judged() -> None:
+    group = group_of(*(BAD[name] for name in ("empty", "cut", "no json", "refusal", "repetition")))
+
+    assert conclude(group.answers, size=5, rounds=0, misses=()).action == "sampled"
+    assert len((await judged(group)).scores) == 5
+
+
+def test_only_groups_without_any_difference_are_set_aside() -> None:
+    group = group_of(BAD["empty"], BAD["empty"])
+
+    concluded = conclude(group.answers, size=2, rounds=0, misses=())
+
+    assert (concluded.action, concluded.reason) == ("set_aside", "identical_answers")
+
+
+def test_the_cases_cover_every_kind_that_the_watch_knows() -> None:
+    found: set[str] = set()
+    for message, finish_reason in BAD.values():
+        traits = traits_of(
+            sampled(message, finish_reason).message, finish_reason=finish_reason, tools=TOOLS
+        )
+        found |= {kind for kind in KINDS if getattr(traits, kind)}
+
+    assert found == set(KINDS)
+
+
+def test_an_answer_without_tokens_is_masked_and_counts_in_the_mean() -> None:
+    """vLLM gives at least the token that ends an answer; one without any has no gradient."""
+    group = group_of(({"content": GOOD}, "stop"), ({"content": "Paris."}, "stop"), BAD["empty"])
+    *others, empty = group.answers
+    bare = Answer(index=2, origin="sampled", message=empty.message)
+    scored = ScoredGroup(
+        group=Group(
+            group_id="g",
+            exchange_id="e",
+            session_key="h:s",
+            adapter="base",
+            request=group.request,
+            prompt_token_ids=group.prompt_token_ids,
+            answers=(*others, bare),
+        ),
+        scores=(0.9, 0.6, 0.0),
+        explanations=("", "", ""),
+        judge_model="scripted",
+        rubric_hash="r",
+    )
+
+    selection = select_groups([scored], min_spread=0.02, pack_tokens=100)
+
+    assert selection.masked_answers == {"no_tokens": 1}
+    (trained,) = selection.groups
+    assert [row.trainable for row in trained.rows] == [True, True, False]
+    assert [row.advantage for row in trained.rows] == pytest.approx([0.4, 0.1, -0.5])
