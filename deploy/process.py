@@ -178,6 +178,7 @@ async def _run(
         database=database,
         model=model,
         rules=settings.canary,
+        judge=settings.judge,
         fleet=fleet,
         watch=settings.watch,
         token_digests=settings.admin.tokens,

@@ -13,7 +13,10 @@ IngestError
 ├── JudgeUnavailableError (ConnectionError)  no usable answer: try again later
 │   ├── JudgeBusyError              a rate limit: wait as long as it says
 │   ├── JudgeRejectedError          4xx, due to this request or to the settings: send a probe
-│   └── JudgeGarbledError           the reply is no chat completion: send a probe
+│   ├── JudgeGarbledError           the reply is no chat completion: send a probe
+│   └── JudgeWithheldError          our own limits: wait until the time it names, blame nobody
+│       ├── JudgeSpentError         a budget is spent
+│       └── JudgeLimitedError       `judge.requests_per_minute` or `tokens_per_minute`
 ├── JudgeRefusalError (ValueError)  the judge never accepts this request: set the group aside
 │   └── JudgeTooLongError           it is longer than the judge's context
 ├── JudgeReplyError (ValueError)    invalid scores: retry once with the error, then set aside
@@ -90,6 +93,11 @@ class JudgeUnavailableError(IngestError, ConnectionError):
     reason: ClassVar[str] = "judge_unavailable"
     """Reason to set aside a group that fails like this while the judge works for others."""
 
+    def __init__(self, message: str, *, maybe_paid: bool = False) -> None:
+        super().__init__(message)
+        self.maybe_paid = maybe_paid
+        """The provider may have answered, and charged for it, but nobody here knows."""
+
 
 class JudgeBusyError(JudgeUnavailableError):
     """The judge's provider limits requests or tokens (429, 529, or `Retry-After`)."""
@@ -111,6 +119,29 @@ class JudgeGarbledError(JudgeUnavailableError):
     """The judge's reply is no chat completion: an HTML page, a null message, half a body."""
 
     reason = "judge_garbled"
+
+
+class JudgeWithheldError(JudgeUnavailableError):
+    """The judge is not asked, by a limit of the operator: no outage, and no failure of a group."""
+
+    reason = "judge_withheld"
+
+    def __init__(self, message: str, *, until: float) -> None:
+        super().__init__(message)
+        self.until = until
+        """When it may be asked again, in Unix seconds."""
+
+
+class JudgeSpentError(JudgeWithheldError):
+    """A budget of the judge is spent."""
+
+    reason = "judge_spent"
+
+
+class JudgeLimitedError(JudgeWithheldError):
+    """More calls or tokens a minute than the settings allow."""
+
+    reason = "judge_limited"
 
 
 class JudgeRefusalError(IngestError, ValueError):

@@ -115,7 +115,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
     engine = open_replicas(
         groups.sampling_upstreams or serving.upstreams, api_key, groups, timeout_s=groups.timeout_s
     )
-    judges = ProcessJudges(settings.judge, database)
+    judges = ProcessJudges(settings.judge, database, hurry_s=settings.best_of.timeout_s)
     sampling = SamplingWorker(
         database,
         CheckedSampler(engine, TokenCheck(serving.base_model_path)),

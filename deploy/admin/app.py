@@ -59,6 +59,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         context.fleet.view,
         context.refusals.counts,
         loops=context.loops,
+        judge=context.judge,
     )
 
     @app.get("/healthz")

@@ -12,6 +12,7 @@ from deploy.engine.reconcile import EngineView
 from deploy.examiner import Examiner
 from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
+from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings import Watch
 from sidecar.store.database import Database
 
@@ -32,6 +33,8 @@ class AdminContext:
     clock: Callable[[], float] = time.time
     examiner: Examiner | None = None
     """The judge of the gate; None: control has none."""
+    judge: JudgeSettings = field(default_factory=JudgeSettings)
+    """Has the budgets of the judges."""
     loops: Callable[[], Mapping[str, LoopView]] = dict
     """Returns the state of the control process's loops, by name."""
 

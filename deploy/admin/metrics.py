@@ -22,6 +22,7 @@ from deploy.admin.out import ProfileOut
 from deploy.engine.reconcile import EngineView
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
+from deploy.judging.metrics import judge_metrics
 from deploy.registry import canaries, learner_switches, routing_writer
 from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
@@ -30,6 +31,7 @@ from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.profile import DamagedProfileError
 from ingest.reward_watch.store import stored_profile
 from sidecar.records import BASE
+from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 from sidecar.store.models import (
     AdapterRow,
@@ -50,9 +52,11 @@ class StoreCollector(Collector):
         engine: Callable[[], EngineView],
         admin_refused: Mapping[RefusalReason, int] = MappingProxyType({}),
         loops: Callable[[], Mapping[str, LoopView]] = dict,
+        judge: JudgeSettings | None = None,
     ) -> None:
         """admin_refused: refused requests of the admin API by reason; read at each scrape.
-        loops: returns the state of control's loops, by name."""
+        loops: returns the state of control's loops, by name. judge: has the budgets."""
+        self._judge = judge or JudgeSettings()
         self._database = database
         self._model = model
         self._engine = engine
@@ -71,6 +75,7 @@ class StoreCollector(Collector):
             yield from _store(session)
             yield from _judge_noise(session)
             yield from _watch(session, self._model)
+            yield from judge_metrics(session, found.counters, self._judge)
         refused = CounterMetricFamily(
             "sidecar_admin_refused",
             "Admin API requests refused before routing, by reason, since control started.",

@@ -85,12 +85,27 @@ class AliasOut(Out):
     generation: int
 
 
+class OneJudgeOut(Out):
+    """One of the judges that may be asked, as score last saw it."""
+
+    model: str
+    breaker: Literal["closed", "open", "half_open"]
+    """`closed`: it is asked. `open`: it failed, and is left alone until `until`; then one group
+    tries it (`half_open`). A judge without fallbacks is asked whatever this says."""
+    since: float | None
+    """When it began to fail, Unix seconds; null when it does not."""
+    until: float | None
+    error: str
+    """Its last error."""
+
+
 class JudgeOut(Out):
     """The judge, as score last saw it."""
 
-    state: Literal["unknown", "works", "away", "rejected"]
+    state: Literal["unknown", "works", "away", "rejected", "spent"]
     """`unknown`: it is being asked since score started. `away`: no answer, a rate limit, or scores
-    for no group: that may pass. `rejected`: it answers without scores: an operator has to act."""
+    for no group: that may pass. `rejected`: it answers without scores: an operator has to act.
+    `spent`: a budget is spent, and it is not asked before `until`."""
     since: float
     """Unix seconds, as the times below."""
     good_at: float | None
@@ -102,6 +117,12 @@ class JudgeOut(Out):
     """When it is asked again, at the earliest; null when it works."""
     waiting: int
     """Complete groups that wait for it."""
+    judges: list[OneJudgeOut] = []
+    """Each judge, in the order in which they are asked."""
+    spent_usd_today: float = 0.0
+    """What all judges have cost since midnight UTC, with what calls in flight may cost."""
+    tokens_today: int = 0
+    """Prompt and reply tokens of all judges since midnight UTC."""
 
 
 class GateJudgeOut(Out):

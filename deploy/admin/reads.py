@@ -49,7 +49,9 @@ from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
 from ingest.intake.consume import POISON
 from ingest.intake.consume import STAGE as CONSUMED
+from ingest.judge_watch.costs import NANO
 from ingest.judge_watch.state import newest_scored, read_judge_state
+from ingest.judges.spending import read_spending
 from ingest.noise.state import read_noise_state
 from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.asking import ask
@@ -117,7 +119,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
-                judge=_judge(session, groups.get(SAMPLED, 0)),
+                judge=_judge(session, groups.get(SAMPLED, 0), context.clock()),
                 gate_judge=None
                 if context.examiner is None
                 else GateJudgeOut.model_validate(context.examiner),
@@ -297,14 +299,21 @@ def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     return {str(value): number for value, number in rows}
 
 
-def _judge(session: Session, waiting: int) -> JudgeOut | None:
+def _judge(session: Session, waiting: int, now: float) -> JudgeOut | None:
     found, newest = read_judge_state(session), newest_scored(session)
     if found is None:
         return None
     times = (found.good_at, newest[1] if newest is not None else None)
     good_at = max((at for at in times if isinstance(at, float)), default=None)
+    spending = read_spending(session, now=now)
     return JudgeOut.model_validate(
-        {**msgspec.structs.asdict(found), "good_at": good_at, "waiting": waiting}
+        {
+            **msgspec.to_builtins(found),
+            "good_at": good_at,
+            "waiting": waiting,
+            "spent_usd_today": spending.nano_usd_today / NANO,
+            "tokens_today": spending.tokens_today,
+        }
     )
 
 

@@ -32,6 +32,7 @@ from ingest.errors import (
     JudgeReplyError,
     JudgeTooLongError,
     JudgeUnavailableError,
+    JudgeWithheldError,
     SamplingError,
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
@@ -55,8 +56,9 @@ WAITS = Backoff(first_s=1.0, last_s=60.0)
 """Waits between attempts while the judge or vLLM is unreachable."""
 ATTEMPTS = 3
 """Failed judge calls (while the judge answers the probe) after which a prompt is set aside."""
-_AWAY = (*AWAY, JudgeBusyError)
-"""Errors that concern no answer: retry later. The reconciler reloads a lost adapter."""
+_AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError)
+"""Errors that concern no answer: retry later. The reconciler reloads a lost adapter; a budget that
+is spent is renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,14 @@ class Trouble(msgspec.Struct):
     until: float | None
 
 
+class OneJudge(msgspec.Struct):
+    model: str
+    breaker: str
+    since: float | None
+    until: float | None
+    error: str
+
+
 class Judge(msgspec.Struct):
     state: str
     since: float
@@ -92,6 +100,9 @@ class Judge(msgspec.Struct):
     error: str
     until: float | None
     waiting: int
+    judges: list[OneJudge] = []
+    spent_usd_today: float = 0.0
+    tokens_today: int = 0
 
 
 class GateJudge(msgspec.Struct):
@@ -301,14 +312,32 @@ def _judge(judge: Judge | None, now: float) -> Iterator[str]:
         "unknown": f"is being asked whether it works, since {since}",
         "works": "gives scores",
         "away": f"gives no scores since {since}; it is asked again{again}",
+        "spent": f"is not asked: {judge.error}",
         "rejected": f"REJECTS every question since {since}; check judge.model, api_base, key and "
         f"params, and restart score; it is asked again{again}",
     }.get(judge.state, judge.state)
     good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
     waits = "group waits" if judge.waiting == 1 else "groups wait"
     yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
-    if judge.error_at is not None:
+    if judge.tokens_today:
+        dollars = (
+            f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
+        )
+        yield f"  Today (UTC): {dollars}, {judge.tokens_today:,} tokens."
+    if len(judge.judges) > 1:
+        yield from (_one_judge(one, now) for one in judge.judges)
+    if judge.error_at is not None and judge.state != "spent":
         yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
+
+
+def _one_judge(judge: OneJudge, now: float) -> str:
+    if judge.breaker == "closed":
+        return f"  {judge.model}: is asked."
+    since = "" if judge.since is None else f" since {shown_time(judge.since, now)}"
+    again = "one group tries it now"
+    if judge.until is not None and judge.until > now:
+        again = f"next {shown_age(now - judge.until)}"
+    return f"  {judge.model}: fails{since}, so others are asked; {again}: {judge.error}"
 
 
 def _gate_judge(judge: GateJudge | None) -> Iterator[str]:

@@ -172,6 +172,13 @@ def _judge(facts: Facts, store: StoreFacts) -> Iterator[Diagnosis]:
     """Yield what score saw of the judge, unless the judge was asked just now."""
     judge = store.judge
     asked = any(one.cause in ("judge", "judge_key") for one in facts.findings)
+    if judge is not None and judge.state == "spent":
+        yield Diagnosis(
+            stage="judging",
+            cause="judge_spent",
+            text=f"the judge is not asked: {judge.error}",
+            to_do="wait, or raise judge.budget and its likes, and restart score and control",
+        )
     if asked or judge is None or judge.state not in ("away", "rejected"):
         return
     rejects = judge.state == "rejected"

@@ -1,7 +1,7 @@
 """The checks that `sidecar config check` and `sidecar up` add to the settings' own rules.
 
-They need libraries that the data plane must not load: the learner's scheduler and the driver of the
-store.
+They need libraries that the data plane must not load: the learner's scheduler, the driver of the
+store, and the prices of judges.
 """
 
 from __future__ import annotations
@@ -23,7 +23,21 @@ def checked_settings(config: Path | None) -> Settings:
         refuse_bad_arguments(settings.store.url)
     except ValueError as error:
         raise SettingsError(f"setting store.url: {error}") from None
+    _refuse_unpriced(settings)
     return settings
+
+
+def _refuse_unpriced(settings: Settings) -> None:
+    """Refuse a budget in dollars that cannot be kept. Raises: SettingsError."""
+    if not (settings.judge.budget or settings.judge.budget_per_hour):
+        return
+    # Imported here: it loads LiteLLM, which takes seconds, to look prices up.
+    from ingest.judges.build import each_judge
+    from ingest.judges.meter import litellm_price, unpriced
+
+    for judge in (*each_judge(settings.judge), *each_judge(settings.judge_of_gate)):
+        if judge.model and judge.price is None and litellm_price(judge.model) is None:
+            raise SettingsError(f"setting {unpriced(judge.model)}")
 
 
 def advice(settings: Settings) -> list[str]:

@@ -26,7 +26,13 @@ from ingest.best_of.store import (
     remove_scores,
     save_scores,
 )
-from ingest.errors import JudgeGarbledError, JudgeRejectedError, UnreadableExchangesError
+from ingest.errors import (
+    JudgeGarbledError,
+    JudgeLimitedError,
+    JudgeRejectedError,
+    JudgeSpentError,
+    UnreadableExchangesError,
+)
 from ingest.grouping.rules import live_adapters, rules_now, rules_of
 from ingest.grouping.selection import group_id_of
 from ingest.privacy.judge_view import JudgeView
@@ -106,6 +112,8 @@ class BestOfJudge:
         self._clock = clock
         self._draw_seed = draw_seed
         self._outage = Outage()
+        self._spent_until = 0.0
+        """A budget of the judge is spent until then, in Unix seconds."""
         self._judging: set[asyncio.Task[Verdict]] = set()
         self._keeping: set[asyncio.Task[None]] = set()
 
@@ -118,6 +126,8 @@ class BestOfJudge:
             return NoPick(reason="busy")
         if self._outage.lasts and self._clock() < self._outage.retry_at:
             return NoPick(reason="judge_down")
+        if self._clock() < self._spent_until:
+            return NoPick(reason=JudgeSpentError.reason)
         task = asyncio.create_task(self._judge_now(material))
         self._judging.add(task)
         task.add_done_callback(self._judging.discard)
@@ -151,14 +161,18 @@ class BestOfJudge:
     async def _judge_now(self, material: Material) -> Verdict:
         group = _as_group(material)
         calls: list[JudgeCall] = []
-        outcome = await judge_group(
-            group,
-            self._judge,
-            self._settings,
-            seed=self._draw_seed(),
-            on_call=calls.append,
-            view=self._view,
-        )
+        try:
+            outcome = await judge_group(
+                group,
+                self._judge,
+                self._settings,
+                seed=self._draw_seed(),
+                on_call=calls.append,
+                view=self._view,
+            )
+        except StoreError as error:  # a budget is set, and nobody can know what is spent
+            log.warning("best_of_not_judged", error=str(error))
+            return NoPick(reason="failed")
         self._note_outage(outcome)
         judged = Judged(material=material, group=group, outcome=outcome, calls=tuple(calls))
         keeping = asyncio.create_task(self._keep(judged))
@@ -168,8 +182,10 @@ class BestOfJudge:
 
     def _note_outage(self, outcome: GroupOutcome) -> None:
         if isinstance(outcome, Unanswered):
-            if _why_unanswered(outcome) == REFUSED:
-                return  # it concerns this question only: later ones are not declined
+            if outcome.reason == JudgeSpentError.reason:
+                self._spent_until = outcome.until or 0.0
+            if outcome.until is not None or _why_unanswered(outcome) == REFUSED:
+                return  # our own limits, or this question only: the judge is not down
             if self._outage.unanswered(self._clock(), retry_after_s=outcome.retry_after_s):
                 log.warning("best_of_judge_down", model=self._judge.model, error=outcome.detail)
         elif isinstance(outcome, Scored) or outcome.asked:
@@ -234,7 +250,7 @@ class BestOfJudge:
             answers_digest=answers_digest(read_material(group).answers),
             scores=outcome.judgement.scores,
             explanations=outcome.judgement.explanations,
-            judge_model=self._judge.model,
+            judge_model=outcome.judgement.judge_model or self._judge.model,
             rubric_hash=self._rubric_hash,
         )
 
@@ -281,7 +297,11 @@ def _as_group(material: Material) -> Group:
 
 
 def _why_unanswered(outcome: Unanswered) -> str:
-    """Return the reason for the user: the judge is down, or it refuses this question."""
+    """Return the reason for the user: the judge is down or withheld, or refuses this question."""
+    if outcome.reason == JudgeSpentError.reason:
+        return outcome.reason
+    if outcome.reason == JudgeLimitedError.reason:
+        return "busy"
     refused = (JudgeRejectedError.reason, JudgeGarbledError.reason)
     return REFUSED if outcome.reason in refused else "judge_down"
 

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
 import structlog
 
-from ingest.judge_watch.state import JudgeState, read_judge_state, write_judge_state
+from ingest.judge_watch.state import JudgeSeen, JudgeState, read_judge_state, write_judge_state
 from sidecar.errors import StoreError
 from sidecar.store.database import Database
 
@@ -22,9 +23,14 @@ class JudgeReport:
     the store is locked."""
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], announce: Callable[[str], None]
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        announce: Callable[[str], None],
+        seen: Callable[[], tuple[JudgeSeen, ...]] = tuple,
     ) -> None:
-        """announce: tells the operator's terminal."""
+        """announce: tells the operator's terminal. seen: what is known of each judge."""
+        self._seen = seen
         self._database = database
         self._clock = clock
         self._announce = announce
@@ -32,6 +38,17 @@ class JudgeReport:
         self._told: JudgeState | None = self._state
         """What the store says."""
         self._announced = False
+        self.logged: str | None = None
+        """The kind of the present outage that was last logged."""
+
+    def log_down(
+        self, kind: str, *, model: str, reason: str | None, error: str, to_do: str
+    ) -> None:
+        """Log an outage, once for each kind. to_do: empty for one that ends by itself."""
+        if self.logged != kind:
+            self.logged = kind
+            say = log.error if to_do else log.warning
+            say("judge_down", model=model, reason=reason, error=error, to_do=to_do)
 
     async def begin(self) -> None:
         """The process starts: the judge is asked, and sampling waits for what it answers."""
@@ -71,9 +88,19 @@ class JudgeReport:
         else:
             self.fails("away", why, until=until)
 
+    def spent(self, why: str, *, until: float) -> None:
+        """A budget is spent. until: when it is renewed, in Unix seconds."""
+        if self._state.state != "spent":
+            self._say(f"judge is not asked: {why}")
+        self._state = self._state.fails(self._clock(), why, until=until, state="spent")
+
+    def renewed(self) -> None:
+        """The time for which a budget was spent is over: the judge is asked whether it works."""
+        self._state = self._state.asked(self._clock())
+
     async def tell(self) -> None:
         """Write the state, if the store does not know it yet. A refusal is logged."""
-        state = self._state
+        state = msgspec.structs.replace(self._state, judges=self._seen())
         if state == self._told:
             return
         try:

@@ -30,13 +30,28 @@ FIRST_QUESTION = "judge_unknown"
 log = structlog.get_logger()
 
 
+class JudgeSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the judges that may be asked."""
+
+    model: str
+    breaker: Literal["closed", "open", "half_open"] = "closed"
+    """`closed`: it is asked. `open`: it failed, and is not asked until `until`; then one group
+    tries it (`half_open`)."""
+    since: float | None = None
+    """When it began to fail, in Unix seconds."""
+    until: float | None = None
+    error: str = ""
+    """Its last error."""
+
+
 class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
     """The judge, as the scoring process last saw it."""
 
-    state: Literal["unknown", "works", "away", "rejected"] = "unknown"
+    state: Literal["unknown", "works", "away", "rejected", "spent"] = "unknown"
     """`unknown`: it is being asked since the process started. `away`: no answer, a rate limit, or
     scores for no group but for a sum; that may pass by itself. `rejected`: it answers, but never
-    with scores (a wrong key, model, URL or parameter): an operator has to act."""
+    with scores (a wrong key, model, URL or parameter): an operator has to act. `spent`: a budget
+    is spent, so it is not asked until `until`."""
     since: float
     """When the state began, in Unix seconds."""
     good_at: float | None = None
@@ -46,6 +61,8 @@ class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
     """Its last error; also of one group while the judge works for others."""
     until: float | None = None
     """When it is asked again, at the earliest."""
+    judges: tuple[JudgeSeen, ...] = ()
+    """Each judge, in the order in which they are asked."""
 
     def asked(self, now: float) -> JudgeState:
         """The process starts: what its judge is worth is not known yet."""
@@ -56,7 +73,12 @@ class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, state="works", since=since, good_at=now, until=None)
 
     def fails(
-        self, now: float, error: str, *, until: float, state: Literal["away", "rejected"]
+        self,
+        now: float,
+        error: str,
+        *,
+        until: float,
+        state: Literal["away", "rejected", "spent"],
     ) -> JudgeState:
         since = self.since if self.state == state else now
         held = msgspec.structs.replace(self, state=state, since=since, until=until)
@@ -103,6 +125,8 @@ def why_sampling_holds(session: Session) -> tuple[str, str] | None:
         return FIRST_QUESTION, "the judge is asked whether it works"
     if known.state == "rejected":
         return "judge_rejected", f"the judge rejects every question: {known.error}"
+    if known.state == "spent":
+        return "judge_spent", known.error
     waiting = select(GroupRow.seq).where(GroupRow.status == SAMPLED).limit(HELD_WHILE_AWAY)
     number = session.scalar(select(func.count()).select_from(waiting.subquery()))
     if (number or 0) < HELD_WHILE_AWAY:

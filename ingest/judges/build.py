@@ -1,29 +1,106 @@
 """Make the judges of one process from its settings: the only place that composes them.
 
-From the caller inwards: the pause that the provider asked for, then the judge itself.
+From the caller inwards: the panel, which picks the judge of a whole judgement (`panel`); the pause
+that its provider asked for (`ingest.ruler.pause`); the limits a minute (`limited`); what a call
+costs, and the budgets (`meter`, `ledger`); the judge itself. What answers without asking a provider
+goes between the panel and the pause: it costs nothing, and no budget holds it up.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ingest.judges.breaker import Breaker
+from ingest.judges.ledger import Ledger
+from ingest.judges.limited import LimitedJudge, Limits
+from ingest.judges.meter import Meter, MeteredJudge, Ticket
+from ingest.judges.panel import Member, Panel
 from ingest.ruler.judge import Judge, LiteLlmJudge
+from ingest.ruler.judgements import LONGEST_LIMIT_S
 from ingest.ruler.pause import LONGEST_STAY_S, Pause, PausingJudge
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 
 
-class ProcessJudges:
-    """One section's judge, for all in a process that ask it; they share what is known of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Provider:
+    """One judge and what all in the process that ask it share."""
 
-    def __init__(self, settings: JudgeSettings, database: Database) -> None:
-        """database: where what all processes share about the judge is kept."""
-        self._database = database
-        self._asked = LiteLlmJudge(settings)
-        pause = Pause()
-        self.patient: Judge = PausingJudge(self._asked, pause, longest_stay_s=LONGEST_STAY_S)
+    asked: LiteLlmJudge
+    meter: Meter
+    limits: Limits
+    pause: Pause
+    breaker: Breaker
+
+    def seat(self, ticket: Ticket, *, longest_stay_s: float, longest_s: float) -> Judge:
+        """Make the judge for one judgement."""
+        metered = MeteredJudge(self.asked, self.meter, ticket)
+        limited = LimitedJudge(
+            metered,
+            self.limits,
+            ticket,
+            longest_s=longest_s,
+            longest_begun_s=max(longest_s, LONGEST_LIMIT_S if longest_stay_s else 0.0),
+        )
+        return PausingJudge(limited, self.pause, longest_stay_s=longest_stay_s)
+
+
+class ProcessJudges:
+    """The judges of one section of the settings, for all in a process that ask them."""
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        database: Database,
+        *,
+        hurry_s: float = 0.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """database: keeps what all processes have spent. hurry_s: how long a user waits."""
+        self._ledger = Ledger(database, settings, clock=clock)
+        self._providers = [_open(one, self._ledger) for one in each_judge(settings)]
+        self._clock = clock
+        self.patient: Judge = self._panel(LONGEST_STAY_S, LONGEST_STAY_S)
         """For groups and the gate: a short pause is waited for."""
-        self.hurried: Judge = PausingJudge(self._asked, pause, longest_stay_s=0.0)
-        """For best of N: a user waits, so it never does."""
+        self.hurried: Judge = self._panel(0.0, hurry_s)
+        """For best of N: a user waits, so it never waits for a pause."""
+
+    def _panel(self, longest_stay_s: float, longest_s: float) -> Panel:
+        def member(one: _Provider) -> Member:
+            return Member(
+                model=one.asked.model,
+                breaker=one.breaker,
+                seat=lambda ticket: one.seat(
+                    ticket, longest_stay_s=longest_stay_s, longest_s=longest_s
+                ),
+            )
+
+        return Panel([member(one) for one in self._providers], clock=self._clock)
 
     async def aclose(self) -> None:
-        """Close the connections to the judge's API; see `LiteLlmJudge.aclose`."""
-        await self._asked.aclose()
+        """Store what is noted, and close the connections; see `LiteLlmJudge.aclose`."""
+        await self._ledger.aclose()
+        for one in self._providers:
+            await one.asked.aclose()
+
+
+def each_judge(settings: JudgeSettings) -> list[JudgeSettings]:
+    """Return the settings of each judge, in the order in which they are asked."""
+    others = (
+        settings.model_copy(update={name: getattr(one, name) for name in type(one).model_fields})
+        for one in settings.fallbacks
+    )
+    return [one.model_copy(update={"fallbacks": ()}) for one in (settings, *others)]
+
+
+def _open(settings: JudgeSettings, ledger: Ledger) -> _Provider:
+    meter = Meter(settings, ledger)
+    return _Provider(
+        asked=LiteLlmJudge(settings, on_paid=meter.paid),
+        meter=meter,
+        limits=Limits(settings),
+        pause=Pause(),
+        breaker=Breaker(),
+    )

@@ -27,6 +27,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Outage
 from sidecar.backoff import Backoff
 
@@ -220,6 +221,12 @@ class Blame:
 
     def _settle(self) -> None:
         self._open, self._limited_waits, self._limited = False, 0, {}
+
+
+def defect_of(group_id: str, error: Exception) -> Failed:
+    """Return the failure of a group over which the sidecar's own code failed."""
+    detail = storable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
+    return Failed(group_id=group_id, reason=DEFECT, detail=detail)
 
 
 def wait_s(attempts: int) -> float:

@@ -16,6 +16,7 @@ from ingest.errors import (
     JudgeReplyError,
     JudgeTooLongError,
     JudgeUnavailableError,
+    JudgeWithheldError,
 )
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.records import Group, Rewarded, ScoredGroup
@@ -70,6 +71,8 @@ class Unanswered:
     """Same values as `JudgeUnavailableError.reason`."""
     retry_after_s: float = 0.0
     """Pause that the judge asked for, in seconds."""
+    until: float | None = None
+    """The operator's limits withhold the judge until then (Unix seconds): nobody is to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,8 @@ async def judge_group(
         return SetAside(reason=NOT_REDACTED, detail=str(error), asked=False)
     except JudgeUnavailableError as error:
         wait_s = error.retry_after_s if isinstance(error, JudgeBusyError) else 0.0
-        return Unanswered(detail=str(error), reason=error.reason, retry_after_s=wait_s)
+        until = error.until if isinstance(error, JudgeWithheldError) else None
+        return Unanswered(detail=str(error), reason=error.reason, retry_after_s=wait_s, until=until)
     except JudgeRefusalError as error:
         asked = not isinstance(error, JudgeTooLongError) or error.asked
         return SetAside(reason=refusal_of(error), detail=str(error), asked=asked)

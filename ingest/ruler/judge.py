@@ -13,9 +13,9 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
 
@@ -32,6 +32,9 @@ from sidecar.hiding import MIN_FREE_FORM, hidden_values, hide_values
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.settings.no_proxy import ask_loopback_directly
 
+if TYPE_CHECKING:
+    from ingest.judge_watch.state import JudgeSeen
+
 MAX_COUNT = 2**31 - 1
 """Largest believable number of tokens in one call: it fits the integer column of every store."""
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -40,21 +43,37 @@ THINKS = ("reasoning_effort", "thinking")
 """Parameters that make a judge think before it answers."""
 WINDOW = "num_ctx"
 """Parameter that sets the context of a model that Ollama runs; it cuts what is longer, silently."""
+MILLION = 1_000_000
 SCHEMA = "response_format"
 """Parameter that names the JSON schema of a reply."""
+
+Found = TypeVar("Found")
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What one request to a provider used. `None` in a field: it is not known."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cost_usd: float | None = None
+    """US dollars, by `judge.price` or LiteLLM's price; None also without either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReply:
-    """The reply to one call. `None` in a field: the provider did not report it."""
+    """The reply to one call, and what all requests of the call used together.
+
+    `None` in a field: the provider did not report it, for one of them at least.
+    """
 
     text: str
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cost_usd: float | None = None
-    """Cost of the call in US dollars; None also for a model without a price in LiteLLM."""
+    """US dollars; None also for a model without a known price."""
     seconds: float = 0.0
     cut: bool = False
     """The reply ended at a limit of tokens."""
@@ -92,11 +111,30 @@ async def context_tokens_of(judge: Judge) -> int | None:
     return await judge.context_tokens() if isinstance(judge, SizedJudge) else None
 
 
+@runtime_checkable
+class JudgePanel(Protocol):
+    """Several judges, or one with limits of its own. It decides once for a whole judgement: scores
+    of two judges do not compare, and a judgement that has been paid for in part is finished."""
+
+    async def by_one(self, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
+        """Make one judgement with one judge; a whole new one with the next when that one is away.
+
+        Raises: what `ask` raises; JudgeUnavailableError when no judge answers.
+        """
+
+    def seen(self) -> tuple[JudgeSeen, ...]:
+        """Return what is known of each judge, in the order in which they are asked."""
+
+
 class LiteLlmJudge:
     """A judge by its LiteLLM name (`openai/…`, `anthropic/…`, `hosted_vllm/…` with an api_base)."""
 
-    def __init__(self, settings: JudgeSettings) -> None:
+    def __init__(
+        self, settings: JudgeSettings, *, on_paid: Callable[[Usage], None] = lambda _: None
+    ) -> None:
+        """on_paid: told of each request that the provider answered, at once."""
         self._settings = settings
+        self._on_paid = on_paid
         key = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
         keys = [*key, *hidden_values(settings.params, free_form=False)]
         self._keys = [one for one in keys if len(one) >= MIN_FREE_FORM]
@@ -119,14 +157,16 @@ class LiteLlmJudge:
         """See `Judge.complete`."""
         litellm = await self._load()
         started = time.monotonic()
+        paid: list[Usage] = []
         try:
             # LiteLLM's own timeout is per read; a server that sends slowly would exceed it.
             async with asyncio.timeout(self._settings.timeout_s):
-                response = await self._ask(litellm, self._request(messages, schema))
+                response = await self._ask(litellm, self._request(messages, schema), paid)
         except TimeoutError as error:
             raise JudgeUnavailableError(
                 f"judge {self.model} did not answer in {self._settings.timeout_s:g} s; "
-                "check whether it is overloaded, or raise judge.timeout_s"
+                "check whether it is overloaded, or raise judge.timeout_s",
+                maybe_paid=True,
             ) from error
         except litellm.exceptions.ContextWindowExceededError as error:
             # `from None`, here and below: LiteLLM's errors quote requests, and with them keys.
@@ -136,7 +176,7 @@ class LiteLlmJudge:
         except Exception as error:  # noqa: BLE001 - LiteLLM raises many kinds of errors
             raise sort_error(error, self._explain(error), now=time.time()) from None
         try:
-            return self._reply(response, time.monotonic() - started)
+            return self._reply(response, paid, time.monotonic() - started)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise JudgeGarbledError(self._explain(error)) from None
 
@@ -150,12 +190,18 @@ class LiteLlmJudge:
         await self._load()
         return self._known_context
 
-    async def _ask(self, litellm: Any, request: dict[str, Any]) -> Any:
+    async def _send(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
+        response = await litellm.acompletion(**request)
+        paid.append(self._usage(response))
+        self._on_paid(paid[-1])
+        return response
+
+    async def _ask(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
         """Send the request; again without its schema when the server takes none, again without our
         token limit when the judge thinks. Both are remembered."""
         refused = ""
         try:
-            response = await litellm.acompletion(**request)
+            response = await self._send(litellm, request, paid)
         except Exception as error:
             tries = self._settings.json_schema == "auto" and SCHEMA in request
             if not tries or SCHEMA in self._settings.params or not refuses_schema(error):
@@ -163,14 +209,14 @@ class LiteLlmJudge:
             refused = self._explain(error)
         if refused:  # not in the handler: the chain of causes decides what an error becomes
             del request[SCHEMA]
-            response = await litellm.acompletion(**request)
+            response = await self._send(litellm, request, paid)
             self._sends_schema = False  # only now: the schema was the cause
             log.info("judge_takes_no_schema", model=self.model, why=refused)
         ours = LIMITS[0] in request and LIMITS[0] not in self._settings.params
         if ours and _cut_in_thought(response):
             log.info("judge_thinks", model=self.model, cut_at_tokens=request.pop(LIMITS[0]))
             self._limits = False
-            response = await litellm.acompletion(**request)
+            response = await self._send(litellm, request, paid)
         return response
 
     async def aclose(self) -> None:
@@ -188,7 +234,7 @@ class LiteLlmJudge:
 
     def _look_up(self) -> Any:
         """Import LiteLLM, and ask it what it knows of the model."""
-        litellm = _import_litellm()
+        litellm = import_litellm()
         prices = litellm.model_cost
         known = prices.get(self.model) or prices.get(self.model.partition("/")[2]) or {}
         if self._settings.json_schema == "auto" and known.get("supports_response_schema") is False:
@@ -229,18 +275,36 @@ class LiteLlmJudge:
             }
         return request
 
-    def _reply(self, response: Any, seconds: float) -> JudgeReply:  # Any: a LiteLLM ModelResponse
+    def _usage(self, response: Any) -> Usage:  # Any: a LiteLLM ModelResponse
+        reported = getattr(response, "usage", None)
+        prompt = _count(getattr(reported, "prompt_tokens", None))
+        completion = _count(getattr(reported, "completion_tokens", None))
+        if not prompt:  # LiteLLM's words for a provider that reports nothing: no prompt is empty
+            return Usage()
+        cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
+        if (price := self._settings.price) is not None:
+            known = prompt is not None and completion is not None
+            cost = (
+                ((prompt or 0) * price["input"] + (completion or 0) * price["output"]) / MILLION
+                if known
+                else None
+            )
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            cost_usd=float(cost) if isinstance(cost, int | float) and math.isfinite(cost) else None,
+        )
+
+    def _reply(self, response: Any, paid: Sequence[Usage], seconds: float) -> JudgeReply:
         choices = response.choices
-        usage = getattr(response, "usage", None)
-        cost = response._hidden_params.get("response_cost")
         text = (choices[0].message.content or "") if choices else ""
         return JudgeReply(
             # A reply without text is refused, retried and recorded like other unusable replies.
             # One character more than may be parsed, so that a longer one is still refused.
             text=storable(hide_values(text[: MAX_REPLY_CHARACTERS + 1], self._keys)),
-            prompt_tokens=_count(getattr(usage, "prompt_tokens", None)),
-            completion_tokens=_count(getattr(usage, "completion_tokens", None)),
-            cost_usd=float(cost) if cost is not None and math.isfinite(cost) else None,
+            prompt_tokens=_count(_sum([one.prompt_tokens for one in paid])),
+            completion_tokens=_count(_sum([one.completion_tokens for one in paid])),
+            cost_usd=_sum([one.cost_usd for one in paid]),
             seconds=seconds,
             cut=bool(choices) and choices[0].finish_reason == "length",
         )
@@ -249,7 +313,8 @@ class LiteLlmJudge:
         return explain(error, model=self.model, secrets=self._secrets)
 
 
-def _import_litellm() -> Any:
+def import_litellm() -> Any:
+    """Import LiteLLM, which takes seconds, so that it sends nothing but the judge's prompts."""
     # LiteLLM reads this at import: without it, the import downloads a price list.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
@@ -271,3 +336,8 @@ def _cut_in_thought(response: Any) -> bool:  # Any: a LiteLLM ModelResponse
 
 def _count(value: Any) -> int | None:  # Any: what the provider wrote
     return value if isinstance(value, int) and 0 <= value <= MAX_COUNT else None
+
+
+def _sum(numbers: Sequence[Any]) -> Any:  # Any: int or float
+    """Add up; None when one of them is not known, or there is none."""
+    return sum(numbers) if numbers and None not in numbers else None

@@ -25,6 +25,8 @@ ERROR_CHARACTERS = 300
 CHAIN_LENGTH = 16
 """Longest chain of causes that is examined, from the caught exception on."""
 LIMITED = frozenset({429, 529})
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, ConnectionRefusedError)
+"""Errors after which the provider has not seen the request."""
 TRY_AGAIN = frozenset({408, 409, 425})
 _KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
 _NO_KEY = re.compile(r"(?i)missing credentials|missing .*\bapi[ _]key|api_key .*must be set")
@@ -45,7 +47,8 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
         wait_s = retry_after_s(response.headers, now)
         return _by_status(response.status_code, text, wait_s)
     if any(isinstance(e, httpx.TransportError | OSError) for e in chain):
-        return JudgeUnavailableError(text)
+        unsent = any(isinstance(e, _UNSENT) for e in chain)
+        return JudgeUnavailableError(text, maybe_paid=not unsent)
     # Neither an error status nor a broken connection: LiteLLM refused to send the request, or could
     # not read the reply, which it reports as 500 or 200.
     status = getattr(error, "status_code", None)
@@ -55,7 +58,9 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
         return JudgeRejectedError(
             f"{text} (nothing was sent: set the API key of the judge's provider in the environment)"
         )
-    return JudgeGarbledError(f"{text} (the reply is no chat completion that LiteLLM can read)")
+    return JudgeGarbledError(
+        f"{text} (the reply is no chat completion that LiteLLM can read)", maybe_paid=True
+    )
 
 
 def refuses_schema(error: BaseException) -> bool:

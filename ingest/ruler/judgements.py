@@ -13,6 +13,7 @@ import structlog
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from ingest.judge_watch.costs import NANO, count_group
 from ingest.judge_watch.state import newest_scored
 from ingest.records import Group, ScoredGroup
 from ingest.ruler.attempts import (
@@ -29,12 +30,17 @@ from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failu
 from ingest.ruler.judge_errors import storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.probe import SUBJECT
-from ingest.ruler.ruler import JudgeCall, Judgement
+from ingest.ruler.ruler import ATTEMPTS, JudgeCall, Judgement
 from ingest.store.groups import load_group, load_scored_group, mark_scored, set_aside
 from sidecar.errors import StoreError
+from sidecar.settings import Fallback
+from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, count
 from sidecar.store.models import GroupRow
 
+LEASE_SLACK_S = 60.0
+LONGEST_LIMIT_S = 120.0
+"""Longest wait of one call for `judge.requests_per_minute` and `tokens_per_minute`."""
 _DAMAGE = (ValueError, TypeError, LookupError, zlib.error)
 """Errors of reading a damaged group."""
 
@@ -42,6 +48,24 @@ OnScored = Callable[[Session, str, Judgement, str, float], None]
 """(session, group id, judgement, rubric hash, Unix seconds)"""
 
 log = structlog.get_logger()
+
+
+def lease_s(settings: JudgeSettings) -> float:
+    """Return how long judging one group may take, in seconds: every judge in turn, each of whose
+    calls takes as long as it may, and waits for the limits of a minute first. Pure."""
+    judges: tuple[JudgeSettings | Fallback, ...] = (settings, *settings.fallbacks)
+    limited = any(one.requests_per_minute or one.tokens_per_minute for one in judges)
+    call_s = settings.timeout_s + (LONGEST_LIMIT_S if limited else 0.0)
+    return len(judges) * settings.passes * ATTEMPTS * call_s + LEASE_SLACK_S
+
+
+def cost_of(calls: Sequence[JudgeCall]) -> tuple[int, int | None]:
+    """Return tokens and nano-dollars of the calls of one group; None without a known price."""
+    replies = [call.reply for call in calls]
+    tokens = sum((one.prompt_tokens or 0) + (one.completion_tokens or 0) for one in replies)
+    costs = [one.cost_usd for one in replies]
+    known = [cost for cost in costs if cost is not None]
+    return tokens, round(sum(known) * NANO) if len(known) == len(costs) else None
 
 
 class Judgements:
@@ -57,7 +81,8 @@ class Judgements:
         lease_s: float,
         on_scored: OnScored | None = None,
     ) -> None:
-        """lease_s: how long a claimed group belongs to this worker.
+        """judge_model: recorded where no judge was asked. lease_s: how long a claimed group belongs
+        to this worker; see `lease_s`.
         on_scored: is called in the transaction that stores a group's scores."""
         self._database = database
         self._clock = clock
@@ -168,12 +193,18 @@ class Judgements:
         elif isinstance(outcome, SetAside):
             return set_aside(session, group_id, outcome.reason, detail=storable(outcome.detail))
         elif isinstance(outcome, Scored):
+            if outcome.asked:
+                tokens, nano = cost_of(calls)
+                count_group(session, tokens=tokens, nano_usd=nano)
             marked = mark_scored(
                 session,
                 group_id,
                 outcome.judgement.scores,
                 outcome.judgement.explanations,
-                *(outcome.judged_by or (self._judge_model, self._rubric_hash)),
+                *(
+                    outcome.judged_by
+                    or (outcome.judgement.judge_model or self._judge_model, self._rubric_hash)
+                ),
                 now,
                 outcome.judgement.disagreement,
                 outcome.rewarded,

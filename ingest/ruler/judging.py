@@ -20,11 +20,12 @@ from typing import Any, Literal
 
 import structlog
 
-from ingest.errors import JudgeBusyError, JudgeUnavailableError
+from ingest.errors import JudgeBusyError
 from ingest.judge_watch.report import CHECK, JudgeReport
+from ingest.judge_watch.withheld import Withheld
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Group
-from ingest.ruler.blame import DEFECT, UNVERIFIED, Blame, Cleared, Failed
+from ingest.ruler.blame import DEFECT, UNVERIFIED, Blame, Cleared, Failed, defect_of
 from ingest.ruler.group import (
     GroupOutcome,
     Held,
@@ -34,13 +35,12 @@ from ingest.ruler.group import (
     failure_of,
     verify_and_judge,
 )
-from ingest.ruler.judge import Judge
-from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
-from ingest.ruler.judgements import Judgements, OnScored
-from ingest.ruler.outage import LAST_DELAY_S, Outage
+from ingest.ruler.judge import Judge, JudgePanel
+from ingest.ruler.judgements import Judgements, OnScored, lease_s
+from ingest.ruler.outage import LAST_DELAY_S, PASSING, Outage
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
-from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
+from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.store.patience import patiently
 from ingest.verifiers.rewarding import LONGEST_S, Rewarding
 from sidecar.errors import StoreError
@@ -48,7 +48,6 @@ from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
 
 POLL_S = 0.5
-LEASE_SLACK_S = 60.0
 GIVEN_BACK_S = 5.0
 """Extra wait of a group that failed during an outage, after the worker's own wait."""
 LONGEST_SETUP_WAIT_S = 300.0
@@ -97,7 +96,7 @@ class JudgingWorker:
             clock,
             judge_model=judge.model,
             rubric_hash=rubric_hash(settings.rubric, show_reasoning=settings.show_reasoning),
-            lease_s=settings.passes * ATTEMPTS * settings.timeout_s + verifying_s + LEASE_SLACK_S,
+            lease_s=lease_s(settings) + verifying_s,
             on_scored=on_scored,
         )
         self._blame = Blame()
@@ -106,19 +105,21 @@ class JudgingWorker:
         self._asking: set[str] = set()
         self._storing: set[str] = set()
         """Groups whose judgement waits to be stored."""
-        self._report = JudgeReport(database, clock, announce)
-        self._starts = False
-        """True until the first probe."""
+        seen = judge.seen if isinstance(judge, JudgePanel) else tuple
+        self._report = JudgeReport(database, clock, announce, seen)
+        self._withheld = Withheld(self._report)
+        self._starts = False  # True until the first probe
         self._suspect: str | None = None
         """Id of the group in flight that a process died over: at most one at a time."""
-        self._logged: str | None = None
-        """Reason that was last logged in the present outage."""
 
     async def begin(self) -> None:
         """Have the judge asked before the first group, and sampling wait for what it says."""
+        self._ask_first()
+        await self._report.begin()
+
+    def _ask_first(self) -> None:
         self._starts = True
         self._blame.begin()
-        await self._report.begin()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Judge groups, at most `judge.concurrency` at once, until `stop` is set.
@@ -166,14 +167,28 @@ class JudgingWorker:
 
     def _room(self) -> int:
         now = self._clock()
-        if now < self._store.retry_at:
+        if self._waits(now):
             return 0
         most = 1 if self._store.lasts else self._settings.concurrency
         return self._blame.room(most, now)
 
     def _wants_probe(self) -> bool:
         now = self._clock()
-        return now >= self._store.retry_at and self._blame.wants_probe(now)
+        return not self._waits(now) and self._blame.wants_probe(now)
+
+    def _waits(self, now: float) -> bool:
+        """Tell whether the store or the operator's limits forbid to ask the judge."""
+        if self._withheld.ended(now):
+            self._ask_first()
+        return now < max(self._store.retry_at, self._withheld.until)
+
+    async def _withhold(self, outcome: GroupOutcome, *group_ids: str) -> bool:
+        """Give groups back for which the judge may not be asked. Returns: True when it may not."""
+        if not isinstance(outcome, Unanswered) or outcome.until is None:
+            return False
+        self._withheld.note(outcome.reason, outcome.detail, until=outcome.until)
+        await asyncio.to_thread(self._judgements.give_back, group_ids)
+        return True
 
     def _not_stored(self, subject: str, error: StoreError) -> None:
         self._store.unanswered(self._clock())
@@ -202,7 +217,7 @@ class JudgingWorker:
             self._not_stored(group_id, error)
         except Exception as error:  # one group must not end the judging of all the others
             log.exception("judging_failed", group_id=group_id)
-            self._blame.failed(_defect(group_id, error), self._clock())
+            self._blame.failed(defect_of(group_id, error), self._clock())
         finally:
             self._asking.discard(group_id)
             if self._suspect == group_id:
@@ -232,7 +247,7 @@ class JudgingWorker:
         self._store.answered(self._clock())
         if isinstance(outcome, Scored) and outcome.asked:
             await self._clear(self._blame.works(self._clock()))
-        elif failed is not None:
+        elif not await self._withhold(outcome, group_id) and failed is not None:
             await self._hold_against(failed)
 
     async def _record(
@@ -258,7 +273,7 @@ class JudgingWorker:
 
     async def _hold_against(self, failed: Failed) -> None:
         if self._blame.failed(failed, self._clock()):
-            self._logged = failed.reason
+            self._report.logged = failed.reason
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
         outage = self._blame.outage
         why = f"{failed.reason}: {failed.detail}"
@@ -277,9 +292,8 @@ class JudgingWorker:
                 retry_after_s=outcome.retry_after_s,
             )
         if isinstance(outcome, SetAside) and outcome.asked and not self._blame.unusable():
-            return Failed(
-                group_id=group_id, reason=outcome.reason, detail=outcome.detail, final=True
-            )
+            reason, detail = outcome.reason, outcome.detail
+            return Failed(group_id=group_id, reason=reason, detail=detail, final=True)
         return None
 
     async def _probe(self) -> None:
@@ -296,7 +310,8 @@ class JudgingWorker:
             last = again if again is not None and tells else await self._ask_probe(None, calls)
             # Apply the result before recording it: a full disk must not repeat the probe for ever.
             if not isinstance(last, Scored):
-                await self._wait(last)
+                if not await self._withhold(last):
+                    await self._wait(last)
             elif last is again:
                 await self._clear(self._blame.works(self._clock()))
             else:
@@ -315,9 +330,11 @@ class JudgingWorker:
                 group=group,
                 view=self._view,
             )
+        except StoreError:
+            raise
         except Exception as error:  # a defect that hits every group hits the probe too
             log.exception("judge_probe_failed")
-            return Unanswered(detail=_defect(SUBJECT, error).detail, reason=DEFECT)
+            return Unanswered(detail=defect_of(SUBJECT, error).detail, reason=DEFECT)
 
     async def _clear(self, cleared: Cleared) -> None:
         """The judge works: charge the earlier failures to their groups."""
@@ -339,10 +356,9 @@ class JudgingWorker:
             self._say_down("away", ALL_FAIL, last.detail if last is not None else "")
         elif not self._blame.outage.lasts:
             self._say_up(doubted.outage_s)
-        if doubted.all_fail and self._logged != ALL_FAIL:
-            self._logged = ALL_FAIL
-            log.error(
-                "judge_down",
+        if doubted.all_fail:
+            self._report.log_down(
+                ALL_FAIL,
                 model=self._judge.model,
                 reason=last.reason if last is not None else failure_of(again),
                 error=last.detail if last is not None else "",
@@ -352,7 +368,7 @@ class JudgingWorker:
 
     def _say_up(self, outage_s: float | None) -> None:
         if outage_s is not None:
-            self._logged = None
+            self._report.logged = None
             log.warning("judge_up", model=self._judge.model, lasted_s=round(outage_s, 1))
         self._report.works()
 
@@ -362,39 +378,23 @@ class JudgingWorker:
 
     async def _wait(self, outcome: SetAside | Unanswered) -> None:
         """The judge does not work: charge no group, and pause all."""
-        passes = isinstance(outcome, Unanswered) and outcome.reason in _PASSING
+        passes = isinstance(outcome, Unanswered) and outcome.reason in PASSING
         self._blame.down(
             self._clock(),
             longest_s=LAST_DELAY_S if passes else LONGEST_SETUP_WAIT_S,
             retry_after_s=outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0,
         )
         self._say_down("away" if passes else "rejected", outcome.reason, outcome.detail)
-        if self._logged != outcome.reason:
-            self._logged = outcome.reason
-            say = log.warning if passes else log.error
-            to_do = "" if passes else f"it fails on a sum: {CHECK}"
-            say(
-                "judge_down",
-                model=self._judge.model,
-                reason=outcome.reason,
-                error=outcome.detail,
-                to_do=to_do,
-            )
+        to_do, reason = "" if passes else f"it fails on a sum: {CHECK}", outcome.reason
+        self._report.log_down(
+            reason, model=self._judge.model, reason=reason, error=outcome.detail, to_do=to_do
+        )
         released = [failed.group_id for failed in self._blame.release()]
         until = self._blame.outage.retry_at + GIVEN_BACK_S
         await asyncio.to_thread(self._judgements.give_back, released, until)
-
-
-_PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
-"""Reasons for an outage that ends by itself."""
 
 
 async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _defect(group_id: str, error: Exception) -> Failed:
-    detail = storable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
-    return Failed(group_id=group_id, reason=DEFECT, detail=detail)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from sidecar.backoff import Backoff
 
 LAST_DELAY_S = 60.0
+PASSING = (JudgeUnavailableError.reason, JudgeBusyError.reason)
+"""Reasons for an outage of the judge that ends by itself."""
 DELAYS = Backoff(first_s=1.0, last_s=LAST_DELAY_S)
 """Waits while the outage lasts."""
 LONGEST_RETRY_AFTER_S = 300.0

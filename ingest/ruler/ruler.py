@@ -22,7 +22,7 @@ from ingest.errors import JudgeReplyError
 from ingest.judge_prompt.shown import looks, shown_answer
 from ingest.privacy.judge_view import JudgeView, View, default_view
 from ingest.records import Disagreement, ShownPass
-from ingest.ruler.judge import Judge, JudgeReply, context_tokens_of
+from ingest.ruler.judge import Judge, JudgePanel, JudgeReply, context_tokens_of
 from ingest.ruler.prompt import RulerPrompt, build_prompt
 from ingest.ruler.reply import parse_reply
 
@@ -65,9 +65,15 @@ class Judgement:
     disagreement: Disagreement | None
     """How far the passes differ; None after a single pass."""
     calls: tuple[JudgeCall, ...]
+    """All of one judge; empty when none was asked."""
     passes: tuple[ShownPass, ...] = ()
     """Each pass, of the distinct answers in order of first appearance; empty: the judge was not
     asked."""
+
+    @property
+    def judge_model(self) -> str | None:
+        """Model name of the judge that gave the scores; None when none was asked."""
+        return self.calls[-1].judge_model if self.calls else None
 
 
 OnCall = Callable[[JudgeCall], None]
@@ -142,6 +148,12 @@ async def score_candidates(
     place_of: [G] index of each candidate among the distinct ones that `write` shows.
     passes, seed, on_call, subject, errors: as for `score_answers`.
     """
+    if isinstance(judge, JudgePanel):  # it picks the judge of all passes
+        return await judge.by_one(
+            lambda one: score_candidates(
+                one, write, place_of, passes=passes, seed=seed, on_call=on_call, subject=subject
+            )
+        )
     limit = await context_tokens_of(judge)
     calls: list[JudgeCall] = []
 

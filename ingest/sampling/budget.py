@@ -7,12 +7,13 @@ pure. Tokens are counted when a round is stored, so what is in flight comes on t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 
 import structlog
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from ingest.store.periods import day_of, hour_of, is_count, next_hour, next_midnight
 from sidecar.records import Exchange
 from sidecar.settings import Groups
 from sidecar.store.database import count
@@ -22,8 +23,6 @@ DAY, HOUR = "sampling_tokens", "sampling_tokens_hour"
 PROMPT_DAY, PROMPT_HOUR = "sampling_prompt_tokens", "sampling_prompt_hour"
 SERVED = "served_tokens"
 """Stages of counter rows: (stage, day or hour) -> tokens. Ingest writes the last one."""
-LARGEST = 2**53
-"""A larger count is damage: no day has so many tokens."""
 
 log = structlog.get_logger()
 
@@ -49,26 +48,6 @@ class Spent:
     why: str
     until: datetime | None
     """When it is renewed; None: when users are served more."""
-
-
-def day_of(now: float) -> str:
-    """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
-    return _utc(now).date().isoformat()
-
-
-def hour_of(now: float) -> str:
-    """Return the UTC hour of a time in Unix seconds, such as 2026-11-21T12."""
-    return _utc(now).strftime("%Y-%m-%dT%H")
-
-
-def next_midnight(now: float) -> datetime:
-    """Return when the budgets of a day are renewed: the next midnight UTC."""
-    return _utc(now).replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
-
-
-def next_hour(now: float) -> datetime:
-    """Return when the budgets of an hour are renewed."""
-    return _utc(now).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
 
 
 def first_spent(usage: Usage, budgets: Groups, *, now: float) -> Spent | None:
@@ -113,7 +92,7 @@ def read_usage(session: Session, *, now: float) -> Usage:
         )
     )
     found = {fields.get((row.stage, row.reason)): row.count for row in rows}
-    return Usage(**{name: n for name, n in found.items() if name is not None and _is_count(n)})
+    return Usage(**{name: n for name, n in found.items() if name is not None and is_count(n)})
 
 
 def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) -> None:
@@ -130,7 +109,7 @@ def spend_tokens(session: Session, *, sampled: int, prompts: int, now: float) ->
     }
     for (stage, reason), tokens in spent.items():
         row = session.get(CounterRow, (stage, reason))
-        if row is not None and not _is_count(row.count):
+        if row is not None and not is_count(row.count):
             log.warning("counter_unreadable", stage=stage, reason=reason)
             row.count = 0
             session.flush()
@@ -154,11 +133,3 @@ def count_served(session: Session, tokens: int, *, now: float) -> None:
     """Count completion tokens that users got, in the caller's transaction."""
     if tokens:
         count(session, SERVED, day_of(now), tokens)
-
-
-def _utc(now: float) -> datetime:
-    return datetime.fromtimestamp(now, UTC)
-
-
-def _is_count(stored: object) -> bool:
-    return isinstance(stored, int) and 0 <= stored < LARGEST

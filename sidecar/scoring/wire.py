@@ -24,6 +24,7 @@ NO_PICK_REASONS = frozenset(
     {
         "busy",
         "judge_down",
+        "judge_spent",
         "unreadable",
         "identical_answers",
         "judge_refused",

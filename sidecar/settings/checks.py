@@ -27,6 +27,7 @@ from sidecar.settings.reward import HttpVerifier, LengthVerifier, RegexVerifier,
 from sidecar.settings.store import open_keyring
 
 if TYPE_CHECKING:
+    from sidecar.settings.learning import Fallback, Judge, Price
     from sidecar.settings.sections import Proxy, Settings
 
 Problem = tuple[tuple[str, ...], str]
@@ -117,17 +118,24 @@ def _listeners(settings: Settings) -> Iterator[Problem]:
 
 
 def _judges(settings: Settings) -> Iterator[Problem]:
-    yield from _params("judge", settings.judge.params)
-    yield from _params("gate_judge", settings.gate_judge.params)
-    for section, judge in (("judge", settings.judge), ("gate_judge", settings.gate_judge)):
-        if judge.rubric_file and "rubric" in judge.model_fields_set:
+    judge, own = settings.judge, settings.gate_judge
+    yield from _asked(("judge",), judge.params, judge.price)
+    yield from _asked(("gate_judge",), own.params, own.price)
+    for one in judge.fallbacks:
+        yield from _asked(("judge", "fallbacks"), one.params, one.price)
+    if judge.fallbacks and not judge.model:
+        yield ("judge", "fallbacks"), "has judges and judge.model is empty; name the first there"
+    judges: tuple[Judge | Fallback, ...] = (judge, *judge.fallbacks)
+    if len({(one.model, one.api_base) for one in judges}) < len(judges):
+        yield ("judge", "fallbacks"), "names one judge twice; name each once"
+    for section, asked in (("judge", judge), ("gate_judge", own)):
+        if asked.rubric_file and "rubric" in asked.model_fields_set:
             yield (
                 (section, "rubric_file"),
                 f"and {section}.rubric are both set; give the rubric once",
             )
-    own = settings.gate_judge
     if not own.model:
-        for name in ("api_base", "api_key", "context_tokens", "params"):
+        for name in ("api_base", "api_key", "context_tokens", "params", "price"):
             if getattr(own, name):
                 yield (
                     ("gate_judge", name),
@@ -135,8 +143,16 @@ def _judges(settings: Settings) -> Iterator[Problem]:
                 )
 
 
-def _params(section: str, params: dict[str, Any]) -> Iterator[Problem]:
-    key = (section, "params")
+def _asked(
+    where: tuple[str, ...], params: dict[str, Any], price: Price | None
+) -> Iterator[Problem]:
+    """Yield what is wrong with how one judge is asked, and with its price."""
+    key = (*where, "params")
+    if price is not None and (missing := {"input", "output"} - price.keys()):
+        yield (
+            (*where, "price"),
+            f"lacks {sorted(missing)[0]}; give input and output, US dollars for a million tokens",
+        )
     if _deeper_than(MAX_PARAMS_DEPTH, params):
         yield key, f"nests deeper than {MAX_PARAMS_DEPTH} levels; give a flatter table"
         return

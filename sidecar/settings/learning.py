@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from sidecar.settings.kinds import (
     Interval,
     Key,
     Line,
+    Name,
     Parallel,
     Share,
     Text,
@@ -41,9 +43,11 @@ order, said of next actions in place of trajectories."""
 
 
 Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
+Dollars = Annotated[float, Between(0, 1_000_000, "0 sets no limit")]
+MOST_FALLBACKS = 4
+"""Each may be waited for in turn; a group's lease covers them all."""
 
 
-ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
 SIZES = (2, 16)
 """Candidates that a judge is shown at once."""
 ADVISED_SIZES = (4, 8)
@@ -107,6 +111,39 @@ class Groups(Section):
     """Longest time of one candidate."""
 
 
+Price = Mapping[
+    Literal["input", "output"],
+    Annotated[float, Between(0, 1_000_000, "no token costs a dollar; 0: it costs nothing")],
+]
+"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks`)."""
+ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
+PerMinute = Annotated[int, Between(0, 10**12, "0 sets no limit")]
+
+
+class Fallback(Section):
+    """A judge that is asked while those before it are away, reject everything, or are limited for
+    long. Rubric, passes, time limit and budget are those of `[judge]`."""
+
+    model: Name
+    """A LiteLLM model name."""
+    api_base: WebUrl | None = None
+    """Base URL, for a judge of your own."""
+    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    """Key of its API. Without it LiteLLM reads the provider's own environment variable."""
+    json_schema: Literal["auto", "on", "off"] = "auto"
+    """As `judge.json_schema`."""
+    context_tokens: ContextTokens = 0
+    """As `judge.context_tokens`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """As `judge.params`."""
+    price: Price | None = None
+    """As `judge.price`."""
+    requests_per_minute: PerMinute = 0
+    """As `judge.requests_per_minute`."""
+    tokens_per_minute: PerMinute = 0
+    """As `judge.tokens_per_minute`."""
+
+
 class Judge(Section):
     """RULER: the judge model and the rubric."""
 
@@ -148,6 +185,26 @@ class Judge(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters (`temperature`, `reasoning_effort`, …). Without `max_tokens` in
     them a reply may take 256 tokens and 128 for each answer; a judge that thinks has no limit."""
+    budget: Dollars = 0.0
+    """US dollars a day for all that judges are asked by the sidecar's processes. When they are
+    spent, judging waits for midnight UTC. 0: no limit."""
+    budget_per_hour: Dollars = 0.0
+    """US dollars an hour; when spent, judging waits for the next. 0: no limit."""
+    budget_tokens: Budget = 0
+    """Prompt and reply tokens a day, for a judge of your own that costs no money. 0: no limit."""
+    price: Price | None = None
+    """US dollars for a million tokens, such as `{input = 0.15, output = 0.6}`. Not set: LiteLLM's
+    price, if it knows one; without any price no budget in dollars can be kept, and the judge is
+    not asked."""
+    requests_per_minute: PerMinute = 0
+    """Calls that one process makes in any minute. 0: no limit."""
+    tokens_per_minute: PerMinute = 0
+    """Prompt and reply tokens that one process uses in a minute. 0: no limit."""
+    fallbacks: Annotated[
+        tuple[Fallback, ...], Field(max_length=MOST_FALLBACKS, validate_default=False)
+    ] = ()
+    """Judges that are asked, in this order, while those before them are away, reject everything or
+    are limited for long: `[[judge.fallbacks]]`. One judge gives all scores of a group."""
 
 
 class GateJudge(Section):
@@ -179,6 +236,9 @@ class GateJudge(Section):
     only."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further LiteLLM parameters of that judge; needs `model`."""
+    price: Price | None = None
+    """As `judge.price`, of that judge; needs `model`. What it costs counts in the budgets of
+    [judge]."""
 
 
 class BestOf(Section):

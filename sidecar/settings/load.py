@@ -126,7 +126,7 @@ def _read_file(path: Path | None) -> dict[str, Any]:
 def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     # Without the place in a list: a person wrote the key.
-    where = [str(part) for part in first["loc"] if not isinstance(part, int)]
+    where = [str(part) for part in first["loc"] if not isinstance(part, int) and part != "[key]"]
     kind = where.pop(3) if where[:2] == VERIFIERS and len(where) > 3 and where[3] in KINDS else None
     if first["type"] == "extra_forbidden":
         return f"unknown setting {_shown('.'.join(where))}; {_nearest(where, kind)}"
@@ -152,14 +152,23 @@ def _shown(text: str) -> str:
     return visible(text)[:200]
 
 
-def _known(section: str | None) -> list[str]:
-    if section is None:
-        return list(Settings.model_fields)
-    field = Settings.model_fields.get(section)
-    model = field.annotation if field is not None else None
-    if isinstance(model, type) and issubclass(model, BaseModel):
-        return list(model.model_fields)
-    return []
+def _known(*where: str) -> list[str]:
+    """Return the keys of a section, or of a table in it; without a name, the sections."""
+    model: type[BaseModel] = Settings
+    for name in where:
+        field = model.model_fields.get(name)
+        inner = None if field is None else _section_in(field.annotation)
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _section_in(kind: Any) -> type[BaseModel] | None:  # Any: the type of a setting
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    found = (_section_in(inner) for inner in get_args(kind))
+    return next((one for one in found if one is not None), None)
 
 
 def _nearest(where: list[str], kind: str | None = None) -> str:
@@ -167,9 +176,8 @@ def _nearest(where: list[str], kind: str | None = None) -> str:
     if kind is not None:
         table, known = ".".join(where[:3]), list(KINDS[kind].model_fields)
         return f"did you mean {table}.{difflib.get_close_matches(where[-1], known, 1, 0.0)[0]}?"
-    section = where[0] if len(where) > 1 else None
-    matches = difflib.get_close_matches(where[-1], _known(section), n=1, cutoff=0.0)
-    prefix = f"{section}." if section else ""
+    matches = difflib.get_close_matches(where[-1], _known(*where[:-1]), n=1, cutoff=0.0)
+    prefix = "".join(f"{name}." for name in where[:-1])
     return f"did you mean {prefix}{matches[0]}?" if matches else "remove it"
 
 
@@ -197,8 +205,7 @@ def _refuse_unknown_name(shown: str, written: Sequence[str]) -> None:
     """written: the parts of the variable's name, without the prefix."""
     where = [part.lower() for part in written]
     for length in (1, 2):
-        section = where[0] if length == 2 else None
-        if len(where) >= length and where[length - 1] not in _known(section):
+        if len(where) >= length and where[length - 1] not in _known(*where[: length - 1]):
             raise SettingsError(f"unknown environment variable {shown}; {_nearest(where[:length])}")
     if len(where) <= 2:
         return

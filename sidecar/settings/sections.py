@@ -318,6 +318,11 @@ class Settings(BaseSettings):
                 "json_schema": own.json_schema,
                 "context_tokens": own.context_tokens,
                 "params": own.params,
+                "price": own.price,
+                # Those of the other judge; and a fallback to it would mark its own exam.
+                "requests_per_minute": 0,
+                "tokens_per_minute": 0,
+                "fallbacks": (),
             }
         )
 

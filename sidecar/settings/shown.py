@@ -23,6 +23,8 @@ def shown_settings(settings: Settings) -> dict[str, Any]:  # Any: JSON
     shown: dict[str, Any] = _hide(settings.model_dump(mode="json"))
     shown["judge"]["params"] = hide_in_params(settings.judge.params)
     shown["gate_judge"]["params"] = hide_in_params(settings.gate_judge.params)
+    for one, fallback in zip(shown["judge"]["fallbacks"], settings.judge.fallbacks, strict=True):
+        one["params"] = hide_in_params(fallback.params)
     shown["engine"]["command"] = hide_in_command(settings.engine.command)
     shown["engine"]["env"] = dict.fromkeys(settings.engine.env, SET)
     shown["admin"]["tokens"] = [SET for _ in settings.admin.tokens]

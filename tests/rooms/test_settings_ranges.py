@@ -7,6 +7,8 @@ import json
 import math
 import re
 import socket
+import subprocess
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -28,7 +30,7 @@ from ingest.vllm.replicas import open_replicas
 from learner.runs.schedule import Schedule, start_clock
 from sidecar.errors import SettingsError
 from sidecar.proxy import Proxy
-from sidecar.settings import Settings, load_settings
+from sidecar.settings import Settings, load_settings, shown_settings
 from sidecar.settings.kinds import Between, base_url
 from sidecar.store.database import Database
 from sidecar.tracing.telemetry import configure_tracing
@@ -313,6 +315,27 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ("[judge]\nparams = {stream = true}", "setting judge.params holds stream"),
         ('[judge]\nparams = {model = "x"}', "setting judge.params holds model"),
         ('[judge]\nrubric = " "', "setting judge.rubric: is empty"),
+        ("[judge]\nprice = {input = 1}", "setting judge.price lacks output; give input and outp"),
+        (
+            "[judge]\nprice = {input = 1, outputs = 1}",
+            "setting judge.price.outputs: Input should be 'input' or 'output'",
+        ),
+        (
+            '[[judge.fallbacks]]\nmodel = "openai/x"',
+            "setting judge.fallbacks has judges and judge.model is empty; name the first there",
+        ),
+        (
+            '[judge]\nmodel = "openai/x"\n[[judge.fallbacks]]\nmodel = "openai/x"',
+            "setting judge.fallbacks names one judge twice; name each once",
+        ),
+        (
+            f'[judge]\nmodel = "x"\n[[judge.fallbacks]]\nmodel = "y"\napi_kye = "{SECRET}"',
+            "unknown setting judge.fallbacks.api_kye; did you mean judge.fallbacks.api_key?",
+        ),
+        (
+            '[judge]\nmodel = "x"\n[[judge.fallbacks]]\nmodel = "y"\nparams = {stream = true}',
+            "setting judge.fallbacks.params holds stream",
+        ),
         ('[engine]\ncommand = [""]', "setting engine.command begins with an empty word"),
         ('[engine]\ncommand = ["a\\u0000"]', "setting engine.command: holds a NUL byte"),
         ('[engine.env]\n"A=B" = "1"', "setting engine.env 'A=B' is no name of a variable"),
@@ -509,6 +532,52 @@ def test_a_name_and_the_address_that_it_stands_for_may_not(
 
     assert why is not None
     assert why.startswith("setting admin.port is 8080, as proxy.port")
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ('[judge]\nmodel = "hosted_vllm/own"\nbudget = 5.0', "hosted_vllm/own"),
+        (
+            '[judge]\nmodel = "openai/gpt-4o-mini"\nbudget_per_hour = 5.0\n'
+            '[[judge.fallbacks]]\nmodel = "hosted_vllm/other"',
+            "hosted_vllm/other",
+        ),
+        (
+            '[judge]\nmodel = "openai/gpt-4o-mini"\nbudget = 5.0\n'
+            '[gate_judge]\nmodel = "hosted_vllm/gate"',
+            "hosted_vllm/gate",
+        ),
+        ('[judge]\nmodel = "hosted_vllm/own"\nprice = {input = 1, output = 2}\nbudget = 5.0', ""),
+        ('[judge]\nmodel = "hosted_vllm/own"\nbudget_tokens = 5000', ""),
+    ],
+)
+def test_a_budget_in_dollars_that_nobody_can_keep_is_refused(
+    tmp_path: Path, text: str, model: str
+) -> None:
+    """In a process of its own: the prices are LiteLLM's, whose import warns."""
+    path = write(tmp_path, text + "\n")
+    command = [sys.executable, "-P", "-m", "deploy.cli.main", "--config", str(path)]
+
+    done = subprocess.run([*command, "config", "check"], capture_output=True, text=True)
+
+    assert (done.returncode != 0) == bool(model), done.stderr
+    said = f"sidecar: setting judge.budget cannot be kept: nobody knows the price of {model}"
+    assert said in done.stderr or not model
+
+
+def test_a_fallback_hides_its_secrets_and_is_read_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallback = {"model": "openai/y", "api_key": SECRET, "params": {"extra_key": SECRET}}
+    monkeypatch.setenv("SIDECAR_JUDGE__FALLBACKS", json.dumps([fallback]))
+    monkeypatch.setenv("SIDECAR_JUDGE__PRICE", '{"input": 1, "output": 2}')
+
+    settings = load_settings(write(tmp_path, '[judge]\nmodel = "openai/x"\n'))
+
+    assert settings.judge.fallbacks[0].api_key is not None
+    assert settings.judge.price == {"input": 1.0, "output": 2.0}
+    assert SECRET not in json.dumps(shown_settings(settings))
 
 
 def test_an_empty_key_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ from ingest.feedback.deriving import derive_session
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.loop import Intake
 from ingest.judge_watch.state import JudgeState, why_sampling_holds, write_judge_state
+from ingest.judges.ledger import Ledger
+from ingest.judges.spending import Amount
 from ingest.noise.choosing import Choosing
 from ingest.noise.reading import accept_now, read_noise
 from ingest.noise.worker import RescoringWorker
@@ -383,6 +385,11 @@ async def _score(use: _Use) -> None:
         keep_scores(session, name, [0.5] * (answers or 0), [""] * (answers or 0), "j", "r")
         write_judge_state(session, JudgeState(state="away", since=NOW), now=NOW)
         why_sampling_holds(session)
+    budget = {"budget": 1.0, "budget_per_hour": 1.0}
+    ledger = Ledger(use.database, use.settings.judge.model_copy(update=budget), clock=use.clock)
+    await ledger.reserve(Amount(nano_usd=10, tokens=5), begun=False)
+    ledger.spend(Amount(nano_usd=10, tokens=5))
+    await ledger.aclose()
     await _best_of(use)
 
 

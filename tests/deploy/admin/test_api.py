@@ -92,6 +92,9 @@ async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
         "error": "judge_rejected: 401",
         "until": now + 6.0,
         "waiting": 0,
+        "judges": [],
+        "spent_usd_today": 0.0,
+        "tokens_today": 0,
     }
     assert found["sampling"] is None, "it is over"
     assert found["dead_letters"] == 2

@@ -15,6 +15,7 @@ from ingest.errors import (
     JudgeGarbledError,
     JudgeRefusalError,
     JudgeRejectedError,
+    JudgeSpentError,
     JudgeTooLongError,
     JudgeUnavailableError,
 )
@@ -114,7 +115,14 @@ async def test_what_is_too_long_for_a_known_context_is_set_aside_without_a_call(
     assert judge.conversations == []
 
 
-@pytest.mark.parametrize("error", [*(error for error, _ in OWN_FAULTS), JudgeBusyError("slow")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(error for error, _ in OWN_FAULTS),
+        JudgeBusyError("slow"),
+        JudgeSpentError("judge.budget is spent: $5.00 of $5.00", until=1e9),
+    ],
+)
 async def test_a_judge_that_refuses_everything_makes_the_gate_wait_and_burns_no_prompt(
     world: World, error: Exception
 ) -> None:

@@ -16,7 +16,14 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import BusOut, GateJudgeOut, JudgeNoiseOut, JudgeOut, TroubleOut
+from deploy.admin.out import (
+    BusOut,
+    GateJudgeOut,
+    JudgeNoiseOut,
+    JudgeOut,
+    OneJudgeOut,
+    TroubleOut,
+)
 from deploy.cli.status import status_lines
 from deploy.cli.times import shown_time
 from deploy.examiner import examiner_of
@@ -115,6 +122,45 @@ def test_what_keeps_sampling_from_its_work_has_a_line() -> None:
                 f"Judge: gives no scores since {shown_time(NOW - 300, NOW)}; it is asked again. "
                 f"Last good answer: {shown_time(NOW - 400, NOW)}. 0 groups wait for it.",
                 f"  Last error {shown_time(NOW - 9, NOW)}: refused",
+            ],
+        ),
+        (
+            judge(
+                "spent",
+                error_at=NOW - 9,
+                error="judge.budget is spent: $5.02 of $5.00 today, until 2026-11-24 00:00 UTC",
+                until=NOW + 3_600,
+                waiting=2,
+                spent_usd_today=5.02,
+                tokens_today=31_000,
+            ),
+            [
+                "Judge: is not asked: judge.budget is spent: $5.02 of $5.00 today, until "
+                "2026-11-24 00:00 UTC. Last good answer: never. 2 groups wait for it.",
+                "  Today (UTC): $5.02, 31,000 tokens.",
+            ],
+        ),
+        (
+            judge(
+                "works",
+                good_at=NOW - 12,
+                judges=[
+                    OneJudgeOut(
+                        model="openai/a",
+                        breaker="open",
+                        since=NOW - 60,
+                        until=NOW + 120,
+                        error="401",
+                    ),
+                    OneJudgeOut(model="b", breaker="closed", since=None, until=None, error=""),
+                ],
+            ),
+            [
+                f"Judge: gives scores. Last good answer: {shown_time(NOW - 12, NOW)}. 0 groups "
+                "wait for it.",
+                f"  openai/a: fails since {shown_time(NOW - 60, NOW)}, so others are asked; next "
+                "in 2 min: 401",
+                "  b: is asked.",
             ],
         ),
         (

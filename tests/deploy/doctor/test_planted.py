@@ -263,12 +263,13 @@ def test_a_wrong_key_of_the_judge(online: Sidecar, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("state", "cause"), [("rejected", "judge_rejects"), ("away", "judge_away")]
+    ("state", "cause"),
+    [("rejected", "judge_rejects"), ("away", "judge_away"), ("spent", "judge_spent")],
 )
 def test_what_score_saw_of_the_judge_is_told_without_asking_it(
     sidecar: Sidecar,
     capsys: pytest.CaptureFixture[str],
-    state: Literal["rejected", "away"],
+    state: Literal["rejected", "away", "spent"],
     cause: str,
 ) -> None:
     sidecar.score(1.0, 0.0)

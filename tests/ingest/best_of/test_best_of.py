@@ -18,8 +18,10 @@ from ingest.best_of.questions import EXPIRE_S, BestOfJudge, Judged
 from ingest.errors import (
     JudgeBusyError,
     JudgeGarbledError,
+    JudgeLimitedError,
     JudgeRefusalError,
     JudgeRejectedError,
+    JudgeSpentError,
     JudgeUnavailableError,
 )
 from ingest.grouping.selection import group_id_of
@@ -174,6 +176,8 @@ async def test_answers_that_are_all_alike_are_not_judged(rig: MakeRig) -> None:
         ((JudgeRefusalError("too long"),), "judge_refused", {}),
         ((JudgeUnavailableError("down"),), "judge_down", {"unanswered": 1}),
         ((JudgeRejectedError("403"),), "judge_refused", {"unanswered": 1}),
+        ((JudgeSpentError("spent", until=2_000.0),), "judge_spent", {"unanswered": 1}),
+        ((JudgeLimitedError("limited", until=1_001.0),), "busy", {"unanswered": 1}),
         ((JudgeGarbledError("a page"),), "judge_refused", {"unanswered": 1}),
     ],
 )
@@ -209,6 +213,32 @@ async def test_while_the_judge_is_down_nobody_waits_for_it(
     one.now += 1.0
     assert isinstance(await one.ask(), Pick)
     assert isinstance(await one.ask(exchange_id="e2"), Pick)
+
+
+async def test_while_a_budget_is_spent_nobody_waits_and_afterwards_it_judges_again(
+    rig: MakeRig, judge_kit: JudgeKit
+) -> None:
+    spent = JudgeSpentError("spent", until=1_060.0)
+    one = rig(spent, judge_kit.score_by_content(WORTH))
+    await one.ask()
+
+    one.now = 1_059.9
+    assert await one.ask() == NoPick(reason="judge_spent")
+    assert len(one.asked) == 1
+    one.now = 1_060.0
+    assert isinstance(await one.ask(), Pick)
+
+
+async def test_a_limit_a_minute_declines_one_question_and_no_other(
+    rig: MakeRig, judge_kit: JudgeKit
+) -> None:
+    one = rig(JudgeLimitedError("limited", until=1_060.0), judge_kit.score_by_content(WORTH))
+    await one.ask()
+    assert isinstance(await one.ask(), Pick)
+
+
+async def test_a_store_that_cannot_tell_what_is_spent_gives_the_first_answer(rig: MakeRig) -> None:
+    assert await rig(StoreError("locked")).ask() == NoPick(reason="failed")
 
 
 async def test_a_question_that_the_judge_refuses_declines_no_other(

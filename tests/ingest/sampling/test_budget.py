@@ -10,12 +10,9 @@ from ingest.sampling.budget import (
     Spent,
     Usage,
     completion_tokens,
-    day_of,
     first_spent,
-    hour_of,
-    next_hour,
-    next_midnight,
 )
+from ingest.store.periods import day_of, hour_of, next_hour, next_midnight
 from sidecar.settings import Groups
 from support.ingest_kit import make_choice, make_exchange
 

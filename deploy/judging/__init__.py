@@ -1,0 +1,1 @@
+"""What the judges cost and how they do, as the control process tells it."""

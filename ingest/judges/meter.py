@@ -1,0 +1,185 @@
+"""Measure what one judge costs: each call's tokens, money, time and outcome.
+
+What a provider reports is counted, also of a request whose reply was of no use. What it does not
+report (a reply without usage; a call that was cancelled, or ran out of time after it was sent) is
+counted by an estimate: the prompt at 4 bytes a token, and a whole reply. A call that never arrived
+or was refused costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from math import ceil
+from time import monotonic
+from typing import Any
+
+from ingest.errors import IngestError, JudgeRejectedError, JudgeUnavailableError
+from ingest.judges.ledger import Ledger
+from ingest.judges.spending import Amount, nano_usd
+from ingest.ruler.group import REFUSED
+from ingest.ruler.judge import (
+    LIMITS,
+    MILLION,
+    Judge,
+    JudgeReply,
+    Usage,
+    context_tokens_of,
+    import_litellm,
+)
+from ingest.ruler.prompt import reply_tokens
+from sidecar.settings import Judge as JudgeSettings
+
+PAID, ASKED, ESTIMATED = "judge_paid", "judge_asked", "judge_estimated"
+PROMPTS, REPLIES, MILLISECONDS = "judge_prompt_tokens", "judge_reply_tokens", "judge_ms"
+"""Stages of counter rows. (stage, model) -> nano-dollars, calls counted by an estimate, tokens,
+tokens, milliseconds; (ASKED, "outcome model") -> calls."""
+MODEL_CHARACTERS = 46
+"""Characters of a model's name in these rows: with the longest outcome they fit a reason."""
+ANSWERED, CANCELLED = "answered", "cancelled"
+BYTES_A_TOKEN = 4
+"""Bytes of a prompt for one token: English text has 4 to 5, code and other languages fewer."""
+
+
+class Ticket:
+    """One judgement, and whether it has begun to cost something."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+
+class Meter:
+    """What one judge costs. Shared by all that ask it."""
+
+    def __init__(self, settings: JudgeSettings, ledger: Ledger) -> None:
+        """settings: those of this judge; a fallback has a model and a price of its own."""
+        self._settings = settings
+        self._name = settings.model[:MODEL_CHARACTERS]
+        self._ledger = ledger
+        self._price: Mapping[Any, float] | None = settings.price
+        self._looked_up = settings.price is not None
+
+    def paid(self, usage: Usage) -> None:
+        """Note a request that the provider answered."""
+        tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+        dollars = usage.cost_usd
+        if dollars is None and self._price is not None:
+            dollars = _dollars(usage.prompt_tokens or 0, usage.completion_tokens or 0, self._price)
+        nano = nano_usd(dollars or 0.0)
+        self._ledger.spend(Amount(nano_usd=nano, tokens=tokens))
+        self._ledger.note(
+            {
+                (PAID, self._name): nano,
+                (PROMPTS, self._name): usage.prompt_tokens or 0,
+                (REPLIES, self._name): usage.completion_tokens or 0,
+            }
+        )
+
+    async def metered(
+        self,
+        judge: Judge,
+        messages: Sequence[Mapping[str, str]],
+        schema: Mapping[str, Any],
+        ticket: Ticket,
+    ) -> JudgeReply:
+        """Ask the judge. Raises also: JudgeSpentError, JudgeRejectedError for a judge whose price
+        nobody knows, StoreError; each of them before the judge is asked."""
+        price = await self._known_price()
+        estimate = estimate_call(messages, schema, self._settings.params, price)
+        reserved = await self._ledger.reserve(estimate, begun=ticket.begun)
+        ticket.begun = True
+        began_at, outcome, unknown = monotonic(), CANCELLED, True
+        try:
+            reply = await judge.complete(messages, schema)
+            outcome = ANSWERED
+            unknown = reply.prompt_tokens is None or reply.completion_tokens is None
+            return reply
+        except JudgeUnavailableError as error:
+            outcome, unknown = error.reason, error.maybe_paid
+            raise
+        except IngestError:
+            outcome, unknown = REFUSED, False
+            raise
+        finally:
+            self._ledger.settle(reserved, estimate if unknown else None)
+            self._note_call(outcome, unknown, monotonic() - began_at)
+            self._ledger.write_soon()
+
+    def _note_call(self, outcome: str, unknown: bool, seconds: float) -> None:
+        self._ledger.note(
+            {
+                (ASKED, f"{outcome} {self._name}"): 1,
+                (ESTIMATED, self._name): int(unknown),
+                (MILLISECONDS, self._name): round(seconds * 1_000),
+            }
+        )
+
+    async def _known_price(self) -> Mapping[Any, float] | None:
+        if not self._looked_up:
+            self._price = await asyncio.to_thread(litellm_price, self._settings.model)
+            self._looked_up = True
+        if self._price is None and self._ledger.in_dollars:
+            raise JudgeRejectedError(unpriced(self._settings.model))
+        return self._price
+
+
+class MeteredJudge:
+    """One judge for one judgement, with its meter."""
+
+    def __init__(self, judge: Judge, meter: Meter, ticket: Ticket) -> None:
+        self._judge = judge
+        self._meter = meter
+        self._ticket = ticket
+
+    @property
+    def model(self) -> str:
+        return self._judge.model
+
+    async def context_tokens(self) -> int | None:
+        """See `SizedJudge.context_tokens`."""
+        return await context_tokens_of(self._judge)
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
+        """See `Judge.complete` and `Meter.metered`."""
+        return await self._meter.metered(self._judge, messages, schema, self._ticket)
+
+
+def estimate_call(
+    messages: Sequence[Mapping[str, str]],
+    schema: Mapping[str, Any],
+    params: Mapping[str, Any],
+    price: Mapping[Any, float] | None,
+) -> Amount:
+    """Return what a call may cost. Pure. price: USD for a million tokens; None: in tokens alone."""
+    prompt = ceil(sum(len(one["content"].encode()) for one in messages) / BYTES_A_TOKEN)
+    limits = (params.get(name) for name in LIMITS)
+    reply = next((one for one in limits if isinstance(one, int)), None) or reply_tokens(schema)
+    dollars = 0.0 if price is None else _dollars(prompt, reply, price)
+    return Amount(nano_usd=nano_usd(dollars), tokens=prompt + reply)
+
+
+def litellm_price(model: str) -> dict[str, float] | None:
+    """Return LiteLLM's price of a model, USD for a million tokens; None when it knows none."""
+    litellm = import_litellm()
+    try:
+        found = litellm.cost_per_token(
+            model=model, prompt_tokens=MILLION, completion_tokens=MILLION
+        )
+    except Exception:  # noqa: BLE001 - LiteLLM raises many kinds of errors for an unknown model
+        return None
+    return {"input": float(found[0]), "output": float(found[1])}
+
+
+def unpriced(model: str) -> str:
+    """Return what is wrong with a budget in dollars for a judge of unknown price."""
+    return (
+        f"judge.budget cannot be kept: nobody knows the price of {model}, so it is not asked; set "
+        "its price (US dollars for a million tokens), or judge.budget_tokens in place of the budget"
+    )
+
+
+def _dollars(prompt_tokens: int, reply_tokens: int, price: Mapping[Any, float]) -> float:
+    """price: USD for a million tokens."""
+    return (prompt_tokens * price["input"] + reply_tokens * price["output"]) / MILLION

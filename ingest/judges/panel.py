@@ -1,0 +1,129 @@
+"""Decide which judge makes a judgement, and go on to the next one when it is away.
+
+A judgement is made by one judge from its first pass to its last, since the scores of two do not
+compare. When a judge gives no answer, the whole judgement is made again by the next; its calls so
+far are paid for and recorded, and none of its scores is used. So while the first judge is away no
+group waits, none counts as failed, and none has scores of two judges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from ingest.errors import (
+    JudgeBusyError,
+    JudgeGarbledError,
+    JudgeRefusalError,
+    JudgeRejectedError,
+    JudgeReplyError,
+    JudgeTooLongError,
+    JudgeUnavailableError,
+    JudgeWithheldError,
+)
+from ingest.judge_watch.state import JudgeSeen
+from ingest.judges.breaker import Breaker
+from ingest.judges.meter import Ticket
+from ingest.ruler.judge import Found, Judge, JudgeReply
+
+PERMANENT = (JudgeRejectedError, JudgeGarbledError)
+"""Failures that an operator has to end."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One judge of a panel."""
+
+    model: str
+    breaker: Breaker
+    """Shared by all panels of a process."""
+    seat: Callable[[Ticket], Judge]
+    """Makes the judge for one judgement."""
+
+
+class Panel:
+    """Judges in the order in which they are asked. As a `Judge`, each call is one judgement."""
+
+    def __init__(
+        self, members: Sequence[Member], *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._members = tuple(members)
+        self._clock = clock
+
+    @property
+    def model(self) -> str:
+        """Model name of the first judge."""
+        return self._members[0].model
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
+        """See `Judge.complete`."""
+        return await self.by_one(lambda judge: judge.complete(messages, schema))
+
+    async def by_one(self, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
+        """See `JudgePanel.by_one`. Raises also: JudgeWithheldError, for which no other is asked."""
+        failures: list[JudgeUnavailableError] = []
+        for member in self._members:
+            # A single judge is always asked: its callers wait by themselves while it is away.
+            if len(self._members) > 1 and not member.breaker.admits(self._clock()):
+                continue
+            try:
+                return await self._ask(member, ask)
+            except JudgeWithheldError:
+                raise
+            except JudgeBusyError as error:
+                if member.breaker.is_closed:
+                    raise  # a short limit: the callers wait for its end
+                failures.append(error)
+            except JudgeUnavailableError as error:
+                failures.append(error)
+            if member is not self._members[-1]:
+                log.warning("judge_fallback", away=member.model, error=str(failures[-1]))
+        raise self._nobody(failures)
+
+    def seen(self) -> tuple[JudgeSeen, ...]:
+        """See `JudgePanel.seen`."""
+        now = self._clock()
+        return tuple(one.breaker.seen(one.model, now) for one in self._members)
+
+    async def _ask(self, member: Member, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
+        breaker = member.breaker
+        tried = breaker.begin(self._clock())
+        try:
+            found = await ask(member.seat(Ticket()))
+        except JudgeWithheldError:
+            raise  # by our own limits: it says nothing about the judge
+        except JudgeBusyError as error:
+            breaker.limited(
+                self._clock(), str(error), tried=tried, retry_after_s=error.retry_after_s
+            )
+            raise
+        except JudgeUnavailableError as error:
+            breaker.failed(self._clock(), str(error), tried=tried)
+            raise
+        except (JudgeRefusalError, JudgeReplyError) as error:
+            if not isinstance(error, JudgeTooLongError) or error.asked:
+                breaker.answered()
+            raise
+        else:
+            breaker.answered()
+            return found
+        finally:
+            breaker.end(tried=tried)
+
+    def _nobody(self, failures: Sequence[JudgeUnavailableError]) -> JudgeUnavailableError:
+        """Return the error of a judgement that no judge made."""
+        if len(self._members) == 1:
+            return failures[0]
+        said = "; ".join(f"{one.model}: {one.error}" for one in self.seen() if one.error)
+        asked_all = len(failures) == len(self._members)
+        if asked_all and all(isinstance(one, PERMANENT) for one in failures):
+            return JudgeRejectedError(f"every judge rejects the question: {said}")
+        return JudgeUnavailableError(f"no judge answers: {said}")

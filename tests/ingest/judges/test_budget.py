@@ -1,0 +1,294 @@
+"""A budget of the judges: kept over restarts and over processes, and nobody is blamed for it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from ingest.errors import (
+    JudgeRejectedError,
+    JudgeSpentError,
+    JudgeUnavailableError,
+)
+from ingest.judge_watch.state import read_judge_state, why_sampling_holds
+from ingest.judges.spending import DAY, read_spending
+from ingest.ruler.judge import Judge
+from sidecar.store.database import Database
+from sidecar.store.models import CounterRow
+from tests.ingest.judges.conftest import MIDNIGHT, NOON, PRICE, Bench
+
+if TYPE_CHECKING:
+    from tests.ingest.conftest import JudgeKit
+
+pytestmark = pytest.mark.both_stores
+
+WORTH = {"good": 0.9, "fair": 0.5, "bad": 0.1}
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+SCHEMA = {"properties": {"scores": {"items": {"properties": {"id": {"enum": ["a", "b"]}}}}}}
+CALL = 18_000_000
+"""Nano-dollars of one scripted call at `PRICE`."""
+
+
+async def ask(judge: Judge) -> str:
+    return (await judge.complete(MESSAGES, SCHEMA)).text
+
+
+def spent_today(database: Database) -> int:
+    with database.read() as session:
+        return read_spending(session, now=NOON).nano_usd_today
+
+
+async def test_a_spent_budget_refuses_the_next_call_without_asking(bench: Bench) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    settings = bench.settings(server.url, price=PRICE, budget=0.03)
+    judges = bench.open(settings)
+    await ask(judges.patient)
+    await ask(judges.patient)
+
+    with pytest.raises(JudgeSpentError) as raised:
+        await ask(judges.patient)
+
+    assert len(server.requests) == 2
+    assert raised.value.until == MIDNIGHT
+    assert str(raised.value) == (
+        "judge.budget is spent: $0.04 of $0.03 today, until 2026-11-22 00:00 UTC"
+    )
+
+
+async def test_what_is_spent_survives_a_restart_and_holds_for_all_processes_and_uses(
+    bench: Bench,
+) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    settings = bench.settings(server.url, price=PRICE, budget=0.03)
+    before = bench.open(settings)
+    await ask(before.patient)
+    await before.aclose()
+    control, score = bench.open(settings), bench.open(settings)
+    await ask(control.hurried)
+    await control.aclose()
+
+    for judge in (score.patient, score.hurried, bench.open(settings).patient):
+        with pytest.raises(JudgeSpentError):
+            await ask(judge)
+
+    assert len(server.requests) == 2
+    assert spent_today(bench.database) == 2 * CALL
+
+
+async def test_it_is_renewed_at_midnight(bench: Bench) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    judges = bench.open(bench.settings(server.url, price=PRICE, budget=0.001))
+    await ask(judges.patient)
+    bench.clock.now = MIDNIGHT - 0.001
+    with pytest.raises(JudgeSpentError):
+        await ask(judges.patient)
+
+    bench.clock.now = MIDNIGHT
+    assert await ask(judges.patient) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("budget", "words", "until"),
+    [
+        ({"budget_per_hour": 0.018}, "judge.budget_per_hour is spent: $0.02 of $0.02 this hour",
+         NOON + 3_600.0),
+        ({"budget_tokens": 15}, "judge.budget_tokens is spent: 15 of 15 tokens today", MIDNIGHT),
+    ],
+)  # fmt: skip
+async def test_budgets_by_the_hour_and_of_tokens(
+    bench: Bench, budget: dict[str, Any], words: str, until: float
+) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    price = {} if "budget_tokens" in budget else {"price": PRICE}
+    judges = bench.open(bench.settings(server.url, **price, **budget))
+    await ask(judges.patient)
+    await judges.aclose()
+
+    with pytest.raises(JudgeSpentError) as raised:
+        await ask(judges.patient)
+    assert str(raised.value).startswith(words)
+    assert raised.value.until == until
+
+
+async def test_calls_at_once_exceed_it_by_those_in_flight_at_most(bench: Bench) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    settings = bench.settings(server.url, price=PRICE, budget=0.018)
+    judges = [bench.open(settings) for _ in range(2)]
+    asked = [ask(judges[number % 2].patient) for number in range(40)]
+
+    ended = await asyncio.gather(*asked, return_exceptions=True)
+
+    answered = [one for one in ended if one == "ok"]
+    assert all(one == "ok" or isinstance(one, JudgeSpentError) for one in ended)
+    # A reservation is more than the budget, so once one is stored no other call begins.
+    assert 1 <= len(answered) <= 2
+    for one in judges:
+        await one.aclose()
+    assert spent_today(bench.database) == len(answered) * CALL
+
+
+async def test_a_dollar_budget_without_a_known_price_asks_nobody(bench: Bench) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    judges = bench.open(bench.settings(server.url, model="hosted_vllm/own", budget=1.0))
+
+    with pytest.raises(JudgeRejectedError, match="nobody knows the price of hosted_vllm/own"):
+        await ask(judges.patient)
+
+    assert server.requests == []
+
+
+async def test_litellms_price_is_taken_where_none_is_given(bench: Bench) -> None:
+    server = bench.kit.serve((200, {**bench.kit.completion("ok"), "model": "gpt-4o-mini"}))
+    judges = bench.open(bench.settings(server.url, model="openai/gpt-4o-mini", budget=1.0))
+    await ask(judges.patient)
+    await judges.aclose()
+    # 12 prompt tokens at $0.15 and 3 completion tokens at $0.60 per million.
+    assert spent_today(bench.database) == 3_600
+
+
+@pytest.mark.parametrize(
+    ("step", "estimated"),
+    [
+        ((0, None), True),  # silence until the time limit
+        ((429, {"error": {"message": "slow down"}}), False),
+        ((500, {"error": {"message": "broken"}}), False),
+        ((401, {"error": {"message": "no key"}}), False),
+        ((200, {"id": "c", "object": "chat.completion", "created": 1, "model": "m",
+                "choices": [{"index": 0, "finish_reason": "stop",
+                             "message": {"role": "assistant", "content": "ok"}}]}), True),
+    ],
+)  # fmt: skip
+async def test_a_call_that_may_have_been_paid_for_counts_by_an_estimate(
+    bench: Bench, step: tuple[Any, ...], estimated: bool
+) -> None:
+    warm = bench.kit.serve((200, bench.kit.completion("ok")))
+    await bench.kit.litellm_judge(warm.url).complete(MESSAGES, SCHEMA)  # LiteLLM's import is slow
+    server = bench.kit.serve(step)
+    judges = bench.open(bench.settings(server.url, price=PRICE, budget=9.0, timeout_s=1.0))
+    with suppress(JudgeUnavailableError):
+        await ask(judges.patient)
+    await judges.aclose()
+
+    # 1 token of prompt (2 bytes), and a whole reply: 256 tokens and 128 for each of 2 answers.
+    expected = round((1 * 1_000.0 + 512 * 2_000.0) / 1e6 * 1e9) if estimated else 0
+    assert spent_today(bench.database) == expected
+    told = bench.kit.counts(bench.database, "judge_estimated")
+    assert told == ({"openai/first": 1} if estimated else {})
+
+
+async def test_a_cancelled_call_and_a_killed_process_leave_what_they_reserved(
+    bench: Bench,
+) -> None:
+    server = bench.kit.serve((0, None))
+    settings = bench.settings(server.url, price=PRICE, budget=9.0)
+    judges = bench.open(settings)
+    asking = asyncio.create_task(ask(judges.patient))
+    await bench.kit.until(lambda: len(server.requests) == 1)
+
+    killed = spent_today(bench.database)  # as the store is when the process dies here
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await judges.aclose()
+
+    assert killed == spent_today(bench.database) == 1_025_000_000
+
+
+async def test_a_damaged_count_begins_again_and_does_not_end_the_budget(bench: Bench) -> None:
+    server = bench.kit.serve((200, bench.kit.completion("ok")))
+    with bench.database.write() as session:
+        session.add(CounterRow(stage=DAY, reason="2026-11-21", count=-5))
+    judges = bench.open(bench.settings(server.url, price=PRICE, budget=0.03))
+    await ask(judges.patient)
+    await ask(judges.patient)
+    with pytest.raises(JudgeSpentError):
+        await ask(judges.patient)
+
+
+async def test_both_requests_of_one_call_are_paid_for(bench: Bench) -> None:
+    """A judge that thinks is cut at the token limit, and asked again at once."""
+    cut = bench.kit.completion("<think>The first")
+    cut["choices"][0]["finish_reason"] = "length"
+    server = bench.kit.serve((200, cut), (200, bench.kit.completion("ok")))
+    judges = bench.open(bench.settings(server.url, price=PRICE))
+
+    reply = await judges.patient.complete(MESSAGES, SCHEMA)
+    await judges.aclose()
+
+    assert (reply.prompt_tokens, reply.completion_tokens) == (24, 6)
+    assert reply.cost_usd == pytest.approx(0.036)
+    assert spent_today(bench.database) == 2 * CALL
+
+
+async def test_the_worker_waits_says_until_when_and_blames_nobody(
+    bench: Bench, judge_kit: JudgeKit
+) -> None:
+    score = judge_kit.score_by_content(WORTH, otherwise=0.5)
+    server = judge_kit.serve(judge_kit.answer_with(score))
+    settings = bench.settings(server.url, price=PRICE, budget=0.018, concurrency=1)
+    worker = bench.worker(bench.open(settings), settings)
+    for name in ("g1", "g2"):
+        judge_kit.put_group(bench.database, name, "good", "bad")
+
+    with structlog.testing.capture_logs() as events:
+        await worker.step()
+        await worker.step()
+        await worker.step()
+    with bench.database.read() as session:
+        state, holds = read_judge_state(session), why_sampling_holds(session)
+
+    assert judge_kit.status(bench.database, "g1")[0] == "scored"
+    assert judge_kit.status(bench.database, "g2") == ("sampled", None)
+    row = judge_kit.group_row(bench.database, "g2")
+    assert (row.judge_attempts, row.judge_failures, row.judging_since) == (0, None, None)
+    assert state is not None
+    assert (state.state, state.until) == ("spent", MIDNIGHT)
+    assert holds == ("judge_spent", state.error)
+    assert state.error == "judge.budget is spent: $0.02 of $0.02 today, until 2026-11-22 00:00 UTC"
+    assert [one["event"] for one in events if one["event"].startswith("judge_")] == ["judge_spent"]
+    assert len(server.requests) == 1, "no probe either"
+
+    bench.clock.now = MIDNIGHT
+    for _ in range(3):  # the judge is asked whether it works, which spends the new day's budget
+        await worker.step()
+    with bench.database.read() as session:
+        state = read_judge_state(session)
+    assert state is not None
+    assert state.state in ("works", "spent")
+    assert len(server.requests) == 2
+
+
+async def test_a_judgement_that_has_begun_is_finished(bench: Bench, judge_kit: JudgeKit) -> None:
+    """Else its first pass would be paid for nothing."""
+    server = judge_kit.serve(judge_kit.answer_with(judge_kit.score_by_content(WORTH)))
+    settings = bench.settings(server.url, price=PRICE, budget=0.001, passes=3)
+    worker = bench.worker(bench.open(settings), settings)
+    judge_kit.put_group(bench.database, "g1", "good", "bad")
+
+    await worker.step()
+
+    assert judge_kit.status(bench.database, "g1")[0] == "scored"
+    assert len(server.requests) == 3
+
+
+async def test_a_store_that_cannot_be_read_lets_nobody_spend(
+    bench: Bench, judge_kit: JudgeKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sidecar.errors import StoreError
+
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    judges = bench.open(bench.settings(server.url, price=PRICE, budget=1.0))
+
+    def locked(*_: Any, **__: Any) -> None:
+        raise StoreError("locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.database, "repeat", locked)
+        with pytest.raises(StoreError):
+            await ask(judges.patient)
+    assert server.requests == []
+    assert await ask(judges.patient) == "ok"
