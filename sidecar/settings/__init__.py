@@ -2,11 +2,11 @@
 
 from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
 from sidecar.settings.kafka import Kafka
+from sidecar.settings.kinds import Fallback
 from sidecar.settings.learning import (
     DEFAULT_RUBRIC,
     BestOf,
     Canary,
-    Fallback,
     GateJudge,
     Groups,
     Judge,

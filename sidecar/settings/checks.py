@@ -27,7 +27,8 @@ from sidecar.settings.reward import HttpVerifier, LengthVerifier, RegexVerifier,
 from sidecar.settings.store import open_keyring
 
 if TYPE_CHECKING:
-    from sidecar.settings.learning import Fallback, Judge, Price
+    from sidecar.settings.kinds import Fallback, Price
+    from sidecar.settings.learning import Judge
     from sidecar.settings.sections import Proxy, Settings
 
 Problem = tuple[tuple[str, ...], str]

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, core_schema
+
+from sidecar.settings.section import Section
 
 MAX_PORT = 65_535
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
@@ -245,3 +247,35 @@ Folder = Annotated[Path, BeforeValidator(_no_empty_path)]
 Device = Annotated[str, AfterValidator(_device)]
 Digest = Annotated[str, AfterValidator(_digest)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
+
+Price = Mapping[
+    Literal["input", "output"],
+    Annotated[float, Between(0, 1_000_000, "no token costs a dollar; 0: it costs nothing")],
+]
+"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks`)."""
+ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
+PerMinute = Annotated[int, Between(0, 10**12, "0 sets no limit")]
+
+
+class Fallback(Section):
+    """A judge that is asked while those before it are away, reject everything, or are limited for
+    long. Rubric, passes, time limit and budget are those of `[judge]`."""
+
+    model: Name
+    """A LiteLLM model name."""
+    api_base: WebUrl | None = None
+    """Base URL, for a judge of your own."""
+    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
+    """Key of its API. Without it LiteLLM reads the provider's own environment variable."""
+    json_schema: Literal["auto", "on", "off"] = "auto"
+    """As `judge.json_schema`."""
+    context_tokens: ContextTokens = 0
+    """As `judge.context_tokens`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """As `judge.params`."""
+    price: Price | None = None
+    """As `judge.price`."""
+    requests_per_minute: PerMinute = 0
+    """As `judge.requests_per_minute`."""
+    tokens_per_minute: PerMinute = 0
+    """As `judge.tokens_per_minute`."""

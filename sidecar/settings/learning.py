@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,14 +9,17 @@ from pydantic import BeforeValidator, Field
 
 from sidecar.settings.kinds import (
     Between,
+    ContextTokens,
     Count,
     Device,
+    Fallback,
     Folder,
     Interval,
     Key,
     Line,
-    Name,
     Parallel,
+    PerMinute,
+    Price,
     Share,
     Text,
     Timeout,
@@ -109,39 +111,6 @@ class Groups(Section):
     """A vLLM whose KV cache is fuller than this gets no candidates. 1: however full it is."""
     timeout_s: Timeout = 120.0
     """Longest time of one candidate."""
-
-
-Price = Mapping[
-    Literal["input", "output"],
-    Annotated[float, Between(0, 1_000_000, "no token costs a dollar; 0: it costs nothing")],
-]
-"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks`)."""
-ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
-PerMinute = Annotated[int, Between(0, 10**12, "0 sets no limit")]
-
-
-class Fallback(Section):
-    """A judge that is asked while those before it are away, reject everything, or are limited for
-    long. Rubric, passes, time limit and budget are those of `[judge]`."""
-
-    model: Name
-    """A LiteLLM model name."""
-    api_base: WebUrl | None = None
-    """Base URL, for a judge of your own."""
-    api_key: Annotated[Key | None, BeforeValidator(no_empty_key)] = None
-    """Key of its API. Without it LiteLLM reads the provider's own environment variable."""
-    json_schema: Literal["auto", "on", "off"] = "auto"
-    """As `judge.json_schema`."""
-    context_tokens: ContextTokens = 0
-    """As `judge.context_tokens`."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """As `judge.params`."""
-    price: Price | None = None
-    """As `judge.price`."""
-    requests_per_minute: PerMinute = 0
-    """As `judge.requests_per_minute`."""
-    tokens_per_minute: PerMinute = 0
-    """As `judge.tokens_per_minute`."""
 
 
 class Judge(Section):
