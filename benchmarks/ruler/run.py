@@ -21,6 +21,8 @@ from benchmarks.ruler.users import ttft
 BENCH = ROOT / ".bench"
 IN_FLIGHT = 50.0
 """Least groups that the judge is asked about at once."""
+REQUESTS = 1_000
+"""Fewest requests of an arm that have a p99 to compare: ten of them are slower."""
 TTFT = 1.05
 """Most that the sampling of candidates may add to users' p99 of the time to first token."""
 MEMORY_MB = 300.0
@@ -150,9 +152,17 @@ def _ttft(folder: Path, options: argparse.Namespace, found: Found) -> None:
     )
     rows = ttft.measure(folder, plan)
     found.rows += rows
-    (on,) = (row for row in rows if row["sampling"] == ttft.ON)
-    why = f"95% interval {on['p99_interval']}"
-    found.targets.append(at_most("users' p99 TTFT, on over off", on["p99_over_off"], TTFT, why))
+    found.targets.append(ttft_target(rows))
+
+
+def ttft_target(rows: Sequence[results.Row]) -> results.Target:
+    """Judge the p99 with sampling on, over off; fewer than REQUESTS in an arm say nothing of it."""
+    arms = {row["sampling"]: row for row in rows}
+    on = arms[ttft.ON]
+    least = min(int(str(arms[arm]["requests"])) for arm in (ttft.OFF, ttft.ON))
+    over = float(str(on["p99_over_off"])) if least >= REQUESTS else None
+    why = f"95% interval {on['p99_interval']}, {least} requests an arm; {REQUESTS} are needed"
+    return at_most("users' p99 TTFT, on over off", over, TTFT, why)
 
 
 def _changes(given: str) -> dict[str, dict[str, Any]]:

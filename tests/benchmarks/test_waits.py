@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ruler.run import _changes
+from benchmarks.ruler.run import _changes, ttft_target
 from benchmarks.ruler.users.load import Asked, _says_something
 from benchmarks.ruler.users.ttft import OFF, ON, _over_off, _sliced
 from benchmarks.ruler.users.waits import percentile, ratio
@@ -89,3 +89,21 @@ def test_settings_of_an_arm_are_sections_with_json_values() -> None:
     }
     with pytest.raises(SystemExit, match="not section"):
         _changes("groups.rate=often")
+
+
+@pytest.mark.parametrize(
+    ("over", "requests", "holds"), [(1.05, 1_000, True), (1.06, 1_000, False), (0.5, 999, False)]
+)
+def test_the_target_needs_a_small_ratio_of_enough_requests(
+    over: float, requests: int, holds: bool
+) -> None:
+    rows = [
+        {"sampling": OFF, "requests": 1_000},
+        {"sampling": ON, "requests": requests, "p99_over_off": over, "p99_interval": "[0, 2]"},
+        {"sampling": "on, x", "requests": 1, "p99_over_off": 9.0, "p99_interval": "[0, 20]"},
+    ]
+
+    target = ttft_target(rows)
+
+    assert target.holds is holds
+    assert target.value == (None if requests < 1_000 else over)
