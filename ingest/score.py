@@ -136,6 +136,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         announce=report.say,
         rewarding=rewarding,
         on_scored=Choosing(settings.judge).note,
+        draw_seed=judges.draw_seed,
     )
     rescoring = RescoringWorker(
         database,

@@ -38,7 +38,7 @@ from ingest.errors import (
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.group import NOT_REDACTED, TOO_LONG, Scored, refusal_of
-from ingest.ruler.judge import Judge
+from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.probe import SUBJECT, ask_probe
 from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement, score_answers
@@ -242,19 +242,20 @@ class Gate:
         judgement: Judgement | None = None
         try:
             answered = await self._answers.get(canary, prompt)
-            judgement = await score_answers(
-                self._judge,
-                context=prompt.request["messages"],
-                tools=prompt.request.get("tools") or (),
-                answers=[one.message for one in answered],
-                rubric=self._judging.rubric,
-                passes=self._judging.passes,
-                seed=seed_of(canary, f"judge\x00{prompt.exchange_id}"),
-                on_call=calls.append,
-                subject=comparison_id(canary, prompt),
-                view=self._view,
-                show_reasoning=self._judging.show_reasoning,
-            )
+            with replies_kept_for(prompt.exchange_id):
+                judgement = await score_answers(
+                    self._judge,
+                    context=prompt.request["messages"],
+                    tools=prompt.request.get("tools") or (),
+                    answers=[one.message for one in answered],
+                    rubric=self._judging.rubric,
+                    passes=self._judging.passes,
+                    seed=seed_of(canary, f"judge\x00{prompt.exchange_id}"),
+                    on_call=calls.append,
+                    subject=comparison_id(canary, prompt),
+                    view=self._view,
+                    show_reasoning=self._judging.show_reasoning,
+                )
         except _AWAY as error:
             return str(error)
         except (JudgeUnavailableError, JudgeRefusalError) as error:

@@ -21,7 +21,7 @@ from deploy.canary.gate_store import HeldOutPrompt, Kept, comparison_id
 from deploy.records import Canary
 from deploy.registry.gate_rule import mean_difference
 from ingest.privacy.screen import Screen
-from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.calls import count_call, save_judge_calls
 from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.store.patience import patiently
 from sidecar.errors import StoreError
@@ -132,7 +132,7 @@ class Keeper:
                 longest_s=LONGEST_KEPT_S,
             )
         except StoreError as error:
-            self._lost += len(calls)
+            self._lost += sum(not call.reply.cached for call in calls)
             log.error("gate_comparison_lost", comparison=name, calls=len(calls), error=str(error))
             raise
 
@@ -148,7 +148,7 @@ class Keeper:
                 self._add_calls(session, name, calls)
                 return
             for call in calls:  # the canary has ended, or the prompt is deleted: only counted
-                count(session, "judge_calls", "good" if call.ok else "bad")
+                count_call(session, call)
 
         try:
             self._database.repeat(write)

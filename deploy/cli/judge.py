@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from ingest.calibration.records import KnownGroup
     from ingest.calibration.running import Plan
     from ingest.calibration.summary import Summary
-    from sidecar.settings import Judge, Privacy
+    from ingest.judges.cache import KeptReplies
+    from ingest.ruler.judge import Judge as AskedJudge
+    from sidecar.settings import Judge, Privacy, Settings
 
 judge_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The judge.")
 AT = "@http"
@@ -54,6 +57,9 @@ def judge_calibrate(
     out: Annotated[
         Path | None, typer.Option(help="a folder for the table, the figures and a plot")
     ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="ask also what was asked before: use no kept reply")
+    ] = False,
     output: Output = "text",
 ) -> None:
     """Compare judges and rubrics with known scores: agreement, position bias, noise, cost."""
@@ -79,9 +85,12 @@ def judge_calibrate(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         shown = settings.judge.show_reasoning
-        summaries = asyncio.run(
-            _compare(judges, rubrics, groups, plan, settings.privacy, show_reasoning=shown)
-        )
+        with _kept_replies(settings, no_cache) as kept:
+            summaries = asyncio.run(
+                _compare(
+                    judges, rubrics, groups, plan, settings.privacy, kept, show_reasoning=shown
+                )
+            )
     except KeyboardInterrupt:
         # LiteLLM makes a coroutine in a thread, and a call that is cancelled never awaits it.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -187,12 +196,17 @@ async def _compare(
     groups: list[KnownGroup],
     plan: Plan,
     privacy: Privacy,
+    kept: KeptReplies | None,
     *,
     show_reasoning: bool,
 ) -> list[Summary]:
-    """Ask one judge after the other, so that none slows another down."""
+    """Ask one judge after the other, so that none slows another down.
+
+    kept: keeps their replies; None: all are asked.
+    """
     from ingest.calibration.running import judge_groups
     from ingest.calibration.summary import summarise
+    from ingest.judges.cache import CachedJudge
     from ingest.privacy.judge_view import JudgeView
     from ingest.ruler.judge import LiteLlmJudge
     from ingest.ruler.prompt import rubric_hash
@@ -201,7 +215,8 @@ async def _compare(
     opened = {name: LiteLlmJudge(settings) for name, settings in judges.items()}
     summaries = []
     try:
-        for name, asked in opened.items():
+        for name, real in opened.items():
+            asked: AskedJudge = real if kept is None else CachedJudge(real, judges[name], kept)
             for title, rubric in rubrics.items():
                 calls = len(groups) * plan.repeats * plan.passes
                 note(f"asking {name} with {title}: {calls} calls, {plan.concurrency} at once")
@@ -218,9 +233,39 @@ async def _compare(
                     )
                 )
     finally:
-        for asked in opened.values():
-            await asked.aclose()
+        if kept is not None:
+            await kept.aclose()
+        for real in opened.values():
+            await real.aclose()
     return summaries
+
+
+@contextmanager
+def _kept_replies(settings: Settings, no_cache: bool) -> Iterator[KeptReplies | None]:
+    """Open the judges' replies that the store keeps; None where there is no store of this version:
+    the command makes none."""
+    from sqlalchemy import make_url
+
+    from ingest.judges.cache import open_kept
+    from sidecar.errors import StoreError
+    from sidecar.settings import open_keyring
+    from sidecar.store.database import Database, newest_revision
+
+    url = make_url(settings.store.url)
+    missing = url.get_backend_name() == "sqlite" and not Path(url.database or "").exists()
+    if no_cache or missing or not settings.judge.cache_bytes:
+        yield None
+        return
+    database = Database(settings.store.url, open_keyring(settings.store))
+    try:
+        try:
+            usable = database.revision() == newest_revision()
+        except StoreError as error:
+            note(f"no reply is kept: {error}")
+            usable = False
+        yield open_kept(settings.judge, database) if usable else None
+    finally:
+        database.close()
 
 
 def _make(out: Path) -> None:

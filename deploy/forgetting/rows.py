@@ -23,6 +23,7 @@ from sidecar.store.models import (
     FeedbackRow,
     GroupDigestRow,
     JudgeCallRow,
+    JudgeReplyRow,
     RunRow,
     SignalRow,
 )
@@ -178,8 +179,11 @@ def mark_adapters(session: Session, names: Sequence[str], *, now: float) -> int:
 
 
 def remove_dead_letters(database: Database, wanted: Callable[[bytes], bool]) -> int:
-    """Delete those records that could not be stored, and blank what the judge said in probes:
-    nothing tells whose content a probe showed. Returns: how many records were deleted."""
+    """Delete those records that could not be stored; blank what the judge said in probes, and
+    delete its kept replies about groups of calibrations: nothing tells whose content these showed.
+
+    Returns: how many records were deleted.
+    """
     after = removed = 0
     while True:
         with database.read() as session:
@@ -208,7 +212,12 @@ def remove_dead_letters(database: Database, wanted: Callable[[bytes], bool]) -> 
             .returning(JudgeCallRow.group_id)
             .execution_options(synchronize_session=False)
         ).all()
-        if blanked:
+        calibrated = session.scalars(
+            delete(JudgeReplyRow)
+            .where(JudgeReplyRow.exchange_id == "")
+            .returning(JudgeReplyRow.seq)
+        ).all()
+        if blanked or calibrated:
             mark_replaced(session)
     return removed
 

@@ -4,6 +4,9 @@ A run of a group is what the product calls a judgement: some passes, every secon
 order of the one before. Each pass is asked for alone here, because the scores and the order of each
 are needed. A rate limit is waited for; any other failure ends that run, is counted by its reason,
 and the others go on.
+
+Replies of a group's first run may be those that were kept (`ingest.judges.cache`). Its further runs
+tell how far the judge agrees with itself, so the judge is always asked anew for them.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from ingest.errors import (
     JudgeReplyError,
     JudgeUnavailableError,
 )
+from ingest.judges.replies import NO_EXCHANGE
 from ingest.privacy.judge_view import JudgeView, NotRedactedError
 from ingest.ruler.blame import DEFECT
 from ingest.ruler.group import NOT_REDACTED, RUBBISH, refusal_of
-from ingest.ruler.judge import Judge
+from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, merge_identical, score_answers
 from sidecar.backoff import Backoff
@@ -102,7 +106,8 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
             else:
                 rng.shuffle(order)
             seed = rng.getrandbits(SEED_BITS)
-            scores = await ask(group, distinct, order, seed, calls.append)
+            with replies_kept_for(NO_EXCHANGE if repeat == 0 else None):
+                scores = await ask(group, distinct, order, seed, calls.append)
             shown_at = {answer: position for position, answer in enumerate(order)}
             passes.append(
                 Pass(
@@ -128,6 +133,7 @@ async def _judge(ask: _Asking, group: KnownGroup, plan: Plan, repeat: int) -> Ru
         detail=detail,
         calls=len(calls),
         unusable=sum(not call.ok for call in calls),
+        replayed=sum(reply.cached for reply in replies),
         tokens=sum((one.prompt_tokens or 0) + (one.completion_tokens or 0) for one in replies),
         cost_usd=sum(costs) if len(costs) == len(replies) else None,
         seconds=sum(reply.seconds for reply in replies),

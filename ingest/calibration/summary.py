@@ -60,10 +60,13 @@ class Summary:
     """`pairs_right` of the pairs whose worse answer is of this kind: which faults it sees."""
     by_task: dict[str, Interval]
     """`pairs_right` of the groups of this task."""
+    replayed: int
+    """Replies that were paid for before and kept: they cost nothing now."""
     cost_usd: float | None
     """Cost of all calls, failed runs too; None when a call has no known price."""
     usd_per_group: float | None
-    """Cost of a run. This and the next two count all calls of the runs that were tried."""
+    """Cost of a run. This and the next two count all calls of the runs that were tried, without
+    those of which a reply was replayed: they cost less than others would."""
     tokens_per_group: float | None
     seconds_per_group: float | None
     """Sum of the times of a run's calls, one after the other."""
@@ -74,13 +77,15 @@ def summarise(
 ) -> Summary:
     """Sum up runs. seed: of the intervals."""
     scored = [run for run in runs if run.failure is None]
-    tried = [run for run in runs if run.calls]
+    asked = [run for run in runs if run.calls]
+    tried = [run for run in asked if not run.replayed]
     by_group: dict[str, list[Run]] = {}
     for run in scored:
         by_group.setdefault(run.group.group_id, []).append(run)
     grouped = list(by_group.values())
     costs = [run.cost_usd for run in tried if run.cost_usd is not None]
     cost = sum(costs) if tried and len(costs) == len(tried) else None
+    all_costs = [run.cost_usd for run in asked if run.cost_usd is not None]
 
     def interval(parts: Parts) -> Interval | None:
         return over_groups(parts, seed=seed)
@@ -109,7 +114,8 @@ def summarise(
         noise_sd=noise_sd(grouped),
         by_kind=intervals({kind: _pair_parts(grouped, _worse_is(kind)) for kind in kinds}),
         by_task=intervals({task: _pair_parts(grouped, _task_is(task)) for task in tasks}),
-        cost_usd=cost,
+        replayed=sum(run.replayed for run in asked),
+        cost_usd=sum(all_costs) if asked and len(all_costs) == len(asked) else None,
         usd_per_group=cost / len(tried) if cost is not None else None,
         tokens_per_group=sum(run.tokens for run in tried) / len(tried) if tried else None,
         seconds_per_group=sum(run.seconds for run in tried) / len(tried) if tried else None,

@@ -42,6 +42,12 @@ def table_lines(summaries: Sequence[Summary]) -> list[str]:
         *(f"{column} {one.judge}, {one.rubric}" for column, one in named),
         *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
         *(
+            f"{column} {one.replayed} replies were paid for before and are not asked for again; "
+            "cost, tokens and seconds are those of the other runs (--no-cache asks anew)"
+            for column, one in named
+            if one.replayed
+        ),
+        *(
             f"{column} {failure.count} runs failed: {failure.reason}"
             + (f": {failure.example}" if failure.example else "")
             for column, one in named

@@ -42,10 +42,15 @@ BYTES_A_TOKEN = 4
 
 
 class Ticket:
-    """One judgement, and whether it has begun to cost something."""
+    """One judgement: whether it has begun to cost something, and has replies that were kept."""
 
     def __init__(self) -> None:
         self.begun = False
+        self.replayed = False
+
+    def note_replay(self) -> None:
+        """Note that a kept reply was given."""
+        self.replayed = True
 
 
 class Meter:

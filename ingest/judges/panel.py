@@ -95,9 +95,9 @@ class Panel:
 
     async def _ask(self, member: Member, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
         breaker = member.breaker
-        tried = breaker.begin(self._clock())
+        tried, ticket = breaker.begin(self._clock()), Ticket()
         try:
-            found = await ask(member.seat(Ticket()))
+            found = await ask(member.seat(ticket))
         except JudgeWithheldError:
             raise  # by our own limits: it says nothing about the judge
         except JudgeBusyError as error:
@@ -113,7 +113,8 @@ class Panel:
                 breaker.answered()
             raise
         else:
-            breaker.answered()
+            if ticket.begun or not ticket.replayed:  # kept replies say nothing about the judge
+                breaker.answered()
             return found
         finally:
             breaker.end(tried=tried)

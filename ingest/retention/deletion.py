@@ -1,4 +1,5 @@
-"""Delete exchanges with all that belongs to them: replies, group, answers, judge replies, scores.
+"""Delete exchanges with all that belongs to them: replies, group, answers, what the judge said,
+scores.
 
 What stays of a group that a training run had is a digest (`group_digest`), so the lineage of its
 adapter can still be told. Exchanges that are stored as a difference from a deleted one are encoded
@@ -35,6 +36,7 @@ from sidecar.store.models import (
     GroupDigestRow,
     GroupRow,
     JudgeCallRow,
+    JudgeReplyRow,
     RescoringRow,
     RunRow,
     SignalRow,
@@ -163,6 +165,7 @@ def _delete(
     if why == "forgotten":
         session.execute(delete(SignalRow).where(SignalRow.by_id.in_(gone)))
     _count_undecided(session, gone, why)
+    session.execute(delete(JudgeReplyRow).where(JudgeReplyRow.exchange_id.in_(gone)))
     for table in (
         BestOfScoreRow,
         FeedbackRow,

@@ -39,6 +39,7 @@ from sidecar.store.models import (
     ExchangeRow,
     FeedbackRow,
     JudgeCallRow,
+    JudgeReplyRow,
     RunRow,
 )
 
@@ -132,6 +133,7 @@ class Sweeper:
         yield from self._old_exchanges(now)
         yield from self._exchanges_over_the_limit(now)
         yield from self._judge_calls(now)
+        yield from self._judge_replies(now)
         yield from self._feedback(now)
         yield from self._dead_letters(now)
         yield from self._runs(now)
@@ -229,6 +231,25 @@ class Sweeper:
             count(session, STAGE, "judge_calls", len(deleted))
             mark_replaced(session)
         return len(deleted)
+
+    def _judge_replies(self, now: float) -> Iterator[int]:
+        """Delete kept replies of the judge: they hold what its calls hold."""
+        age_s = _seconds(self._settings.judge_calls_days)
+        if age_s is None:
+            return
+        row, gone = JudgeReplyRow, pages.PAGE
+        while gone == pages.PAGE:
+            oldest = select(row.seq).where(row.at < now - age_s).order_by(row.at).limit(pages.PAGE)
+            with self._database.read() as session:
+                seqs = session.scalars(oldest).all()
+            if not seqs:
+                return
+            with self._database.write(alone=False) as session:
+                session.execute(delete(row).where(row.seq.in_(seqs)))
+                count(session, STAGE, "judge_replies", len(seqs))
+                mark_replaced(session)
+            gone = len(seqs)
+            yield gone
 
     def _feedback(self, now: float) -> Iterator[int]:
         """Delete feedback whose exchange has not come."""

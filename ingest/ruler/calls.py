@@ -38,6 +38,7 @@ def save_judge_calls(
                 rubric_hash=rubric_hash,
                 order_seed=call.order_seed,
                 ok=call.ok,
+                cached=call.reply.cached,
                 error=call.error,
                 reply=keyring.seal_text(call.reply.text, place_in("judge_call", "reply", subject)),
                 prompt_tokens=call.reply.prompt_tokens,
@@ -46,4 +47,10 @@ def save_judge_calls(
                 seconds=call.reply.seconds,
             )
         )
-        count(session, "judge_calls", "good" if call.ok else "bad")
+        count_call(session, call)
+
+
+def count_call(session: Session, call: JudgeCall) -> None:
+    """Count one call: `good`, `bad`, or `cached` when nobody was asked."""
+    asked = "good" if call.ok else "bad"
+    count(session, "judge_calls", "cached" if call.reply.cached else asked)

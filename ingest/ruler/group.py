@@ -48,8 +48,8 @@ class Scored:
 
     @property
     def asked(self) -> bool:
-        """True when the judge was asked for these scores."""
-        return bool(self.judgement.calls)
+        """True when the judge was asked for these scores; kept replies tell nothing of it."""
+        return any(not call.reply.cached for call in self.judgement.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,9 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -77,6 +79,8 @@ class JudgeReply:
     seconds: float = 0.0
     cut: bool = False
     """The reply ended at a limit of tokens."""
+    cached: bool = False
+    """It was paid for before and kept: it has no cost, and tells nothing of the judge's health."""
 
 
 class Judge(Protocol):
@@ -124,6 +128,30 @@ class JudgePanel(Protocol):
 
     def seen(self) -> tuple[JudgeSeen, ...]:
         """Return what is known of each judge, in the order in which they are asked."""
+
+
+_KEPT_FOR: ContextVar[str | None] = ContextVar("judge_replies_kept_for", default=None)
+
+
+@contextmanager
+def replies_kept_for(exchange_id: str | None) -> Iterator[None]:
+    """Let a judge that keeps replies (`ingest.judges.cache`) keep those to the questions asked
+    within, and give those that it has.
+
+    exchange_id: whose content the questions hold, so that `sidecar forget` reaches the replies.
+        None: the judge is asked anew, as it is outside of every such block. What measures the judge
+        must ask it anew.
+    """
+    token = _KEPT_FOR.set(exchange_id)
+    try:
+        yield
+    finally:
+        _KEPT_FOR.reset(token)
+
+
+def kept_for() -> str | None:
+    """Return the exchange for which replies are kept now; None: the judge is asked anew."""
+    return _KEPT_FOR.get()
 
 
 class LiteLlmJudge:

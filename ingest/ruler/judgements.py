@@ -25,7 +25,7 @@ from ingest.ruler.attempts import (
     hold,
 )
 from ingest.ruler.blame import Failed
-from ingest.ruler.calls import save_judge_calls
+from ingest.ruler.calls import count_call, save_judge_calls
 from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, failure_of
 from ingest.ruler.judge_errors import storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
@@ -159,7 +159,7 @@ class Judgements:
 
     def lose(self, group_id: str, calls: Sequence[JudgeCall], error: str) -> None:
         """Give up calls that the store did not take for so long; they count with the next ones."""
-        self._lost += len(calls)
+        self._lost += sum(not call.reply.cached for call in calls)
         log.error("judgement_lost", group_id=group_id, calls=len(calls), error=error)
 
     def _record(
@@ -176,7 +176,7 @@ class Judgements:
         known = select(GroupRow.seq).where(GroupRow.group_id == group_id)
         if session.scalar(known) is None:  # deleted meanwhile: what was said of it is not kept
             for call in calls:
-                count(session, "judge_calls", "good" if call.ok else "bad")
+                count_call(session, call)
             return False
         save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
         bad_replies = sum(not call.ok for call in calls)

@@ -35,7 +35,7 @@ from ingest.ruler.group import (
     failure_of,
     verify_and_judge,
 )
-from ingest.ruler.judge import Judge, JudgePanel
+from ingest.ruler.judge import Judge, JudgePanel, replies_kept_for
 from ingest.ruler.judgements import Judgements, OnScored, lease_s
 from ingest.ruler.outage import LAST_DELAY_S, PASSING, Outage
 from ingest.ruler.probe import SUBJECT, ask_probe
@@ -75,15 +75,14 @@ class JudgingWorker:
         settings: JudgeSettings,
         *,
         clock: Callable[[], float] = time.time,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        draw_seed: Callable[[Group | None], int] = lambda _: secrets.randbits(SEED_BITS),
         view: JudgeView | None = None,
         announce: Callable[[str], None] = lambda _: None,
         rewarding: Rewarding | None = None,
         on_scored: OnScored | None = None,
     ) -> None:
-        """draw_seed: called for each group, so that nobody can predict the ids in its prompt.
-        view: as for `score_answers`. announce: tells the operator's terminal. rewarding: has the
-        answers verified; None: no verifiers. on_scored: as for `Judgements`."""
+        """draw_seed: for each group, None for a probe: nobody can predict ids. announce: tells the
+        operator. rewarding: None: no verifiers. view, on_scored: `score_answers`, `Judgements`."""
         verifying_s = LONGEST_S if rewarding is not None else 0.0
         self._rewarding = rewarding
         self._view = view
@@ -228,16 +227,17 @@ class JudgingWorker:
         if group is None:
             return
         calls: list[JudgeCall] = []
-        outcome = await verify_and_judge(
-            group,
-            self._judge,
-            self._settings,
-            self._rewarding,
-            seed=self._draw_seed(),
-            on_call=calls.append,
-            view=self._view,
-            load_known=self._judgements.load_known,
-        )
+        with replies_kept_for(group.exchange_id):
+            outcome = await verify_and_judge(
+                group,
+                self._judge,
+                self._settings,
+                self._rewarding,
+                seed=await asyncio.to_thread(self._draw_seed, group),
+                on_call=calls.append,
+                view=self._view,
+                load_known=self._judgements.load_known,
+            )
         if isinstance(outcome, Held):
             held = Failed(group_id=group_id, reason=UNVERIFIED, detail=outcome.detail)
             await asyncio.to_thread(self._judgements.charge, [held], proven=True)
@@ -325,7 +325,7 @@ class JudgingWorker:
             return await ask_probe(
                 self._judge,
                 self._settings,
-                seed=self._draw_seed(),
+                seed=self._draw_seed(None),
                 on_call=calls.append,
                 group=group,
                 view=self._view,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ingest.privacy.judge_view import JudgeView
 from ingest.records import Answer, Group
 from ingest.ruler.group import GroupOutcome, judge_group
-from ingest.ruler.judge import Judge
+from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.ruler import JudgeCall
 from sidecar.settings import Judge as JudgeSettings
 
@@ -36,9 +36,10 @@ async def ask_probe(
     group: a group that was scored before; None: the sum question.
     """
     one_pass = settings.model_copy(update={"passes": 1})
-    return await judge_group(
-        group or _sum(), judge, one_pass, seed=seed, on_call=on_call, view=view
-    )
+    with replies_kept_for(None):  # a kept reply would not tell whether the judge works
+        return await judge_group(
+            group or _sum(), judge, one_pass, seed=seed, on_call=on_call, view=view
+        )
 
 
 def _sum() -> Group:

@@ -43,6 +43,7 @@ from sidecar.store.models import (
     ExchangeRow,
     GateComparisonRow,
     JudgeCallRow,
+    JudgeReplyRow,
 )
 
 PAGE: Final = 200
@@ -82,6 +83,7 @@ def _ids_bytes(value: bytes) -> int:
     return decoded_ids(value[:HEAD_BYTES], len(value))
 
 
+_KEPT: Final = _Column("reply", lambda row: place_in("judge_reply", "reply", row.digest))
 TABLES: Final = (
     _Table(
         ExchangeRow,
@@ -144,6 +146,7 @@ TABLES: Final = (
         ("group_id",),
         (_Column("reply", lambda row: place_in("judge_call", "reply", row.group_id)),),
     ),
+    _Table(JudgeReplyRow, ("seq",), ("digest",), (_KEPT,)),
     _Table(DeadLetterRow, ("seq",), (), (_Column("payload", lambda _: BUS, len),)),
 )
 """Tables whose values stand alone in a column."""

@@ -174,6 +174,13 @@ class Judge(Section):
     ] = ()
     """Judges that are asked, in this order, while those before them are away, reject everything or
     are limited for long: `[[judge.fallbacks]]`. One judge gives all scores of a group."""
+    cache_bytes: Annotated[int, Between(0, 10**12, "0 keeps none")] = 64 * 2**20
+    """Size of the replies that are kept in the store, so that the same question is paid for once.
+    Beyond it the oldest go. 0: none is kept."""
+    cache_days: Annotated[
+        float, Between(0, 3_650, "an older reply may be of another judge", above_low=True)
+    ] = 7.0
+    """An older reply is not used: a provider may have changed the model behind the name."""
 
 
 class GateJudge(Section):

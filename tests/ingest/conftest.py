@@ -204,7 +204,7 @@ def worker(database: Database, judge: Judge, clock: Clock, **settings: Any) -> J
     values = {"model": "scripted", "rubric": "Be good.", "passes": 1, **settings}
     seeds = iter(range(100, 10_000))
     return JudgingWorker(
-        database, judge, JudgeSettings(**values), clock=clock, draw_seed=lambda: next(seeds)
+        database, judge, JudgeSettings(**values), clock=clock, draw_seed=lambda _: next(seeds)
     )
 
 

@@ -56,6 +56,7 @@ SCANS = {
     "ingest/best_of/store.py:any_scores": "one row",
     "ingest/noise/choosing.py:count_waiting": "what waits, by an index of that alone, with a limit",
     "ingest/best_of/store.py:oldest_scores": "in the order of an index, with a limit",
+    "ingest/judges/replies.py:ReplyStore._keep": "one row, the first of an index",
     "ingest/store/listing.py:newest_scored_groups": LISTING,
 }
 """Functions that may pass over a whole table or index -> why."""

@@ -87,6 +87,7 @@ def _statements(exchanges: int, body_bytes: int) -> list[tuple[str, dict[str, ob
         (_GROUP, {"last": exchanges}),
         (_ANSWER, body),
         (_JUDGE_CALL, {}),
+        (_JUDGE_REPLY, {}),
         (_RESCORING, noise),
         (_JUDGE_NOISE, {"last": max(1, exchanges // 50), "rubric": noise["rubric"]}),
         (_VERSIONS, {"last": versions}),
@@ -213,6 +214,12 @@ INSERT INTO judge_noise (rubric_hash, judge_model, passes, window_number, at, wh
 SELECT :rubric, 'scripted', 2, i, {_AT}, i < :last, i = 1, 50, 400, 0.05, 0.005, 0.04, 0.06, 0.07,
   0.0, 0.01, -0.02, 0.02, 0.0, 0.01, -0.02, 0.02, 0.0, 0.01, -0.02, 0.02, 0.1, 0.01, 0.08, 0.12
 FROM n
+"""
+
+_JUDGE_REPLY = """
+INSERT INTO judge_reply (digest, exchange_id, at, written_bytes, size_bytes, reply)
+SELECT printf('%064x', seq), exchange_id, created_at, 300 * seq, 300, '{}'
+FROM answer_group WHERE status <> 'sampling'
 """
 
 _VERSIONS = f"""

@@ -73,11 +73,14 @@ class ScriptedJudges:
     def __init__(self, truth: Mapping[str, float]) -> None:
         asked = self.asked = threading.Event()
         """Set by the first question."""
+        models = self.models = list[str]()
+        """The judge of each question."""
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked.set()
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                models.append(body["model"])
                 data = json.dumps(_completion(body, truth)).encode()
                 self.send_response(200)
                 self.send_header("content-type", "application/json")

@@ -44,7 +44,9 @@ from ingest.feedback.deriving import derive_session
 from ingest.grouping.engine_facts import EngineFacts
 from ingest.intake.loop import Intake
 from ingest.judge_watch.state import JudgeState, why_sampling_holds, write_judge_state
+from ingest.judges.cache import CachedJudge, ContentSeeds, KeptReplies
 from ingest.judges.ledger import Ledger
+from ingest.judges.replies import ReplyStore
 from ingest.judges.spending import Amount
 from ingest.noise.choosing import Choosing
 from ingest.noise.reading import accept_now, read_noise
@@ -355,11 +357,13 @@ async def _score(use: _Use) -> None:
     scripts: list[tuple[Reply, ...]] = [(scores,), (away,), (rejected, scores), ("rubbish",)]
     for script in scripts:
         judge = FakeJudge(*script, model="scripted")
+        kept = KeptReplies(ReplyStore(use.database, max_bytes=3_000, max_age_s=1e5))
         worker = JudgingWorker(
             use.database,
-            judge,
+            CachedJudge(judge, use.settings.judge, kept),
             use.settings.judge,
             clock=use.clock,
+            draw_seed=ContentSeeds(kept.store),
             on_scored=Choosing(use.settings.judge).note,
         )
         if script == (scores,):

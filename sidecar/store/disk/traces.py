@@ -39,7 +39,7 @@ def remove_traces(database: Database, *, large_too: bool = False) -> str:
         return (
             "PostgreSQL keeps deleted rows until a vacuum: run "
             "`VACUUM answer, answer_group, best_of_score, choice, dead_letter, exchange, feedback, "
-            "gate_comparison, judge_call, signal` to have the "
+            "gate_comparison, judge_call, judge_reply, signal` to have the "
             "space used again, `VACUUM FULL` to have it overwritten by the file system"
         )
     megabytes = rewrite(database, large_too=large_too)

@@ -12,7 +12,13 @@ from sidecar.store.models.base import Base
 from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
 from sidecar.store.models.deletions import ForgottenRow, GroupDigestRow
 from sidecar.store.models.feedback import FeedbackRow, SignalRow
-from sidecar.store.models.groups import AnswerRow, BestOfScoreRow, GroupRow, JudgeCallRow
+from sidecar.store.models.groups import (
+    AnswerRow,
+    BestOfScoreRow,
+    GroupRow,
+    JudgeCallRow,
+    JudgeReplyRow,
+)
 from sidecar.store.models.noise import JudgeNoiseRow, RescoringRow
 from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow
 from sidecar.store.models.registry import (
@@ -49,6 +55,7 @@ __all__ = [
     "GroupRow",
     "JudgeCallRow",
     "JudgeNoiseRow",
+    "JudgeReplyRow",
     "RescoringRow",
     "RoutingRow",
     "RunRow",

@@ -113,6 +113,32 @@ class JudgeCallRow(Base):
     completion_tokens: Mapped[int | None] = mapped_column(WIDE)
     cost_usd: Mapped[float | None]
     seconds: Mapped[float]
+    cached: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """A kept reply: nobody was asked, and its tokens and cost are 0."""
+
+
+class JudgeReplyRow(Base):
+    """A judge's reply that is kept, so that the same question is paid for once."""
+
+    __tablename__ = "judge_reply"
+    __table_args__ = (
+        Index("ix_judge_reply_exchange", "exchange_id"),
+        Index("ix_judge_reply_written", "written_bytes"),
+        Index("ix_judge_reply_at", "at"),
+    )
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    """Keyed digest of all that the reply depends on."""
+    exchange_id: Mapped[str] = mapped_column(String(64))
+    """Whose content it is about; empty: a group of a calibration. Not a foreign key: it is deleted
+    with the exchange, in the same transaction."""
+    at: Mapped[float]
+    written_bytes: Mapped[int] = mapped_column(WIDE)
+    """Bytes of all replies that were kept before it. So those that begin less than a limit before
+    the newest one's end are together under the limit."""
+    size_bytes: Mapped[int] = mapped_column(WIDE)
+    """About what it takes."""
+    reply: Mapped[str] = mapped_column(Text)
 
 
 class BestOfScoreRow(Base):

@@ -9,19 +9,21 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 
 from deploy.canary.controller import Controller
 from deploy.registry.gate_rule import judge_name
 from deploy.registry.lineage import render_lineage, trace_lineage
 from ingest.errors import JudgeUnavailableError
+from ingest.judges.cache import CachedJudge, KeptReplies
+from ingest.judges.replies import ReplyStore
 from ingest.retention.deletion import blank_comparisons
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.prompt import rubric_hash
 from sidecar.backoff import Backoff
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
-from sidecar.store.models import CounterRow, JudgeCallRow
+from sidecar.store.models import CounterRow, JudgeCallRow, JudgeReplyRow
 from support.fake_judge import FakeJudge, Shown, scores_reply
 
 if TYPE_CHECKING:
@@ -229,3 +231,29 @@ async def test_a_stop_does_not_wait_for_ever(hasty: World, monkeypatch: pytest.M
             await ticking
         await asyncio.wait_for(controller.settle(), 5.0)
         assert hasty.comparisons() == []
+
+
+async def test_a_pass_that_was_paid_for_before_an_outage_is_not_bought_again(world: World) -> None:
+    world.register(1)
+    world.hold_out(2)
+    judge = OnePass(model="fake-judge")
+    world.judging = JudgeSettings(model="fake-judge", rubric=RUBRIC, passes=2)
+    kept = KeptReplies(
+        ReplyStore(world.database, max_bytes=10**6, max_age_s=1e6, clock=world.clock)
+    )
+    world.judge = CachedJudge(judge, world.judging, kept)  # type: ignore[assignment]
+    controller = world.controller()
+    for _ in range(2):
+        await controller.tick()
+    judge.mended = True
+    for _ in range(3):
+        world.clock.now += 100.0
+        await controller.tick()
+
+    assert [one.status for one in world.comparisons()] == ["scored", "scored"]
+    # The first passes twice: paid for, then replayed; the second ones once.
+    assert judge_calls(world) == {"good": 4, "cached": 2}
+    assert len(judge.prompts) == 4
+    with world.database.read() as session:
+        owners = set(session.scalars(select(JudgeReplyRow.exchange_id)))
+    assert owners == {"x1", "x2"}

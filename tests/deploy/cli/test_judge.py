@@ -19,6 +19,7 @@ from deploy.cli.judge import _named, _write
 from deploy.cli.main import main
 from ingest.calibration.plot import draw
 from sidecar.settings import Judge
+from sidecar.store.database import Database
 from support.scripted_judges import BIAS, ScriptedJudges, shipped_truth
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,6 +94,29 @@ def test_the_figures_tell_the_judges_apart(judges: ScriptedJudges, tmp_path: Pat
     assert json.loads((made / "calibration.json").read_text()) == found
     assert "first minus last position" in (made / "calibration.txt").read_text()
     assert (made / "calibration.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_paid_for_is_not_asked_again_but_for_the_repeats(
+    judges: ScriptedJudges, tmp_path: Path
+) -> None:
+    Database(f"sqlite:///{tmp_path}/store.db").upgrade()
+    (tmp_path / "sidecar.toml").write_text(f'[store]\nurl = "sqlite:///{tmp_path}/store.db"\n')
+    options = (*named(judges, "random"), "--passes", "2", "--limit", "5", "-o", "json")
+
+    def run(*more: str) -> tuple[int, dict[str, Any]]:
+        before = len(judges.models)
+        code, out, errors = calibrate(tmp_path, *options, *more)
+        assert code == 0, errors
+        return len(judges.models) - before, json.loads(out)["judges"][0]
+
+    first, again, anew = run(), run(), run("--no-cache")
+
+    # 5 groups x 2 repeats x 2 passes; a second time the first repeat's replies are those kept.
+    assert [asked for asked, _ in (first, again, anew)] == [20, 10, 20]
+    assert [one["replayed"] for _, one in (first, again, anew)] == [0, 10, 0]
+    assert again[1]["noise_sd"] == first[1]["noise_sd"] > 0.1, "no repeat is replayed for another"
+    assert again[1]["pairs_right"] == first[1]["pairs_right"]
+    assert again[1]["tokens_per_group"] == pytest.approx(first[1]["tokens_per_group"], rel=0.1)
 
 
 def test_one_pass_leaves_the_bias_in_the_scores_and_rubrics_stand_side_by_side(

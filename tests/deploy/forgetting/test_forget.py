@@ -24,6 +24,7 @@ from ingest.best_of.store import BestOfScores, save_scores
 from ingest.feedback.placing import save_feedback
 from ingest.intake.consume import consume
 from ingest.intake.placing import Sessions
+from ingest.judges.replies import ReplyStore
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
 from ingest.ruler.ruler import JudgeCall
@@ -174,6 +175,11 @@ def fill(kit: Kit, settings: Settings) -> None:
                 rubric_hash="r",
             ),
         )
+    replies = ReplyStore(kit.database, max_bytes=10**6, max_age_s=1e9, clock=lambda: 4.0)
+    for digest, owner in (("d1", "a0"), ("d2", "a1"), ("d3", ""), ("d4", "other")):
+        words = "of another" if owner == "other" else MARKER
+        replies.keep(digest, owner, JudgeReply(text=words))
+    with kit.database.write() as session:
         dead_letter(
             session, b"\xc1" + f"{USER} {SESSION}".encode(), where="1", reason="unreadable", now=4.0
         )

@@ -56,7 +56,7 @@ class Bench:
             judges.patient,
             settings,
             clock=self.clock,
-            draw_seed=lambda: next(seeds),
+            draw_seed=lambda _: next(seeds),
         )
 
 

@@ -19,6 +19,7 @@ from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_status
 from ingest.feedback.placing import save_feedback
 from ingest.intake.loop import Intake
+from ingest.judges.replies import ReplyStore
 from ingest.retention import deletion, pages, sweep
 from ingest.retention.sweep import Sweeper, read_state
 from ingest.ruler.calls import save_judge_calls
@@ -44,8 +45,10 @@ from sidecar.store.models import (
     GroupDigestRow,
     GroupRow,
     JudgeCallRow,
+    JudgeReplyRow,
     RunRow,
 )
+from support.clock import Clock
 from support.ingest_kit import Kit
 
 pytestmark = pytest.mark.both_stores
@@ -568,15 +571,25 @@ def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit:
         dead_letter(session, b"old", where="1", reason="r", now=1.0)
         dead_letter(session, b"young", where="2", reason="r", now=NOW)
 
+    for digest, at in (("old", 1.0), ("young", NOW)):
+        kept = ReplyStore(kit.database, max_bytes=10**6, max_age_s=1e12, clock=Clock(at))
+        kept.keep(digest, "a", JudgeReply(text="words"))
+
     sweep_once(kit.database, retention(judge_calls_days=1, dead_letters_days=1, runs_days=1))
 
     with kit.database.read() as session:
         found = session.execute(select(JudgeCallRow.group_id, JudgeCallRow.reply))
         calls = [(row.group_id, row.reply) for row in found]
         assert session.scalars(select(DeadLetterRow.payload)).all() == [b"young"]
+        assert session.scalars(select(JudgeReplyRow.digest)).all() == ["young"]
         assert session.scalars(select(RunRow.run_id)).all() == ["made"]
     assert sorted(calls) == [("c-1", ""), ("g-2", "words")]
-    assert kit.counts("retention") == {"judge_calls": 1, "dead_letters": 1, "runs": 1}
+    assert kit.counts("retention") == {
+        "judge_calls": 1,
+        "judge_replies": 1,
+        "dead_letters": 1,
+        "runs": 1,
+    }
 
 
 def test_feedback_goes_by_its_age_when_its_exchange_has_not_come(

@@ -44,7 +44,7 @@ def worker(
         judge,
         JudgeSettings(model="scripted", rubric="Be good.", passes=1),
         clock=clock,
-        draw_seed=lambda: 1,
+        draw_seed=lambda _: 1,
         rewarding=Rewarding(database, reward, {"v": checker}),
     )
 

@@ -24,6 +24,7 @@ from ingest.errors import UnreadableExchangesError
 from ingest.intake.bus import OutboxBus
 from ingest.intake.consume import consume
 from ingest.intake.placing import Sessions
+from ingest.judges.replies import ReplyStore
 from ingest.records import Answer, Group
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.judge import JudgeReply
@@ -106,6 +107,11 @@ def fill(database: Database, *names: str) -> None:
             rubric_hash="r",
         )
         assert save_scores(session, scores)
+    replies_of(database).keep(f"digest-{first}", first, reply)
+
+
+def replies_of(database: Database) -> ReplyStore:
+    return ReplyStore(database, max_bytes=10**6, max_age_s=1e9, clock=lambda: 2.0)
 
 
 def check(database: Database, *names: str) -> None:
@@ -122,6 +128,9 @@ def check(database: Database, *names: str) -> None:
         assert stored_tokens(session, f"g-{names[0]}") == (3, 6)
         other = load_scores(session, [f"other-{names[0]}"])[f"other-{names[0]}"]
         assert other.explanations == (f"{MARK} one", f"{MARK} two")
+    kept = replies_of(database).find(f"digest-{names[0]}")
+    assert kept is not None
+    assert kept.text == f"{MARK} judged"
 
 
 def everything(database: Database) -> Iterator[bytes]:
