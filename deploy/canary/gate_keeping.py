@@ -115,7 +115,7 @@ class Keeper:
             status=ended.status,
             difference=_difference(rows) if ended.status == SCORED else None,
             answers=rows,
-            judge_model=self._judge_model if ended.asked else None,
+            judge_model=self._judge_of(ended),
             rubric_hash=self._rubric_hash if ended.asked else None,
             disagreement=judgement.disagreement if judgement is not None else None,
         )
@@ -135,6 +135,12 @@ class Keeper:
             self._lost += sum(not call.reply.cached for call in calls)
             log.error("gate_comparison_lost", comparison=name, calls=len(calls), error=str(error))
             raise
+
+    def _judge_of(self, ended: Ended) -> str | None:
+        """Return who judged: a fallback, when the first judge was away; None: nobody was asked."""
+        if not ended.asked:
+            return None
+        return ended.judgement.judge_model if ended.judgement is not None else self._judge_model
 
     def _save(
         self, canary: Canary, prompt: HeldOutPrompt, kept: Kept, calls: Sequence[JudgeCall]
