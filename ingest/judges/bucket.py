@@ -16,7 +16,7 @@ MINUTE_S = 60.0
 
 
 class Bucket:
-    """So many units a minute."""
+    """So many units a minute; a limit of 10 or less is one of whole units, such as calls."""
 
     def __init__(self, per_minute: int, *, now: float) -> None:
         """per_minute: 1 or more. now: seconds on the clock that `take` uses."""
