@@ -1,13 +1,17 @@
 """Set up logging, in the same way for every process: events with fields, no sentences, no secrets.
 
 Fields may quote untrusted text; on a terminal it is shown without escape codes. JSON escapes it by
-itself.
+itself. A stream that refuses a line, such as a file on a full disk, costs that line and nothing
+else: the next line that can be written says how many are missing.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import threading
+from typing import TextIO
 
 import structlog
 
@@ -33,7 +37,7 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=_LinesFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
@@ -41,6 +45,46 @@ def configure_logging(telemetry: Telemetry, process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Hiding(telemetry))
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler])
+
+
+class Lines:
+    """A structlog logger that writes each event as one line, and outlives a stream that refuses."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._missing = 0
+        self._why = ""
+
+    def msg(self, message: str) -> None:
+        """Write a line, after the number of lines that could not be written before it."""
+        with self._lock:
+            try:
+                if self._missing:
+                    self._stream.write(f"{self._account()}\n")
+                self._stream.write(f"{message}\n")
+                self._stream.flush()
+            # ValueError: the stream is closed, as at the end of a process.
+            except (OSError, ValueError) as error:
+                self._missing += 1
+                self._why = str(error)
+            else:
+                self._missing = 0
+
+    def _account(self) -> str:
+        fields = {"event": "log_lines_missing", "lines": self._missing, "error": self._why}
+        return json.dumps({**fields, "level": "warning"})
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
+
+
+class _LinesFactory:
+    def __init__(self, stream: TextIO) -> None:
+        self._lines = Lines(stream)
+
+    def __call__(self, *_args: object) -> Lines:
+        return self._lines
 
 
 class _Hiding(logging.Formatter):

@@ -27,7 +27,7 @@ from ingest.errors import IngestError
 from ingest.privacy.judge_view import NotRedactedError
 from ingest.ruler.judge import Judge, LiteLlmJudge
 from ingest.ruler.ruler import SEED_BITS
-from ingest.trajectories.messages import read_messages
+from ingest.trajectories.messages import read_messages, read_tools
 from ingest.trajectories.records import (
     Message,
     TrajectoriesError,
@@ -60,7 +60,7 @@ async def ruler_scores(
     judge: str | Judge,
     *,
     rubric: str = DEFAULT_RUBRIC,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
     passes: int = 2,
     extra_litellm_params: Mapping[str, Any] | None = None,
     show_reasoning: bool = False,
@@ -75,7 +75,7 @@ async def ruler_scores(
     judge: a LiteLLM model (`openai/gpt-4.1-mini`, `hosted_vllm/qwen3`, `ollama/qwen3:32b`), its key
         from the provider's variable; or an object of the protocol `ingest.ruler.judge.Judge`.
     rubric: what makes a trajectory better, in plain English.
-    tools: definitions of the tools that the agent could call.
+    tools: definitions of the tools that the agent could call; None: it had none.
     passes: judge calls, 1 to 8, every second one in the reverse order of the one before.
     extra_litellm_params: of the call, such as `api_base`, `api_key`, `temperature`, `timeout`.
     show_reasoning: shows the agent's reasoning to the judge too.
@@ -87,11 +87,12 @@ async def ruler_scores(
         with the wait that it asks for; JudgeRefusalError; JudgeReplyError after two unusable
         replies; NotRedactedError.
     """
+    if not isinstance(message_lists, Iterable) or isinstance(message_lists, str | bytes | Mapping):
+        raise TrajectoriesError("message_lists is no list of lists of messages")
     lists = list(message_lists)
     _check_size(len(lists))
     read = [read_messages(one, number) for number, one in enumerate(lists)]
-    if not 1 <= passes <= 8:
-        raise TrajectoriesError(f"passes is {passes}; give 1 to 8: each is a call that is paid for")
+    _check_options(rubric, passes, seed)
     if isinstance(judge, str):
         judge = _judge_named(judge, extra_litellm_params or {})
     elif extra_litellm_params:
@@ -100,7 +101,7 @@ async def ruler_scores(
         judgement = await score_trajectories(
             judge,
             read,
-            tools=tools,
+            tools=read_tools(tools),
             rubric=rubric,
             passes=passes,
             seed=secrets.randbits(SEED_BITS) if seed is None else seed,
@@ -196,6 +197,15 @@ def _judge_named(model: str, params: Mapping[str, Any]) -> Judge:
         raise TrajectoriesError(f"judge {model!r}: {error.errors()[0]['msg']}") from None
 
 
+def _check_options(rubric: object, passes: object, seed: object) -> None:
+    if not isinstance(rubric, str) or not rubric.strip():
+        raise TrajectoriesError("rubric is no text; say in plain English what is better")
+    if not isinstance(passes, int) or not 1 <= passes <= 8:
+        raise TrajectoriesError(f"passes is {passes}; give 1 to 8: each is a call that is paid for")
+    if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**SEED_BITS):
+        raise TrajectoriesError(f"seed is {seed!r}; give a whole number from 0 to 2**{SEED_BITS}-1")
+
+
 def _check_size(size: int) -> None:
     low, high = SIZES
     if size < low:
@@ -226,12 +236,12 @@ def _warn_of(size: int) -> None:
 
 
 def merged_tools(
-    tools: Iterable[Sequence[Mapping[str, Any]]],
+    tools: Iterable[Sequence[Mapping[str, Any]] | None],
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of several trajectories, each definition once."""
+    """Return the tools of several trajectories, each definition once. Raises: TrajectoriesError."""
     found: dict[str, Mapping[str, Any]] = {}
     for one in tools:
-        for tool in one:
+        for tool in read_tools(one):
             found.setdefault(json.dumps(tool, sort_keys=True), tool)
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Read the messages that a caller of RULER gives. Pure."""
+"""Read the messages and tools that a caller of RULER gives. Pure."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def read_messages(messages: Sequence[Message], number: int) -> list[Mapping[str,
     return [_message(one, f"trajectory {number}, message {at}") for at, one in enumerate(messages)]
 
 
+def read_tools(tools: object) -> list[Mapping[str, Any]]:
+    """Return the definitions of tools as mappings; none for None.
+
+    Raises: TrajectoriesError, which names the definition and the defect.
+    """
+    if tools is None:
+        return []
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise TrajectoriesError("tools is no list of definitions of tools")
+    for at, one in enumerate(tools):
+        if not isinstance(one, Mapping):
+            raise TrajectoriesError(f"tool {at} is no definition as in a chat request")
+        _check_json(one, f"tool {at}")
+    return list(tools)
+
+
 def _message(given: Message, name: str) -> Mapping[str, Any]:
     dump = getattr(given, "model_dump", None)
     found = dump(mode="json", exclude_none=True) if callable(dump) else given
@@ -35,8 +51,12 @@ def _message(given: Message, name: str) -> Mapping[str, Any]:
         for call in calls
     ):
         raise TrajectoriesError(f"{name}: tool_calls is no list of calls of functions")
+    _check_json(found, name)
+    return found
+
+
+def _check_json(found: Mapping[str, Any], name: str) -> None:
     try:
         json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
         raise TrajectoriesError(f"{name} cannot be written as JSON: {error}") from None
-    return found

@@ -37,8 +37,9 @@ class Trajectory:
     """From the system message to the agent's last one."""
     reward: float | None = None
     """None: not known."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Definitions of the tools that the agent could call, as in a chat request."""
+    tools: Sequence[Mapping[str, Any]] | None = ()
+    """Definitions of the tools that the agent could call, as in a chat request. None: it had none,
+    as an empty list."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     logs: Sequence[str] = ()

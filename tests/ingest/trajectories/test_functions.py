@@ -325,3 +325,45 @@ def test_the_code_of_the_readme_runs_as_it_is_written(judge_kit: JudgeKit) -> No
         assert float(score) == round(len(text) / 100, 2)
     assert len(server.requests) == 2
     assert SimpleNamespace(**server.requests[0]).model == "gpt-4.1-mini"
+
+
+async def test_no_tools_may_be_none_as_in_arts_own_function() -> None:
+    found = await ruler_scores(said(*WORTH), RankingJudge(WORTH), tools=None)
+    assert [one.score for one in found] == list(WORTH.values())
+
+    trajectories = [Trajectory(messages=one, tools=None) for one in said(*WORTH)]
+    scored = await ruler_score_group(
+        TrajectoryGroup(trajectories=trajectories), RankingJudge(WORTH)
+    )
+    assert [one.reward for one in scored.trajectories] == list(WORTH.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": "abc"},
+        {"tools": [5]},
+        {"tools": [{"type": object()}]},
+        {"rubric": None},
+        {"rubric": " "},
+        {"passes": "2"},
+        {"passes": 1.5},
+        {"seed": "x"},
+        {"seed": 2**29},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+async def test_an_option_of_the_wrong_kind_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(TrajectoriesError, match=next(iter(options)).removesuffix("s")):
+        await ruler_scores(said(*WORTH), RankingJudge(WORTH), **options)
+
+    group = TrajectoryGroup(trajectories=[Trajectory(messages=one) for one in said(*WORTH)])
+    kept = await ruler_score_group(group, RankingJudge(WORTH), swallow_exceptions=True, **options)
+    assert kept.metrics["ruler_failed"] == 1.0
+
+
+@pytest.mark.parametrize("lists", [None, 5, "abc", {"a": []}])
+async def test_what_is_no_list_of_trajectories_is_refused(lists: Any) -> None:
+    with pytest.raises(TrajectoriesError, match="message_lists"):
+        await ruler_scores(lists, RankingJudge(WORTH))
