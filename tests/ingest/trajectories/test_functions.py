@@ -343,7 +343,7 @@ async def test_no_tools_may_be_none_as_in_arts_own_function() -> None:
     [
         {"tools": "abc"},
         {"tools": [5]},
-        {"tools": [{"type": object()}]},
+        {"tools": [{"type": {1}}]},
         {"rubric": None},
         {"rubric": " "},
         {"passes": "2"},
