@@ -9,7 +9,8 @@ or was refused costs nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import ceil
 from time import monotonic
 from typing import Any
@@ -37,6 +38,8 @@ tokens, milliseconds; (ASKED, "outcome model") -> calls."""
 MODEL_CHARACTERS = 46
 """Characters of a model's name in these rows: with the longest outcome they fit a reason."""
 ANSWERED, CANCELLED = "answered", "cancelled"
+Cost = Callable[[int, int], float]
+"""(prompt tokens, reply tokens) of one call -> US dollars."""
 BYTES_A_TOKEN = 4
 """Bytes of a prompt for one token: English text has 4 to 5, code and other languages fewer."""
 
@@ -61,15 +64,17 @@ class Meter:
         self._settings = settings
         self._name = settings.model[:MODEL_CHARACTERS]
         self._ledger = ledger
-        self._price: Mapping[Any, float] | None = settings.price
+        self._cost: Cost | None = (
+            None if settings.price is None else partial(_dollars, settings.price)
+        )
         self._looked_up = settings.price is not None
 
     def paid(self, usage: Usage) -> None:
         """Note a request that the provider answered."""
         tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
         dollars = usage.cost_usd
-        if dollars is None and self._price is not None:
-            dollars = _dollars(usage.prompt_tokens or 0, usage.completion_tokens or 0, self._price)
+        if dollars is None and self._cost is not None:
+            dollars = self._cost(usage.prompt_tokens or 0, usage.completion_tokens or 0)
         nano = nano_usd(dollars or 0.0)
         self._ledger.spend(Amount(nano_usd=nano, tokens=tokens))
         self._ledger.note(
@@ -89,8 +94,8 @@ class Meter:
     ) -> JudgeReply:
         """Ask the judge. Raises also: JudgeSpentError, JudgeRejectedError for a judge whose price
         nobody knows, StoreError; each of them before the judge is asked."""
-        price = await self._known_price()
-        estimate = estimate_call(messages, schema, self._settings.params, price)
+        cost = await self._known_cost()
+        estimate = estimate_call(messages, schema, self._settings.params, cost)
         reserved = await self._ledger.reserve(estimate, begun=ticket.begun)
         ticket.begun = True
         began_at, outcome, unknown = monotonic(), CANCELLED, True
@@ -119,13 +124,13 @@ class Meter:
             }
         )
 
-    async def _known_price(self) -> Mapping[Any, float] | None:
+    async def _known_cost(self) -> Cost | None:
         if not self._looked_up:
-            self._price = await asyncio.to_thread(litellm_price, self._settings.model)
+            self._cost = await asyncio.to_thread(litellm_price, self._settings.model)
             self._looked_up = True
-        if self._price is None and self._ledger.in_dollars:
+        if self._cost is None and self._ledger.in_dollars:
             raise JudgeRejectedError(unpriced(self._settings.model))
-        return self._price
+        return self._cost
 
 
 class MeteredJudge:
@@ -155,26 +160,38 @@ def estimate_call(
     messages: Sequence[Mapping[str, str]],
     schema: Mapping[str, Any],
     params: Mapping[str, Any],
-    price: Mapping[Any, float] | None,
+    cost: Cost | None,
 ) -> Amount:
-    """Return what a call may cost. Pure. price: USD for a million tokens; None: in tokens alone."""
+    """Return what a call may cost. Pure. cost: None: in tokens alone."""
     prompt = ceil(sum(len(one["content"].encode()) for one in messages) / BYTES_A_TOKEN)
     limits = (params.get(name) for name in LIMITS)
     reply = next((one for one in limits if isinstance(one, int)), None) or reply_tokens(schema)
-    dollars = 0.0 if price is None else _dollars(prompt, reply, price)
+    dollars = 0.0 if cost is None else cost(prompt, reply)
     return Amount(nano_usd=nano_usd(dollars), tokens=prompt + reply)
 
 
-def litellm_price(model: str) -> dict[str, float] | None:
-    """Return LiteLLM's price of a model, USD for a million tokens; None when it knows none."""
+def litellm_price(model: str) -> Cost | None:
+    """Return what a call of a model costs by LiteLLM's price list; None when it knows no price.
+
+    The price of a token depends on the call where a provider takes more for long prompts, so it is
+    looked up with the tokens of each call.
+    """
     litellm = import_litellm()
-    try:
-        found = litellm.cost_per_token(
-            model=model, prompt_tokens=MILLION, completion_tokens=MILLION
+
+    def cost(prompt_tokens: int, reply_tokens: int) -> float:
+        return float(
+            sum(
+                litellm.cost_per_token(
+                    model=model, prompt_tokens=prompt_tokens, completion_tokens=reply_tokens
+                )
+            )
         )
+
+    try:
+        cost(1, 1)
     except Exception:  # noqa: BLE001 - LiteLLM raises many kinds of errors for an unknown model
         return None
-    return {"input": float(found[0]), "output": float(found[1])}
+    return cost
 
 
 def unpriced(model: str) -> str:
@@ -185,6 +202,6 @@ def unpriced(model: str) -> str:
     )
 
 
-def _dollars(prompt_tokens: int, reply_tokens: int, price: Mapping[Any, float]) -> float:
+def _dollars(price: Mapping[Any, float], prompt_tokens: int, reply_tokens: int) -> float:
     """price: USD for a million tokens."""
     return (prompt_tokens * price["input"] + reply_tokens * price["output"]) / MILLION

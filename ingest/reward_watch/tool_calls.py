@@ -101,9 +101,9 @@ class _Check:
         if not _is_of(value, schema.get("type")):
             return False
         options = schema.get("enum")
-        if isinstance(options, list) and value not in options:
+        if isinstance(options, list) and not any(_equal(value, one) for one in options):
             return False
-        if "const" in schema and value != schema["const"]:
+        if "const" in schema and not _equal(value, schema["const"]):
             return False
         if isinstance(value, dict):
             return self._object(value, schema, depth)
@@ -126,6 +126,26 @@ class _Check:
 
     def _some(self, values: Sequence[object]) -> Sequence[object]:
         return values[: max(0, self._left)]
+
+
+def _equal(a: object, b: object, depth: int = 0) -> bool:
+    """Compare as JSON Schema does: 1 and 1.0 are equal, 1 and true are not.
+
+    Source: JSON Schema 2020-12 core, 4.2.2 (instance equality).
+    """
+    if depth > DEEPEST:
+        return True
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(
+            _equal(one, other, depth + 1) for one, other in zip(a, b, strict=True)
+        )
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(
+            _equal(one, b[name], depth + 1) for name, one in a.items()
+        )
+    return a == b
 
 
 def _is_of(value: object, kind: object) -> bool:

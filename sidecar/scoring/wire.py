@@ -29,6 +29,7 @@ NO_PICK_REASONS = frozenset(
         "identical_answers",
         "judge_refused",
         "judge_rubbish",
+        "not_redacted",
         "failed",
     }
 )

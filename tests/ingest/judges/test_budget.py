@@ -15,6 +15,7 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch.state import read_judge_state, why_sampling_holds
+from ingest.judges.meter import litellm_price
 from ingest.judges.spending import DAY, read_spending
 from ingest.ruler.judge import Judge
 from sidecar.store.database import Database
@@ -148,6 +149,26 @@ async def test_litellms_price_is_taken_where_none_is_given(bench: Bench) -> None
     await judges.aclose()
     # 12 prompt tokens at $0.15 and 3 completion tokens at $0.60 per million.
     assert spent_today(bench.database) == 3_600
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "reply", "dollars"),
+    [
+        # USD for a million tokens: 1.25 and 10; for prompts over 200,000 tokens 2.50 and 15
+        ("gemini/gemini-2.5-pro", 20_000, 1_000, 0.025 + 0.01),
+        ("gemini/gemini-2.5-pro", 200_000, 1_000, 0.25 + 0.01),
+        ("gemini/gemini-2.5-pro", 400_000, 1_000, 1.0 + 0.015),
+        ("gemini/gemini-2.5-pro", 0, 0, 0.0),
+        ("openai/gpt-4o-mini", 1_000_000, 1_000_000, 0.15 + 0.6),
+    ],
+)
+def test_litellms_price_is_that_of_a_prompt_of_this_length(
+    model: str, prompt: int, reply: int, dollars: float
+) -> None:
+    cost = litellm_price(model)
+
+    assert cost is not None
+    assert cost(prompt, reply) == pytest.approx(dollars)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,40 @@ def test_arguments_that_do_not_fit_are_seen(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "option", "equal"),
+    [
+        (1, 1.0, True), (0.0, 0, True), (True, True, True), (None, None, True),
+        (True, 1, False), (1, True, False), (False, 0, False), (0.0, False, False),
+        (None, False, False), ("1", 1, False),
+        ([1, [2.0]], [1.0, [2]], True), ([1, [True]], [1, [1]], False), ([1], [1, 2], False),
+        ({"a": 1, "b": [0]}, {"b": [0.0], "a": 1.0}, True), ({"a": True}, {"a": 1}, False),
+        ({"a": 1}, {"b": 1}, False), ([], {}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("keyword", ["enum", "const"])
+def test_values_are_equal_as_json_schema_has_it(
+    keyword: str, value: Any, option: Any, equal: bool
+) -> None:
+    rule = {"const": option} if keyword == "const" else {"enum": ["other", option]}
+    tools = [{"function": {"name": "weather", "parameters": {"properties": {"v": rule}}}}]
+
+    found = fault_of_calls(message({"v": value}), tools)
+
+    assert found == (None if equal else "against_schema")
+
+
+@pytest.mark.parametrize("depth", [20, 400])
+def test_values_that_are_nested_deep_are_not_called_invalid(depth: int) -> None:
+    nested: Any = 1
+    for _ in range(depth):
+        nested = [nested]
+    rule = {"properties": {"v": {"const": json.loads(json.dumps(nested))}}}
+    tools = [{"function": {"name": "weather", "parameters": rule}}]
+
+    assert fault_of_calls(message({"v": nested}), tools) is None
+
+
+@pytest.mark.parametrize(
     "text", ['{"city": "Rome"', "Rome", "[]", '"Rome"', "{'city': 'Rome'}", "\ud800"]
 )
 def test_arguments_that_are_no_json_object_are_seen(text: str) -> None:
