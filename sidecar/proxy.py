@@ -39,7 +39,7 @@ from sidecar.routing.source import RoutingSource
 from sidecar.scoring.client import Picker, SocketPicker
 from sidecar.scoring.wire import socket_path
 from sidecar.settings import Settings, open_keyring
-from sidecar.settings.checks import MAX_UNIX_PATH
+from sidecar.settings.checks.storage import MAX_UNIX_PATH
 from sidecar.tracing.spans import request_spans
 from sidecar.tracing.telemetry import Tracing
 from sidecar.tracing.trace_context import Propagation

@@ -1,17 +1,18 @@
 """The checks that `sidecar config check` and `sidecar up` add to the settings' own rules.
 
-They need libraries that the data plane must not load: the learner's scheduler, the driver of the
-store, and the prices of judges.
+They need what the data plane must not load: the learner's scheduler, the driver of the store, the
+prices of judges, and the verifiers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from deploy.preflight.useless import refuse_useless
 from learner.runs.cron import read_cron
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
-from sidecar.settings.learning import ADVISED_SIZES
+from sidecar.settings.checks import advice as settings_advice
 from sidecar.store.url import refuse_bad_arguments
 
 
@@ -23,6 +24,7 @@ def checked_settings(config: Path | None) -> Settings:
         refuse_bad_arguments(settings.store.url)
     except ValueError as error:
         raise SettingsError(f"setting store.url: {error}") from None
+    refuse_useless(settings)
     _refuse_unpriced(settings)
     return settings
 
@@ -41,9 +43,5 @@ def _refuse_unpriced(settings: Settings) -> None:
 
 
 def advice(settings: Settings) -> list[str]:
-    """Return what works with these settings, but less well than it could. Pure."""
-    size, (few, many) = settings.groups.size, ADVISED_SIZES
-    if few <= size <= many:
-        return []
-    why = "so few answers differ by little" if size < few else "so many confuse a judge"
-    return [f"groups.size is {size}: {why}; {few} to {many} are best"]
+    """Return what works with these settings, but does nothing, or less well than it could. Pure."""
+    return [f"{'.'.join(key)} {what}" for key, what in settings_advice(settings)]

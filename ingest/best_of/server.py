@@ -18,7 +18,7 @@ from sidecar.scoring.wire import (
     read_frame,
     read_material,
 )
-from sidecar.settings.checks import MAX_UNIX_PATH
+from sidecar.settings.checks.storage import MAX_UNIX_PATH
 
 QUESTION_TIMEOUT_S = 5.0
 """Timeout for receiving a whole question from a process on this machine."""

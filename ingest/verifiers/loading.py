@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ingest.verifiers.built_in import BUILT_IN
@@ -38,11 +39,18 @@ def load_verifier(spec: Spec) -> tuple[Verifier, str]:
 def _factory(spec: Spec) -> Any:  # Any: a stranger's class or function
     if spec.kind != "entry_point":
         return BUILT_IN[spec.kind]
-    found = entry_points(group=ENTRY_POINTS, name=spec.entry_point)
+    return find_entry_point(spec.entry_point).load()
+
+
+def find_entry_point(name: str) -> EntryPoint:
+    """Find the entry point of an installed package, without running its code. Raises: LoadError."""
+    found = entry_points(group=ENTRY_POINTS, name=name)
     if not found:
-        known = ", ".join(sorted(one.name for one in entry_points(group=ENTRY_POINTS))) or "none"
+        known = sorted({one.name for one in entry_points(group=ENTRY_POINTS)})
+        near = difflib.get_close_matches(name, known, 1)
+        guess = f"; did you mean {near[0]}?" if near else ""
         raise LoadError(
-            f"no installed package has the entry point {spec.entry_point} in {ENTRY_POINTS} "
-            f"(known: {known}); install it beside the sidecar"
+            f"no installed package has the entry point {name} in {ENTRY_POINTS} "
+            f"(known: {', '.join(known) or 'none'}{guess}); install it beside the sidecar"
         )
-    return next(iter(found)).load()
+    return next(iter(found))

@@ -1,18 +1,10 @@
-"""Every setting of every process: kinds <- sections <- safety, checks, shown <- load."""
+"""Every setting of every process: kinds <- sections <- checks, shown <- load."""
 
 from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
+from sidecar.settings.judge import DEFAULT_RUBRIC, GateJudge, Judge
 from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import Fallback
-from sidecar.settings.learning import (
-    DEFAULT_RUBRIC,
-    BestOf,
-    Canary,
-    GateJudge,
-    Groups,
-    Judge,
-    Learner,
-    Watch,
-)
+from sidecar.settings.learning import BestOf, Canary, Groups, Learner, Watch
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
 from sidecar.settings.privacy import Privacy, ProjectPrivacy
 from sidecar.settings.reward import (

@@ -252,8 +252,10 @@ Price = Mapping[
     Literal["input", "output"],
     Annotated[float, Between(0, 1_000_000, "no token costs a dollar; 0: it costs nothing")],
 ]
-"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks`)."""
+"""US dollars for a million tokens; both keys are needed (`sidecar.settings.checks.judges`)."""
 ContextTokens = Annotated[int, Between(0, 100_000_000, "0 takes what LiteLLM knows of the model")]
+Budget = Annotated[int, Between(0, 10**15, "0 sets no limit")]
+"""Tokens in an hour or a day."""
 PerMinute = Annotated[int, Between(0, 10**12, "0 sets no limit")]
 
 

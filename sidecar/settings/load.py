@@ -8,7 +8,6 @@ quotes no value that may be a secret.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -21,16 +20,14 @@ from pydantic_settings import SettingsError as UnreadableSettingError
 
 from sidecar.errors import SettingsError
 from sidecar.settings.checks import problems
-from sidecar.settings.reward import KINDS
-from sidecar.settings.safety import refuse_unsafe
+from sidecar.settings.checks.safety import refuse_unsafe
+from sidecar.settings.explain import explain, known, nearest, shown, written
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.visible import visible
 
 DEFAULT_FILE = Path("sidecar.toml")
 MAX_RUBRIC_BYTES = 64 * 1024
 """Largest file of a rubric: every judge call sends it."""
-VERIFIERS = ["reward", "verifiers"]
-"""A table by name; each entry has the keys of its kind, which pydantic names behind the name."""
 NOT_SETTINGS = frozenset({"SIDECAR_ADMIN_TOKEN", "SIDECAR_COMPILE", "SIDECAR_READY_FD"})
 """Variables of the same prefix that are read elsewhere: by the `sidecar` command, by setup.py, and
 by the children of `sidecar up`."""
@@ -48,17 +45,20 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        raise SettingsError(_explain(error)) from None
-    except UnreadableSettingError as error:  # a list or a mapping that is not JSON
+        raise SettingsError(explain(error)) from None
+    except UnreadableSettingError:  # a list or a mapping that is not JSON
         # `from None`, here and below: pydantic's own errors quote values, and with them secrets.
-        raise SettingsError(f"environment: {error}; lists and mappings are JSON there") from None
+        raise SettingsError(
+            f"environment variable {shown(_no_json(os.environ))}: lists and tables are JSON there, "
+            "and this is none; give a list such as '[1, 2]' or a table such as '{\"name\": 1}'"
+        ) from None
     except RecursionError:
         raise SettingsError(
-            f"environment variable {_shown(_too_deep(os.environ))}: lists in lists, too deep to "
+            f"environment variable {shown(_too_deep(os.environ))}: lists in lists, too deep to "
             "be read; give a flat value"
         ) from None
     for key, what in problems(settings):
-        raise SettingsError(f"setting {_written(key)} {what}")
+        raise SettingsError(f"setting {written(key)} {what}")
     refuse_unsafe(settings)
     return _with_rubrics(settings)
 
@@ -123,64 +123,6 @@ def _read_file(path: Path | None) -> dict[str, Any]:
         ) from error
 
 
-def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    # Without the place in a list: a person wrote the key.
-    where = [str(part) for part in first["loc"] if not isinstance(part, int) and part != "[key]"]
-    kind = where.pop(3) if where[:2] == VERIFIERS and len(where) > 3 and where[3] in KINDS else None
-    if first["type"] == "extra_forbidden":
-        return f"unknown setting {_shown('.'.join(where))}; {_nearest(where, kind)}"
-    if first["type"] in ("model_type", "model_attributes_type"):
-        return f"setting {_written(where)}: must be a table; write [{where[0]}] above its keys"
-    reason = first.get("ctx", {}).get("error") if first["type"] == "value_error" else None
-    return f"setting {_written(where)}: {reason or first['msg']}"
-
-
-def _written(where: Sequence[str]) -> str:
-    """Return the key as a person wrote it: a variable's name when the value comes from the
-    environment."""
-    variables = {name.upper(): name for name in os.environ}
-    for length in range(len(where), 0, -1):
-        name = (ENV_PREFIX + "__".join(where[:length])).upper()
-        if name in variables:
-            return _shown(variables[name])
-    return _shown(".".join(where))
-
-
-def _shown(text: str) -> str:
-    """Return one short line without a terminal's escape codes."""
-    return visible(text)[:200]
-
-
-def _known(*where: str) -> list[str]:
-    """Return the keys of a section, or of a table in it; without a name, the sections."""
-    model: type[BaseModel] = Settings
-    for name in where:
-        field = model.model_fields.get(name)
-        inner = None if field is None else _section_in(field.annotation)
-        if inner is None:
-            return []
-        model = inner
-    return list(model.model_fields)
-
-
-def _section_in(kind: Any) -> type[BaseModel] | None:  # Any: the type of a setting
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind
-    found = (_section_in(inner) for inner in get_args(kind))
-    return next((one for one in found if one is not None), None)
-
-
-def _nearest(where: list[str], kind: str | None = None) -> str:
-    """kind: of the verifier that the key belongs to."""
-    if kind is not None:
-        table, known = ".".join(where[:3]), list(KINDS[kind].model_fields)
-        return f"did you mean {table}.{difflib.get_close_matches(where[-1], known, 1, 0.0)[0]}?"
-    matches = difflib.get_close_matches(where[-1], _known(*where[:-1]), n=1, cutoff=0.0)
-    prefix = "".join(f"{name}." for name in where[:-1])
-    return f"did you mean {prefix}{matches[0]}?" if matches else "remove it"
-
-
 def _refuse_unknown_env(env: Mapping[str, str]) -> None:
     seen: dict[str, str] = {}
     for name in env:
@@ -189,44 +131,66 @@ def _refuse_unknown_env(env: Mapping[str, str]) -> None:
             continue
         if upper.startswith(f"{ENV_PREFIX}TEST_"):
             continue
-        shown = _shown(name)
+        said = shown(name)
         if upper in NOT_SETTINGS:
-            raise SettingsError(f"unknown environment variable {shown}; did you mean {upper}?")
+            raise SettingsError(f"unknown environment variable {said}; did you mean {upper}?")
         if upper in seen:
             raise SettingsError(
-                f"environment variables {_shown(seen[upper])} and {shown} are one setting; "
+                f"environment variables {shown(seen[upper])} and {said} are one setting; "
                 "unset one of them"
             )
         seen[upper] = name
-        _refuse_unknown_name(shown, name[len(ENV_PREFIX) :].split("__"))
+        _refuse_unknown_name(said, name[len(ENV_PREFIX) :].split("__"))
 
 
-def _refuse_unknown_name(shown: str, written: Sequence[str]) -> None:
-    """written: the parts of the variable's name, without the prefix."""
-    where = [part.lower() for part in written]
+def _refuse_unknown_name(said: str, parts: Sequence[str]) -> None:
+    """parts: the parts of the variable's name, without the prefix."""
+    where = [part.lower() for part in parts]
     for length in (1, 2):
-        if len(where) >= length and where[length - 1] not in _known(*where[: length - 1]):
-            raise SettingsError(f"unknown environment variable {shown}; {_nearest(where[:length])}")
+        if len(where) >= length and where[length - 1] not in known(*where[: length - 1]):
+            raise SettingsError(f"unknown environment variable {said}; {nearest(where[:length])}")
     if len(where) <= 2:
         return
     table = f"{ENV_PREFIX}{where[0]}__{where[1]}".upper()
     if not _is_table(where[0], where[1]):
-        raise SettingsError(f"unknown environment variable {shown}; did you mean {table}?")
+        raise SettingsError(f"unknown environment variable {said}; did you mean {table}?")
     # Letter case and type of such a value would be guesses: TEMPERATURE=0.2 became the text "0.2",
     # CUDA_VISIBLE_DEVICES became cuda_visible_devices.
-    inner = _shown(json.dumps("__".join(written[2:])))
+    inner = shown(json.dumps("__".join(parts[2:])))
     raise SettingsError(
-        f"environment variable {shown} goes into the table {where[0]}.{where[1]}, which is one "
+        f"environment variable {said} goes into the table {where[0]}.{where[1]}, which is one "
         f"JSON value in the environment; give {table}='{{{inner}: ...}}'"
     )
 
 
 def _is_table(section: str, key: str) -> bool:
+    return _holds(section, key, (dict, Mapping))
+
+
+def _holds(section: str, key: str, kinds: tuple[object, ...]) -> bool:
+    """Tell whether a setting is of one of these kinds."""
     model = Settings.model_fields[section].annotation
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         return False
     kind = model.model_fields[key].annotation
-    return any(get_origin(one) in (dict, Mapping) for one in (kind, *get_args(kind)))
+    return any(get_origin(one) in kinds for one in (kind, *get_args(kind)))
+
+
+def _no_json(env: Mapping[str, str]) -> str:
+    """Return the variable whose list or table is no JSON. The names are known to be settings."""
+    for name, value in env.items():
+        section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
+        if not name.upper().startswith(ENV_PREFIX) or section not in Settings.model_fields:
+            continue
+        if key and not _holds(section, key, (dict, Mapping, tuple, list)):
+            continue
+        if not key and not known(section):
+            continue
+        try:
+            json.loads(value)
+        except ValueError:
+            return name
+    return f"{ENV_PREFIX}..."
 
 
 def _too_deep(env: Mapping[str, str]) -> str:
@@ -248,5 +212,5 @@ def with_workers(settings: Settings, count: int) -> Settings:
     try:
         proxy = Proxy.model_validate({**settings.proxy.model_dump(), "workers": count})
     except ValidationError as error:
-        raise SettingsError(_explain(error).replace("workers", "proxy.workers", 1)) from None
+        raise SettingsError(explain(error).replace("workers", "proxy.workers", 1)) from None
     return settings.model_copy(update={"proxy": proxy})

@@ -50,6 +50,16 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
+def is_found_everywhere(pattern: str) -> bool:
+    """Tell whether a valid pattern matches the empty text, another and a long one with every
+    printable ASCII character: such a pattern tells no two answers apart."""
+    import re2
+
+    printable = "".join(map(chr, range(32, 127)))
+    probes = ("", "\ufffd", printable + "\n" + 100 * printable)
+    return all(re2.search(pattern, probe) is not None for probe in probes)
+
+
 def _entry_point(name: str) -> str:
     if _MODULE_NAME.fullmatch(name) is None:
         raise ValueError("is no name of an entry point; give the one that your package declares")

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sidecar.settings.bus_url import BusUrl
+from sidecar.settings.judge import GateJudge, Judge
 from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import (
     Between,
@@ -33,7 +34,7 @@ from sidecar.settings.kinds import (
     Word,
     no_empty_key,
 )
-from sidecar.settings.learning import BestOf, Canary, GateJudge, Groups, Judge, Learner, Watch
+from sidecar.settings.learning import BestOf, Canary, Groups, Learner, Watch
 from sidecar.settings.privacy import Privacy
 from sidecar.settings.reward import Reward
 from sidecar.settings.section import Section

@@ -207,3 +207,52 @@ def test_an_unknown_value_is_refused_with_the_known_ones(
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2
     assert f"no such value: {words.split()[-1]}; known: {known}" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[judge]\nmodel = 'm'\ncontext_tokens = 10",
+            "setting judge.context_tokens: 10 holds not even 8 answers of one word",
+        ),
+        (
+            "[judge]\nmodel = 'm'\nparams = {num_ctx = 2048}",
+            "setting judge.params.num_ctx: 2048 holds not even 8 answers",
+        ),
+        (
+            "[judge]\nmodel = 'm'\n[[judge.fallbacks]]\nmodel = 'n'\ncontext_tokens = 500",
+            "setting judge.fallbacks.context_tokens: 500 holds not even 8 answers",
+        ),
+        (
+            "[gate_judge]\nmodel = 'm'\ncontext_tokens = 10",
+            "setting gate_judge.context_tokens: 10 holds not even 4 answers",
+        ),
+        (
+            "[reward.verifiers.v]\nkind = 'json_schema'\njson_schema = {type = 'objekt'}",
+            "setting reward.verifiers.v.json_schema: is no JSON schema",
+        ),
+        (
+            "[reward.verifiers.v]\nkind = 'entry_point'\nentry_point = 'refund_polcy'",
+            "setting reward.verifiers.v.entry_point: no installed package has the entry point "
+            "refund_polcy in learning_sidecar.verifiers (known: none)",
+        ),
+    ],
+)
+def test_what_could_judge_or_check_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(f"{text}\n")
+
+    assert main(["--config", str(path), "config", "check"]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [0, 4096, 8192])
+def test_a_context_that_holds_a_group_is_taken(tmp_path: Path, tokens: int) -> None:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(f"[judge]\nmodel = 'm'\ncontext_tokens = {tokens}\n")
+
+    assert main(["--config", str(path), "config", "check"]) == 0

@@ -14,7 +14,7 @@ import pytest
 from ingest.judge_prompt.escaping import escape
 from ingest.ruler.prompt import RulerPrompt, build_prompt, rubric_hash
 from ingest.ruler.reply import parse_reply
-from sidecar.settings.learning import DEFAULT_RUBRIC
+from sidecar.settings.judge import DEFAULT_RUBRIC
 
 CONTEXT = [
     {"role": "system", "content": "You are a shop's agent."},

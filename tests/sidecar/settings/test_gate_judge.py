@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.errors import SettingsError
 from sidecar.settings import Judge, Settings, load_settings, shown_settings
-from sidecar.settings.learning import GateJudge
+from sidecar.settings.judge import GateJudge
 
 REWARD = """
 [judge]

@@ -64,11 +64,25 @@ def test_a_token_comes_from_the_environment_and_is_never_shown(
             "unknown setting reward.verifiers.v.max_token; did you mean "
             "reward.verifiers.v.max_tokens?",
         ),
-        ('kind = "lenght"', "setting reward.verifiers.v: Input tag 'lenght' found using 'kind'"),
-        ("weight = 1", "setting reward.verifiers.v: Unable to extract tag using discriminator"),
+        (
+            'kind = "lenght"',
+            "setting reward.verifiers.v: kind lenght is unknown; there are tool_calls, ",
+        ),
+        (
+            "weight = 1",
+            "setting reward.verifiers.v: has no kind; give one of tool_calls, json_schema, ",
+        ),
         (
             'kind = "tool_calls"\ntimeout_s = 0',
             "setting reward.verifiers.v.timeout_s: 0 is out of range; give 0.01 to 300 s",
+        ),
+        (
+            'kind = "length"\nmin_tokens = 3\nfade = 0.5',
+            "setting reward.verifiers.v.fade is 0.5 and there is no maximum to fade beyond",
+        ),
+        (
+            'kind = "tool_calls"\npass_at = 0.5',
+            "setting reward.verifiers.v.pass_at is 0.5 and gate is false, so it would not be used",
         ),
         ('kind = "exact"', "has texts and metadata, or neither; give one of them"),
         (
@@ -85,11 +99,11 @@ def test_a_token_comes_from_the_environment_and_is_never_shown(
         ),
         (
             'kind = "entry_point"\nentry_point = "a"\nparams = {when = 2020-01-01}',
-            "setting reward.verifiers.v.params holds what JSON cannot",
+            "setting reward.verifiers.v.params is sent as JSON and holds what JSON cannot",
         ),
         (
             'kind = "json_schema"\njson_schema = {maximum = nan}',
-            "setting reward.verifiers.v.json_schema holds what JSON cannot",
+            "setting reward.verifiers.v.json_schema is sent as JSON and holds what JSON cannot",
         ),
         (
             'kind = "tool_calls"\ngate = true',

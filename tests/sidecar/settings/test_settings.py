@@ -71,7 +71,9 @@ def test_a_list_in_the_environment_that_is_not_json_is_one_line(
 ) -> None:
     monkeypatch.setenv("SIDECAR_ADMIN__TOKENS", "ab")
 
-    with pytest.raises(SettingsError, match=r'environment: .*"admin".*; lists .* are JSON there'):
+    with pytest.raises(
+        SettingsError, match="variable SIDECAR_ADMIN__TOKENS: lists and tables are JSON"
+    ):
         load_settings()
 
 

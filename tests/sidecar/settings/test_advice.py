@@ -1,0 +1,129 @@
+"""Settings that do nothing are warned of: what, why, what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sidecar.settings import load_settings
+from sidecar.settings.checks import advice
+
+JUDGE = '[judge]\nmodel = "hosted_vllm/m"\n'
+REGEX = '[reward.verifiers.v]\nkind = "regex"\n'
+
+
+def advised(folder: Path, text: str) -> dict[str, str]:
+    path = folder / "sidecar.toml"
+    path.write_text(f'state_dir = "{folder}/state"\n{text}\n')
+    return {".".join(key): what for key, what in advice(load_settings(path))}
+
+
+def test_the_defaults_with_a_judge_are_sound(tmp_path: Path) -> None:
+    assert advised(tmp_path, "") == {}
+    assert advised(tmp_path, JUDGE) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "why"),
+    [
+        ("[groups]\nsize = 12", "groups.size", "so many confuse a judge; 4 to 8"),
+        (f"{JUDGE}[groups]\nrate = 0", "groups.rate", "nothing is sampled, judged or learned"),
+        (f"{JUDGE}[groups]\nheld_out_rate = 0", "groups.held_out_rate", "waits for ever"),
+        ("[groups]\ntimeout_s = 0.05", "groups.timeout_s", "none would be finished"),
+        ("[groups]\ntokens_per_hour = 5_000_000", "groups.tokens_per_hour", "never reached first"),
+        (
+            "[groups]\nprompt_tokens_per_hour = 9\nprompt_tokens_per_day = 9",
+            "groups.prompt_tokens_per_hour",
+            "never reached first",
+        ),
+        (
+            '[groups]\nsampling_upstreams = ["http://127.0.0.1:8000"]',
+            "groups.sampling_upstreams",
+            "which sample without it",
+        ),
+        ("[judge]\nbudget = 5", "judge.model", "so judge.budget would not be used"),
+        ('[judge]\nrubric = "Be kind."', "judge.model", "so judge.rubric would not be used"),
+        (f"{JUDGE}timeout_s = 0.2", "judge.timeout_s", "end without a score; give 60 s"),
+        (
+            f'{JUDGE}[gate_judge]\nmodel = "m"\ntimeout_s = 0.2',
+            "gate_judge.timeout_s",
+            "end without a score",
+        ),
+        (f"{JUDGE}params = {{max_tokens = 100}}", "judge.params", "about 480 tokens"),
+        (
+            f'{JUDGE}[gate_judge]\nmodel = "m"\nparams = {{max_completion_tokens = 100}}',
+            "gate_judge.params",
+            "scores of 4 answers take about 240 tokens",
+        ),
+        (
+            f"{JUDGE}rescore_share = 0\nrescore_after_s = 60",
+            "judge.rescore_after_s",
+            "nothing is scored again",
+        ),
+        (f"{JUDGE}cache_bytes = 0\ncache_days = 2", "judge.cache_days", "no reply is kept"),
+        (f"{JUDGE}budget = 5\nbudget_per_hour = 5", "judge.budget_per_hour", "never reached first"),
+        (
+            f"{JUDGE}budget = 5\nprice = {{input = 0, output = 0}}",
+            "judge.price",
+            "a budget in dollars is never spent",
+        ),
+        ("[reward]\njudge_weight = 2", "reward.judge_weight", "there are no verifiers"),
+        ("[reward]\nprocesses = 2", "reward.processes", "there are no verifiers"),
+        (
+            '[reward]\nprocesses = 2\n[reward.verifiers.v]\nkind = "http"\nurl = "http://127.0.0.1:1"',
+            "reward.processes",
+            "needs no process",
+        ),
+        (
+            f'{REGEX}pattern = "a"\nweight = 0',
+            "reward.verifiers.v.weight",
+            "counts for nothing",
+        ),
+        (
+            f'[reward]\ncombine = "gate_then_rank"\n{REGEX}pattern = "a"\nweight = 3\ngate = true',
+            "reward.verifiers.v.weight",
+            "is no part of the ranking",
+        ),
+        (
+            f'{REGEX}pattern = "a"\nprojects = ["shop"]',
+            "reward.verifiers.v.projects",
+            'all traffic is of that project, so it would check nothing; add "default"',
+        ),
+        (
+            '[reward.verifiers.v]\nkind = "json_schema"',
+            "reward.verifiers.v",
+            "requests with a response_format of JSON become no groups",
+        ),
+        (f'{REGEX}pattern = ""', "reward.verifiers.v.pattern", "every answer is right"),
+        (
+            f'{REGEX}pattern = "x*"\nmust = "not_match"',
+            "reward.verifiers.v.pattern",
+            "every answer is wrong",
+        ),
+        ("[best_of]\nenabled = true", "best_of.enabled", "each user gets the first; name a judge"),
+        ("[best_of]\nmax_n = 2", "best_of.max_n", "best_of.enabled is false"),
+        (
+            "[serving]\nsampling_defaults = {temperature = 0}",
+            "serving.sampling_defaults",
+            "is greedy and is not learned from",
+        ),
+        (
+            '[serving]\nlogprobs_mode = "raw_logprobs"\nsampling_defaults = {temperature = 0.7}',
+            "serving.sampling_defaults",
+            "only answers at temperature 1 are exact",
+        ),
+    ],
+)
+def test_a_setting_that_does_nothing_is_warned_of(
+    tmp_path: Path, text: str, key: str, why: str
+) -> None:
+    found = advised(tmp_path, text)
+
+    assert list(found) == [key]
+    assert why in found[key]
+
+
+@pytest.mark.parametrize("pattern", ["^[^a]*$", "^$", r"\\d", "^.{0,200}$", r"\\A.*\\z"])
+def test_a_pattern_that_tells_texts_apart_is_not_warned_of(tmp_path: Path, pattern: str) -> None:
+    assert advised(tmp_path, f'{REGEX}pattern = "{pattern}"') == {}
