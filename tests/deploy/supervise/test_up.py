@@ -448,7 +448,10 @@ def test_every_process_works_with_every_number_at_the_end_of_its_range(
 ) -> None:
     sections = extremes(end)
     sections["proxy"]["workers"] = 2  # 128 processes are more than this machine has room for
-    sections["judge"] |= {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1"}
+    judge = {"model": "openai/x", "api_base": "http://127.0.0.1:9/v1"}
+    for section in ("judge", "gate_judge"):  # budgets need prices, the gate's numbers its model
+        sections[section] |= judge
+        sections[f"{section}.price"] = {"input": 1, "output": 1}
     sections["learner"]["schedule"] = "interval"
     write_settings(tmp_path, vllm, **sections)
     works = {
