@@ -197,7 +197,8 @@ def _traits(session: Session, page: Sequence[_Seen]) -> tuple[list[dict[str, obj
         one = counting[name]
         try:
             traits = traits_of(message, finish_reason=finish_reason, tools=tools.get(name))
-        except ValueError:
+        except (ValueError, RecursionError) as error:
+            log.warning("answer_not_looked_at", exchange_id=name, why=type(error).__name__)
             unread += 1
             continue
         if name in calling and name not in tools:

@@ -149,8 +149,8 @@ def _equal(a: object, b: object, depth: int = 0) -> bool:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    if isinstance(kind, list):
-        return any(_is_of(value, one) for one in kind)
+    if isinstance(kind, list):  # of names: a list in it says nothing
+        return any(isinstance(one, list) or _is_of(value, one) for one in kind)
     types = _TYPES.get(kind) if isinstance(kind, str) else None
     if types is None:
         return True

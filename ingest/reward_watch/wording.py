@@ -10,6 +10,10 @@ seen. Precision and recall on labelled answers: docs/reward-watch.md.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from typing import Any
+
+import re2
 
 HEAD = 2_000
 """Characters of an answer that are looked at; longer answers are neither."""
@@ -45,7 +49,7 @@ _DEED = (
     r"|respond|proceed|disclose|reveal|express|explain|show|make|tell you|translate"
     r"|summari[sz]e|talk|say"
     r"|issue|cancel|change|send|speak|go into|work on|take part|be part|accommodate|let you"
-    r"|this|that|your|the request|to|with)\b(?!\s+enough)"
+    r"|this|that|your|the request|to|with)\b"
 )
 _SORRY = (
     r"(?:(?:unfortunately|regrettably|sadly|sorry|apologies|no|thanks|thank you|hello|hi)[,.:;!]?"
@@ -59,32 +63,28 @@ _SORRY = (
     r"|unfortunately[,]?\s+)*"
 )
 _REFUSALS = (
-    re.compile(rf"^{_SORRY}(?:i|we)\s*{_CANNOT}(?:{_DEED}|\s*[.!]?\s*$)"),
-    re.compile(
+    (rf"^{_SORRY}(?:i|we)\s*{_CANNOT}(?:{_DEED}|\s*[.!]?\s*$)"),
+    (
         rf"^{_SORRY}(?:i|we)\s*(?:must (?:respectfully |politely )?|have to |need to )?"
         r"(?:respectfully |politely )?(?:decline|refuse)\b"
     ),
-    re.compile(
-        rf"^{_SORRY}i(?: am|'m)?\s*(?:do(?:n't| not) feel|not) comfortable\s+(?:with|\w+ing)\b"
-    ),
-    re.compile(
+    (rf"^{_SORRY}i(?: am|'m)?\s*(?:do(?:n't| not) feel|not) comfortable\s+(?:with|\w+ing)\b"),
+    (
         rf"^{_SORRY}(?:that|this|it)(?:'s| is)(?: not|n't)? (?:something|a request|a topic|a task)?"
         r"\s*(?:that )?i(?:'m| am)?\s*(?:can(?:no|')t|can not|can|won't|not able to|unable to)"
         r"\s+(?:help|assist|do|provide|discuss|support|share|comply)"
     ),
-    re.compile(
+    (
         rf"^{_SORRY}i(?:'d| would) (?:rather|prefer) not(?: to)?\s+"
         r"(?:help|assist|do|provide|discuss|answer|say|share|write|go)"
     ),
-    re.compile(rf"^{_SORRY}i do(?:n't| not) (?:provide|offer|discuss|engage|share|give)\b"),
-    re.compile(rf"^{_SORRY}(?:i'm|i am) (?:only able|here only|just here|designed only) to\b"),
-    re.compile(
+    (rf"^{_SORRY}i do(?:n't| not) (?:provide|offer|discuss|engage|share|give)\b"),
+    (rf"^{_SORRY}(?:i'm|i am) (?:only able|here only|just here|designed only) to\b"),
+    (
         rf"^{_SORRY}(?:your|this|that|the) request (?:violates|goes against|is against"
         r"|can(?:no|')t be|falls outside|is outside)\b"
     ),
-    re.compile(
-        r"^(?:this|that) (?:goes|is) against (?:my|our) (?:guidelines|policy|policies|rules)"
-    ),
+    (r"^(?:this|that) (?:goes|is) against (?:my|our) (?:guidelines|policy|policies|rules)"),
 )
 _IDIOMS = re.compile(
     r"\b(?:can(?:no|')t|can not|could(?:n't| not))\s+"
@@ -111,7 +111,7 @@ _OFFER = re.compile(
     r"|(?:how|what) (?:does|do|about) (?:that|this|it|you)\b"
     r"|(?:right|ok|okay|isn't it|don't you think|make sense|want me|need)\b)"
 )
-_PLEA = re.compile(
+_PLEA = (
     r"^(?:(?:sure|certainly|of course|absolutely|happy to help|thanks|thank you|ok|okay|sorry|first"
     r"|before (?:i|we)[^,.?]{0,60}|to (?:help|do|get|give|answer|proceed|continue|make)[^,.?]{0,80}"
     r"|so (?:that )?i can[^,.?]{0,60})[,.!:;]?\s+(?:and\s+|but\s+)?)*"
@@ -141,6 +141,10 @@ _LEADS = re.compile(
     r"|there (?:are|is|seem)|your (?:question|request|message)|a few|just|one (?:more )?(?:thing"
     r"|question)|understood|it depends|that depends|i see|in order)\b"
 )
+_ENOUGH = rf"^{_SORRY}(?:i|we)\s*{_CANNOT}{_DEED}\s+enough"
+"""`I cannot help enough`: no refusal."""
+_PROGRAM_BYTES = 8 * 2**20
+"""Memory of one compiled pattern; RE2's own default."""
 _QUESTION = ("?", "？", "؟", "\u037e")
 
 
@@ -150,9 +154,9 @@ def is_refusal(text: str) -> bool:
         return False
     for sentence in _sentences(_own_words(text))[:OPENING]:
         low = sentence.lower()
-        if _IDIOMS.search(low):
+        if _IDIOMS.search(low) or _linear(_ENOUGH).match(low):
             continue
-        if any(pattern.match(low) for pattern in _REFUSALS):
+        if any(_linear(pattern).match(low) for pattern in _REFUSALS):
             return True
     return False
 
@@ -181,13 +185,25 @@ def is_clarifying(text: str) -> bool:
         return True
     if sum(map(len, said)) > LEAD_IN or len(own) > PLEA_LENGTH:
         return False
-    if not any(_PLEA.match(low) for low in asked):
+    if not any(_linear(_PLEA).match(low) for low in asked):
         return False
     return all(_LEADS.match(low) for low in said)
 
 
+@lru_cache(maxsize=32)
+def _linear(pattern: str) -> Any:  # Any: a pattern of RE2
+    """Compile for RE2, whose time is linear in the text: Python's own matcher tries each way to
+    divide a text among repeated phrases, 2^20 of them for `as an ai ` written 20 times."""
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = _PROGRAM_BYTES
+    return re2.compile(pattern, options)
+
+
 def _asks(low: str) -> bool:
-    return bool(_PLEA.match(low)) and not low.startswith(("are ", "is ", "what ", "which "))
+    return bool(_linear(_PLEA).match(low)) and not low.startswith(
+        ("are ", "is ", "what ", "which ")
+    )
 
 
 def _own_words(text: str) -> str:

@@ -171,3 +171,20 @@ def test_no_schema_raises(schema: Any, arguments: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
 
     fault_of_calls({"tool_calls": [call]}, tools)
+
+
+@pytest.mark.parametrize("depth", [2, 450, 100_000])
+def test_types_that_are_nested_say_nothing(depth: int) -> None:
+    kind: object = "string"
+    for _ in range(depth):
+        kind = [kind]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "parameters": {"type": "object", "properties": {"city": {"type": kind}}},
+            },
+        }
+    ]
+    assert fault_of_calls(message('{"city": "x"}'), tools) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -90,3 +92,29 @@ def test_no_text_takes_long(text: str) -> None:
         label(text)
 
     assert time.process_time() - began < 0.5
+
+
+REPEATED = (
+    "as an ai ",
+    "to help ",
+    "i understand but ",
+    "before i ",
+    "so i can ",
+    "i apologize for ",
+    "unfortunately ",
+    "i'm sorry but about that ",
+    "sure and ",
+)
+
+
+@pytest.mark.parametrize("phrase", REPEATED)
+@pytest.mark.parametrize("mark", ["", "?"])
+def test_repeated_phrases_take_linear_time(phrase: str, mark: str) -> None:
+    """Python's own matcher needs 2^n steps for n of these: 25 of them took minutes."""
+    program = (
+        "import sys; from ingest.reward_watch.wording import is_clarifying, is_refusal;"
+        "t = sys.argv[1] * int(sys.argv[2]); [f(t[:n] + sys.argv[3])"
+        " for f in (is_clarifying, is_refusal) for n in (200, 600, 1200, 2000, 100_000)]"
+    )
+    many = str(100_000 // len(phrase))
+    subprocess.run([sys.executable, "-c", program, phrase, many, mark], check=True, timeout=60)
