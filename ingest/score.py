@@ -127,7 +127,7 @@ async def score_until(stop: asyncio.Event, settings: Settings) -> int:
         screen=Screen(settings.privacy),
     )
     report = open_report()
-    rewarding = open_rewarding(settings, database)
+    rewarding = open_rewarding(settings, database, announce=report.say)
     judging = JudgingWorker(
         database,
         judges.patient,

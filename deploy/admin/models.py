@@ -13,16 +13,17 @@ from deploy.admin.out import (
     GateJudgeOut,
     JudgeNoiseOut,
     JudgeOut,
+    LoopOut,
     Out,
     RetentionOut,
     SignalOut,
     TroubleOut,
+    VerifierOut,
 )
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
 from deploy.registry.rollback import RollbackResult
-from deploy.supervise.loops import LoopView
 from sidecar.settings import Canary as CanarySettings
 
 T = TypeVar("T")
@@ -313,19 +314,6 @@ class RoutingOut(Out):
     generation: int
 
 
-class LoopOut(Out):
-    """One loop of the control process."""
-
-    failures: int
-    """Consecutive failed iterations; 0 when the last one succeeded."""
-    error: str | None
-    """Error of the last failed iteration, if the loop fails now."""
-
-    @classmethod
-    def of(cls, view: LoopView) -> LoopOut:
-        return cls(failures=view.failures, error=view.error)
-
-
 class StatusOut(Out):
     """The serving adapters, the active canary and the learner."""
 
@@ -354,6 +342,8 @@ class StatusOut(Out):
     gate_judge: GateJudgeOut | None = None
     judge_noise: JudgeNoiseOut | None = None
     """How far the judge's scores can be trusted; null when no score process has run."""
+    verifiers: list[VerifierOut] = Field(default_factory=list)
+    """Empty when the settings of the scoring process name none."""
     sampling: TroubleOut | None = None
     """Why no candidates are sampled; null when they are."""
     dead_letters: int = 0

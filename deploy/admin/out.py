@@ -47,6 +47,31 @@ class SignalOut(Out):
     evidence: dict[str, Any]
 
 
+class LoopOut(Out):
+    """One loop of the control process."""
+
+    failures: int
+    """Consecutive failed iterations; 0 when the last one succeeded."""
+    error: str | None
+    """Error of the last failed iteration, if the loop fails now."""
+
+
+class VerifierOut(Out):
+    """A verifier, as the scoring process last saw it."""
+
+    name: str
+    kind: str
+    fails: bool
+    """The last attempt gave no finding of any answer."""
+    good_at: float | None
+    """When it was last loaded or found something."""
+    error_at: float | None
+    error: str
+    """Its last failure, also one over a single answer."""
+    waiting: int
+    """Groups that wait for it."""
+
+
 class TurnOut(Out):
     """One exchange of a session."""
 

@@ -20,7 +20,6 @@ from deploy.admin.models import (
     EngineOut,
     EvidenceOut,
     LearnerOut,
-    LoopOut,
     Page,
     RoutingOut,
     StatusOut,
@@ -33,9 +32,11 @@ from deploy.admin.out import (
     GateJudgeOut,
     JudgeNoiseOut,
     JudgeOut,
+    LoopOut,
     RetentionOut,
     StageOut,
     TroubleOut,
+    VerifierOut,
     WatchOut,
 )
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
@@ -59,6 +60,7 @@ from ingest.store.groups import SAMPLED
 from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
+from ingest.verifiers.state import read_verifiers, waiting_for
 from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
 from sidecar.store.models import (
@@ -112,7 +114,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 ),
                 learner=read_learner(session, model),
                 engine=EngineOut.of(context.engine),
-                control={name: LoopOut.of(view) for name, view in context.loops().items()},
+                control={
+                    name: LoopOut.model_validate(view) for name, view in context.loops().items()
+                },
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=groups,
                 exchanges=tallies.exchanges(session),
@@ -124,6 +128,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 if context.examiner is None
                 else GateJudgeOut.model_validate(context.examiner),
                 judge_noise=_judge_noise(session),
+                verifiers=_verifiers(session),
                 sampling=_sampling(session, context.clock()),
                 dead_letters=_dead_letters(session),
                 retention=_retention(session),
@@ -320,6 +325,16 @@ def _judge(session: Session, waiting: int, now: float) -> JudgeOut | None:
 def _judge_noise(session: Session) -> JudgeNoiseOut | None:
     found = read_noise_state(session)
     return None if found is None else JudgeNoiseOut.model_validate(found)
+
+
+def _verifiers(session: Session) -> list[VerifierOut]:
+    waiting = waiting_for(session)
+    return [
+        VerifierOut.model_validate(
+            {**msgspec.to_builtins(one), "waiting": waiting.get(one.name, 0)}
+        )
+        for one in read_verifiers(session)
+    ]
 
 
 def _sampling(session: Session, now: float) -> TroubleOut | None:

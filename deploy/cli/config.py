@@ -64,7 +64,7 @@ def config_check(
         bool,
         typer.Option(
             "--online",
-            help="also ask vLLM and the judge (one paid call), and look at folders, ports, device",
+            help="also ask vLLM, judge (one paid call), verifiers; look at folders, ports, device",
         ),
     ] = False,
 ) -> None:

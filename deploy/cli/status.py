@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.times import shown_age, shown_time
 from sidecar.records import BASE
 
@@ -140,6 +141,7 @@ class Status(msgspec.Struct, kw_only=True):
     judge: Judge | None = None
     gate_judge: GateJudge | None = None
     judge_noise: JudgeNoise | None = None
+    verifiers: list[Verifier] = []
     sampling: Trouble | None = None
     dead_letters: int = 0
     token_check: str
@@ -177,8 +179,9 @@ def status_lines(
         *_judge(status.judge, now),
         *_gate_judge(status.gate_judge),
         *_judge_noise(status.judge_noise, now),
+        *verifier_lines(status.verifiers, now),
         *_retention(status.retention, now),
-        *_token_check(status.token_check),
+        *([f"Token check: {status.token_check}"] if status.token_check != "on" else []),
     ]
 
 
@@ -374,11 +377,6 @@ def _retention(retention: Retention | None, now: float) -> Iterator[str]:
 
 def _megabytes(number: int) -> str:
     return f"{number / 1e6:,.0f} MB"
-
-
-def _token_check(text: str) -> Iterator[str]:
-    if text != "on":
-        yield f"Token check: {text}"
 
 
 def _name(adapter: str) -> str:

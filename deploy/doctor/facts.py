@@ -12,6 +12,7 @@ from ingest.intake.bus_report import BusState
 from ingest.judge_watch.state import JudgeState
 from ingest.noise.state import NoiseState
 from ingest.sampling.budget import Spent
+from ingest.verifiers.state import VerifierSeen
 from sidecar.settings import Settings
 
 
@@ -51,6 +52,10 @@ class StoreFacts:
     """The judge, as score last saw it."""
     noise: NoiseState | None = None
     """The noise of the judge that the settings name."""
+    verifiers: tuple[VerifierSeen, ...] = ()
+    """Verifiers, as score last saw them."""
+    waiting_for_verifiers: Mapping[str, int] = field(default_factory=dict)
+    """Groups that wait for a verifier, by its name."""
     learner_paused: bool = False
     run: LastRun | None = None
     adapter: tuple[str, str, str] | None = None
@@ -71,6 +76,8 @@ class Facts:
     """None: there is no store yet, or it cannot be read; then `findings` says why."""
     findings: tuple[Finding, ...] = ()
     """What the checks of `config check --online` found."""
+    verifiers_tried: bool = False
+    """The verifiers were tried just now; then `findings` has those that fail."""
     running: frozenset[str] = frozenset()
     """Processes of this machine that hold a lock in `state_dir`."""
     answering: frozenset[str] = frozenset()

@@ -29,6 +29,7 @@ from deploy.preflight.judge import NO_JUDGE, check_gate_judge, check_judge
 from deploy.preflight.places import check_places
 from deploy.preflight.run import LOCKS
 from deploy.preflight.store import check_store
+from deploy.preflight.verifiers import check_verifiers
 from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
 from ingest.intake.bus_report import read_state
@@ -36,6 +37,7 @@ from ingest.judge_watch.state import read_judge_state
 from ingest.noise.state import NoiseState, read_noise_state
 from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.budget import first_spent, read_usage
+from ingest.verifiers.state import read_verifiers, waiting_for
 from learner.ready import EMPTY, why_not_ready
 from learner.runs.cron import read_cron
 from learner.runs.schedule import PAUSED_FLAG
@@ -88,6 +90,8 @@ def look(
             checks["judge"] = lambda: _one(asyncio.run(check_judge(settings.judge)))
         if settings.gate_judge.model:
             checks["the gate's judge"] = lambda: _one(asyncio.run(check_gate_judge(settings)))
+        if settings.judge.model and settings.reward.verifiers:
+            checks["verifiers"] = lambda: asyncio.run(check_verifiers(settings))
         if settings.learner.schedule != "manual":
             checks["learner"] = lambda: [error(name, why) for name, why in why_not_ready(settings)]
     else:
@@ -103,6 +107,7 @@ def look(
             "vLLM",
             "judge",
             "the gate's judge",
+            "verifiers",
             "learner",
             "settings",
         )
@@ -119,6 +124,7 @@ def look(
         settings=settings,
         store=found.get("store"),
         findings=tuple(findings),
+        verifiers_tried="verifiers" in found,
         running=running,
         answering=frozenset(answering),
         loads_refused=found.get("loads", {}),
@@ -154,6 +160,8 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
                 spent=first_spent(read_usage(session, now=now), settings.groups, now=now),
                 judge=read_judge_state(session) if settings.judge.model else None,
                 noise=_noise(session, settings.judge),
+                verifiers=read_verifiers(session),
+                waiting_for_verifiers=waiting_for(session),
                 learner_paused=get_flag(session, PAUSED_FLAG) == "1",
                 run=newest_run(session, model),
                 adapter=newest_adapter(session, model),

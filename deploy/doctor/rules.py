@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from deploy.doctor.facts import Diagnosis, Facts, StoreFacts
 from deploy.doctor.remedies import ENDS, MASKS, OF_CHECKS, OF_SETTINGS, REFUSED, SELECTIONS
+from deploy.doctor.verifiers import failing_verifiers
 from deploy.funnel.stages import STAGES, Name, Stage
+from deploy.preflight.verifiers import CAUSE as VERIFIER
 
 FEW = 3
 """Records that must share a fate before it is called a rule."""
@@ -33,6 +35,7 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
     """Return every place at which records stop, the first stage first."""
     found = [
         *_of_checks(facts),
+        *failing_verifiers(facts),
         *_clocks(facts),
         *(_of_store(facts, facts.store) if facts.store is not None else ()),
         *_schedule(facts),
@@ -69,6 +72,8 @@ def waits_for(facts: Facts) -> str:
 
 def _of_checks(facts: Facts) -> Iterator[Diagnosis]:
     for finding in facts.findings:
+        if finding.cause == VERIFIER:
+            continue  # `deploy.doctor.verifiers` names all of them together
         if finding.level != "error" and finding.cause != "no_judge":
             continue  # it runs, with less: `sidecar config check --online` tells
         section = finding.setting.partition(".")[0]

@@ -26,7 +26,7 @@ NO_JUDGE = warning(
 
 
 async def check_judge(settings: Judge, section: str = "judge") -> Finding | None:
-    """Send the judge one group of two answers; that is one paid call of about 300 tokens.
+    """Send the judge one group of two answers; that is one paid call of about 600 tokens.
 
     section: of the settings, that names this judge.
     """

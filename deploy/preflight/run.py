@@ -9,6 +9,7 @@ from deploy.preflight.findings import Finding, error, warning
 from deploy.preflight.judge import check_gate_judge, check_judge
 from deploy.preflight.places import check_places
 from deploy.preflight.store import check_store
+from deploy.preflight.verifiers import check_verifiers
 from deploy.preflight.vllm import check_replicas
 from learner.ready import why_not_ready
 from sidecar.processes.state_lock import holder
@@ -32,6 +33,8 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
         found.append(judged)
     if (examined := await check_gate_judge(settings)) is not None:
         found.append(examined)
+    if settings.judge.model:
+        found += await check_verifiers(settings)
     if settings.learner.schedule != "manual":
         found += [error(name, why) for name, why in why_not_ready(settings)]
     elif not settings.serving.base_model_path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import case, func, select
+from sqlalchemy import ColumnElement, case, func, select
 from sqlalchemy.orm import Session
 
 from ingest.retention.rules import Held
@@ -33,7 +33,8 @@ def held_after(session: Session, after: int) -> list[Held]:
         .scalar_subquery()
     )
     answers = (
-        select(func.sum(_lengths(AnswerRow)))
+        # What verifiers found is stored as ASCII, so characters are bytes.
+        select(func.sum(_lengths(AnswerRow) + func.coalesce(func.length(AnswerRow.checks), 0)))
         .where(AnswerRow.group_id == GroupRow.group_id)
         .scalar_subquery()
     )
@@ -100,7 +101,7 @@ def dead_letters_after(session: Session, after: int) -> Sequence[Any]:
     ).all()
 
 
-def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> object:
+def _lengths(table: type[ChoiceRow] | type[AnswerRow]) -> ColumnElement[int]:
     columns = (table.message_body, table.token_ids, table.logprobs)
     first, second, third = (func.length(column) for column in columns)
     return first + second + third

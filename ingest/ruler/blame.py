@@ -29,6 +29,7 @@ from ingest.errors import (
 )
 from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Outage
+from ingest.verifiers import records as verifiers
 from sidecar.backoff import Backoff
 
 DEFECT = "judge_defect"
@@ -37,7 +38,7 @@ INTERRUPTED = "judge_interrupted"
 """Reason: the process died while the group was being judged."""
 UNPROVEN = "unproven"
 """Reason: the judge failed on the group but answered the sum question, so the cause is unknown."""
-UNVERIFIED = "verifier_failed"
+UNVERIFIED = verifiers.UNVERIFIED
 """Reason: a verifier failed over the group, whose settings let it wait (`on_error = "hold"`)."""
 ATTEMPTS = {
     JudgeRejectedError.reason: 3,

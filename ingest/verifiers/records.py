@@ -34,6 +34,10 @@ in 0..1; its code cannot be loaded; no connection; a status other than 200; what
 not known; a body is no JSON object; there is more to check than `ingest.verifiers.frames` takes."""
 OF_THE_ANSWER = frozenset({"timeout", "error", "crashed", "bad_finding"})
 """Reasons that an answer may bring about: with `on_error = "fail"` it gets 0."""
+OF_THE_GROUP = frozenset({"unreadable", "not_redacted", "too_large"})
+"""Reasons for which the group is to blame: they tell nothing of the verifier."""
+UNVERIFIED = "verifier_failed"
+"""Why a group waits, and is set aside in the end, for which a verifier gives no finding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from sqlalchemy import select
@@ -22,7 +23,9 @@ from ingest.verifiers.checkers import Checker, NotLoadedError, ProcessChecker, P
 from ingest.verifiers.combine import combine, counted_scores
 from ingest.verifiers.frames import Spec, plain
 from ingest.verifiers.hook import HttpChecker
+from ingest.verifiers.proving import prove_all
 from ingest.verifiers.records import Checked, Failure, Finding, Result, Verified
+from ingest.verifiers.state import VerifierSeen, write_verifiers
 from sidecar.errors import StoreError
 from sidecar.settings import (
     EntryPointVerifier,
@@ -41,6 +44,12 @@ LONGEST_S = 300.0
 does not count in the group: a worker's claim on a group must not grow with its verifiers."""
 FOR_GOOD = frozenset({"unreadable", "not_redacted"})
 """Failures for which no group waits: the judge sets it aside for the same reason."""
+BECOMES = {
+    "ignore": "groups are judged without it",
+    "fail": "groups are judged without it, and an answer that it failed over gets 0",
+    "hold": "groups wait for it",
+}
+"""`on_error` -> what becomes of groups."""
 log = structlog.get_logger()
 
 
@@ -54,8 +63,11 @@ class Rewarding:
         checkers: Mapping[str, Checker],
         *,
         processes: Processes | None = None,
+        clock: Callable[[], float] = time.time,
+        announce: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """checkers: one for each of `settings.verifiers`, by name. processes: closed with this."""
+        """checkers: one for each of `settings.verifiers`, by name. processes: closed with this.
+        announce: tells the operator's terminal."""
         self._database = database
         self._settings = settings
         self._checkers = checkers
@@ -66,16 +78,26 @@ class Rewarding:
         """Results that are not in the store yet."""
         self._troubles: dict[str, str] = {}
         """Verifier -> failure that was logged last."""
+        self._clock = clock
+        self._announce = announce
+        self._seen = {
+            name: VerifierSeen(name=name, kind=kind_of(one))
+            for name, one in settings.verifiers.items()
+        }
+        self._told: dict[str, VerifierSeen] = {}
+        """What the store says."""
 
     async def begin(self) -> None:
-        """Load every verifier, so that the log says at the start which ones cannot be used."""
-        for name, checker in self._checkers.items():
-            try:
-                version = await checker.version()
-            except NotLoadedError as error:
-                self._tell(name, Failure(reason="not_loaded", why=str(error)))
+        """Try every verifier once, so that log, terminal and `sidecar status` say at the start
+        which ones cannot be used."""
+        for name, found in (await prove_all(self._checkers, self._settings.verifiers)).items():
+            if isinstance(found, Failure):
+                self._note(name, (found,))
+                self._tell(name, found)
             else:
-                log.info("verifier_ready", verifier=name, version=version)
+                self._note(name, (Finding(score=None),))
+                log.info("verifier_ready", verifier=name, version=found)
+        await self._store_counts()
 
     async def verify(self, group: Group) -> Verified | None:
         """Check the answers of a group. Returns: None when no verifier checks its project.
@@ -119,11 +141,7 @@ class Rewarding:
     async def aclose(self) -> None:
         """End the processes, close the connections, and store what is not counted yet."""
         await self._store_counts()
-        for checker in self._checkers.values():
-            if isinstance(checker, HttpChecker):
-                await checker.aclose()
-        if self._processes is not None:
-            await self._processes.aclose()
+        await close_checkers(self._checkers, self._processes)
 
     async def _check(
         self,
@@ -137,12 +155,14 @@ class Rewarding:
         """keys: [G] digest of what a verifier sees of each answer. end: on the loop's clock."""
         try:
             async with asyncio.timeout_at(end):
-                version, results = await self._results(name, group, keys, project)
+                version, results, fresh = await self._results(name, group, keys, project)
         except TimeoutError:
             why = f"the group's verification took over {LONGEST_S:g} s"
             version, results = "", (Failure(reason="late", why=why),) * len(keys)
+            fresh = results
         for result in results:
             self._counts[f"{name}_{_outcome(result)}"] += 1
+        self._note(name, fresh)
         self._tell(name, _first_failure(results))
         return Checked(
             name=name,
@@ -157,13 +177,14 @@ class Rewarding:
 
     async def _results(
         self, name: str, group: Group, keys: Sequence[str], project: str
-    ) -> tuple[str, tuple[Result, ...]]:
+    ) -> tuple[str, tuple[Result, ...], tuple[Result, ...]]:
+        """Returns: the version, [G] a result for each answer, and those that were not kept."""
         checker = self._checkers[name]
         try:
             version = await checker.version()
         except NotLoadedError as error:
             failure = Failure(reason="not_loaded", why=str(error))
-            return "", (failure,) * len(keys)
+            return "", (failure,) * len(keys), (failure,)
         digest = self._digests[name]
         found: dict[str, Result] = {}
         missing: dict[str, Answer] = {}
@@ -172,19 +193,35 @@ class Rewarding:
                 found[key] = kept
             else:
                 missing.setdefault(key, answer)
+        results: list[Result] = []
         if missing:
             results = await checker.check(group.request, list(missing.values()), project)
             for key, result in zip(missing, results, strict=True):
                 found[key] = result
                 if isinstance(result, Finding):
                     self._cache.put((name, version, digest, key), result)
-        return version, tuple(found[key] for key in keys)
+        return version, tuple(found[key] for key in keys), tuple(results)
 
     def _project_of(self, group: Group) -> str | None:
         with self._database.read() as session:
             return session.scalar(
                 select(ExchangeRow.project).where(ExchangeRow.exchange_id == group.exchange_id)
             )
+
+    def _note(self, name: str, fresh: Sequence[Result]) -> None:
+        """Remember what was found just now. Findings that were kept tell nothing."""
+        seen, now = self._seen[name], self._clock()
+        found = any(isinstance(one, Finding) for one in fresh)
+        if found:
+            seen = seen.works(now)
+        if (failure := _first_failure(fresh)) is not None:
+            seen = seen.failed(now, failure, whole=not found)
+        if seen.fails and not self._seen[name].fails:
+            on_error = self._settings.verifiers[name].on_error
+            self._announce(f"verifier {name} fails ({seen.error}): {BECOMES[on_error]}")
+        elif self._seen[name].fails and not seen.fails:
+            self._announce(f"verifier {name} works again")
+        self._seen[name] = seen
 
     def _tell(self, name: str, failure: Failure | None) -> None:
         """Log a verifier's failure when it is another one than before, and its end."""
@@ -202,24 +239,40 @@ class Rewarding:
     async def _store_counts(self) -> None:
         counts, self._counts = self._counts, Counter()
         try:
-            await asyncio.to_thread(self._count, counts)
+            await asyncio.to_thread(self._count, counts, dict(self._seen))
         except StoreError as error:
             self._counts.update(counts)
             log.warning("verifier_counts_wait", error=str(error))
 
-    def _count(self, counts: Counter[str]) -> None:
-        if not counts:
+    def _count(self, counts: Counter[str], seen: Mapping[str, VerifierSeen]) -> None:
+        news = any(one.is_news(self._told.get(name)) for name, one in seen.items())
+        if not counts and not news:
             return
         with self._database.write(alone=False) as session:
             for reason, answers in sorted(counts.items()):
                 count(session, STAGE, reason, answers)
+            if news:
+                write_verifiers(session, seen.values(), now=self._clock())
+        if news:
+            self._told = dict(seen)
 
 
-def open_rewarding(settings: Settings, database: Database) -> Rewarding | None:
+def open_rewarding(
+    settings: Settings,
+    database: Database,
+    *,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Rewarding | None:
     """Return what verifies groups by these settings; None when they name no verifier."""
-    reward = settings.reward
-    if not reward.verifiers:
+    if not settings.reward.verifiers:
         return None
+    checkers, processes = open_checkers(settings)
+    return Rewarding(database, settings.reward, checkers, processes=processes, announce=announce)
+
+
+def open_checkers(settings: Settings) -> tuple[dict[str, Checker], Processes]:
+    """Make a checker for each verifier of the settings, and the processes that they share."""
+    reward = settings.reward
     processes = Processes(reward.processes, reward.memory_bytes)
     view = JudgeView(settings.privacy)
     checkers: dict[str, Checker] = {
@@ -230,12 +283,26 @@ def open_rewarding(settings: Settings, database: Database) -> Rewarding | None:
         )
         for name, one in reward.verifiers.items()
     }
-    return Rewarding(database, reward, checkers, processes=processes)
+    return checkers, processes
+
+
+async def close_checkers(checkers: Mapping[str, Checker], processes: Processes | None) -> None:
+    """End the processes and close the connections."""
+    for checker in checkers.values():
+        if isinstance(checker, HttpChecker):
+            await checker.aclose()
+    if processes is not None:
+        await processes.aclose()
+
+
+def kind_of(settings: VerifierSection) -> str:
+    """Return the kind of a verifier, as the settings name it."""
+    return str(getattr(settings, "kind"))  # noqa: B009 - each subclass has its own literal
 
 
 def spec_of(name: str, settings: VerifierSection) -> Spec:
     """Return what a process needs to make a verifier."""
-    kind = str(getattr(settings, "kind"))  # noqa: B009 - each subclass has its own literal
+    kind = kind_of(settings)
     if isinstance(settings, EntryPointVerifier):
         return Spec(
             name=name,

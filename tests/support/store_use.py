@@ -63,6 +63,7 @@ from ingest.store.rows import load_rows
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
+from ingest.verifiers.state import VerifierSeen, waiting_for, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import HeldError, LearnerError
@@ -389,6 +390,8 @@ async def _score(use: _Use) -> None:
         keep_scores(session, name, [0.5] * (answers or 0), [""] * (answers or 0), "j", "r")
         write_judge_state(session, JudgeState(state="away", since=NOW), now=NOW)
         why_sampling_holds(session)
+        write_verifiers(session, [VerifierSeen(name="v", kind="http")], now=NOW)
+        waiting_for(session)
     budget = {"budget": 1.0, "budget_per_hour": 1.0}
     ledger = Ledger(use.database, use.settings.judge.model_copy(update=budget), clock=use.clock)
     await ledger.reserve(Amount(nano_usd=10, tokens=5), begun=False)

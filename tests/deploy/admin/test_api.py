@@ -28,6 +28,7 @@ from ingest.feedback.store import save_signals
 from ingest.judge_watch.state import JudgeState, write_judge_state
 from ingest.noise.state import NoiseState, write_noise_state
 from ingest.store.troubles import SAMPLING_WAITS, Trouble, write_trouble
+from ingest.verifiers.state import VerifierSeen, write_verifiers
 from sidecar.store.database import compress, count, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow
 from support.finished_run import finished_run
@@ -80,6 +81,10 @@ async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
         over = Trouble(since=now - 9.0, why="spent", until=now)
         write_trouble(session, SAMPLING_WAITS, over, now=now)
         count(session, "consume", "poison", 2)
+        dead = VerifierSeen(
+            name="policy", kind="http", fails=True, error_at=now, error="unreachable: ConnectError"
+        )
+        write_verifiers(session, [dead], now=now)
 
     found = (await api.get("/status")).json()
 
@@ -96,6 +101,18 @@ async def test_status_says_what_keeps_judge_and_sampling_from_their_work(
         "spent_usd_today": 0.0,
         "tokens_today": 0,
     }
+    assert quiet["verifiers"] == []
+    assert found["verifiers"] == [
+        {
+            "name": "policy",
+            "kind": "http",
+            "fails": True,
+            "good_at": None,
+            "error_at": now,
+            "error": "unreachable: ConnectError",
+            "waiting": 0,
+        }
+    ]
     assert found["sampling"] is None, "it is over"
     assert found["dead_letters"] == 2
 

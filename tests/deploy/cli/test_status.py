@@ -10,7 +10,6 @@ from deploy.admin.models import (
     CanaryOut,
     EngineOut,
     LearnerOut,
-    LoopOut,
     ReplicaOut,
     RoutingOut,
     RunOut,
@@ -21,8 +20,10 @@ from deploy.admin.out import (
     GateJudgeOut,
     JudgeNoiseOut,
     JudgeOut,
+    LoopOut,
     OneJudgeOut,
     TroubleOut,
+    VerifierOut,
 )
 from deploy.cli.status import status_lines
 from deploy.cli.times import shown_time
@@ -95,6 +96,50 @@ def test_what_keeps_sampling_from_its_work_has_a_line() -> None:
         f"{shown_time(NOW + 3_600, NOW)}: spent: 15 tokens",
     ]
     assert NO_JUDGE in quiet
+
+
+def verifier(name: str, **changes: Any) -> VerifierOut:
+    fields: dict[str, Any] = {
+        "name": name,
+        "kind": "http",
+        "fails": False,
+        "good_at": NOW - 12,
+        "error_at": None,
+        "error": "",
+        "waiting": 0,
+    }
+    return VerifierOut(**{**fields, **changes})
+
+
+def test_each_verifier_has_a_line() -> None:
+    verifiers = [
+        verifier("calls", kind="tool_calls"),
+        verifier("once", error_at=NOW - 60, error="timeout: no whole reply in 2 s"),
+        verifier(
+            "policy",
+            fails=True,
+            good_at=None,
+            error_at=NOW - 9,
+            error="unreachable: ConnectError",
+            waiting=3,
+        ),
+        verifier("new", good_at=None),
+    ]
+
+    lines = status_lines(status(verifiers=verifiers), NOW)
+    quiet = status_lines(status(), NOW)
+
+    assert lines is not None
+    assert quiet is not None
+    good = shown_time(NOW - 12, NOW)
+    assert [one for one in lines if one not in quiet] == [
+        f"Verifier calls (tool_calls): works. Last good: {good}.",
+        f"Verifier once (http): works. Last good: {good}.",
+        f"  Last error {shown_time(NOW - 60, NOW)}: timeout: no whole reply in 2 s",
+        "Verifier policy (http): FAILS: unreachable: ConnectError. Last good: never. 3 groups wait "
+        "for it.",
+        "Verifier new (http): has not been tried yet. Last good: never.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from ingest.noise.state import NoiseState, write_noise_state
 from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.worker import SamplingWorker
+from ingest.verifiers.state import VerifierSeen, write_verifiers
 from ingest.vllm.watch import EngineWatch
 from learner.errors import NothingToLearnError
 from learner.runs.train import Run
@@ -420,6 +421,39 @@ def test_a_setting_that_is_empty_is_named_without_asking_anybody(
 
     assert stop_of(found) == (1, stage, cause)
     assert found[1]["diagnoses"][0]["text"].startswith(f"{section}.{name}: ")
+
+
+HOOK = {"kind": "http", "url": "http://127.0.0.1:9/check", "on_error": "hold"}
+
+
+def test_a_verifier_where_nobody_listens(
+    online: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online.configure(**{"reward.verifiers.policy": HOOK})
+
+    found = online.doctor(capsys)
+
+    assert stop_of(found) == (1, "judging", "verifier_fails")
+    assert found[1]["diagnoses"][0]["text"] == (
+        "reward.verifiers.policy.url: the verifier gives no finding (unreachable: ConnectError), "
+        "so groups wait for it"
+    )
+
+
+def test_what_score_saw_of_a_verifier_is_told_without_asking_it(
+    sidecar: Sidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.configure(**{"reward.verifiers.policy": HOOK})
+    sidecar.score(1.0, 0.0)
+    lost = VerifierSeen(name="gone", kind="http", fails=True, error="no longer in the settings")
+    dead = VerifierSeen(name="policy", kind="http", fails=True, error="refused: status 500")
+    with closing(Database(sidecar.settings.store.url)) as store, store.write() as session:
+        write_verifiers(session, [lost, dead], now=time.time())
+
+    found = sidecar.doctor(capsys, "--offline")
+
+    assert stop_of(found) == (1, "judging", "verifier_fails")
+    assert found[1]["diagnoses"][0]["text"] == "reward.verifiers.policy: refused: status 500"
 
 
 def test_a_judge_that_is_not_as_it_was(

@@ -214,6 +214,37 @@ def test_a_judge_that_cannot_be_asked_is_an_error(
     assert exam[:2] == ("warning", "gate_judge.model")
 
 
+def test_a_verifier_that_cannot_be_used_is_an_error(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    verifiers = {
+        "calls": {"kind": "tool_calls"},
+        "code": {"kind": "entry_point", "entry_point": "nothing_such", "on_error": "hold"},
+        "policy": {"kind": "http", "url": "http://127.0.0.1:9/check"},
+    }
+
+    found = check(
+        settings_with(
+            tmp_path,
+            vllm[0],
+            judge={"model": "openai/x"},
+            groups={"rate": 0.0},
+            reward={"verifiers": verifiers},
+        )
+    )
+
+    told = {setting: text for level, setting, text in found if level == "error"}
+    assert list(told) == ["reward.verifiers.code.entry_point", "reward.verifiers.policy.url"]
+    code, policy = told.values()
+    assert "(not_loaded: no installed package has the entry point nothing_such" in code
+    assert "so groups wait for it" in code
+    assert policy == (
+        "the verifier gives no finding (unreachable: ConnectError), so groups are judged without "
+        "it; start the service, or correct url, token or timeout_s"
+    )
+
+
 def test_a_gate_whose_judge_gives_the_reward_is_a_warning(
     tmp_path: Path, vllm: tuple[str, AdapterEndpoints], monkeypatch: pytest.MonkeyPatch
 ) -> None:

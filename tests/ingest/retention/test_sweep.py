@@ -462,6 +462,22 @@ def test_the_gates_replies_are_blanked_once(kit: Kit) -> None:
     assert written == []
 
 
+def test_what_verifiers_found_counts_in_the_size_of_an_exchange(kit: Kit) -> None:
+    kit.choose(kit.exchange("grouped"))
+
+    def size() -> int:
+        with kit.database.read() as session:
+            (held,) = pages.held_after(session, 0)
+        return held.stored_bytes
+
+    before = size()
+    with kit.database.write() as session:
+        session.execute(update(AnswerRow).values(checks="x" * 1_000))
+
+    assert before > 0
+    assert size() == before + 1_000
+
+
 def test_a_store_that_is_too_large_loses_the_oldest_first(kit: Kit) -> None:
     for number in range(12):
         prompt = tuple(Random(number).choices(range(49_000), k=20_000))

@@ -327,6 +327,34 @@ def test_the_code_of_the_readme_runs_as_it_is_written(judge_kit: JudgeKit) -> No
     assert SimpleNamespace(**server.requests[0]).model == "gpt-4.1-mini"
 
 
+def test_the_code_of_the_judges_page_runs_as_it_is_written(judge_kit: JudgeKit) -> None:
+    page = (ROOT / "docs" / "judge.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    server = judge_kit.serve(
+        lambda body: (
+            200,
+            judge_kit.completion(ranked(body["messages"], lambda text: len(text) / 100)),
+        )
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=_environment(OPENAI_BASE_URL=server.url, OPENAI_API_KEY="sk-test-key-1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "0.25 1.0 No, 30 days is the limit.",
+        "0.04 0.0 Yes.",
+        "0.14 0.0 I do not know.",
+        "0.3 1.0 No: returns end after 30 days.",
+    ]
+    assert 'extra_litellm_params={"api_base":' in page
+
+
 async def test_no_tools_may_be_none_as_in_arts_own_function() -> None:
     found = await ruler_scores(said(*WORTH), RankingJudge(WORTH), tools=None)
     assert [one.score for one in found] == list(WORTH.values())

@@ -1,0 +1,97 @@
+"""What the scoring process last saw of each verifier: a row of the `flag` table.
+
+Several scoring processes share the row, and the last one to write it is believed: they have the
+same verifiers. Which groups wait for a verifier, the groups themselves say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import structlog
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from ingest.store.groups import SAMPLED
+from ingest.store.troubles import MAX_WHY
+from ingest.verifiers.records import OF_THE_GROUP, UNVERIFIED, Failure
+from sidecar.store.database import get_flag, set_flag
+from sidecar.store.models import GroupRow
+
+FLAG = "verifiers"
+WRITE_AGAIN_S = 60.0
+"""The time of the last finding is written this often, and a change at once."""
+MOST_WAITING = 1_000
+"""Waiting groups that are looked at. `groups.max_pending_groups` is 64 by default."""
+QUIET = frozenset({"error", "bad_finding"})
+"""Failures whose words may quote the answer: only the reason is kept."""
+
+log = structlog.get_logger()
+
+
+class VerifierSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One verifier, as the scoring process last saw it."""
+
+    name: str
+    kind: str
+    fails: bool = False
+    """The last attempt gave no finding of any answer."""
+    good_at: float | None = None
+    """When it was last loaded or found something, in Unix seconds."""
+    error_at: float | None = None
+    error: str = ""
+    """Its last failure, also one over a single answer."""
+
+    def works(self, now: float) -> VerifierSeen:
+        return msgspec.structs.replace(self, fails=False, good_at=now)
+
+    def failed(self, now: float, failure: Failure, *, whole: bool) -> VerifierSeen:
+        """Note a failure. whole: no other answer got a finding, so it may not work at all."""
+        fails = self.fails or (whole and failure.reason not in OF_THE_GROUP)
+        return msgspec.structs.replace(
+            self, fails=fails, error_at=now, error=said_of(failure)[:MAX_WHY]
+        )
+
+    def is_news(self, told: VerifierSeen | None) -> bool:
+        """Tell whether the store should know it now. told: what the store says."""
+        if told is None or (told.fails, told.error) != (self.fails, self.error):
+            return True
+        times = ((self.good_at, told.good_at), (self.error_at, told.error_at))
+        return any(new is not None and new - (old or 0.0) >= WRITE_AGAIN_S for new, old in times)
+
+
+def said_of(failure: Failure) -> str:
+    """Return a failure in words that quote no answer."""
+    quiet = not failure.why or failure.reason in QUIET
+    return failure.reason if quiet else f"{failure.reason}: {failure.why}"
+
+
+def write_verifiers(session: Session, seen: Iterable[VerifierSeen], *, now: float) -> None:
+    set_flag(session, FLAG, msgspec.json.encode(list(seen)).decode(), now=now)
+
+
+def read_verifiers(session: Session) -> tuple[VerifierSeen, ...]:
+    """Return what is known of the verifiers; empty when there are none, or the row is damaged."""
+    text = get_flag(session, FLAG)
+    try:
+        return msgspec.json.decode(text, type=tuple[VerifierSeen, ...]) if text else ()
+    except msgspec.MsgspecError:
+        log.warning("verifiers_unreadable")
+        return ()
+
+
+def waiting_for(session: Session) -> Mapping[str, int]:
+    """Count the groups that wait for each verifier (`on_error = "hold"`), up to `MOST_WAITING`."""
+    details = session.scalars(
+        select(GroupRow.detail)
+        .where(
+            GroupRow.status == SAMPLED,
+            GroupRow.judge_failures.contains(f'"{UNVERIFIED}"'),
+        )
+        .limit(MOST_WAITING)
+    )
+    return Counter(
+        held.partition(":")[0] for detail in details for held in str(detail or "").split("; ")
+    )
