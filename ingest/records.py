@@ -14,7 +14,7 @@ class Answer:
     """One of the answers of a group."""
 
     index: int
-    """Index in the group, 0..G-1; the served answers come first."""
+    """Index in the group, 0..G-1. The group's own served answers come first."""
     origin: Origin
     message: bytes
     """The assistant message as JSON."""
@@ -27,6 +27,8 @@ class Answer:
     untrainable_reason: str | None = None
     """Why the answer is masked: it is judged and shown, but not in the loss. None: it is exact and
     exchangeable with its siblings, so it takes part in the gradient."""
+    exchange_id: str | None = None
+    """The exchange of the same prompt that it was served in; None: the group's own, or sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ def rules_of(settings: Settings) -> Rules:
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
+        join_served=settings.groups.join_served,
         verified=bool(settings.reward.verifiers),
     )
 

@@ -23,7 +23,19 @@ from ingest.grouping.chat_request import has_media, masking_field
 from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, fill, why_masked
 from ingest.grouping.exchangeable import LogprobsMode, served_answers
 from ingest.grouping.held_out import share_of
-from ingest.records import Group
+from ingest.grouping.same_prompt import (
+    JOINED,
+    MIN_FREE,
+    NOT_FOUND,
+    NOTHING_ALIKE,
+    Joins,
+    JoinServed,
+    SamePrompts,
+    Sibling,
+    exact,
+    joined_answers,
+)
+from ingest.records import Answer, Group
 from sidecar.records import Exchange
 from sidecar.settings import SamplingField
 
@@ -68,6 +80,7 @@ class Rules:
     """Setting `serving.sampling_defaults`; None: not stated."""
     facts: EngineFacts = UNKNOWN
     """Measured facts about vLLM."""
+    join_served: JoinServed = "off"
     verified: bool = False
     """True: verifiers check groups, also those whose scores come from a best-of-N request."""
 
@@ -86,6 +99,8 @@ class Standing:
     """Exchange id -> session id, where it is not the session's key."""
     decided_turns: frozenset[Turn] = frozenset()
     """Turns that an earlier batch decided (`TURN_DECIDED`)."""
+    alike: SamePrompts = NOTHING_ALIKE
+    """What the store holds of the same prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +112,12 @@ class Decision:
     """Either "chosen" or the reason why not."""
     group: Group | None
     """The new group with its served answers; None when it was not chosen."""
+    complete: bool = False
+    """The group gets no candidates."""
+    joins: tuple[str, tuple[Answer, ...]] | None = None
+    """The group, still being sampled, that gets these answers of the exchange."""
+    siblings: tuple[Sibling, ...] = ()
+    """Exchanges of earlier batches whose answers the group has."""
 
 
 def select(
@@ -115,26 +136,52 @@ def select(
         for request in (_object(exchange.request),)
     ]
     counting = _last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
-    decisions = []
+    joins = Joins(standing.alike, rules.join_served, lambda one: _served(one, None, rules))
+    fit = []
     for exchange, request, reason in read:
-        session_id = standing.sessions.get(exchange.exchange_id, exchange.session_key)
-        in_session = by_session.get(session_id, 0)
         if reason is None and _counts_elsewhere(exchange, counting, standing.decided_turns):
             reason = RETRIED_TURN
-        reason = reason or _why_unwanted(exchange, in_session, pending, rules)
-        group = None
+        session_id = standing.sessions.get(exchange.exchange_id, exchange.session_key)
         if reason is None:
-            group = _make_group(exchange, request or {}, rules, session_id=session_id)
+            joins.add(exchange, session_id)
+        fit.append((exchange, request, reason, session_id))
+    decisions: dict[str, Decision] = {}
+    for exchange, request, reason, session_id in fit:
+        in_session = by_session.get(session_id, 0)
+        if reason is None and exchange.exchange_id in joins.taken:
+            reason = JOINED
+        open_group = joins.open_group(exchange, session_id) if reason is None else None
+        if open_group is not None:
+            reason = JOINED
+            joins.taken.add(exchange.exchange_id)
+        complete, found, group = False, NOT_FOUND, None
+        if reason is None:
+            own = _served(exchange, request, rules)
+            found = joins.find(exchange, session_id, room=rules.size - len(own))
+            free = len(exact(own, source="")) + len(found.answers) >= min(MIN_FREE, rules.size)
+            reason = _why_unwanted(exchange, in_session, pending, rules)
+            if reason == RATE and free and rules.join_served != "off":
+                reason = _why_no_room(in_session, pending, rules)
+                complete = reason is None
+        if reason is None:
+            group = _make_group(
+                exchange, request or {}, rules, session_id=session_id, more=found.answers
+            )
+            joins.take(exchange, found)
+            for name in found.mates:
+                if name in decisions:  # left out before, for its cost
+                    decisions[name] = replace(decisions[name], reason=JOINED)
             pending += 1
             by_session[session_id] = in_session + 1
-        decisions.append(
-            Decision(
-                exchange_id=exchange.exchange_id,
-                reason=(reason or CHOSEN)[:REASON_LENGTH],
-                group=group,
-            )
+        decisions[exchange.exchange_id] = Decision(
+            exchange_id=exchange.exchange_id,
+            reason=(reason or CHOSEN)[:REASON_LENGTH],
+            group=group,
+            complete=complete,
+            joins=open_group,
+            siblings=found.siblings if group is not None else (),
         )
-    return decisions
+    return list(decisions.values())
 
 
 def group_id_of(exchange_id: str) -> str:
@@ -219,6 +266,10 @@ def _why_unwanted(exchange: Exchange, in_session: int, pending: int, rules: Rule
     drawn = exchange.turn_id or exchange.exchange_id
     if share_of(f"rate\x00{drawn}") >= rules.rate:
         return RATE
+    return _why_no_room(in_session, pending, rules)
+
+
+def _why_no_room(in_session: int, pending: int, rules: Rules) -> str | None:
     if in_session >= rules.max_groups_per_session:
         return SESSION_CAP
     return BACKLOG if pending >= rules.max_pending_groups else None
@@ -255,8 +306,14 @@ def judged_group(
 
 
 def _make_group(
-    exchange: Exchange, request: Mapping[str, Any], rules: Rules, *, session_id: str
+    exchange: Exchange,
+    request: Mapping[str, Any],
+    rules: Rules,
+    *,
+    session_id: str,
+    more: Sequence[Answer] = (),
 ) -> Group:
+    own = _served(exchange, request, rules)
     return Group(
         group_id=group_id_of(exchange.exchange_id),
         exchange_id=exchange.exchange_id,
@@ -265,16 +322,23 @@ def _make_group(
         adapter=exchange.adapter,
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,
-        answers=()
-        if _client_left(exchange)
-        else served_answers(
-            exchange,
-            request,
-            sampling=fill(exchange.sampling, rules.sampling_defaults),
-            defaults=rules.facts.defaults,
-            mode=rules.logprobs_mode,
-            limit=rules.size,
-        ),
+        answers=tuple(joined_answers(own, more, size=rules.size)),
+    )
+
+
+def _served(
+    exchange: Exchange, request: Mapping[str, Any] | None, rules: Rules
+) -> tuple[Answer, ...]:
+    """Return the first answers of an exchange's group. request: None: it is read again."""
+    if _client_left(exchange):
+        return ()
+    return served_answers(
+        exchange,
+        (_object(exchange.request) or {}) if request is None else request,
+        sampling=fill(exchange.sampling, rules.sampling_defaults),
+        defaults=rules.facts.defaults,
+        mode=rules.logprobs_mode,
+        limit=rules.size,
     )
 
 

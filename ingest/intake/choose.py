@@ -18,7 +18,18 @@ from sqlalchemy.orm import Session
 from ingest.best_of.groups import settle_new
 from ingest.errors import UnreadableExchangesError
 from ingest.grouping.rules import live_adapters, rules_now
-from ingest.grouping.selection import BACKLOG, TURN_DECIDED, Rules, Standing, select, turn_of
+from ingest.grouping.same_prompt import JOINED
+from ingest.grouping.selection import (
+    BACKLOG,
+    TURN_DECIDED,
+    Decision,
+    Rules,
+    Standing,
+    select,
+    turn_of,
+)
+from ingest.intake.same_prompt import find_same_prompts
+from ingest.sampling.candidates import all_identical
 from ingest.store.exchanges import (
     NEW,
     Settled,
@@ -30,7 +41,14 @@ from ingest.store.exchanges import (
     set_selection,
     turns_with,
 )
-from ingest.store.groups import count_by_session, count_pending, save_group
+from ingest.store.groups import (
+    append_answers,
+    count_by_session,
+    count_pending,
+    mark_sampled,
+    save_group,
+    set_aside,
+)
 from sidecar.store.database import Database, count
 
 STAGE = "selection"
@@ -131,6 +149,7 @@ def decide(
         ),
         sessions={stored.exchange.exchange_id: stored.session_id for stored in batch},
         decided_turns=frozenset(turns_with(session, turns, selections=TURN_DECIDED)),
+        alike=find_same_prompts(session, batch, join=rules.join_served, size=rules.size, live=live),
     )
     before = {stored.exchange.exchange_id: stored.selection for stored in batch}
     pairs = [(stored.exchange, stored.held_out) for stored in batch]
@@ -138,11 +157,30 @@ def decide(
     for decision in select(pairs, standing, rules):
         move = (before[decision.exchange_id], decision.reason)
         moves.setdefault(move, []).append(decision.exchange_id)
-        if decision.group is not None:
-            save_group(session, decision.group, now=now)
+        _apply(session, decision, rules, now=now)
+        for sibling in decision.siblings:
+            moved = moves.setdefault((sibling.selection, JOINED), [])
+            moved.append(sibling.exchange.exchange_id)
         log.debug("exchange_decided", exchange_id=decision.exchange_id, reason=decision.reason)
     for (left, reason), exchange_ids in moves.items():
         _move(session, exchange_ids, left, reason)
+
+
+def _apply(session: Session, decision: Decision, rules: Rules, *, now: float) -> None:
+    """Store the group of a decision, or the answers that it gives to one."""
+    if decision.joins is not None:
+        group_id, answers = decision.joins
+        count(
+            session, "served", JOINED, append_answers(session, group_id, answers, size=rules.size)
+        )
+    if decision.group is None:
+        return
+    group = decision.group
+    if save_group(session, group, now=now) and decision.complete:
+        if all_identical(group.answers):
+            set_aside(session, group.group_id, "identical_answers")
+        else:
+            mark_sampled(session, group.group_id)
 
 
 def _move(session: Session, exchange_ids: Sequence[str], left: str, reason: str) -> None:

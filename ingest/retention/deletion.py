@@ -148,7 +148,9 @@ def _delete(
     *,
     now: float,
 ) -> None:
-    groups = session.scalars(select(GroupRow).where(GroupRow.exchange_id.in_(exchange_ids))).all()
+    own = session.scalars(select(GroupRow).where(GroupRow.exchange_id.in_(exchange_ids))).all()
+    lent = _groups_with_answers_of(session, exchange_ids)
+    groups = list({row.group_id: row for row in (*own, *(row for row, _ in lent))}.values())
     claimed = [row for row in groups if row.status == CLAIMED]
     if claimed and release is not None:
         release(session, sorted({row.run_id for row in claimed if row.run_id is not None}))
@@ -157,7 +159,8 @@ def _delete(
             session.refresh(row)
     elif claimed:
         done.held = {row.exchange_id for row in claimed}
-        groups = [row for row in groups if row.exchange_id not in done.held]
+        done.held |= {source for row, source in lent if row.status == CLAIMED}
+        groups = [row for row in groups if row.status != CLAIMED]
     gone = [one for one in exchange_ids if one not in done.held]
     _keep_digests(session, groups, contents, done, forgotten=why == "forgotten", now=now)
     _delete_groups(session, [row.group_id for row in groups], gone)
@@ -189,6 +192,18 @@ def _delete(
     cache = content_cache(session)
     for one in gone:
         cache.drop(one)
+
+
+def _groups_with_answers_of(
+    session: Session, exchange_ids: Sequence[str]
+) -> list[tuple[GroupRow, str]]:
+    """Return groups of other exchanges that hold answers of these, each with the one of them."""
+    rows = session.execute(
+        select(GroupRow, AnswerRow.exchange_id)
+        .join(AnswerRow, AnswerRow.group_id == GroupRow.group_id)
+        .where(AnswerRow.exchange_id.in_(exchange_ids))
+    )
+    return [(row, source) for row, source in rows if source is not None]
 
 
 def _keep_digests(

@@ -22,6 +22,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Session, defer
 
 from ingest.errors import UnreadableExchangesError
+from ingest.grouping.same_prompt import prompt_key
 from ingest.sessions.records import Place
 from ingest.store.bases import Row, content_of, encode_contents, settle_bases
 from ingest.store.places import place_columns, place_of
@@ -100,6 +101,7 @@ def rows_of(exchange: Exchange, *, now: float) -> ExchangeRows:
     row["stored_at"] = now
     row["started_at"] = exchange.timings.started_at  # a column of its own, to be searched by
     row["selection"] = NEW
+    row["prompt_key"] = prompt_key(exchange)
     choices = [_CHOICE.to_row(choice) for choice in exchange.choices]
     for choice in choices:
         choice["exchange_id"] = exchange.exchange_id
@@ -114,6 +116,7 @@ def encode_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
     encode_contents(session, [(one.exchange, one.content) for one in rows])
     if keyring := keyring_of(session):
         for one in rows:
+            one.exchange["prompt_key"] = None  # who has a guess of the prompt could test it
             one.sealed = [
                 _CHOICE.sealed(row, choice, partial(_seal_reply, keyring, row))
                 for row, choice in zip(one.choices, one.said, strict=True)

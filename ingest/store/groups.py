@@ -161,7 +161,7 @@ def release_group(session: Session, group_id: str, *, until: float = 0.0) -> Non
 
 
 def append_answers(session: Session, group_id: str, answers: Sequence[Answer], *, size: int) -> int:
-    """Append sampled answers to a group in sampling, up to `size` answers in all.
+    """Append answers to a group in sampling, up to `size` answers in all.
 
     Each answer gets its place in the group as its index.
     Returns: how many were added; 0 when the group is no longer in sampling.

@@ -51,6 +51,10 @@ class Groups(Section):
     max_pending_groups: Count = 64
     """Most groups that wait for candidates, scores or the learner, of adapters that serve now.
     Beyond it, exchanges stay unchosen, because more groups would grow stale."""
+    join_served: Literal["off", "session", "project"] = "session"
+    """Which exchanges of the same prompt, answered by the same adapter version with the same
+    sampling, give their answers to one group: those of a session (regenerations), or of a project.
+    Such answers cost no sampling; four of them make a group also where `rate` would have none."""
     tokens_per_day: Annotated[
         int, Between(1, 10**15, "with none no group is completed; groups.rate = 0 chooses none")
     ] = 5_000_000

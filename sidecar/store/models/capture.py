@@ -52,6 +52,9 @@ class ExchangeRow(Base):
         ),
         partial_index("ix_exchange_taken_over", "fallback_from", "seq", where=TAKEN_OVER),
         partial_index("ix_exchange_base_id", "base_id", where="base_id IS NOT NULL"),
+        partial_index(
+            "ix_exchange_prompt", "prompt_key", "selection", "seq", where="prompt_key IS NOT NULL"
+        ),
         partial_index("ix_exchange_examined", "public_model", "seq", "session_id", where=EXAMINED),
     )
     seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
@@ -102,6 +105,9 @@ class ExchangeRow(Base):
     """The adapter that vLLM did not know; another one answered in its place."""
     selection: Mapped[str] = mapped_column(String(64), default="new")
     """new -> chosen, or the reason it was not (held_out, untrainable, session_cap, rate, …)."""
+    prompt_key: Mapped[str | None] = mapped_column(String(32))
+    """Shared by exchanges whose answers are draws of one distribution
+    (`ingest.grouping.same_prompt`); null: it shares none."""
 
 
 class ChoiceRow(Base):

@@ -70,6 +70,9 @@ class AnswerRow(Base):
     """One answer of a group, served or sampled."""
 
     __tablename__ = "answer"
+    __table_args__ = (
+        partial_index("ix_answer_exchange", "exchange_id", where="exchange_id IS NOT NULL"),
+    )
     group_id: Mapped[str] = mapped_column(
         String(64), ForeignKey("answer_group.group_id"), primary_key=True
     )
@@ -91,6 +94,8 @@ class AnswerRow(Base):
     """What is learned from; null: the score."""
     checks: Mapped[str | None] = mapped_column(Text)
     """JSON list: what each verifier found; encrypted with a key."""
+    exchange_id: Mapped[str | None] = mapped_column(String(64))
+    """The exchange of the same prompt that it was served in; null: the group's own."""
 
 
 class JudgeCallRow(Base):

@@ -1,0 +1,215 @@
+"""Answers that users got to one prompt: a group's answers that cost no sampling. Pure.
+
+A regenerated answer, or the answer to a question that came again, is one more draw of the same
+policy at the same prompt, so it is an answer of the same group as `n > 1` in one reply is. Two
+exchanges are joined only when all of this holds, and then their answers differ by chance alone:
+
+- the same adapter version answered, of one public model, for one project;
+- the rendered prompts have the same token ids: a chat template that changed, or tools that were
+  shown, differ there;
+- the requests have the same sampling fields and fields that end an answer, and no `seed`, which
+  would make one draw of two;
+- the answers are exact and exchangeable (`exchangeable.served_answers`): their log-probabilities
+  were recorded, at the temperature that candidates are sampled with.
+
+By default both must stand in one session, so that no group holds what two users said, and what is
+forgotten of a session is all there is of it.
+
+A regeneration exists because a user was not content with the first answer. That makes such prompts
+more frequent in groups, as a preference for hard prompts does; which answers a prompt gets, it does
+not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import msgspec
+
+from ingest.grouping.chat_request import PASSIVE_FIELDS
+from ingest.records import Answer
+from sidecar.records import Exchange
+from sidecar.store.arrays import pack_ids
+
+JoinServed = Literal["off", "session", "project"]
+JOINED: Final = "joined"
+"""Reason of an exchange whose answers are part of another exchange's group."""
+MIN_FREE: Final = 4
+"""Served answers that make a group without a candidate, where `groups.rate` would have none: the
+size from which judges rank well (`groups.size`)."""
+KEY_BYTES: Final = 16
+_NO_DIFFERENCE: Final = PASSIVE_FIELDS | {"messages", "n"}
+"""Request fields that may differ: the messages are compared as token ids."""
+_NOT_JSON: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def prompt_key(exchange: Exchange) -> str | None:
+    """Return a digest that exchanges share whose answers are draws of one distribution.
+
+    Equal fields that are written differently (`1` and `1.0`) give different keys: an answer is then
+    not joined, and nothing is wrong.
+    Returns: 32 hex digits; None when the exchange can share none.
+    """
+    if (
+        exchange.surface != "chat"
+        or exchange.status != 200
+        or exchange.outcome != "ok"
+        or not exchange.choices
+        or not exchange.prompt_token_ids
+        or exchange.untrainable_reason is not None
+        or exchange.sampling.seed is not None
+    ):
+        return None
+    try:
+        fields = msgspec.json.decode(exchange.request, type=dict[str, msgspec.Raw])
+    except _NOT_JSON:
+        return None
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for name in (exchange.project, exchange.public_model, exchange.adapter):
+        digest.update(f"{len(name)}\0{name}".encode("utf-8", "surrogatepass"))
+    for name in sorted(fields.keys() - _NO_DIFFERENCE):
+        value = bytes(fields[name])
+        digest.update(f"{name}\0{len(value)}\0".encode("utf-8", "surrogatepass"))
+        digest.update(value)
+    digest.update(b"\0ids")
+    digest.update(pack_ids(exchange.prompt_token_ids))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sibling:
+    """An exchange of the same prompt that an earlier batch left out only for its cost."""
+
+    exchange: Exchange
+    session_id: str
+    selection: str
+    """Why it was left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamePrompts:
+    """What the store holds of the prompts of a batch."""
+
+    keys: Mapping[str, str]
+    """Exchange id -> prompt key, of the batch."""
+    left_out: Mapping[str, Sequence[Sibling]]
+    """Prompt key -> exchanges that are in no group, the newest first."""
+    open_groups: Mapping[tuple[str, str], str]
+    """(prompt key, session id) -> a group that is still being sampled; the session is "" where
+    sessions may be joined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Answers of other exchanges for a group, and the exchanges that they are of."""
+
+    answers: tuple[Answer, ...] = ()
+    mates: tuple[str, ...] = ()
+    """Of the same batch."""
+    siblings: tuple[Sibling, ...] = ()
+    """Of earlier ones."""
+
+
+NOT_FOUND: Final = Found()
+NOTHING_ALIKE: Final = SamePrompts(keys={}, left_out={}, open_groups={})
+
+
+def place_of(key: str, session_id: str, join: JoinServed) -> tuple[str, str]:
+    """Return what exchanges must share to be joined."""
+    return key, session_id if join == "session" else ""
+
+
+def exact(answers: Iterable[Answer], *, source: str) -> list[Answer]:
+    """Return the answers that take part in the gradient, as answers of another exchange's group."""
+    return [
+        replace(answer, exchange_id=source)
+        for answer in answers
+        if answer.untrainable_reason is None
+    ]
+
+
+def joined_answers(own: Sequence[Answer], more: Iterable[Answer], *, size: int) -> list[Answer]:
+    """Return a group's first answers, numbered: its own, then the joined ones, up to `size`."""
+    return [replace(answer, index=at) for at, answer in enumerate([*own, *more][:size])]
+
+
+class Joins:
+    """Finds the exchanges of a batch, and of earlier ones, that are answers of one group."""
+
+    def __init__(
+        self,
+        alike: SamePrompts,
+        join: JoinServed,
+        answers_of: Callable[[Exchange], Sequence[Answer]],
+    ) -> None:
+        """answers_of: an exchange's own served answers."""
+        self._alike = alike
+        self._join = join
+        self._answers_of = answers_of
+        self._mates: dict[tuple[str, str], list[Exchange]] = {}
+        self.taken: set[str] = set()
+        """Exchanges whose answers a group has."""
+
+    def add(self, exchange: Exchange, session_id: str) -> None:
+        """Say that this exchange of the batch may be joined."""
+        place = self._place(exchange, session_id)
+        if place is not None:
+            self._mates.setdefault(place, []).append(exchange)
+
+    def open_group(
+        self, exchange: Exchange, session_id: str
+    ) -> tuple[str, tuple[Answer, ...]] | None:
+        """Return the group that is being sampled for this prompt, with the answers that it gets."""
+        place = self._place(exchange, session_id)
+        group_id = None if place is None else self._alike.open_groups.get(place)
+        if group_id is None:
+            return None
+        answers = exact(self._answers_of(exchange), source=exchange.exchange_id)
+        return (group_id, tuple(answers)) if answers else None
+
+    def find(self, exchange: Exchange, session_id: str, *, room: int) -> Found:
+        """Find other exchanges' answers for a group of this exchange, at most `room` of them.
+
+        room: answers that the group lacks; a group that has enough leaves the others alone.
+        """
+        place = self._place(exchange, session_id)
+        if place is None:
+            return NOT_FOUND
+        answers: list[Answer] = []
+        mates: list[str] = []
+        siblings: list[Sibling] = []
+        for mate in self._mates.get(place, ()):
+            own = mate.exchange_id == exchange.exchange_id or mate.exchange_id in self.taken
+            own = mate.exchange_id == exchange.exchange_id
+            if own or mate.exchange_id in self.taken or len(answers) >= room:
+                continue
+            if more := exact(self._answers_of(mate), source=mate.exchange_id):
+                answers += more
+                mates.append(mate.exchange_id)
+        for sibling in self._alike.left_out.get(place[0], ()):
+            if len(answers) >= room:
+                break
+            if place_of(place[0], sibling.session_id, self._join) != place:
+                continue
+            source = sibling.exchange.exchange_id
+            if source in self.taken:
+                continue
+            if more := exact(self._answers_of(sibling.exchange), source=source):
+                answers += more
+                siblings.append(sibling)
+        return Found(answers=tuple(answers[:room]), mates=tuple(mates), siblings=tuple(siblings))
+
+    def take(self, exchange: Exchange, found: Found) -> None:
+        """Say that this exchange has a group, with these answers."""
+        self.taken.add(exchange.exchange_id)
+        self.taken.update(found.mates)
+        self.taken.update(one.exchange.exchange_id for one in found.siblings)
+
+    def _place(self, exchange: Exchange, session_id: str) -> tuple[str, str] | None:
+        key = self._alike.keys.get(exchange.exchange_id)
+        if self._join == "off" or key is None:
+            return None
+        return place_of(key, session_id, self._join)
