@@ -21,6 +21,7 @@ MAX_REPLY_CHARACTERS = 200_000
 """Longest reply that is read: sixteen explanations fit in a hundredth of it."""
 
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_DRAFT = re.compile(r"\A\s*<think>")
 """Thinking at the start of the reply only: an explanation may quote these tags."""
 _START = re.compile(r"\{|\[(?=\s*\{)")
 """Where an object or a list of objects may begin."""
@@ -57,6 +58,8 @@ def _scores_in(text: str, ids: Sequence[str]) -> list[Any]:
     if len(text) > MAX_REPLY_CHARACTERS:
         raise JudgeReplyError(f"the reply is longer than {MAX_REPLY_CHARACTERS} characters")
     text = _THINKING.sub("", text, count=1)
+    if _DRAFT.match(text):
+        raise JudgeReplyError("the reply ends inside its thinking; close it, then give the scores")
     found = _all_entries(text, ids) or _all_entries(_LAST_COMMA.sub(r"\1", text), ids)
     if not found:
         raise JudgeReplyError('the reply holds no JSON object with a "scores" list')

@@ -30,13 +30,19 @@ class ToolCalls:
             if self._required or _call_is_required(case):
                 return wrong("no tool is called, and one must be")
             return right("no tool is called")
+        unchecked = ""
         for place, call in enumerate(case.tool_calls):
-            if (why := _why_wrong(call, tools)) is not None:
+            try:
+                why = _why_wrong(call, tools)
+            except NoSchemaError as error:  # the request's fault: the call itself is JSON
+                unchecked = f"the schema of {_name(call)} cannot be used: {error}"
+                continue
+            if why is not None:
                 return wrong(f"call {place}: {why}")
         forced = _forced_tool(case)
         if forced is not None and any(_name(call) != forced for call in case.tool_calls):
             return wrong(f"the request asks for {forced}")
-        return right()
+        return right(unchecked)
 
 
 class JsonSchema:
@@ -181,7 +187,8 @@ def _parameters(case: Case) -> dict[str, Any]:
     return found
 
 
-def _why_wrong(call: Any, tools: Mapping[str, Any]) -> str | None:  # Any: JSON
+def _why_wrong(call: Any, tools: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a call, JSON. Raises: NoSchemaError when its schema is unusable."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return "it is no call of a function"
@@ -197,12 +204,7 @@ def _why_wrong(call: Any, tools: Mapping[str, Any]) -> str | None:  # Any: JSON
     if not isinstance(value, dict):
         return "its arguments are no object"
     schema = tools[name]
-    if schema is None:
-        return None
-    try:
-        return why_invalid(value, schema)
-    except NoSchemaError:
-        return None  # the request's fault, which all answers share
+    return None if schema is None else why_invalid(value, schema)
 
 
 def _name(call: Any) -> object:  # Any: JSON

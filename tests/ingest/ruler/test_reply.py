@@ -184,3 +184,10 @@ def test_every_score_is_finite_and_in_range_or_refused() -> None:
             assert not 0 <= float(value) <= 1
         else:
             assert all(math.isfinite(score) and 0 <= score <= 1 for score in scores)
+
+
+@pytest.mark.parametrize("end", ["", "</thin", "\n\n"])
+def test_a_draft_in_thinking_that_never_ends_is_no_verdict(end: str) -> None:
+    """The token limit cut the judge off while it tried out scores."""
+    with pytest.raises(JudgeReplyError, match="inside its thinking"):
+        parse(f"<think>Perhaps {GOOD} but answer b is ruder{end}")

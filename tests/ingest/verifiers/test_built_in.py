@@ -9,7 +9,7 @@ import pytest
 
 from ingest.verifiers.built_in import Exact, JsonSchema, Length, Regex, ToolCalls
 from ingest.verifiers.records import Case, Failure, Finding, read_result, shown
-from ingest.verifiers.schemas import NoSchemaError, why_invalid
+from ingest.verifiers.schemas import DEEPEST, NoSchemaError, why_invalid
 
 TOOL = {
     "type": "function",
@@ -103,6 +103,64 @@ def test_a_call_that_the_settings_ask_for() -> None:
 def test_a_tool_whose_schema_cannot_be_used_is_no_answers_fault(parameters: Any) -> None:
     tool = {"type": "function", "function": {"name": "refund", "parameters": parameters}}
     assert ToolCalls().verify(case("", call({"a": 1}), tools=[tool])).score == 1.0
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$schema": 5},
+        {"$schema": ["x"]},
+        {"$schema": "http://["},
+        {"$ref": 5},
+        {"$ref": "#/nowhere"},
+        {"properties": {"a": {"pattern": "\\p{L}"}}},
+        {"properties": {"a": {"pattern": "("}}},
+        {"properties": {"a": {"minimum": 10**5000}}},
+        {"allOf": [{"$ref": "#"}]},
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_a_schema_that_cannot_be_used_is_named_and_the_call_is_still_read(schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "refund", "parameters": schema}}
+
+    found = ToolCalls().verify(case("", call({"a": 1}), tools=[tool]))
+    broken = ToolCalls().verify(case("", call('{"a": '), tools=[tool]))
+
+    assert found.score == 1.0
+    assert found.why.startswith("the schema of refund cannot be used: ")
+    assert broken.score == 0.0
+
+
+RECURSIVE = {"$ref": "#/$defs/node", "$defs": {"node": {"anyOf": [{"items": {"$ref": "#"}}]}}}
+
+
+@pytest.mark.parametrize("depth", [65, 120, 300, 900])
+def test_an_answer_that_nests_deep_is_wrong_and_takes_no_gate_away(depth: int) -> None:
+    text = "[" * depth + "]" * depth
+    tool = {"type": "function", "function": {"name": "refund", "parameters": RECURSIVE}}
+
+    of_call = ToolCalls().verify(case("", call('{"a": ' + text + "}"), tools=[tool]))
+    of_content = JsonSchema(json_schema=RECURSIVE).verify(case(text))
+
+    assert (of_call.score, of_content.score) == (0.0, 0.0)
+    assert "deep" in of_call.why
+    assert "deep" in of_content.why
+
+
+def test_as_deep_as_is_allowed_is_checked_by_a_schema_that_refers_to_itself() -> None:
+    text = "[" * DEEPEST + "]" * DEEPEST
+    assert JsonSchema(json_schema=RECURSIVE).verify(case(text)).score == 1.0
+    inner = {"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "null"}]}
+    assert JsonSchema(json_schema=inner).verify(case(text)).score == 1.0
+    assert JsonSchema(json_schema=inner).verify(case(text.replace("[]", "[1]"))).score == 0.0
+
+
+@pytest.mark.parametrize("price", ["19.99", "0.1", "0.07", "1e2", "4.35", "3"])
+def test_prices_are_multiples_of_a_cent(price: str) -> None:
+    schema = {"multipleOf": 0.01}
+    assert JsonSchema(json_schema=schema).verify(case(price)).score == 1.0
+    assert JsonSchema(json_schema=schema).verify(case("0.015")).score == 0.0
+    assert JsonSchema(json_schema=schema).verify(case("1e999")).score == 0.0
 
 
 def test_a_schema_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
