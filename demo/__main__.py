@@ -51,6 +51,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "settle_s": 2.0,
         "max_pending_groups": 12,
         "concurrency": 18,
+        # Its users are a script, and candidates need not keep out of their way.
+        "max_slowdown": 0.0,
     },
     "learner": {
         "min_groups": 12,

@@ -92,8 +92,11 @@ async def serve(settings: Settings, database: Database) -> int:
             session, settings.serving.model, now=time.time(), actor=audit.CONTROL
         )
     key = settings.serving.api_key
+    # Not under the limit on the slow-down of users: each side would take the other's candidates for
+    # users', and a canary would wait for its gate for as long as groups are sampled.
+    unlimited = settings.groups.model_copy(update={"max_slowdown": 0.0})
     sampler = open_replicas(
-        settings.serving.upstreams, key.get_secret_value() if key else None, settings.groups
+        settings.serving.upstreams, key.get_secret_value() if key else None, unlimited
     )
     judges = ProcessJudges(settings.judge_of_gate, database)
     _say_examiner(settings)

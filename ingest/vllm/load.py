@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from ingest.errors import SamplingError
+from ingest.vllm.work import EngineWork, parse_work
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -28,6 +29,8 @@ class EngineLoad:
     waiting: int
     kv_cache_usage: float
     """0..1, of the fullest rank."""
+    work: EngineWork | None = None
+    """Counters of the work done; None: vLLM does not tell them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class LoadLimits:
     """Users' requests, running and waiting."""
     kv_cache_usage: float
     """Share of the KV cache in use, 0..1, whoever uses it."""
+    max_slowdown: float = 0.0
+    """Share by which candidates may slow users (`ingest.vllm.slowdown`); 0: no limit."""
 
 
 def parse_load(metrics: str) -> EngineLoad:
@@ -71,6 +76,7 @@ def parse_load(metrics: str) -> EngineLoad:
         running=round(sum(found[RUNNING])),
         waiting=round(sum(found[WAITING])),
         kv_cache_usage=max(found[KV_CACHE_USAGE]),
+        work=parse_work(metrics),
     )
 
 

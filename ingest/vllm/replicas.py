@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 from ingest.errors import AWAY, EngineDownError, NoRoomError, SamplingError
@@ -18,6 +19,11 @@ from ingest.vllm.load import LoadLimits
 from ingest.vllm.sampler import LoadProbe, SampledAnswer, Sampler, SampleRequest, VllmSampler
 from ingest.vllm.throttle import PROBE_INTERVAL_S, Throttle
 from sidecar.settings import Groups
+
+WAIT_S = 0.1
+"""How long a candidate waits before it asks again for its turn beside others."""
+LONGEST_WAIT_S = 30.0
+"""How long it waits in all. Then its group is given back, with what it has by then."""
 
 
 class Replica(Sampler, LoadProbe, Protocol):
@@ -54,18 +60,26 @@ class ReplicaSampler:
         """See `Sampler.sample`. Raises: the error of the first replica asked, if no other answers;
         NoRoomError when none has room, or none tells its load."""
         errors = list[SamplingError]()
-        try:
-            replicas = await self._with_room()
-        except EngineDownError:
-            raise
-        except SamplingError as error:
-            raise NoRoomError(f"no vLLM tells its load: {error}") from error
-        for one in replicas:
+        deadline = monotonic() + LONGEST_WAIT_S
+        while not errors:
             try:
-                with one.throttle.sending():
-                    return await one.replica.sample(request)
-            except AWAY as error:  # any other error concerns this one answer
-                errors.append(error)
+                replicas = await self._with_room()
+            except EngineDownError:
+                raise
+            except SamplingError as error:
+                raise NoRoomError(f"no vLLM tells its load: {error}") from error
+            for one in replicas:
+                if not one.throttle.has_slot():  # another candidate has taken it meanwhile
+                    continue
+                try:
+                    with one.throttle.sending():
+                        return await one.replica.sample(request)
+                except AWAY as error:  # any other error concerns this one answer
+                    errors.append(error)
+            limited = any(one.throttle.is_gate_open for one in self._replicas)
+            if errors or not limited or monotonic() > deadline:
+                break
+            await asyncio.sleep(WAIT_S)
         raise errors[0] if errors else NoRoomError("users need the capacity of every vLLM")
 
     async def _with_room(self) -> list[_Guarded]:
@@ -95,5 +109,9 @@ def open_replicas(
     """Open a sampler over the vLLMs at these base URLs, with the limits of `[groups]`."""
     return ReplicaSampler(
         {url: VllmSampler(url, api_key, timeout_s, priority=groups.priority) for url in urls},
-        LoadLimits(requests=groups.max_running_requests, kv_cache_usage=groups.max_kv_cache_usage),
+        LoadLimits(
+            requests=groups.max_running_requests,
+            kv_cache_usage=groups.max_kv_cache_usage,
+            max_slowdown=groups.max_slowdown,
+        ),
     )

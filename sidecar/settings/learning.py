@@ -83,6 +83,8 @@ class Groups(Section):
         float, Between(0, 1, "it is a share; at 0 no candidate is ever sampled", above_low=True)
     ] = 0.8
     """A vLLM whose KV cache is fuller than this gets no candidates. 1: however full it is."""
+    max_slowdown: Annotated[float, Between(0, 10, "it is a share of a step's time")] = 0.05
+    """Share by which candidates may slow users in a vLLM, as fitted to its metrics. 0: no limit."""
     timeout_s: Timeout = 120.0
     """Longest time of one candidate."""
 

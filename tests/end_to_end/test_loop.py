@@ -40,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "settle_s": 1.0,
         "max_pending_groups": 8,
         "concurrency": 18,
+        # The users are a script: candidates need not keep out of their way.
+        "max_slowdown": 0.0,
     },
     "learner": {"min_groups": 4, "max_groups": 6, "steps": 2, "learning_rate": 4e-4},
     "canary": {
