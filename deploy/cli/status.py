@@ -10,6 +10,13 @@ from typing import Any
 
 import msgspec
 
+from deploy.cli.learning.judges import (
+    GateJudge,
+    Judge,
+    JudgeNoise,
+    gate_judge_lines,
+    judge_lines,
+)
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.times import shown_age, shown_time
 from sidecar.records import BASE
@@ -85,44 +92,6 @@ class Trouble(msgspec.Struct):
     until: float | None
 
 
-class OneJudge(msgspec.Struct):
-    model: str
-    breaker: str
-    since: float | None
-    until: float | None
-    error: str
-
-
-class Judge(msgspec.Struct):
-    state: str
-    since: float
-    good_at: float | None
-    error_at: float | None
-    error: str
-    until: float | None
-    waiting: int
-    judges: list[OneJudge] = []
-    spent_usd_today: float = 0.0
-    tokens_today: int = 0
-
-
-class GateJudge(msgspec.Struct):
-    model: str
-    passes: int
-    own_rubric: bool
-    warning: str
-
-
-class JudgeNoise(msgspec.Struct):
-    groups: int
-    passes: int
-    sd: float | None
-    sd_low: float | None
-    sd_high: float | None
-    drift: str
-    drift_at: float | None
-
-
 class Status(msgspec.Struct, kw_only=True):
     """`GET /admin/v1/status`, as far as the sentences need it."""
 
@@ -176,9 +145,8 @@ def status_lines(
         *_bus(status.bus, now),
         *_dead_letters(status.dead_letters),
         *_sampling(status.sampling, now),
-        *_judge(status.judge, now),
-        *_gate_judge(status.gate_judge),
-        *_judge_noise(status.judge_noise, now),
+        *judge_lines(status.judge, status.judge_noise, now),
+        *gate_judge_lines(status.gate_judge),
         *verifier_lines(status.verifiers, now),
         *_retention(status.retention, now),
         *([f"Token check: {status.token_check}"] if status.token_check != "on" else []),
@@ -301,67 +269,6 @@ def _sampling(trouble: Trouble | None, now: float) -> Iterator[str]:
         return
     until = "" if trouble.until is None else f", until {shown_time(trouble.until, now)}"
     yield f"Sampling: waits since {shown_time(trouble.since, now)}{until}: {trouble.why}"
-
-
-def _judge(judge: Judge | None, now: float) -> Iterator[str]:
-    if judge is None:
-        yield "Judge: no score process with a judge has run (judge.model)."
-        return
-    since = shown_time(judge.since, now)
-    again = ""
-    if judge.until is not None and judge.until > now:
-        again = f", next {shown_age(now - judge.until)}"
-    said = {
-        "unknown": f"is being asked whether it works, since {since}",
-        "works": "gives scores",
-        "away": f"gives no scores since {since}; it is asked again{again}",
-        "spent": f"is not asked: {judge.error}",
-        "rejected": f"REJECTS every question since {since}; check judge.model, api_base, key and "
-        f"params, and restart score; it is asked again{again}",
-    }.get(judge.state, judge.state)
-    good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
-    waits = "group waits" if judge.waiting == 1 else "groups wait"
-    yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
-    if judge.tokens_today:
-        dollars = (
-            f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
-        )
-        yield f"  Today (UTC): {dollars}, {judge.tokens_today:,} tokens."
-    if len(judge.judges) > 1:
-        yield from (_one_judge(one, now) for one in judge.judges)
-    if judge.error_at is not None and judge.state != "spent":
-        yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
-
-
-def _one_judge(judge: OneJudge, now: float) -> str:
-    if judge.breaker == "closed":
-        return f"  {judge.model}: is asked."
-    since = "" if judge.since is None else f" since {shown_time(judge.since, now)}"
-    again = "one group tries it now"
-    if judge.until is not None and judge.until > now:
-        again = f"next {shown_age(now - judge.until)}"
-    return f"  {judge.model}: fails{since}, so others are asked; {again}: {judge.error}"
-
-
-def _gate_judge(judge: GateJudge | None) -> Iterator[str]:
-    if judge is None or not judge.model:
-        return
-    rubric = "a rubric of its own" if judge.own_rubric else "judge.rubric"
-    passes = "1 pass" if judge.passes == 1 else f"{judge.passes} passes"
-    yield f"Gate: judged by {judge.model}, {passes}, by {rubric}."
-    if judge.warning:
-        yield f"  WARNING: {judge.warning}."
-
-
-def _judge_noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
-    if noise is None or noise.sd is None:
-        return
-    between = f" ({noise.sd_low:.3f} to {noise.sd_high:.3f})" if noise.sd_low is not None else ""
-    of = _count(noise.groups, "group")
-    yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
-    if noise.drift:
-        since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"
-        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise`"
 
 
 def _retention(retention: Retention | None, now: float) -> Iterator[str]:

@@ -25,7 +25,7 @@ from deploy.doctor.recent import newest_adapter, newest_run, read_recent
 from deploy.funnel.read import read_funnel
 from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error
-from deploy.preflight.judge import NO_JUDGE, check_gate_judge, check_judge
+from deploy.preflight.judge import NO_JUDGE, check_judges
 from deploy.preflight.places import check_places
 from deploy.preflight.run import LOCKS
 from deploy.preflight.store import check_store
@@ -86,10 +86,8 @@ def look(
             },
             "loads": refused,
         }
-        if settings.groups.rate > 0:
-            checks["judge"] = lambda: _one(asyncio.run(check_judge(settings.judge)))
-        if settings.gate_judge.model:
-            checks["the gate's judge"] = lambda: _one(asyncio.run(check_gate_judge(settings)))
+        if settings.groups.rate > 0 or settings.gate_judge.model:
+            checks["judge"] = lambda: asyncio.run(check_judges(settings))
         if settings.judge.model and settings.reward.verifiers:
             checks["verifiers"] = lambda: asyncio.run(check_verifiers(settings))
         if settings.learner.schedule != "manual":
@@ -106,7 +104,6 @@ def look(
             "Kafka",
             "vLLM",
             "judge",
-            "the gate's judge",
             "verifiers",
             "learner",
             "settings",

@@ -6,7 +6,7 @@ import asyncio
 
 from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error, warning
-from deploy.preflight.judge import check_gate_judge, check_judge
+from deploy.preflight.judge import check_judges
 from deploy.preflight.places import check_places
 from deploy.preflight.store import check_store
 from deploy.preflight.verifiers import check_verifiers
@@ -29,10 +29,7 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
     if (bus := await asyncio.to_thread(check_bus, settings)) is not None:
         found.append(bus)
     found += [finding async for finding in check_replicas(settings)]
-    if settings.groups.rate > 0 and (judged := await check_judge(settings.judge)) is not None:
-        found.append(judged)
-    if (examined := await check_gate_judge(settings)) is not None:
-        found.append(examined)
+    found += await check_judges(settings)
     if settings.judge.model:
         found += await check_verifiers(settings)
     if settings.learner.schedule != "manual":

@@ -55,6 +55,8 @@ class Panel:
     ) -> None:
         self._members = tuple(members)
         self._clock = clock
+        self._away: set[str] = set()
+        """Members whose failure was logged, and that gave no judgement since."""
 
     @property
     def model(self) -> str:
@@ -75,7 +77,7 @@ class Panel:
             if len(self._members) > 1 and not member.breaker.admits(self._clock()):
                 continue
             try:
-                return await self._ask(member, ask)
+                found = await self._ask(member, ask)
             except JudgeWithheldError:
                 raise
             except JudgeBusyError as error:
@@ -84,7 +86,13 @@ class Panel:
                 failures.append(error)
             except JudgeUnavailableError as error:
                 failures.append(error)
-            if member is not self._members[-1]:
+            else:
+                if member.model in self._away:
+                    self._away.discard(member.model)
+                    log.info("judge_fallback_over", back=member.model)
+                return found
+            if member is not self._members[-1] and member.model not in self._away:
+                self._away.add(member.model)
                 log.warning("judge_fallback", away=member.model, error=str(failures[-1]))
         raise self._nobody(failures)
 

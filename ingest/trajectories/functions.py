@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ingest.errors import IngestError
+from ingest.errors import IngestError, JudgeReplyError
 from ingest.privacy.judge_view import NotRedactedError
 from ingest.ruler.judge import Judge, LiteLlmJudge
 from ingest.ruler.ruler import SEED_BITS
@@ -108,6 +108,10 @@ async def ruler_scores(
             view=view,
             show_reasoning=show_reasoning,
         )
+    except JudgeReplyError as error:
+        if debug:
+            sys.stderr.write(f"no verdict: {error}\n")
+        raise
     except IdenticalError as error:
         why = f"{error}: the judge was not asked, and each has the score {UNJUDGED}"
         if debug:

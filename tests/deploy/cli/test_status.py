@@ -203,9 +203,9 @@ def test_each_verifier_has_a_line() -> None:
             [
                 f"Judge: gives scores. Last good answer: {shown_time(NOW - 12, NOW)}. 0 groups "
                 "wait for it.",
-                f"  openai/a: fails since {shown_time(NOW - 60, NOW)}, so others are asked; next "
-                "in 2 min: 401",
-                "  b: is asked.",
+                f"  openai/a (first judge): fails since {shown_time(NOW - 60, NOW)}; it is tried "
+                "again in 2 min. Its error: 401",
+                "  b (fallback 1): gives the scores",
             ],
         ),
         (

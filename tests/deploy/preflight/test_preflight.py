@@ -245,6 +245,27 @@ def test_a_verifier_that_cannot_be_used_is_an_error(
     )
 
 
+def test_every_judge_that_the_settings_name_is_asked(
+    tmp_path: Path, vllm: tuple[str, AdapterEndpoints]
+) -> None:
+    nobody = {"api_base": "http://127.0.0.1:9/v1", "api_key": "sk-x"}
+    judge = {
+        "model": "hosted_vllm/first",
+        "fallbacks": [{"model": "hosted_vllm/second", **nobody}],
+        **nobody,
+    }
+    gate = {"model": "hosted_vllm/third", **nobody}
+
+    found = check(settings_with(tmp_path, vllm[0], judge=judge, gate_judge=gate))
+
+    assert [(level, setting) for level, setting, _ in found] == [
+        ("error", "judge.model"),
+        ("error", "gate_judge.model"),
+        ("warning", "judge.fallbacks[0].model"),
+    ]
+    assert found[2][2].startswith("the fallback hosted_vllm/second would not help: ")
+
+
 def test_a_gate_whose_judge_gives_the_reward_is_a_warning(
     tmp_path: Path, vllm: tuple[str, AdapterEndpoints], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 
 from ingest.errors import (
     JudgeBusyError,
@@ -16,7 +17,10 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch.state import read_judge_state
+from ingest.judges.breaker import Breaker
 from ingest.judges.meter import ASKED
+from ingest.judges.panel import Member, Panel
+from ingest.ruler.judge import JudgeReply
 from ingest.store.groups import load_scored_group
 from tests.ingest.judges.conftest import PRICE, Bench
 
@@ -26,6 +30,17 @@ if TYPE_CHECKING:
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 SCHEMA = {"properties": {"scores": {"items": {"properties": {"id": {"enum": ["a", "b"]}}}}}}
 FIRST, SECOND = "openai/first", "openai/second"
+
+
+class JudgeOf:
+    """Gives one reply to all questions."""
+
+    model = "one"
+
+    async def complete(self, messages: Any, schema: Any) -> Any:
+        return JudgeReply(text="{}")
+
+
 Step = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
@@ -35,6 +50,37 @@ def fallback(url: str, **changes: Any) -> dict[str, Any]:
 
 def scoring(kit: JudgeKit, good: float) -> Step:
     return kit.answer_with(kit.score_by_content({"good": good, "bad": 0.1}, otherwise=0.5))
+
+
+async def test_a_judge_that_is_away_is_logged_once_until_it_is_back() -> None:
+    class Fickle(JudgeOf):
+        fails = True
+
+        async def complete(self, messages: Any, schema: Any) -> Any:
+            if self.fails:
+                raise JudgeUnavailableError("503")
+            return await super().complete(messages, schema)
+
+    first, second = Fickle(), JudgeOf()
+    members = [
+        Member(model=name, breaker=Breaker(), seat=lambda _, judge=judge: judge)  # type: ignore[misc]
+        for name, judge in ((FIRST, first), (SECOND, second))
+    ]
+    now = [0.0]
+    panel = Panel(members, clock=lambda: now[0])
+
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(30):
+            now[0] += 100.0  # long enough for the breaker to try the first one again
+            await panel.complete(MESSAGES, SCHEMA)
+        first.fails = False
+        now[0] += 1_000.0
+        await panel.complete(MESSAGES, SCHEMA)
+        first.fails = True
+        await panel.complete(MESSAGES, SCHEMA)
+
+    said = [one["event"] for one in logs if one["event"].startswith("judge_fallback")]
+    assert said == ["judge_fallback", "judge_fallback_over", "judge_fallback"]
 
 
 async def test_a_wrong_key_of_the_first_judge_stops_nothing(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -223,6 +224,18 @@ async def test_bad_options_are_refused_before_the_judge_is_asked() -> None:
         with pytest.raises(TrajectoriesError, match="judge"):
             await ruler_scores(lists, name)
     assert judge.conversations == []
+
+
+async def test_debug_says_why_there_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    class Mute(RankingJudge):
+        async def complete(self, messages: Any, schema: Any) -> Any:
+            found = await super().complete(messages, schema)
+            return replace(found, text="I like the second one best.")
+
+    with pytest.raises(JudgeReplyError):
+        await ruler_scores(said(*WORTH), Mute(WORTH), debug=True)
+
+    assert "no verdict: " in capsys.readouterr().err
 
 
 async def test_debug_writes_the_verdict_as_plain_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,120 @@
+"""The lines of `sidecar status` about judges: who scores, what it costs, the noise. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from deploy.cli.times import shown_age, shown_time
+
+
+class OneJudge(msgspec.Struct):
+    model: str
+    breaker: str
+    since: float | None
+    until: float | None
+    error: str
+
+
+class Judge(msgspec.Struct):
+    state: str
+    since: float
+    good_at: float | None
+    error_at: float | None
+    error: str
+    until: float | None
+    waiting: int
+    judges: list[OneJudge] = []
+    spent_usd_today: float = 0.0
+    tokens_today: int = 0
+
+
+class GateJudge(msgspec.Struct):
+    model: str
+    passes: int
+    own_rubric: bool
+    warning: str
+
+
+class JudgeNoise(msgspec.Struct):
+    groups: int
+    passes: int
+    sd: float | None
+    sd_low: float | None
+    sd_high: float | None
+    drift: str
+    drift_at: float | None
+
+
+def judge_lines(judge: Judge | None, noise: JudgeNoise | None, now: float) -> Iterator[str]:
+    """Yield the lines about the judge of the reward. now: Unix seconds."""
+    if judge is None:
+        yield "Judge: no score process with a judge has run (judge.model)."
+        yield from _noise(noise, now)
+        return
+    since = shown_time(judge.since, now)
+    again = ""
+    if judge.until is not None and judge.until > now:
+        again = f", next {shown_age(now - judge.until)}"
+    said = {
+        "unknown": f"is being asked whether it works, since {since}",
+        "works": "gives scores",
+        "away": f"gives no scores since {since}; it is asked again{again}",
+        "spent": f"is not asked: {judge.error}",
+        "rejected": f"REJECTS every question since {since}; check judge.model, api_base, key and "
+        f"params, and restart score; it is asked again{again}",
+    }.get(judge.state, judge.state)
+    good = "never" if judge.good_at is None else shown_time(judge.good_at, now)
+    waits = "group waits" if judge.waiting == 1 else "groups wait"
+    yield f"Judge: {said}. Last good answer: {good}. {judge.waiting:,} {waits} for it."
+    if judge.tokens_today:
+        dollars = (
+            f"${judge.spent_usd_today:,.2f}" if judge.spent_usd_today >= 0.01 else "under $0.01"
+        )
+        yield f"  Today (UTC): {dollars}, {judge.tokens_today:,} tokens."
+    if len(judge.judges) > 1 and judge.state != "spent":
+        yield from _each_judge(judge.judges, now)
+    yield from _noise(noise, now)
+    if judge.error_at is not None and judge.state != "spent":
+        yield f"  Last error {shown_time(judge.error_at, now)}: {judge.error}"
+
+
+def _each_judge(judges: Sequence[OneJudge], now: float) -> Iterator[str]:
+    """Say of each judge, in the order in which they are asked, whether it gives the scores."""
+    judging = next((one.model for one in judges if one.breaker == "closed"), None)
+    for place, one in enumerate(judges):
+        role = "first judge" if place == 0 else f"fallback {place}"
+        if one.model == judging:
+            said = "gives the scores"
+        elif one.breaker == "closed":
+            said = "stands by"
+        else:
+            since = "" if one.since is None else f" since {shown_time(one.since, now)}"
+            again = "one group tries it now"
+            if one.until is not None and one.until > now:
+                again = f"it is tried again {shown_age(now - one.until)}"
+            said = f"fails{since}; {again}. Its error: {one.error}"
+        yield f"  {one.model} ({role}): {said}"
+
+
+def gate_judge_lines(judge: GateJudge | None) -> Iterator[str]:
+    """Yield the lines about the judge of the deployment gate."""
+    if judge is None or not judge.model:
+        return
+    rubric = "a rubric of its own" if judge.own_rubric else "judge.rubric"
+    passes = "1 pass" if judge.passes == 1 else f"{judge.passes} passes"
+    yield f"Gate: judged by {judge.model}, {passes}, by {rubric}."
+    if judge.warning:
+        yield f"  WARNING: {judge.warning}."
+
+
+def _noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
+    if noise is None or noise.sd is None:
+        return
+    between = f" ({noise.sd_low:.3f} to {noise.sd_high:.3f})" if noise.sd_low is not None else ""
+    of = "1 group" if noise.groups == 1 else f"{noise.groups:,} groups"
+    yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
+    if noise.drift:
+        since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"
+        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise`"
