@@ -75,10 +75,16 @@ class ScoredGroup:
     """[G] the judge's explanations."""
     judge_model: str
     rubric_hash: str
-    single_pass: bool = True
-    """The scores are of one pass, or it is not known that they are the mean over several."""
+    passes: int = 1
+    """Passes of the judge that the scores are the mean over; 1 also where that is not known: no
+    number of passes has more noise."""
     rewarded: Rewarded | None = None
     """None: no verifier checked the group."""
+
+    @property
+    def judged_by(self) -> tuple[str, str, int]:
+        """Return (judge model, rubric hash, passes), which the noise of the scores depends on."""
+        return self.judge_model, self.rubric_hash, self.passes
 
     @property
     def rewards(self) -> tuple[float, ...]:

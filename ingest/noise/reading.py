@@ -34,15 +34,15 @@ def read_noise(database: Database, judge: Judge) -> KnownNoise:
 
 
 def accept_now(database: Database, judge: Judge, *, now: float) -> int | None:
-    """Compare later windows with the newest whole one, and end its alarm.
+    """Compare later windows with the newest whole one of `judge.passes`, and end its alarm.
 
     Returns: the number of that window; None when there is none. Raises: StoreError.
     """
     hashed = rubric_hash(judge.rubric, show_reasoning=judge.show_reasoning)
+    series = Series(rubric_hash=hashed, judge_model=judge.model, passes=judge.passes)
     with database.write() as session:
-        row = accept(session, hashed, judge.model)
+        row = accept(session, series)
         if row is None:
             return None
-        series = Series(rubric_hash=hashed, judge_model=judge.model, passes=row.passes)
         write_noise_state(session, current(session, series, now=now))
         return row.window_number

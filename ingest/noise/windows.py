@@ -4,12 +4,12 @@ A series has one rubric, judge model and number of passes: with another of these
 another, so a change of them begins a new series and is no drift. Its groups fill windows of
 `WINDOW` groups, in the order in which they were scored again. A window is estimated anew with each
 group that comes, from its own rows alone, and never again once it is whole. Then it is compared
-with the one before and with the reference.
+with the one before and with the reference. The first whole window whose two halves agree is the
+reference; until there is one, a window is compared with nothing but itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from ingest.noise.drift import drifts
+from ingest.noise.drift import changes_within, drifts
 from ingest.noise.estimate import Estimate, Twice, estimate, usable
 from ingest.noise.figures import Figure
 from ingest.noise.passes import decode_passes
@@ -27,9 +27,6 @@ from sidecar.store.models import JudgeNoiseRow, RescoringRow
 
 WINDOW = 50
 """Groups of a window: a thousand scored groups at 5%."""
-LEAST_GROUPS = 20
-"""Groups from which on a window that is not whole counts, when there is no whole one: with groups
-of 8 its standard deviation is then known to about 10%."""
 LISTED = 40
 """Windows that are shown."""
 FIGURES = ("sd", "slope", "first_minus_last", "shift", "flips")
@@ -42,23 +39,6 @@ class Series:
     rubric_hash: str
     judge_model: str
     passes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredNoise:
-    """The noise of one judge with one rubric, as the learner uses it. Score units."""
-
-    judge_model: str
-    rubric_hash: str
-    passes: int
-    window: int
-    groups: int
-    at: float
-    """When the newest of these groups was scored again, in Unix seconds."""
-    sd: float
-    """Standard deviation of a score that is the mean over `passes`."""
-    pass_sd: float
-    """Standard deviation of the score of a single pass."""
 
 
 def window_for(session: Session, series: Series) -> int:
@@ -84,26 +64,32 @@ def refresh(session: Session, series: Series, window: int, *, now: float) -> Jud
     if found is None:
         return None
     whole = len(groups) >= WINDOW
-    drift, reference = "", False
+    changed: tuple[str, ...] = ()
+    reference = False
     if whole:
-        before = _row(session, series, JudgeNoiseRow.window_number == window - 1)
         with_all = _row(
             session,
             series,
             JudgeNoiseRow.reference.is_(True),
             JudgeNoiseRow.window_number < window,
         )
-        reference = with_all is None
-        compared = with_all if with_all is not None and with_all is not before else None
-        drift = "; ".join(
-            drifts(found, before=to_estimate(before), reference=to_estimate(compared))
-        )
+        if with_all is None:
+            half = len(groups) // 2
+            changed = changes_within(found, estimate(groups[:half]), estimate(groups[half:]))
+            reference = not changed
+        else:
+            before = _row(session, series, JudgeNoiseRow.window_number == window - 1)
+            changed = drifts(
+                found,
+                before=to_estimate(before),
+                reference=None if with_all is before else to_estimate(with_all),
+            )
     values = {
         **_columns(found),
         "at": now,
         "whole": whole,
         "reference": reference,
-        "drift": drift or None,
+        "drift": "; ".join(changed) or None,
     }
     key = {**asdict(series), "window_number": window}
     session.execute(
@@ -116,8 +102,7 @@ def refresh(session: Session, series: Series, window: int, *, now: float) -> Jud
 
 def current(session: Session, series: Series, *, now: float) -> NoiseState:
     """Sum up what is known of a series."""
-    rows = newest_windows(session, series.rubric_hash, series.judge_model)
-    rows = [row for row in rows if row.passes == series.passes]
+    rows = newest_of_series(session, series)
     whole = next((row for row in rows if row.whole), None)
     row = whole or (rows[0] if rows else None)
     if row is None:
@@ -154,39 +139,24 @@ def newest_windows(session: Session, rubric_hash: str, judge_model: str) -> list
     )
 
 
-def measured_noise(
-    session: Session, judges: Iterable[tuple[str, str]]
-) -> Mapping[tuple[str, str], MeasuredNoise]:
-    """Return the noise of each (judge model, rubric hash) that has an estimate.
-
-    That is of the newest whole window, or without one of the first once it has `LEAST_GROUPS`.
-    """
-    found = {}
-    for judge_model, rubric_hash in sorted(set(judges)):
-        rows = newest_windows(session, rubric_hash, judge_model)
-        fit = [row for row in rows if row.groups >= LEAST_GROUPS and _is_sound(row)]
-        newest = next((row for row in fit if row.whole), fit[0] if fit else None)
-        if newest is not None:
-            found[judge_model, rubric_hash] = MeasuredNoise(
-                judge_model=judge_model,
-                rubric_hash=rubric_hash,
-                passes=newest.passes,
-                window=newest.window_number,
-                groups=newest.groups,
-                at=newest.at,
-                sd=newest.sd,
-                pass_sd=newest.pass_sd,
-            )
-    return found
+def newest_of_series(session: Session, series: Series) -> list[JudgeNoiseRow]:
+    """Read the newest windows of one series, newest first."""
+    return list(
+        session.scalars(
+            select(JudgeNoiseRow)
+            .where(*_of(JudgeNoiseRow, series))
+            .order_by(JudgeNoiseRow.window_number.desc())
+            .limit(LISTED)
+        )
+    )
 
 
-def accept(session: Session, rubric_hash: str, judge_model: str) -> JudgeNoiseRow | None:
-    """Make the newest whole window the one that later windows are compared with.
+def accept(session: Session, series: Series) -> JudgeNoiseRow | None:
+    """Make the newest whole window of a series the one that its later windows are compared with.
 
     Returns: that window; None when there is none.
     """
-    rows = newest_windows(session, rubric_hash, judge_model)
-    row = next((row for row in rows if row.whole), None)
+    row = next((row for row in newest_of_series(session, series) if row.whole), None)
     if row is None:
         return None
     row.reference = True
@@ -209,19 +179,15 @@ def to_estimate(row: JudgeNoiseRow | None) -> Estimate | None:
     return Estimate(groups=row.groups, answers=row.answers, pass_sd=row.pass_sd, **figures)
 
 
-def _is_sound(row: JudgeNoiseRow) -> bool:
-    """Return False for a damaged row, which must not keep any group from being learned from."""
-    return all(isinstance(one, float) and 0 <= one <= 1 for one in (row.sd, row.pass_sd))
-
-
 def _groups_of(session: Session, series: Series, window: int) -> list[Twice]:
+    """Read a window's groups in the order in which they were scored again."""
     rows = session.execute(
-        select(RescoringRow.group_id, RescoringRow.first, RescoringRow.again).where(
-            *_of(RescoringRow, series), RescoringRow.window_number == window
-        )
-    )
+        select(
+            RescoringRow.at, RescoringRow.group_id, RescoringRow.first, RescoringRow.again
+        ).where(*_of(RescoringRow, series), RescoringRow.window_number == window)
+    ).all()
     groups = []
-    for group_id, first, again in rows:
+    for _, group_id, first, again in sorted(rows, key=lambda row: (row[0] or 0.0, row[1])):
         try:
             one = Twice(first=decode_passes(first), again=decode_passes(again))
         except (ValueError, TypeError) as error:

@@ -208,6 +208,7 @@ class Judgements:
                 now,
                 outcome.judgement.disagreement,
                 outcome.rewarded,
+                passes=len(outcome.judgement.passes),
             )
             if marked and self._on_scored is not None:
                 self._on_scored(session, group_id, outcome.judgement, self._rubric_hash, now)

@@ -128,7 +128,7 @@ def load_scored_group(session: Session, group_id: str) -> ScoredGroup | None:
         explanations=tuple(opened_explanation(session, answer) for answer in answers),
         judge_model=msgspec.convert(row.judge_model, str),
         rubric_hash=msgspec.convert(row.rubric_hash, str),
-        single_pass=row.disagreement is None,
+        passes=msgspec.convert(row.passes or 1, int),
         rewarded=load_rewards(session, row, answers),
     )
 
@@ -227,11 +227,13 @@ def mark_scored(
     now: float,
     disagreement: Disagreement | None = None,
     rewarded: Rewarded | None = None,
+    *,
+    passes: int = 0,
 ) -> bool:
     """sampled -> scored, with one score and explanation per answer, in the answers' order.
 
     disagreement: of the judge's passes; None when there was one pass. rewarded: None when no
-        verifier checked the group.
+        verifier checked the group. passes: those of the judge; 0: not known, or none.
     Raises: ValueError when there is not exactly one of each per answer.
     """
     answers = _answer_rows(session, group_id)
@@ -257,6 +259,7 @@ def mark_scored(
             rubric_hash=rubric_hash,
             disagreement=disagreement and disagreement.mean,
             flipped_pairs=disagreement and disagreement.flipped,
+            passes=passes or None,
             detail=None,
         )
     )

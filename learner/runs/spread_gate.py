@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ingest.noise.windows import MeasuredNoise
+from ingest.noise.measured import JudgedBy, MeasuredNoise
 from ingest.records import Rewarded, ScoredGroup
 
 PASSING = 0.05
 """Share of the groups of pure noise that pass, at most."""
-Noise = Mapping[tuple[str, str], MeasuredNoise]
-"""(judge model, rubric hash) -> its measured noise."""
+Noise = Mapping[JudgedBy, MeasuredNoise]
+"""Who scored -> the measured noise of such scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class SpreadGate:
 
 def spread_gate(scored: ScoredGroup, noise: Noise, *, min_spread: float) -> SpreadGate:
     """Return the least spread of a group: `min_spread`, or more where the judge is noisy."""
-    measured = noise.get((scored.judge_model, scored.rubric_hash))
+    measured = noise.get(scored.judged_by)
     # Scores that are all equal have no noise that shows; the judge may not have been asked.
     share = judge_share(scored.rewarded) if len(set(scored.scores)) > 1 else 0.0
     if measured is None or share == 0.0:
         return SpreadGate(least=min_spread, noise_sd=None)
-    sd = share * (measured.pass_sd if scored.single_pass else measured.sd)
+    sd = share * measured.sd
     return SpreadGate(least=max(min_spread, sd * noise_factor(scored.scores)), noise_sd=sd)
 
 

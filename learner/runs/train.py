@@ -21,7 +21,7 @@ import structlog
 from opentelemetry import trace
 from sqlalchemy.orm import Session
 
-from ingest.noise.windows import measured_noise
+from ingest.noise.measured import measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED, SCORED
 from learner.adapter_folder import CARD, LINEAGE
@@ -222,7 +222,7 @@ class Run:
         with self._database.read() as session:
             scored, broken = source.load(session, taken, pack_tokens=settings.pack_tokens)
             samplers = source.samplers(session, model, (g.group.adapter for g in scored))
-            noise = measured_noise(session, ((g.judge_model, g.rubric_hash) for g in scored))
+            noise = measured_noise(session, (g.judged_by for g in scored))
         selection = select_groups(
             scored,
             min_spread=settings.min_spread,
@@ -248,7 +248,7 @@ class Run:
             run_id=self.run_id,
             **material.counts,
             masked_answers=dict(selection.masked_answers),
-            judge_noise={f"{m} {r[:12]}": round(one.sd, 4) for (m, r), one in noise.items()},
+            judge_noise={f"{m} {r[:12]} x{n}": round(of.sd, 4) for (m, r, n), of in noise.items()},
         )
         if not selection.groups:
             self._skip(material, fresh=len(waiting.fresh))

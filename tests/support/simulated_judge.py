@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from ingest.noise.drift import drifts
+from ingest.noise.drift import changes_within, drifts
 from ingest.noise.estimate import Estimate, Twice, estimate
 from ingest.records import ShownPass
 
@@ -127,6 +127,36 @@ def alarm_share(
     return raised / windows
 
 
+def first_window_alarm_share(
+    first: SimulatedJudge,
+    second: SimulatedJudge,
+    *,
+    at: int,
+    windows: int,
+    across: int = 0,
+    seed: int = 0,
+) -> float:
+    """Share of first windows that raise an alarm when the judge is another from group `at` on.
+
+    across: so many groups after those are scored by `first` and again by `second`.
+    """
+    raised = 0
+    for number in range(windows):
+        base = seed + 3 * number
+        left = WINDOW - at - across
+        parts = ((first, first, at), (first, second, across), (second, second, left))
+        groups = [
+            one
+            for place, (before, after, some) in enumerate(parts)
+            for one in scored_twice(before, after, groups=some, seed=base + place)
+        ]
+        whole = estimate(groups)
+        assert whole is not None
+        half = WINDOW // 2
+        raised += bool(changes_within(whole, estimate(groups[:half]), estimate(groups[half:])))
+    return raised / windows
+
+
 EVEN = SimulatedJudge(noise=0.06, slope=-0.1, common=0.05)
 UNEVEN = replace(EVEN, uneven=True, step=0.05, taste=0.05)
 EXACT = SimulatedJudge(noise=0.0, step=0.05)
@@ -152,6 +182,16 @@ def main(windows: int) -> None:
     for name, judge in (("another taste", OTHER_TASTE), ("level -0.05", HARSHER)):
         share = alarm_share(UNEVEN, UNEVEN, judge, windows=few)
         lines.append(f"found by a window scored again after the change, {name}: {share:.3f}")
+    for name, judge in (("even", EVEN), ("uneven", UNEVEN), ("exact", EXACT)):
+        share = first_window_alarm_share(judge, judge, at=25, windows=windows)
+        lines.append(f"false alarms of a first window, {name} judge: {share:.4f}")
+    for at in (25, 10, 40):
+        for name, judge in CHANGES.items():
+            share = first_window_alarm_share(UNEVEN, judge, at=at, windows=few)
+            lines.append(f"found in the first window, changed at group {at}, {name}: {share:.3f}")
+    for name, judge in (("another taste", OTHER_TASTE), ("level -0.05", HARSHER)):
+        share = first_window_alarm_share(UNEVEN, judge, at=15, across=20, windows=few)
+        lines.append(f"found in the first window, 20 groups scored across it, {name}: {share:.3f}")
     sys.stdout.write("\n".join([f"{windows} and {few} windows of {WINDOW} groups", *lines]) + "\n")
 
 

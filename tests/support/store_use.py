@@ -49,6 +49,7 @@ from ingest.judges.ledger import Ledger
 from ingest.judges.replies import ReplyStore
 from ingest.judges.spending import Amount
 from ingest.noise.choosing import Choosing
+from ingest.noise.measured import measured_noise
 from ingest.noise.reading import accept_now, read_noise
 from ingest.noise.worker import RescoringWorker
 from ingest.retention.sweep import Sweeper
@@ -437,7 +438,10 @@ async def _rescore(use: _Use) -> None:
         ).one()
     assert newest is False, "one window was filled, and the next one has begun"
     accept_now(use.database, use.settings.judge, now=use.clock.now)
-    read_noise(use.database, use.settings.judge)
+    known = read_noise(use.database, use.settings.judge)
+    judge_model, passes = use.settings.judge.model, use.settings.judge.passes
+    with use.database.read() as session:
+        assert measured_noise(session, [(judge_model, known.rubric_hash, passes)])
 
 
 async def _best_of(use: _Use) -> None:

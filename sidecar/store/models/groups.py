@@ -59,6 +59,8 @@ class GroupRow(Base):
     """Mean over the answers of how far the judge's passes differ; null after a single pass."""
     flipped_pairs: Mapped[float | None]
     """Share of the pairs of answers that two passes put in opposite order."""
+    passes: Mapped[int | None]
+    """Passes of the judge that the scores are the mean over; null: not known."""
     reward_rule: Mapped[str | None] = mapped_column(Text)
     """JSON: how the answers' rewards were made; null: they are the judge's scores."""
     run_id: Mapped[str | None] = mapped_column(String(64))

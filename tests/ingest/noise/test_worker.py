@@ -13,10 +13,10 @@ from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from ingest.judge_watch.state import JudgeState, write_judge_state
 from ingest.noise import windows
 from ingest.noise.choosing import MOST_WAITING, Choosing
+from ingest.noise.measured import LEAST_GROUPS, measured_noise
 from ingest.noise.queue import AGAIN_S, ATTEMPTS, LATE_S
 from ingest.noise.reading import accept_now, read_noise
 from ingest.noise.state import NoiseState, read_noise_state
-from ingest.noise.windows import LEAST_GROUPS, measured_noise
 from ingest.noise.worker import RescoringWorker
 from ingest.retention.deletion import delete_exchanges
 from ingest.ruler.judge import Judge
@@ -342,7 +342,7 @@ async def test_the_noise_is_known_from_twenty_groups_on(scoring: Scoring) -> Non
     names = [f"g{number}" for number in range(LEAST_GROUPS)]
     await scoring.score(*names[:-1], answers=8)
     await scoring.again()
-    key = ("scripted", HASH)
+    key = ("scripted", HASH, 2)
     with scoring.database.read() as session:
         assert measured_noise(session, [key]) == {}
 
@@ -350,7 +350,7 @@ async def test_the_noise_is_known_from_twenty_groups_on(scoring: Scoring) -> Non
     await scoring.again()
 
     with scoring.database.read() as session:
-        noise = measured_noise(session, [key, ("other", HASH)])
+        noise = measured_noise(session, [key, ("other", HASH, 2)])
     assert set(noise) == {key}
     assert noise[key].sd == pytest.approx(0.05 / 2**0.5, rel=0.35)
     assert noise[key].pass_sd == pytest.approx(0.05, rel=0.35)
@@ -360,6 +360,10 @@ async def test_the_noise_is_known_from_twenty_groups_on(scoring: Scoring) -> Non
 
 
 SMALL_WINDOW = 16
+
+
+QUIET = noisy(sd=0.002)
+"""Its windows raise no alarm by chance, which those of so few groups would now and then."""
 
 
 @pytest.fixture
@@ -376,6 +380,7 @@ async def fill(scoring: Scoring, name: str, groups: int = SMALL_WINDOW) -> None:
 @pytest.mark.usefixtures("small_windows")
 async def test_a_model_that_is_exchanged_behind_one_name_raises_an_alarm(scoring: Scoring) -> None:
     """As good as the one before, as noisy, without a bias: only another taste."""
+    scoring.take(QUIET)
     await fill(scoring, "a")
     assert [(row.window_number, row.whole, row.reference) for row in scoring.windows()] == [
         (0, True, True)
@@ -383,7 +388,7 @@ async def test_a_model_that_is_exchanged_behind_one_name_raises_an_alarm(scoring
     assert not scoring.said
     await scoring.score(*(f"b{number}" for number in range(SMALL_WINDOW)), answers=6)
 
-    scoring.take(noisy(1, taste=1))
+    scoring.take(noisy(1, sd=0.002, taste=1))
     await scoring.again()
 
     (said,) = scoring.said
@@ -401,12 +406,13 @@ async def test_a_model_that_is_exchanged_behind_one_name_raises_an_alarm(scoring
 async def test_an_accepted_judge_raises_no_alarm_and_a_restart_does_not_forget_one(
     scoring: Scoring,
 ) -> None:
+    scoring.take(QUIET)
     await fill(scoring, "a")
-    scoring.take(noisy(1, sd=0.15, slope=0.3))
+    scoring.take(noisy(1, sd=0.002, slope=0.3))
     await fill(scoring, "b")
     assert scoring.state is not None
     assert scoring.state.drift
-    scoring.take(noisy(2, sd=0.15, slope=0.3))
+    scoring.take(noisy(2, sd=0.002, slope=0.3))
     scoring.worker.begin()
     assert scoring.state.drift
 
@@ -423,6 +429,63 @@ async def test_an_accepted_judge_raises_no_alarm_and_a_restart_does_not_forget_o
         (0, True),
     ]
     assert found.waiting == 0
+
+
+@pytest.mark.usefixtures("small_windows")
+async def test_a_change_within_the_first_window_raises_an_alarm_and_makes_no_reference(
+    scoring: Scoring,
+) -> None:
+    await fill(scoring, "a", groups=SMALL_WINDOW // 2)
+    scoring.take(noisy(1, sd=0.002, slope=0.5))
+    await fill(scoring, "b", groups=SMALL_WINDOW // 2)
+
+    assert scoring.state is not None
+    assert "in the second half of the window position slope" in scoring.state.drift
+    (said,) = scoring.said
+    assert "is not as it was" in said
+    assert [(row.window_number, row.whole, row.reference) for row in scoring.windows()] == [
+        (0, True, False)
+    ]
+
+    await fill(scoring, "c")  # the new judge agrees with itself
+
+    assert scoring.state.drift == ""
+    assert [row.reference for row in scoring.windows()] == [False, True]
+
+
+@pytest.mark.usefixtures("small_windows")
+async def test_a_judge_that_changed_within_the_first_window_can_be_accepted(
+    scoring: Scoring,
+) -> None:
+    scoring.take(QUIET)
+    await fill(scoring, "a", groups=SMALL_WINDOW // 2)
+    scoring.take(noisy(1, sd=0.002, slope=0.5))
+    await fill(scoring, "b", groups=SMALL_WINDOW // 2)
+
+    assert accept_now(scoring.database, scoring.settings, now=scoring.clock.now) == 0
+
+    assert scoring.state is not None
+    assert scoring.state.drift == ""
+
+
+@pytest.mark.usefixtures("small_windows")
+async def test_what_is_accepted_is_the_judge_with_the_passes_of_the_settings(
+    scoring: Scoring,
+) -> None:
+    scoring.take(QUIET)
+    await fill(scoring, "a")
+    scoring.take(noisy(1, sd=0.002, slope=0.5))
+    await fill(scoring, "b")
+    scoring.take(QUIET, passes=1)
+    await fill(scoring, "c")
+    scoring.take(QUIET, passes=2)
+
+    assert accept_now(scoring.database, scoring.settings, now=scoring.clock.now) == 1
+
+    marks = {(row.passes, row.window_number): row.reference for row in scoring.windows()}
+    assert marks == {(2, 0): True, (2, 1): True, (1, 0): True}
+    other = scoring.settings.model_copy(update={"passes": 4})
+    assert accept_now(scoring.database, other, now=scoring.clock.now) is None
 
 
 async def test_another_rubric_begins_a_series_of_its_own(scoring: Scoring) -> None:
@@ -446,4 +509,4 @@ async def test_a_damaged_estimate_is_not_used(scoring: Scoring) -> None:
         session.scalars(select(JudgeNoiseRow)).one().sd = float("inf")
 
     with scoring.database.read() as session:
-        assert measured_noise(session, [("scripted", HASH)]) == {}
+        assert measured_noise(session, [("scripted", HASH, 2)]) == {}

@@ -198,11 +198,15 @@ def test_how_far_the_passes_differ_is_stored_by_answer_and_by_group(kit: Kit) ->
     with kit.database.write() as session:
         append_answers(session, group_id, [answer(kit, "b")], size=2)
         mark_sampled(session, group_id)
-        assert mark_scored(session, group_id, [0.5, 0.5], ["a", "b"], "judge", "hash", 7.0, apart)
+        scores = ([0.5, 0.5], ["a", "b"])
+        assert mark_scored(session, group_id, *scores, "judge", "hash", 7.0, apart, passes=4)
 
     row = kit.row(group_id)
-    assert (row.disagreement, row.flipped_pairs) == (0.375, 1.0)
+    assert (row.disagreement, row.flipped_pairs, row.passes) == (0.375, 1.0, 4)
     with kit.database.read() as session:
+        scored = load_scored_group(session, group_id)
+        assert scored is not None
+        assert scored.judged_by == ("judge", "hash", 4)
         stored = select(AnswerRow.disagreement).order_by(AnswerRow.index)
         assert session.scalars(stored).all() == [0.25, 0.5]
 

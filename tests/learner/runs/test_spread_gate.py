@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ingest.noise.estimate import estimate
-from ingest.noise.windows import MeasuredNoise
+from ingest.noise.measured import JudgedBy, MeasuredNoise
 from ingest.records import Rewarded
 from ingest.verifiers.combine import Rule, combine
 from ingest.verifiers.records import Checked, Finding
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 TRIED = 4_000
 
 
-def measured(sd: float, pass_sd: float | None = None) -> dict[tuple[str, str], MeasuredNoise]:
+def measured(sd: float, passes: int = 1) -> dict[JudgedBy, MeasuredNoise]:
     one = MeasuredNoise(
-        judge_model="judge", rubric_hash="rubric", passes=2, window=3, groups=50, at=1.0,
-        sd=sd, pass_sd=sd if pass_sd is None else pass_sd,
+        judge_model="judge", rubric_hash="rubric", passes=passes, measured_passes=passes, window=3,
+        groups=50, at=1.0, sd=sd, pass_sd=sd,
     )  # fmt: skip
-    return {("judge", "rubric"): one}
+    return {("judge", "rubric", passes): one}
 
 
 def spreads(size: int, *, quality: float, rng: random.Random) -> list[list[float]]:
@@ -127,12 +127,12 @@ def test_a_measured_judge_keeps_pure_noise_out_from_end_to_end() -> None:
     assert 0.01 < share < 0.12  # the sd is known to some 5%
 
 
-def select(*groups: object, sd: float | None, pass_sd: float | None = None) -> Selection:
+def select(*groups: object, sd: float | None) -> Selection:
     return select_groups(
         groups,  # type: ignore[arg-type]
         min_spread=0.02,
         pack_tokens=100,
-        noise=None if sd is None else measured(sd, pass_sd),
+        noise=None if sd is None else measured(sd),
     )
 
 
@@ -165,7 +165,7 @@ def test_a_group_within_the_noise_is_dropped_with_its_gate(scored_group: MakeSco
 def test_the_noise_is_that_of_the_judge_and_rubric_that_scored_the_group(
     scored_group: MakeScoredGroup,
 ) -> None:
-    noise = {("other judge", "rubric"): measured(0.4)["judge", "rubric"]}
+    noise = {("other judge", "rubric", 1): measured(0.4)["judge", "rubric", 1]}
 
     gate = spread_gate(scored_group([0.4, 0.6]), noise, min_spread=0.02)
 
@@ -173,13 +173,17 @@ def test_the_noise_is_that_of_the_judge_and_rubric_that_scored_the_group(
     assert gate.words == "least 0.0200 (learner.min_spread)"
 
 
-def test_scores_of_a_single_pass_have_the_noise_of_one(scored_group: MakeScoredGroup) -> None:
+def test_the_noise_is_that_of_as_many_passes_as_the_group_has(
+    scored_group: MakeScoredGroup,
+) -> None:
     group = scored_group([0.4, 0.6])
+    noise = {**measured(0.07), **measured(0.05, passes=2)}
 
-    single = spread_gate(group, measured(0.05, 0.07), min_spread=0.02)
-    several = spread_gate(replace(group, single_pass=False), measured(0.05, 0.07), min_spread=0.02)
+    gates = [
+        spread_gate(replace(group, passes=passes), noise, min_spread=0.02) for passes in (1, 2, 4)
+    ]
 
-    assert (single.noise_sd, several.noise_sd) == (0.07, 0.05)
+    assert [gate.noise_sd for gate in gates] == [0.07, 0.05, None]
 
 
 def checked(name: str, *scores: float, weight: float = 1.0, gate: bool = False) -> Checked:
