@@ -114,13 +114,13 @@ def each_judge(settings: JudgeSettings) -> list[JudgeSettings]:
 
 
 def _open(settings: JudgeSettings, ledger: Ledger, kept: KeptReplies | None) -> _Provider:
-    meter = Meter(settings, ledger)
+    meter, limits = Meter(settings, ledger), Limits(settings)
     return _Provider(
         settings=settings,
         kept=kept,
-        asked=LiteLlmJudge(settings, on_paid=meter.paid),
+        asked=LiteLlmJudge(settings, on_send=limits.sent, on_paid=meter.paid),
         meter=meter,
-        limits=Limits(settings),
+        limits=limits,
         pause=Pause(),
         breaker=Breaker(),
     )

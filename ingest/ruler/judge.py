@@ -158,11 +158,16 @@ class LiteLlmJudge:
     """A judge by its LiteLLM name (`openai/…`, `anthropic/…`, `hosted_vllm/…` with an api_base)."""
 
     def __init__(
-        self, settings: JudgeSettings, *, on_paid: Callable[[Usage], None] = lambda _: None
+        self,
+        settings: JudgeSettings,
+        *,
+        on_send: Callable[[], None] = lambda: None,
+        on_paid: Callable[[Usage], None] = lambda _: None,
     ) -> None:
-        """on_paid: told of each request that the provider answered, at once."""
+        """on_send: told when each request goes out, in the task of its call. on_paid: told of each
+        request that the provider answered, at once."""
         self._settings = settings
-        self._on_paid = on_paid
+        self._on_send, self._on_paid = on_send, on_paid
         key = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
         keys = [*key, *hidden_values(settings.params, free_form=False)]
         self._keys = [one for one in keys if len(one) >= MIN_FREE_FORM]
@@ -219,6 +224,7 @@ class LiteLlmJudge:
         return self._known_context
 
     async def _send(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
+        self._on_send()
         response = await litellm.acompletion(**request)
         paid.append(self._usage(response))
         self._on_paid(paid[-1])

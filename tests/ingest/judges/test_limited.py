@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ingest.errors import JudgeBusyError, JudgeLimitedError, JudgeUnavailableError
 from ingest.judges.limited import LimitedJudge, Limits
 from ingest.judges.meter import Ticket
+from ingest.judges.window import free_in_s
+from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judgements import LONGEST_LIMIT_S, lease_s
 from sidecar.settings import Judge as JudgeSettings
 from support.clock import Clock
@@ -46,12 +48,23 @@ def limits(**changes: int) -> Limits:
     return Limits(JudgeSettings.model_validate({"model": "m", **changes}))
 
 
-async def test_calls_go_at_the_pace_of_the_limit(clock: Clock) -> None:
-    shared, judge, starts = limits(requests_per_minute=6), FakeJudge("{}"), []
-    for _ in range(4):
-        await seat(judge, shared).complete(MESSAGES, SCHEMA)
+def begun() -> Ticket:
+    ticket = Ticket()
+    ticket.begun = True
+    return ticket
+
+
+def tokens_free_in_s(shared: Limits, tokens: int, now: float) -> float:
+    assert shared.tokens is not None
+    return free_in_s([shared.tokens], [[tokens]], now)
+
+
+async def test_so_many_calls_go_in_each_minute(clock: Clock) -> None:
+    shared, judge, starts = limits(requests_per_minute=2), FakeJudge("{}"), []
+    for _ in range(5):
+        await seat(judge, shared, begun()).complete(MESSAGES, SCHEMA)
         starts.append(clock.now - 1_000.0)
-    assert starts == pytest.approx([0.0, 10.0, 20.0, 30.0])
+    assert starts == pytest.approx([0.0, 0.0, 60.0, 60.0, 120.0])
 
 
 async def test_a_judgement_that_would_wait_long_is_put_off_and_one_that_has_begun_waits(
@@ -65,21 +78,16 @@ async def test_a_judgement_that_would_wait_long_is_put_off_and_one_that_has_begu
     assert raised.value.until == pytest.approx(1_060.0)
     assert (clock.now, len(judge.conversations)) == (1_000.0, 1)
 
-    begun = Ticket()
-    begun.begun = True
-    await seat(judge, shared, begun).complete(MESSAGES, SCHEMA)
+    await seat(judge, shared, begun()).complete(MESSAGES, SCHEMA)
     assert clock.now == pytest.approx(1_060.0)
 
 
 async def test_tokens_are_estimated_before_and_corrected_after(clock: Clock) -> None:
-    shared, judge = limits(tokens_per_minute=8_000), FakeJudge("{}")  # 800 at once, 120 a second
-    assert shared.tokens is not None
+    shared, judge = limits(tokens_per_minute=800), FakeJudge("{}")
     await seat(judge, shared).complete(MESSAGES, SCHEMA)  # 110 as it reports
     assert clock.now == 1_000.0
-    assert shared.tokens.free_in_s(690, clock.now) == pytest.approx(0.0)
-    assert shared.tokens.free_in_s(ESTIMATE + 200, clock.now) == pytest.approx(
-        (ESTIMATE + 200 - 690) / 120
-    )
+    assert tokens_free_in_s(shared, 690, clock.now) == 0.0
+    assert tokens_free_in_s(shared, 691, clock.now) == 60.0
 
 
 @pytest.mark.parametrize(
@@ -93,12 +101,53 @@ async def test_tokens_are_estimated_before_and_corrected_after(clock: Clock) -> 
 async def test_a_call_that_was_not_served_gives_its_tokens_back(
     clock: Clock, error: Exception, left: int
 ) -> None:
-    shared = limits(tokens_per_minute=8_000)
-    assert shared.tokens is not None
+    shared = limits(tokens_per_minute=800)
     with pytest.raises(JudgeUnavailableError):
         await seat(FakeJudge(error), shared).complete(MESSAGES, SCHEMA)
-    assert shared.tokens.free_in_s(left, clock.now) == pytest.approx(0.0)
-    assert shared.tokens.free_in_s(left + 12, clock.now) == pytest.approx(0.1)
+    assert tokens_free_in_s(shared, left, clock.now) == 0.0
+    assert left == 800 or tokens_free_in_s(shared, left + 1, clock.now) == 60.0
+
+
+async def test_both_requests_of_a_call_that_is_made_twice_count(clock: Clock) -> None:
+    shared = limits(requests_per_minute=3)
+
+    class Twice(FakeJudge):
+        async def complete(self, *args: Any) -> Any:
+            shared.sent()
+            shared.sent()
+            return await super().complete(*args)
+
+    await seat(Twice("{}"), shared).complete(MESSAGES, SCHEMA)
+    await seat(FakeJudge("{}"), shared).complete(MESSAGES, SCHEMA)
+
+    assert shared.calls is not None
+    assert free_in_s([shared.calls], [[1]], clock.now) == 60.0
+
+
+async def test_a_refused_request_counts_as_a_call(clock: Clock) -> None:
+    shared = limits(requests_per_minute=1)
+
+    class Refuses(FakeJudge):
+        async def complete(self, *_: Any) -> Any:
+            shared.sent()
+            raise JudgeBusyError("429")
+
+    with pytest.raises(JudgeBusyError):
+        await seat(Refuses(), shared).complete(MESSAGES, SCHEMA)
+
+    assert shared.calls is not None
+    assert free_in_s([shared.calls], [[1]], clock.now) == 60.0
+
+
+async def test_the_judge_says_when_each_request_goes_out(bench: Bench, judge_kit: JudgeKit) -> None:
+    server = judge_kit.serve((200, judge_kit.completion("ok")))
+    sent: list[int] = []
+    judge = LiteLlmJudge(bench.settings(server.url), on_send=lambda: sent.append(1))
+
+    await judge.complete(MESSAGES, SCHEMA)
+
+    assert len(sent) == len(server.requests) == 1
+    await judge.aclose()
 
 
 async def test_without_limits_nothing_waits(clock: Clock) -> None:
