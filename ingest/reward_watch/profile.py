@@ -15,6 +15,7 @@ class RateOf(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     hits: int
     weight: float
+    sessions: int = 0
 
 
 class MeanOf(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,7 @@ class MeanOf(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     mean: float
     error: float
+    sessions: int = 0
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     answers: int = 0
     """Served answers in the window."""
+    sessions: int = 0
+    """Sessions that they are of."""
     newest: int = 0
     """`exchange.seq` of the newest one."""
     rates: dict[Kind, RateOf] = {}
@@ -81,6 +85,8 @@ def _is_sound(profile: Profile) -> bool:
         and all(one.n > 0 and one.error >= 0.0 and math.isfinite(one.mean) for one in means)
         and (correlation is None or -1.0 < correlation < 1.0)
         and profile.correlation_error >= 0.0
-        and profile.answers >= 0
+        and all(0 <= one.sessions <= one.n for one in rates)
+        and all(0 <= one.sessions <= one.n for one in means)
+        and 0 <= profile.sessions <= profile.answers
         and profile.groups >= 0
     )

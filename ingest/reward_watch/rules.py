@@ -39,8 +39,10 @@ MOST_ALONE = 0.5
 ROOM = 2.0
 """A share of signals can fall by `users_gain` only where it is this many times as large; below,
 the series says nothing of users."""
-USERS_TAIL = 0.05
-"""Chance with which users are called flat although they gain just `users_gain`."""
+LEAST_SESSIONS = 10
+"""Sessions of an adapter from which on its answers are compared, however many those are. Of fewer
+the variance between sessions is hardly known: with ten, Student's t already asks for 1.4 times the
+standard errors of the normal distribution (4.42 and 3.14 at the tail of one kind)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,9 @@ def _references(line: Line) -> list[str]:
 
 def _known(line: Line, name: str, limits: Watch) -> Profile | None:
     profile = line.profiles.get(name)
-    return profile if profile is not None and profile.answers >= limits.min_answers else None
+    if profile is None or profile.answers < limits.min_answers:
+        return None
+    return profile if profile.sessions >= LEAST_SESSIONS else None
 
 
 def _few(line: Line, name: str, limits: Watch) -> str:
@@ -129,6 +133,11 @@ def _few(line: Line, name: str, limits: Watch) -> str:
     if profile is not None and profile.lost:
         return f"what was known of {name} was damaged, and its answers are deleted"
     answers = profile.answers if profile is not None else 0
+    if profile is not None and answers >= limits.min_answers:
+        return (
+            f"the {answers} known answers of {name} are of {profile.sessions} sessions, at least "
+            f"{LEAST_SESSIONS} are needed: the answers of one session resemble each other"
+        )
     return f"{answers} answers of {name} are known, watch.min_answers is {limits.min_answers}"
 
 
@@ -142,11 +151,11 @@ def _rates(line: Line, limits: Watch) -> Iterator[Result]:
         for name in _references(line)
         if (found := _known(line, name, limits)) is not None
     }
-    z = z_of(limits.false_holds / (len(KINDS) * max(1, len(known))))
+    tail = limits.false_holds / (len(KINDS) * max(1, len(known)))
     for kind in KINDS:
         now = _rate(mine.rates.get(kind))
         if not known:
-            low = wilson(now, z).low
+            low = wilson(now, tail).low
             if low > MOST_ALONE:
                 yield Finding(
                     check=kind,
@@ -159,7 +168,7 @@ def _rates(line: Line, limits: Watch) -> Iterator[Result]:
                 yield kind, "; ".join(_few(line, name, limits) for name in _references(line))
         for name, theirs in known.items():
             before = _rate(theirs.rates.get(kind))
-            risen = rise(now, before, z)
+            risen = rise(now, before, tail)
             if risen.low > limits.max_rise:
                 yield Finding(
                     check=kind,
@@ -196,11 +205,11 @@ def _length(line: Line, limits: Watch) -> Iterator[Result]:
             f"{limits.min_groups}",
         )
         return
-    z = z_of(limits.false_holds)
+    tail = limits.false_holds
     related = Correlation(
         groups=mine.groups, r=mine.correlation, error=mine.correlation_error
-    ).interval(z)
-    grown = difference(_mean(mine.log_tokens), _mean(base.log_tokens), z)
+    ).interval(tail)
+    grown = difference(_mean(mine.log_tokens), _mean(base.log_tokens), tail)
     last = _known(line, line.parent or line.base, limits)
     shrank = (
         last is not None
@@ -243,7 +252,8 @@ def _judge_alone(line: Line, limits: Watch) -> Iterator[Result]:
     gain = sum(one.mean for one in line.gains)
     error = math.sqrt(sum(one.error**2 for one in line.gains))
     gain_low = gain - z_of(limits.false_holds) * error
-    z = z_of(USERS_TAIL)
+    # The same chance for both: a gain of users as large as the least that counts is no hold either.
+    tail = limits.false_holds
     users: dict[str, float] = {}
     changes: list[tuple[Interval, float]] = []
     """Gain of users in a series, and the least that counts."""
@@ -251,7 +261,7 @@ def _judge_alone(line: Line, limits: Watch) -> Iterator[Result]:
     now, then = mine.signals, before.signals
     # Each answer's signals are looked at, so their number is that of the answers.
     if now is not None and then is not None and then.hits / then.n >= ROOM * limits.users_gain:
-        fell = rise(_rate(then), _rate(now), z)
+        fell = rise(_rate(then), _rate(now), tail)
         users |= {"signals": now.hits / now.n, "signals_before": then.hits / then.n}
         changes.append((fell, limits.users_gain))
         words.append(
@@ -259,8 +269,8 @@ def _judge_alone(line: Line, limits: Watch) -> Iterator[Result]:
             f"{_percent(now.hits / now.n)} of the answers"
         )
     told, told_then = mine.feedback, before.feedback
-    if told is not None and told_then is not None and min(told.n, told_then.n) >= limits.min_groups:
-        better = difference(_mean(told), _mean(told_then), z)
+    if told is not None and told_then is not None and _enough(told, told_then, limits):
+        better = difference(_mean(told), _mean(told_then), tail)
         users |= {"feedback": told.mean, "feedback_before": told_then.mean}
         # Feedback is -1..1, twice as wide as a share.
         changes.append((better, 2 * limits.users_gain))
@@ -281,6 +291,13 @@ def _judge_alone(line: Line, limits: Watch) -> Iterator[Result]:
         )
 
 
+def _enough(told: MeanOf, then: MeanOf, limits: Watch) -> bool:
+    """Return whether there is feedback on enough answers, in enough sessions."""
+    return all(
+        one.n >= limits.min_groups and one.sessions >= LEAST_SESSIONS for one in (told, then)
+    )
+
+
 NAMES: Mapping[Kind, str] = {
     "refusal": "refusals",
     "clarifying": "questions in place of answers",
@@ -293,12 +310,12 @@ NAMES: Mapping[Kind, str] = {
 
 def _rate(stored: RateOf | None) -> Rate:
     if stored is None:
-        return Rate(n=0, hits=0, weight=0.0)
-    return Rate(n=stored.n, hits=stored.hits, weight=stored.weight)
+        return Rate(n=0, hits=0, weight=0.0, sessions=0)
+    return Rate(n=stored.n, hits=stored.hits, weight=stored.weight, sessions=stored.sessions)
 
 
 def _mean(stored: MeanOf) -> Mean:
-    return Mean(n=stored.n, mean=stored.mean, error=stored.error)
+    return Mean(n=stored.n, mean=stored.mean, error=stored.error, sessions=stored.sessions)
 
 
 def _percent(share: float) -> str:

@@ -163,6 +163,7 @@ def _of_answers(session: Session, model: str, adapter: str, settings: Watch) -> 
     told: list[float | None] = [scores.get(one[1]) for one in sound]
     return Profile(
         answers=len(sound),
+        sessions=len(sessions),
         newest=sound[0][0],
         rates={kind: rate([one[4 + at] for one in sound]) for at, kind in enumerate(KINDS)},
         log_tokens=_mean(sessions.values(), lengths),
@@ -255,8 +256,15 @@ def _of_groups(session: Session, adapter: str) -> Profile:
 
 
 def _stored_rate(rate: Rate) -> RateOf:
-    return RateOf(n=rate.n, hits=rate.hits, weight=min(rate.weight, float(rate.n)))
+    return RateOf(
+        n=rate.n,
+        hits=rate.hits,
+        weight=min(rate.weight, float(rate.n)),
+        sessions=rate.sessions,
+    )
 
 
 def _stored_mean(mean: Mean | None) -> MeanOf | None:
-    return None if mean is None else MeanOf(n=mean.n, mean=mean.mean, error=mean.error)
+    if mean is None:
+        return None
+    return MeanOf(n=mean.n, mean=mean.mean, error=mean.error, sessions=mean.sessions)

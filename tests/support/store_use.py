@@ -520,8 +520,9 @@ def _hold(use: _Use) -> None:
     """The reward watch holds two runs: of the champion that refuses, little else is known."""
     known = Profile(
         answers=5_000,
+        sessions=5_000,
         newest=10 * EXCHANGES,
-        rates={"refusal": RateOf(n=5_000, hits=4_900, weight=5_000.0)},
+        rates={"refusal": RateOf(n=5_000, hits=4_900, weight=5_000.0, sessions=5_000)},
     )
     with use.database.write() as session:
         row = AdapterProfileRow(model=MODEL, adapter=CHAMPION, at=NOW, body=write_body(known))

@@ -14,6 +14,7 @@ from random import Random
 
 from ingest.reward_watch.profile import MeanOf, Profile, RateOf
 from ingest.reward_watch.statistics import (
+    Mean,
     Moments,
     mean_of,
     moments,
@@ -53,9 +54,13 @@ def simulate(
     answers: int,
     groups: int = 64,
     likeness: float = 0.2,
+    session: int = 0,
 ) -> Profile:
-    """Draw a profile of this many answers and groups of 8."""
-    sizes = _sessions(rng, answers)
+    """Draw a profile of this many answers and groups of 8.
+
+    session: answers of each session; 0: drawn.
+    """
+    sizes = [session] * (answers // session) if session else _sessions(rng, answers)
     rates: dict[Kind, RateOf] = {}
     for kind in KINDS:
         rates[kind] = _rate(rng, sizes, behaviour.shares[kind], likeness)
@@ -72,16 +77,15 @@ def simulate(
     found = pooled_correlation(_group(rng, behaviour.taste) for _ in range(groups))
     return Profile(
         answers=sum(sizes),
+        sessions=len(sizes),
         newest=sum(sizes),
         rates=rates,
-        log_tokens=None if mean is None else MeanOf(n=mean.n, mean=mean.mean, error=mean.error),
+        log_tokens=_mean(mean),
         groups=0 if found is None else found.groups,
         correlation=None if found is None else found.r,
         correlation_error=0.0 if found is None else found.error,
         signals=_rate(rng, sizes, behaviour.signals, likeness),
-        feedback=None
-        if feedback is None
-        else MeanOf(n=feedback.n, mean=feedback.mean, error=feedback.error),
+        feedback=_mean(feedback),
     )
 
 
@@ -107,7 +111,13 @@ def _rate(rng: Random, sizes: list[int], share: float, likeness: float) -> RateO
             chance = rng.betavariate(share * total, (1.0 - share) * total)
         pairs.append((size, sum(rng.random() < chance for _ in range(size))))
     rate = rate_of(pairs)
-    return RateOf(n=rate.n, hits=rate.hits, weight=rate.weight)
+    return RateOf(n=rate.n, hits=rate.hits, weight=rate.weight, sessions=rate.sessions)
+
+
+def _mean(found: Mean | None) -> MeanOf | None:
+    if found is None:
+        return None
+    return MeanOf(n=found.n, mean=found.mean, error=found.error, sessions=found.sessions)
 
 
 def _group(rng: Random, taste: float) -> Moments:

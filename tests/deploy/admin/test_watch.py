@@ -21,9 +21,9 @@ CHAMPION = "v7"
 
 def put_profile(world: World, adapter: str, share: float) -> None:
     rates: dict[Any, RateOf] = {
-        "refusal": RateOf(n=1_000, hits=round(1_000 * share), weight=1_000.0)
+        "refusal": RateOf(n=1_000, hits=round(1_000 * share), weight=1_000.0, sessions=1_000)
     }
-    body = write_body(Profile(answers=1_000, newest=9, rates=rates))
+    body = write_body(Profile(answers=1_000, sessions=1_000, newest=9, rates=rates))
     with world.database.write() as session:
         session.merge(AdapterProfileRow(model=MODEL, adapter=adapter, at=1.0, body=body))
 

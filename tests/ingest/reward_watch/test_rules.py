@@ -17,7 +17,7 @@ from ingest.reward_watch.profile import (
     read_body,
     write_body,
 )
-from ingest.reward_watch.rules import CHECKS, Gain, Line, Verdict, assess
+from ingest.reward_watch.rules import CHECKS, LEAST_SESSIONS, Gain, Line, Verdict, assess
 from ingest.reward_watch.traits import KINDS
 from sidecar.settings import Watch
 from support.watch_traffic import USUAL, Behaviour, simulate
@@ -27,16 +27,17 @@ N = 1_000
 
 
 def rate(share: float, n: int = N) -> RateOf:
-    return RateOf(n=n, hits=round(share * n), weight=float(n))
+    return RateOf(n=n, hits=round(share * n), weight=float(n), sessions=n)
 
 
 def mean(value: float, error: float = 0.01, n: int = N) -> MeanOf:
-    return MeanOf(n=n, mean=value, error=error)
+    return MeanOf(n=n, mean=value, error=error, sessions=n)
 
 
 def profile(**changes: Any) -> Profile:
     plain = Profile(
         answers=N,
+        sessions=N,
         newest=N,
         rates=dict.fromkeys(KINDS, rate(0.02)),
         log_tokens=mean(5.0),
@@ -52,7 +53,7 @@ def profile(**changes: Any) -> Profile:
 
 def with_share(kind: str, share: float, n: int = N) -> Profile:
     rates = {one: rate(share if one == kind else 0.02, n) for one in KINDS}
-    return profile(rates=rates, answers=n)
+    return profile(rates=rates, answers=n, sessions=n)
 
 
 def checked(now: Profile, parent: Profile | None = None, **changes: Any) -> Verdict:
@@ -106,13 +107,13 @@ def test_a_slow_rise_holds_by_the_base() -> None:
 
 def test_answers_of_one_session_do_not_hold() -> None:
     alike = {one: rate(0.12) for one in KINDS}
-    one_session = {name: RateOf(n=N, hits=120, weight=20.0) for name in alike}
+    one_session = {name: RateOf(n=N, hits=120, weight=20.0, sessions=20) for name in alike}
 
     assert checked(profile(rates=one_session)).findings == ()
 
 
 def test_without_a_reference_only_most_of_the_answers_hold() -> None:
-    few = profile(answers=10)
+    few = profile(answers=10, sessions=10)
 
     def alone(share: float) -> Verdict:
         profiles = {"v2": with_share("refusal", share), "v1": few, "base": few}
@@ -246,6 +247,80 @@ def test_equal_adapters_are_held_in_at_most_one_check_of_a_hundred(answers: int)
     assert held <= 1
 
 
+@pytest.mark.parametrize("likeness", [0.2, 0.5])
+@pytest.mark.parametrize("session", [100, 50, 20, 1])
+def test_equal_adapters_are_held_as_rarely_when_the_answers_are_of_few_sessions(
+    session: int, likeness: float
+) -> None:
+    """200 answers in sessions of this length; before sessions were the sample size, 2 sessions held
+    one check in four, 4 one in twenty, where 20% of the answers are of each kind."""
+    behaviour = Behaviour(shares=dict.fromkeys(KINDS, 0.2))
+    held = 0
+    for seed in range(200):
+        rng = Random(f"{seed} {session} {likeness}")
+        few = simulate(behaviour, rng, answers=200, groups=3, likeness=likeness, session=session)
+        profiles = {"v2": few}
+        for name in ("v1", "base"):
+            profiles[name] = simulate(behaviour, rng, answers=1_000, groups=3, likeness=likeness)
+        held += bool(assess(Line(champion="v2", parent="v1", profiles=profiles), LIMITS).findings)
+
+    assert held <= 5  # 1%: more than 5 of 200 happen once in 60 runs; the seeds are fixed
+
+
+@pytest.mark.parametrize("sessions", [1, LEAST_SESSIONS - 1])
+def test_the_answers_of_few_sessions_are_not_compared(sessions: int) -> None:
+    now = msgspec.structs.replace(with_share("refusal", 0.9), sessions=sessions)
+
+    found = checked(now)
+
+    assert found.findings == ()
+    assert f"answers of v2 are of {sessions} sessions" in found.unknown["refusal"]
+    assert checked(msgspec.structs.replace(now, sessions=LEAST_SESSIONS)).checks == {"refusal"}
+
+
+def test_feedback_of_few_sessions_does_not_tell_of_users() -> None:
+    told = mean(0.3, 0.001, 200)
+    few = MeanOf(n=200, mean=0.3, error=0.001, sessions=LEAST_SESSIONS - 1)
+    before = profile(signals=rate(0.01), feedback=told)
+    profiles = {"v2": profile(signals=rate(0.01), feedback=few), "v1": before, "base": before}
+    line = Line(champion="v2", parent="v1", profiles=profiles, earlier="v1", gains=UP)
+
+    found = assess(line, LIMITS)
+
+    assert "neither feedback nor signals" in found.unknown["judge_alone"]
+    enough = profile(signals=rate(0.01), feedback=told)
+    line = Line(
+        champion="v2",
+        parent="v1",
+        profiles={**profiles, "v2": enough},
+        earlier="v1",
+        gains=UP,
+    )
+    assert assess(line, LIMITS).checks == {"judge_alone"}
+
+
+def test_users_are_called_flat_with_the_chance_that_the_settings_state() -> None:
+    """They gain just the least that counts, and the judge a lot: `false_holds` of checks hold."""
+    held = dict.fromkeys((0.01, 0.1), 0)
+    for seed in range(400):
+        rng = Random(seed)
+        before, now = (
+            simulate(Behaviour(signals=signals), rng, answers=2_000, groups=3, session=1)
+            for signals in (0.10, 0.08)
+        )
+        profiles = {
+            name: msgspec.structs.replace(one, feedback=None)
+            for name, one in (("v2", now), ("v1", before), ("base", before))
+        }
+        line = Line(champion="v2", parent="v1", profiles=profiles, earlier="v1", gains=UP)
+        for chance in held:
+            limits = LIMITS.model_copy(update={"false_holds": chance})
+            held[chance] += "judge_alone" in assess(line, limits).checks
+
+    assert held[0.01] <= 10  # 1% of 400: more than 10 happen once in 300 runs; the seeds are fixed
+    assert 20 <= held[0.1] <= 60
+
+
 def test_the_simulation_can_fail() -> None:
     refusing = Behaviour(shares={**USUAL, "refusal": 0.15})
     held = 0
@@ -277,6 +352,8 @@ def test_a_profile_comes_back_from_its_row() -> None:
         '{"answers": -1}',
         '{"rates": {"refusal": {"n": 5, "hits": 6, "weight": 5}}}',
         '{"rates": {"refusal": {"n": 5, "hits": 2, "weight": 50}}}',
+        '{"rates": {"refusal": {"n": 5, "hits": 2, "weight": 5, "sessions": 6}}}',
+        '{"answers": 5, "sessions": 6}',
         '{"log_tokens": {"n": 5, "mean": 1.0, "error": -1.0}}',
         '{"correlation": 2.0}',
     ],

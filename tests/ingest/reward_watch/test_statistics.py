@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.reward_watch.statistics import (
+    MOST_FREEDOM,
     UNSEEN_LIKENESS,
     Moments,
     Rate,
@@ -20,20 +21,74 @@ from ingest.reward_watch.statistics import (
     pooled_correlation,
     rate_of,
     rise,
+    t_of,
     wilson,
     z_of,
 )
 
-Z_95 = z_of(0.025)
+TAIL_95 = 0.025
 
 
 def plain(hits: int, n: int) -> Rate:
-    return Rate(n=n, hits=hits, weight=float(n))
+    """A rate as the books have it, with normal limits: of so many sessions that t is normal."""
+    return Rate(n=n, hits=hits, weight=float(n), sessions=MOST_FREEDOM + 2)
 
 
 def test_the_normal_quantiles() -> None:
     assert z_of(0.025) == pytest.approx(1.959964, abs=1e-6)
     assert z_of(0.01) == pytest.approx(2.326348, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "tail", "value"),
+    # scipy.stats.t.isf(tail, freedom)
+    [
+        (1, 0.05, 6.313751514675), (1, 0.01 / 12, 381.9709908), (2, 0.025, 4.302652729696),
+        (3, 0.0005, 12.923978636688), (4, 0.01, 3.746947387979), (9, 0.01 / 12, 4.4218690),
+        (9, 0.001, 4.296805662729), (30, 0.001, 3.385184866829), (199, 0.025, 1.971956544249),
+        (1_000, 0.001, 3.098402163913), (2_000, 0.01 / 12, 3.1482632),
+    ],
+)  # fmt: skip
+def test_students_quantiles_are_those_of_scipy(freedom: int, tail: float, value: float) -> None:
+    assert t_of(tail, freedom) == pytest.approx(value, rel=1e-7)
+
+
+def test_the_quantile_by_adding_up_the_density() -> None:
+    """A naive loop: the area under Student's density above the value."""
+    for freedom in (1, 2, 5, 12):
+        scale = math.gamma((freedom + 1) / 2) / (
+            math.sqrt(freedom * math.pi) * math.gamma(freedom / 2)
+        )
+        value = t_of(0.02, freedom)
+        step = value / 20_000
+        below = sum(
+            scale * (1 + ((k + 0.5) * step) ** 2 / freedom) ** (-(freedom + 1) / 2) * step
+            for k in range(20_000)
+        )
+        assert 0.5 - below == pytest.approx(0.02, abs=1e-6)
+
+
+def test_one_session_tells_nothing() -> None:
+    one = Rate(n=200, hits=200, weight=200.0, sessions=1)
+
+    assert (wilson(one, 0.01).low, wilson(one, 0.01).high) == (0.0, 1.0)
+    assert t_of(0.01, 0) == math.inf
+
+
+@pytest.mark.parametrize("sessions", [2, 4, 10, 40])
+def test_the_limits_of_a_rate_in_few_sessions_are_passed_as_rarely_as_stated(sessions: int) -> None:
+    """200 answers, alike by 0.3 within a session: above the true 30% in 5% of the draws."""
+    rng = Random(sessions)
+    draws, above = 2_000, 0
+    size = 200 // sessions
+    for _ in range(draws):
+        pairs = []
+        for _ in range(sessions):
+            chance = rng.betavariate(0.3 * 7 / 3, 0.7 * 7 / 3)
+            pairs.append((size, sum(rng.random() < chance for _ in range(size))))
+        above += wilson(rate_of(pairs), 0.05).low > 0.3
+
+    assert above / draws <= 0.065  # 5%, and three deviations of the simulation
 
 
 @pytest.mark.parametrize(
@@ -47,7 +102,7 @@ def test_the_normal_quantiles() -> None:
     ],
 )
 def test_wilsons_interval_is_the_published_one(hits: int, n: int, low: float, high: float) -> None:
-    found = wilson(plain(hits, n), Z_95)
+    found = wilson(plain(hits, n), TAIL_95)
 
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
@@ -64,7 +119,7 @@ def test_wilsons_interval_is_the_published_one(hits: int, n: int, low: float, hi
 def test_the_interval_of_a_rise_is_the_published_one(
     now: tuple[int, int], before: tuple[int, int], low: float, high: float
 ) -> None:
-    found = rise(plain(*now), plain(*before), Z_95)
+    found = rise(plain(*now), plain(*before), TAIL_95)
 
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
 
@@ -129,9 +184,9 @@ def test_the_difference_of_means_adds_their_variances() -> None:
 
     assert now is not None
     assert before is not None
-    found = difference(now, before, 2.0)
+    found = difference(now, before, 0.05)
     assert found.value == -1.0
-    assert found.high - found.value == pytest.approx(2 * math.sqrt(1 + 9))
+    assert found.high - found.value == pytest.approx(6.3138 * math.sqrt(1 + 9), rel=1e-4)
 
 
 def test_a_group_alone_has_the_usual_correlation() -> None:
@@ -183,6 +238,6 @@ def test_the_interval_of_a_correlation_covers_what_resampled_groups_give(taste: 
     drawn.sort()
 
     assert found is not None
-    band = found.interval(Z_95)
+    band = found.interval(TAIL_95)
     assert (band.low, band.high) == pytest.approx((drawn[24], drawn[974]), abs=0.02)
     assert band.low < taste < band.high

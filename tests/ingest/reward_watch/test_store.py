@@ -235,7 +235,8 @@ def test_a_profile_sums_up_by_sessions(kit: Kit, database: Database) -> None:
 
     found = profile(database)
 
-    assert found.answers == 60
+    assert (found.answers, found.sessions) == (60, 30)
+    assert (found.rates["empty"].sessions, found.rates["empty"].hits) == (30, 6)
     assert (found.rates["empty"].n, found.rates["empty"].hits) == (60, 6)
     refused = found.rates["refusal"]
     assert (refused.n, refused.hits) == (60, 0)
@@ -291,7 +292,7 @@ def test_signals_and_feedback_are_those_of_its_answers(kit: Kit, database: Datab
     assert found.signals is not None
     assert (found.signals.n, found.signals.hits) == (60, 2)
     assert found.feedback is not None
-    assert (found.feedback.n, found.feedback.mean) == (2, 0.0)
+    assert (found.feedback.n, found.feedback.mean, found.feedback.sessions) == (2, 0.0, 2)
 
 
 def put_groups(kit: Kit, database: Database, number: int, *, slope: float) -> None:
@@ -477,8 +478,10 @@ def test_a_store_without_a_champion_is_not_held(database: Database) -> None:
 
 def put_profiles(database: Database, **shares: float) -> None:
     for adapter, share in shares.items():
-        rates = {"refusal": RateOf(n=1_000, hits=round(1_000 * share), weight=1_000.0)}
-        body = write_body(Profile(answers=1_000, newest=9, rates=rates))  # type: ignore[arg-type]
+        rates = {
+            "refusal": RateOf(n=1_000, hits=round(1_000 * share), weight=1_000.0, sessions=1_000)
+        }
+        body = write_body(Profile(answers=1_000, sessions=1_000, newest=9, rates=rates))  # type: ignore[arg-type]
         with database.write() as session:
             session.merge(AdapterProfileRow(model=MODEL, adapter=adapter, at=1.0, body=body))
 

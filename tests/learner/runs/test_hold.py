@@ -70,8 +70,8 @@ def start(settings: Settings, database: Database, clock: Clock, fake_trainer: Fa
 
 
 def put_profile(database: Database, adapter: str, share: float) -> None:
-    rates = {"refusal": RateOf(n=1_000, hits=round(1_000 * share), weight=1_000.0)}
-    body = write_body(Profile(answers=1_000, newest=9, rates=rates))  # type: ignore[arg-type]
+    rates = {"refusal": RateOf(n=1_000, hits=round(1_000 * share), weight=1_000.0, sessions=1_000)}
+    body = write_body(Profile(answers=1_000, sessions=1_000, newest=9, rates=rates))  # type: ignore[arg-type]
     with database.write() as session:
         session.merge(AdapterProfileRow(model="m", adapter=adapter, at=1.0, body=body))
 
