@@ -13,6 +13,7 @@ NAMES = {
     "ingest": "benchmarks.ingest.run",
     "sessions": "benchmarks.sessions.run",
     "ruler": "benchmarks.ruler.run",
+    "groups": "benchmarks.groups.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 

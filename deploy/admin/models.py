@@ -178,6 +178,10 @@ class AnswerOut(Out):
 class GroupDetailOut(GroupOut):
     reward_rule: dict[str, Any] | None
     """How rewards were made; null: they are the judge's scores."""
+    propensity: float | None
+    """Probability with which its exchange was drawn, 0..1; null: an older group."""
+    chosen_because: dict[str, Any] | None
+    """`reason`, and the `features` behind the probability; null: an older group."""
     answers: list[AnswerOut]
 
 

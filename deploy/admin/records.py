@@ -30,6 +30,7 @@ from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from ingest.feedback.reading import Told, told_of, told_of_session
+from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_explanation
 from ingest.store.rewards import opened_checks, read_rule
 from ingest.store.sessions import stored_name
@@ -96,6 +97,8 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
                 return GroupDetailOut(
                     **_group(row),
                     reward_rule=read_rule(row),
+                    propensity=row.propensity,
+                    chosen_because=load_choice(row.chosen_because),
                     answers=[_answer(session, one) for one in answers],
                 )
 

@@ -32,6 +32,10 @@ def rules_of(settings: Settings) -> Rules:
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
         join_served=settings.groups.join_served,
+        choose=settings.groups.choose,
+        uniform_share=settings.groups.uniform_share,
+        max_groups_per_project=settings.groups.max_groups_per_project,
+        max_groups_per_near_prompt=settings.groups.max_groups_per_near_prompt,
         verified=bool(settings.reward.verifiers),
     )
 

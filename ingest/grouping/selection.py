@@ -19,10 +19,12 @@ from typing import Any
 
 import msgspec
 
+from ingest.grouping.caps import NEAR_CAP, PROJECT_CAP, Counts, GroupKeys
 from ingest.grouping.chat_request import has_media, masking_field
 from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, fill, why_masked
 from ingest.grouping.exchangeable import LogprobsMode, served_answers
-from ingest.grouping.held_out import share_of
+from ingest.grouping.features import Features
+from ingest.grouping.preference import Choose, Draw, draw
 from ingest.grouping.same_prompt import (
     JOINED,
     MIN_FREE,
@@ -47,7 +49,7 @@ SESSION_CAP = "session_cap"
 RETRIED_TURN = "retried_turn"
 CUT = "cut"
 """`outcome`, and `untrainable_reason`, of an exchange whose client left."""
-TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP)
+TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP, PROJECT_CAP, NEAR_CAP)
 """Reasons that decide a whole turn: the turn's other exchanges then do not count."""
 CHOSEN_SURFACES = frozenset({"chat"})
 """Surfaces whose exchanges can become groups. Candidates are sampled with chat requests
@@ -81,6 +83,11 @@ class Rules:
     facts: EngineFacts = UNKNOWN
     """Measured facts about vLLM."""
     join_served: JoinServed = "off"
+    choose: Choose = "uniform"
+    uniform_share: float = 0.1
+    max_groups_per_project: int = 0
+    """Within `session_window_s`, as the next; 0: no limit."""
+    max_groups_per_near_prompt: int = 0
     verified: bool = False
     """True: verifiers check groups, also those whose scores come from a best-of-N request."""
 
@@ -99,6 +106,11 @@ class Standing:
     """Exchange id -> session id, where it is not the session's key."""
     decided_turns: frozenset[Turn] = frozenset()
     """Turns that an earlier batch decided (`TURN_DECIDED`)."""
+    keys: Mapping[str, GroupKeys] = field(default_factory=dict)
+    """Exchange id -> what its group is counted by."""
+    groups_by_key: Counts = field(default_factory=dict)
+    features: Mapping[str, Features] = field(default_factory=dict)
+    """Exchange id -> features; needed with `prefer` alone."""
     alike: SamePrompts = NOTHING_ALIKE
     """What the store holds of the same prompts."""
 
@@ -116,6 +128,8 @@ class Decision:
     """The group gets no candidates."""
     joins: tuple[str, tuple[Answer, ...]] | None = None
     """The group, still being sampled, that gets these answers of the exchange."""
+    chosen: Mapping[str, object] | None = None
+    """Columns of the new group that say why it was chosen."""
     siblings: tuple[Sibling, ...] = ()
     """Exchanges of earlier batches whose answers the group has."""
 
@@ -130,6 +144,7 @@ def select(
     """
     pending = standing.pending_groups
     by_session = dict(standing.groups_by_session)
+    by_key = dict(standing.groups_by_key)
     read = [
         (exchange, request, _why_unfit(exchange, request, held_out, standing.live_adapters, rules))
         for exchange, held_out in batch
@@ -154,15 +169,23 @@ def select(
         if open_group is not None:
             reason = JOINED
             joins.taken.add(exchange.exchange_id)
-        complete, found, group = False, NOT_FOUND, None
+        complete, found, group, chosen = False, NOT_FOUND, None, None
         if reason is None:
             own = _served(exchange, request, rules)
             found = joins.find(exchange, session_id, room=rules.size - len(own))
             free = len(exact(own, source="")) + len(found.answers) >= min(MIN_FREE, rules.size)
-            reason = _why_unwanted(exchange, in_session, pending, rules)
-            if reason == RATE and free and rules.join_served != "off":
-                reason = _why_no_room(in_session, pending, rules)
-                complete = reason is None
+            drawn = _draw(exchange, standing, rules)
+            complete = not drawn.drawn and free and rules.join_served != "off"
+            if complete:
+                drawn = Draw(True, 1.0, "served_answers")
+            keys = standing.keys.get(exchange.exchange_id, GroupKeys(project=exchange.project))
+            reason = (
+                (None if drawn.drawn else RATE)
+                or keys.why_capped(
+                    by_key, rules.max_groups_per_project, rules.max_groups_per_near_prompt
+                )
+                or _why_no_room(in_session, pending, rules)
+            )
         if reason is None:
             group = _make_group(
                 exchange, request or {}, rules, session_id=session_id, more=found.answers
@@ -171,13 +194,17 @@ def select(
             for name in found.mates:
                 if name in decisions:  # left out before, for its cost
                     decisions[name] = replace(decisions[name], reason=JOINED)
+            chosen = keys.columns(drawn, standing.features.get(exchange.exchange_id))
             pending += 1
             by_session[session_id] = in_session + 1
+            for kind in (("project", keys.project), ("near", keys.near or "")):
+                by_key[kind] = by_key.get(kind, 0) + 1
         decisions[exchange.exchange_id] = Decision(
             exchange_id=exchange.exchange_id,
             reason=(reason or CHOSEN)[:REASON_LENGTH],
             group=group,
             complete=complete,
+            chosen=chosen,
             joins=open_group,
             siblings=found.siblings if group is not None else (),
         )
@@ -260,13 +287,16 @@ def _client_left(exchange: Exchange) -> bool:
     return exchange.outcome == CUT and exchange.untrainable_reason in (None, CUT)
 
 
-def _why_unwanted(exchange: Exchange, in_session: int, pending: int, rules: Rules) -> str | None:
-    """Return the reason why a fit exchange is not wanted now, or None."""
-    # A retry draws what its turn drew: else a turn would have one more chance with each.
-    drawn = exchange.turn_id or exchange.exchange_id
-    if share_of(f"rate\x00{drawn}") >= rules.rate:
-        return RATE
-    return _why_no_room(in_session, pending, rules)
+def _draw(exchange: Exchange, standing: Standing, rules: Rules) -> Draw:
+    """Draw a fit exchange. A retry draws what its turn drew: else a turn would have one more chance
+    with each."""
+    return draw(
+        exchange.turn_id or exchange.exchange_id,
+        standing.features.get(exchange.exchange_id, Features()),
+        choose=rules.choose,
+        rate=rules.rate,
+        uniform_share=rules.uniform_share,
+    )
 
 
 def _why_no_room(in_session: int, pending: int, rules: Rules) -> str | None:

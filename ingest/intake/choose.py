@@ -29,6 +29,7 @@ from ingest.grouping.selection import (
     turn_of,
 )
 from ingest.intake.same_prompt import find_same_prompts
+from ingest.intake.standing import counts_by_keys, features_in, keys_of
 from ingest.sampling.candidates import all_identical
 from ingest.store.exchanges import (
     NEW,
@@ -139,13 +140,18 @@ def decide(
     batch = settle_new(session, batch, rules, live=live, now=now)
     if not batch:
         return
+    keys = keys_of(session, batch)
+    since = now - rules.session_window_s
     standing = Standing(
+        keys=keys,
+        groups_by_key=counts_by_keys(session, keys.values(), rules, since=since),
+        features=features_in(session, batch, keys) if rules.choose == "prefer" else {},
         live_adapters=live,
         pending_groups=count_pending(session, live, most=rules.max_pending_groups),
         groups_by_session=count_by_session(
             session,
             [stored.session_id for stored in batch],
-            since=now - rules.session_window_s,
+            since=since,
         ),
         sessions={stored.exchange.exchange_id: stored.session_id for stored in batch},
         decided_turns=frozenset(turns_with(session, turns, selections=TURN_DECIDED)),
@@ -176,7 +182,7 @@ def _apply(session: Session, decision: Decision, rules: Rules, *, now: float) ->
     if decision.group is None:
         return
     group = decision.group
-    if save_group(session, group, now=now) and decision.complete:
+    if save_group(session, group, now=now, chosen=decision.chosen) and decision.complete:
         if all_identical(group.answers):
             set_aside(session, group.group_id, "identical_answers")
         else:

@@ -8,7 +8,7 @@ both hold a group, the first to finish wins, and the other gets False. Each chan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,8 +39,12 @@ PENDING = (SAMPLING, SAMPLED)
 _ANSWER = RowMapping(Answer, AnswerRow)
 
 
-def save_group(session: Session, group: Group, *, now: float) -> bool:
+def save_group(
+    session: Session, group: Group, *, now: float, chosen: Mapping[str, object] | None = None
+) -> bool:
     """Store a new group and its served answers, to be completed by sampling.
+
+    chosen: columns that say why it was chosen (`Decision.chosen`).
 
     Returns: False when the exchange has a group already; then nothing changes.
     """
@@ -58,6 +62,7 @@ def save_group(session: Session, group: Group, *, now: float) -> bool:
             attempts=0,
             lease_until=0.0,
             created_at=now,
+            **(chosen or {}),
         )
     )
     if session.scalar(statement.returning(GroupRow.seq)) is None:

@@ -27,6 +27,9 @@ ADVISED_SIZES = (4, 8)
 answers differ by little."""
 
 
+Cap = Annotated[int, Between(0, 10_000, "0 sets no limit; the groups below it are counted")]
+
+
 class Groups(Section):
     """Which exchanges become groups, and how the extra candidates are sampled."""
 
@@ -51,6 +54,17 @@ class Groups(Section):
     max_pending_groups: Count = 64
     """Most groups that wait for candidates, scores or the learner, of adapters that serve now.
     Beyond it, exchanges stay unchosen, because more groups would grow stale."""
+    choose: Literal["uniform", "prefer"] = "uniform"
+    """`uniform`: `rate` draws every step with the same probability. `prefer`: steps whose answers
+    are likely to earn different scores are drawn more often than the others."""
+    uniform_share: Annotated[
+        float, Between(0, 1, "at 0 some steps would never be drawn", above_low=True)
+    ] = 0.1
+    """With `prefer`, the share of `rate` that draws steps whatever their features say."""
+    max_groups_per_project: Cap = 0
+    """Groups of one project within `session_window_s`. 0: no limit."""
+    max_groups_per_near_prompt: Cap = 0
+    """Groups of near-identical prompts of a project within `session_window_s`. 0: no limit."""
     join_served: Literal["off", "session", "project"] = "session"
     """Which exchanges of the same prompt, answered by the same adapter version with the same
     sampling, give their answers to one group: those of a session (regenerations), or of a project.

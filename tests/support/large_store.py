@@ -158,7 +158,8 @@ FROM exchange WHERE outcome = 'ok' AND status = 200 AND surface = 'chat'
 _GROUP = """
 INSERT INTO answer_group (
   group_id, exchange_id, session_key, session_id, adapter, status, reason, sampling_attempts,
-  attempts, lease_until, created_at, scored_at, judge_model, rubric_hash, run_id
+  attempts, lease_until, created_at, scored_at, judge_model, rubric_hash, run_id, project,
+  near_key, opening_key
 )
 SELECT
   'g-' || exchange_id, exchange_id, session_key, session_id, adapter,
@@ -172,7 +173,8 @@ SELECT
     WHEN seq % 7 = 1 THEN iif(seq % 5600 = 8, 'unreadable', 'no_spread')
   END,
   0, 0, 0.0, stored_at, iif(seq > :last - 300 OR seq % 7 = 0, NULL, stored_at), 'judge', 'rubric',
-  iif(seq > :last - 900 OR seq % 7 = 0, NULL, 'run-' || (seq / 2000))
+  iif(seq > :last - 900 OR seq % 7 = 0, NULL, 'run-' || (seq / 2000)), 'default', 'near',
+  'opening'
 FROM exchange WHERE selection = 'chosen'
 """
 

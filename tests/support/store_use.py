@@ -124,7 +124,15 @@ class _Use:
             serving=Serving(model=MODEL, sampling_defaults={}, grammar="as_asked"),
             bus=Bus(batch=20),
             store=Store(url=self.url),
-            groups=Groups(size=4, rate=1.0, max_pending_groups=150),
+            groups=Groups(
+                size=4,
+                rate=1.0,
+                max_pending_groups=150,
+                choose="prefer",
+                uniform_share=1.0,
+                max_groups_per_project=10_000,
+                max_groups_per_near_prompt=10_000,
+            ),
             judge=JudgeSettings(model="scripted", rubric=RUBRIC, concurrency=4, rescore_share=1.0),
             learner=LearnerSettings(min_groups=2, adapters_dir=folder / "adapters"),
         )

@@ -22,6 +22,15 @@ class GroupRow(Base):
     __table_args__ = (
         Index("ix_answer_group_session", "session_id", "created_at"),
         Index("ix_answer_group_status", "status", "seq"),
+        partial_index(
+            "ix_answer_group_project", "project", "created_at", where="project IS NOT NULL"
+        ),
+        partial_index(
+            "ix_answer_group_near_key", "near_key", "created_at", where="near_key IS NOT NULL"
+        ),
+        partial_index(
+            "ix_answer_group_opening_key", "opening_key", "seq", where="opening_key IS NOT NULL"
+        ),
         partial_index("ix_answer_group_run", "run_id", where="run_id IS NOT NULL"),
         partial_index("ix_answer_group_reason", "reason", "seq", where="reason IS NOT NULL"),
         partial_index("ix_answer_group_scored_at", "scored_at", where="scored_at IS NOT NULL"),
@@ -66,6 +75,15 @@ class GroupRow(Base):
     run_id: Mapped[str | None] = mapped_column(String(64))
     learn_attempts: Mapped[int] = mapped_column(default=0, server_default="0")
     """Runs that failed, or may have failed, because of this group."""
+    project: Mapped[str | None] = mapped_column(String(64))
+    near_key: Mapped[str | None] = mapped_column(String(32))
+    """Shared by near-identical prompts (`ingest.grouping.features`)."""
+    opening_key: Mapped[str | None] = mapped_column(String(32))
+    """Shared by steps with the same system prompt and tools."""
+    propensity: Mapped[float | None]
+    """Probability with which its exchange was drawn, 0..1."""
+    chosen_because: Mapped[str | None] = mapped_column(Text)
+    """JSON: `reason`, and the `features` that the probability was made of."""
 
 
 class AnswerRow(Base):

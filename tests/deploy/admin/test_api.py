@@ -338,7 +338,12 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
     with world.database.write() as session:
         values = {"reward": 0.75, "independent_reward": 1.0, "checks": '[{"name": "calls"}]'}
         session.execute(update(AnswerRow).values(**values))
-        session.execute(update(GroupRow).values(reward_rule='{"combine": "weights"}'))
+        values = {
+            "reward_rule": '{"combine": "weights"}',
+            "propensity": 0.25,
+            "chosen_because": '{"reason": "likely_spread", "features": {"forks": 0.5}}',
+        }
+        session.execute(update(GroupRow).values(values))
 
     group = (await api.get("/groups/g0")).json()
     exchange = (await api.get(f"/exchanges/{group['exchange_id']}")).json()
@@ -351,6 +356,8 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
     assert group["answers"][0]["independent_reward"] == 1.0
     assert group["answers"][0]["checks"] == [{"name": "calls"}]
     assert group["reward_rule"] == {"combine": "weights"}
+    assert group["propensity"] == 0.25
+    assert group["chosen_because"] == {"reason": "likely_spread", "features": {"forks": 0.5}}
     assert exchange["group_id"] == "g0"
     assert (exchange["surface"], exchange["project"], exchange["key_id"]) == ("chat", "default", "")
     assert (exchange["turn_id"], exchange["retry_count"], exchange["fallback_from"]) == ("", 0, "")

@@ -1,0 +1,1 @@
+"""Which steps become groups: the preference against uniform choice, on recorded traffic."""

@@ -1,0 +1,38 @@
+"""Fit the weights of the preference on one half: `python -m benchmarks.groups.fit`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from benchmarks.groups.recording import Step, halves, read
+from ingest.grouping.preference import inputs
+
+PENALTY: Final = 1.0
+"""Of the squared weights, in steps: a prior of sd 1 on each."""
+ROUNDS: Final = 2_000
+PACE: Final = 0.5
+
+
+def fit(steps: Sequence[Step]) -> Mapping[str, float]:
+    """Return the weights of a logistic model of `spread`, by gradient descent."""
+    rows = [(inputs(one.features), one.spread) for one in steps]
+    weights = dict.fromkeys(rows[0][0], 0.0)
+    for _ in range(ROUNDS):
+        pull = {
+            name: PENALTY * value * (name != "bias") / len(rows) for name, value in weights.items()
+        }
+        for given, spread in rows:
+            logit = sum(weights[name] * value for name, value in given.items())
+            error = 1 / (1 + math.exp(-logit)) - spread
+            for name, value in given.items():
+                pull[name] += error * value / len(rows)
+        weights = {name: value - PACE * pull[name] for name, value in weights.items()}
+    return weights
+
+
+if __name__ == "__main__":
+    seen, _ = halves(read())
+    for name, value in fit(seen).items():
+        print(f"{name:12} {value:6.2f}")

@@ -1,0 +1,110 @@
+"""Read the recorded traffic, and play what a group of each prompt costs and shows. Pure but `read`.
+
+Sampling is played as the product does it: the served answer and seven candidates, which end after
+four answers that are all alike (`ingest.sampling.candidates`). A group has a spread when the rule
+of its prompt gives its answers different scores.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.groups.prompts import Prompt, make_prompts, score
+from ingest.grouping.features import Features, opening_key, surprisals
+from ingest.grouping.held_out import share_of
+from ingest.grouping.same_prompt import MIN_FREE
+from ingest.intake.standing import EARLIER
+from ingest.sampling.candidates import ALIKE_ENOUGH
+
+FILE: Final = Path(__file__).with_name("recorded.json.xz")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One prompt of the traffic."""
+
+    kind: str
+    opening: str
+    features: Features
+    spread: bool
+    tokens: int
+    """Sampled for its group."""
+    free_spread: bool
+    """Its served answers alone are a group with a spread, and nothing is sampled."""
+    served: int
+
+
+def read(path: Path = FILE) -> list[Step]:
+    """Read the recording. Raises: OSError, ValueError."""
+    prompts = make_prompts()
+    found = json.loads(lzma.decompress(path.read_bytes()))
+    return [_step(prompts[at], answers) for at, answers in found]
+
+
+def _step(prompt: Prompt, answers: Sequence[Sequence[Any]]) -> Step:
+    """answers: [text, finish reason, tokens, log-probabilities in hundredths of a nat or none]."""
+    texts = [text for text, *_ in answers]
+    scores = [score(prompt, text, reason) for text, reason, *_ in answers]
+    lengths = [tokens for _, _, tokens, _ in answers]
+    first, *more = (0, *range(prompt.served, len(answers)))
+    alike = len({texts[at] for at in (first, *more[: ALIKE_ENOUGH - 1])}) == 1
+    sampled = more[: ALIKE_ENOUGH - 1] if alike else more
+    group = [scores[at] for at in (first, *more)]
+    request = {"messages": [{"role": "system", "content": prompt.system}]}
+    served = scores[: prompt.served]
+    surprisal, forks = surprisals([one / 100 for one in answers[0][3]])
+    return Step(
+        kind=prompt.kind,
+        opening=opening_key("default", request),
+        features=Features(
+            surprisal=surprisal,
+            forks=forks,
+            recorded=True,
+            cut=answers[0][1] == "length",
+            tokens=lengths[0],
+            tool_choice="choose one tool" in prompt.system,
+            final_answer=True,
+        ),
+        spread=not alike and max(group) > min(group),
+        tokens=sum(lengths[at] for at in sampled),
+        free_spread=prompt.served >= MIN_FREE and max(served) > min(served),
+        served=prompt.served,
+    )
+
+
+def halves(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """Split the traffic by a hash: the half that the weights are fitted on, and the held-out one.
+
+    Each step knows the groups of its opening in the first half, but for its own.
+    """
+    first = [share_of(f"half{at}") < 0.5 for at in range(len(steps))]
+    groups = Counter(one.opening for one, seen in zip(steps, first, strict=True) if seen)
+    spread = Counter(
+        one.opening for one, seen in zip(steps, first, strict=True) if seen and one.spread
+    )
+    told = [
+        _with_earlier(one, groups[one.opening] - seen, spread[one.opening] - (seen and one.spread))
+        for one, seen in zip(steps, first, strict=True)
+    ]
+    return (
+        [one for one, seen in zip(told, first, strict=True) if seen],
+        [one for one, seen in zip(told, first, strict=True) if not seen],
+    )
+
+
+def _with_earlier(step: Step, groups: int, spread: int) -> Step:
+    if groups > EARLIER:
+        groups, spread = EARLIER, round(spread * EARLIER / groups)
+    features = replace(step.features, earlier=groups, earlier_spread=spread)
+    return replace(step, features=features)
+
+
+def without_earlier(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps as if nothing was known of their openings."""
+    return [_with_earlier(one, 0, 0) for one in steps]

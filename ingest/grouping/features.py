@@ -1,0 +1,183 @@
+"""What is known of a step before anything is sampled for it. Pure.
+
+Each feature is cheap: it is in the exchange, or was stored with it, or is told by the groups of the
+same opening (`opening_key`), whose answers were sampled and scored already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import msgspec
+
+from ingest.grouping.chat_request import has_tools
+from sidecar.records import Exchange
+
+SHOWN: Final = 500
+"""Characters of a text that a key reads at each end: a prompt of 100,000 tokens costs what one of
+1,000 costs: 0.3 ms on a busy machine. Two long prompts that differ
+only in between count as near-duplicates."""
+LAST: Final = 2
+"""Messages at the end of a conversation that tell near-duplicates: the step, and what it is
+about. Earlier ones differ by session, which has a cap of its own."""
+KEY_BYTES: Final = 16
+SURE_OF: Final = math.log(2)
+"""A token of at most even odds, in nats: where an answer could have gone another way."""
+_VARIABLE: Final = re.compile(r"[0-9a-f]{8,}|[\d.,:/-]*\d[\d.,:/-]*")
+"""Ids, numbers, dates and times: what a template fills in."""
+_SPACE: Final = re.compile(r"\W+")
+_DISCONTENT: Final = frozenset({"correction", "regeneration", "abandonment"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """The features of one step."""
+
+    surprisal: float = 0.0
+    """Mean over the served answer's tokens of -log p, in nats: an estimate of the entropy of the
+    policy there from one answer. 0 where log-probabilities were not recorded."""
+    forks: float = 0.0
+    """Share of its tokens that had at most even odds, 0..1."""
+    recorded: bool = False
+    """Log-probabilities were recorded."""
+    cut: bool = False
+    """The token limit cut the served answer: so it mostly does the others."""
+    tokens: int = 0
+    """Of the served answer."""
+    tool_choice: bool = False
+    """The first choice of a tool: tools are shown, and the user spoke last."""
+    final_answer: bool = False
+    """The answer calls no tool."""
+    corrected: bool = False
+    """The user asked again, corrected it or left (`ingest.feedback.signals`)."""
+    negative: bool = False
+    """Somebody gave it negative feedback."""
+    earlier: int = 0
+    """Groups of the same opening whose spread is known, of the newest."""
+    earlier_spread: int = 0
+    """Those of them with a spread."""
+
+    def shown(self) -> dict[str, Any]:  # Any: JSON
+        """Return what is stored with a group: numbers to four digits."""
+        return {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def features_of(
+    exchange: Exchange,
+    request: Mapping[str, Any],
+    *,
+    signals: Collection[str] = (),
+    negative: bool = False,
+    earlier: tuple[int, int] = (0, 0),
+) -> Features:
+    """Return the features of an exchange.
+
+    signals: kinds of signals about its answer. earlier: groups of its opening whose spread is
+        known, and how many have one.
+    """
+    choice = exchange.choices[0] if exchange.choices else None
+    logprobs = choice.logprobs if choice is not None else ()
+    messages = request.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    role = last.get("role") if isinstance(last, Mapping) else None
+    surprisal, forks = surprisals(logprobs)
+    return Features(
+        surprisal=surprisal,
+        forks=forks,
+        recorded=bool(logprobs),
+        cut=choice is not None and choice.finish_reason == "length",
+        tokens=len(choice.token_ids) if choice is not None else 0,
+        tool_choice=has_tools(request) and role == "user",
+        final_answer=choice is not None and choice.finish_reason != "tool_calls",
+        corrected=not _DISCONTENT.isdisjoint(signals),
+        negative=negative,
+        earlier=earlier[0],
+        earlier_spread=earlier[1],
+    )
+
+
+def surprisals(logprobs: Sequence[float]) -> tuple[float, float]:
+    """Return `surprisal` and `forks` of recorded log-probabilities, in nats."""
+    lost = [-one for one in logprobs if math.isfinite(one)]
+    if not lost:
+        return 0.0, 0.0
+    return sum(lost) / len(lost), sum(one >= SURE_OF for one in lost) / len(lost)
+
+
+def opening_key(project: str, request: Mapping[str, Any]) -> str:
+    """Return a digest that steps of one program share: system prompt and names of the tools."""
+    messages = request.get("messages")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    system = first if isinstance(first, Mapping) and first.get("role") != "user" else None
+    tools = request.get("tools")
+    names = [
+        str(tool["function"].get("name"))
+        for tool in (tools if isinstance(tools, list) else ())
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+    ]
+    return _digest(project, _plain(system), *sorted(names))
+
+
+def near_key(project: str, request: Mapping[str, Any]) -> str:
+    """Return a digest that near-identical prompts share: the last two messages without numbers,
+    ids, case and punctuation, and the roles.
+
+    A digest of normalised text finds what a template filled with other numbers, at one pass over at
+    most 2,000 characters and one indexed look-up. Locality-sensitive hashes (MinHash, SimHash) find
+    paraphrases too, which are other prompts to learn from, and need several look-ups each.
+    """
+    messages = request.get("messages")
+    last = messages[-LAST:] if isinstance(messages, list) else []
+    return _digest(project, *map(_plain, last))
+
+
+def _plain(message: Any) -> str:  # Any: JSON
+    if not isinstance(message, Mapping):
+        return ""
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = _text_of(content)
+    if len(content) > 2 * SHOWN:
+        content = f"{content[:SHOWN]} {content[-SHOWN:]}"
+    text = _VARIABLE.sub("0", content.lower())
+    return f"{message.get('role')} {_SPACE.sub(' ', text).strip()}"
+
+
+def _text_of(content: Any) -> str:  # Any: JSON
+    """Return the text of content parts, about as much of it as is read."""
+    parts: list[str] = []
+    for part in content if isinstance(content, list) else ():
+        text = part.get("text") if isinstance(part, Mapping) else None
+        parts.append(text if isinstance(text, str) else "")
+    return " ".join(parts)
+
+
+def _digest(*texts: str) -> str:
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()
+
+
+def dump_choice(features: Features | None, reason: str) -> str:
+    """Serialise why a step was chosen, for `answer_group.chosen_because`.
+
+    features: None: they were not asked.
+    """
+    shown = None if features is None else features.shown()
+    return json.dumps({"reason": reason, "features": shown}, separators=(",", ":"))
+
+
+def load_choice(stored: str | None) -> dict[str, Any] | None:  # Any: JSON
+    """Inverse of `dump_choice`; None where nothing is stored. Raises: msgspec.MsgspecError."""
+    return None if stored is None else msgspec.json.decode(stored, type=dict[str, Any])

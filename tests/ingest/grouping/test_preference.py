@@ -1,0 +1,161 @@
+"""Steps that are likely to show a spread are preferred; each has a propensity above 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import pytest
+
+from ingest.grouping.features import (
+    Features,
+    features_of,
+    load_choice,
+    near_key,
+    opening_key,
+    surprisals,
+)
+from ingest.grouping.preference import chance_of_spread, draw, propensity
+from ingest.grouping.selection import group_id_of
+from ingest.intake.choose import choose_new
+from support.ingest_kit import Kit, make_choice, make_exchange
+
+GOOD = Features(recorded=True, earlier=32, earlier_spread=30)
+BAD = Features(recorded=True, earlier=32, earlier_spread=0)
+
+
+def said(*texts: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+
+def test_features_are_worked_by_hand() -> None:
+    choice = make_choice(logprobs=(-0.5, -0.25, -1.5), finish_reason="length")
+    tools = [{"type": "function", "function": {"name": "look"}}]
+
+    found = features_of(
+        make_exchange(choices=(choice,)),
+        {**said("hi"), "tools": tools},
+        signals={"correction"},
+        negative=True,
+        earlier=(4, 3),
+    )
+
+    assert found == Features(
+        surprisal=0.75,
+        forks=1 / 3,
+        recorded=True,
+        cut=True,
+        tokens=3,
+        tool_choice=True,
+        final_answer=True,
+        corrected=True,
+        negative=True,
+        earlier=4,
+        earlier_spread=3,
+    )
+
+
+def test_what_was_not_recorded_counts_as_nothing() -> None:
+    assert surprisals(()) == surprisals((-math.inf,)) == (0.0, 0.0)
+    assert features_of(make_exchange(choices=()), {}) == Features()
+
+
+@pytest.mark.parametrize("better", [GOOD, Features(corrected=True), Features(negative=True)])
+def test_what_promises_a_spread_is_likelier_to_be_drawn(better: Features) -> None:
+    worse = BAD if better is GOOD else Features()
+
+    assert chance_of_spread(better) > chance_of_spread(worse)
+    assert propensity(better, rate=0.5, uniform_share=0.1) >= propensity(
+        worse, rate=0.5, uniform_share=0.1
+    )
+
+
+def test_a_step_that_promises_nothing_keeps_the_uniform_share() -> None:
+    assert 0.05 <= propensity(BAD, rate=0.5, uniform_share=0.1) < 0.06
+    assert propensity(GOOD, rate=0.5, uniform_share=0.1) == 0.5
+
+
+@pytest.mark.parametrize("features", [GOOD, BAD, Features()])
+def test_steps_are_drawn_with_the_probability_that_is_stored(features: Features) -> None:
+    draws = [
+        draw(f"e{at}", features, choose="prefer", rate=0.8, uniform_share=0.25)
+        for at in range(4_000)
+    ]
+
+    wanted = propensity(features, rate=0.8, uniform_share=0.25)
+    assert {one.propensity for one in draws} == {wanted}
+    drawn = sum(one.drawn for one in draws) / len(draws)
+    assert drawn == pytest.approx(wanted, abs=4 * math.sqrt(wanted / len(draws)))
+
+
+def test_uniform_choice_draws_what_it_always_drew() -> None:
+    for at in range(200):
+        one = draw(f"e{at}", BAD, choose="uniform", rate=0.3, uniform_share=0.1)
+        likely = draw(f"e{at}", GOOD, choose="prefer", rate=0.3, uniform_share=0.1)
+        assert (one.drawn, one.propensity, one.reason) == (likely.drawn, 0.3, "uniform")
+
+
+def test_near_identical_prompts_share_a_key_and_others_do_not() -> None:
+    one = near_key("p", said("Order 4711 of 2026-01-02: where is it?"))
+
+    assert near_key("p", said("order 12, of 2025-11-30 - where is it")) == one
+    assert near_key("q", said("Order 4711 of 2026-01-02: where is it?")) != one
+    assert near_key("p", said("Order 4711 of 2026-01-02: cancel it")) != one
+    assert opening_key("p", {}) == opening_key("p", said("a"))
+
+
+def test_keys_of_a_very_long_prompt_take_no_longer_than_those_of_a_short_one() -> None:
+    long = said("lorem ipsum 12 " * 30_000)
+    began = time.perf_counter()
+    near_key("p", long)
+    opening_key("p", long)
+
+    assert time.perf_counter() - began < 0.05
+
+
+def test_a_project_and_a_prompt_have_caps_of_their_own(kit: Kit) -> None:
+    def store(name: str, text: str, project: str = "p") -> None:
+        kit.store(kit.exchange(name, request=said(text), project=project))
+
+    for at in range(3):
+        store(f"a{at}", f"Order {at}")
+    store("other", "Something else")
+    store("elsewhere", "Order 1", project="q")
+    rules = kit.rules(max_groups_per_near_prompt=2, max_groups_per_project=3)
+    choose_new(kit.database, rules, model="smollm", limit=100, now=2.0)
+    store("late", "Anything")
+    choose_new(kit.database, rules, model="smollm", limit=100, now=3.0)
+    store("after", "Anything at all")
+    choose_new(kit.database, rules, model="smollm", limit=100, now=4.0 + rules.session_window_s)
+
+    assert kit.counts("selection") == {"chosen": 5, "near_prompt_cap": 1, "project_cap": 1}
+
+
+@pytest.mark.both_stores
+def test_reason_features_and_propensity_are_stored_with_the_group(kit: Kit) -> None:
+    (group_id,) = kit.choose(kit.exchange("a"), choose="prefer", uniform_share=1.0)
+
+    row = kit.row(group_id)
+    assert row.propensity == 1.0
+    because = load_choice(row.chosen_because)
+    assert because is not None
+    assert because["reason"] == "uniform_share"
+    assert because["features"]["surprisal"] == pytest.approx(1.75 / 3, abs=1e-4)
+
+
+def test_earlier_groups_of_an_opening_tell_of_the_next_one(kit: Kit) -> None:
+    for at, (status, reason) in enumerate(
+        [("trained", None), ("dropped", "no_spread"), ("set_aside", "identical_answers")]
+    ):
+        (group_id,) = kit.choose(kit.exchange(f"e{at}"))
+        with kit.database.write() as session:
+            row = session.merge(kit.row(group_id))
+            row.status, row.reason = status, reason
+
+    (group_id,) = kit.choose(kit.exchange("next"), choose="prefer", uniform_share=1.0)
+
+    features = json.loads(kit.row(group_id).chosen_because or "")["features"]
+    assert (features["earlier"], features["earlier_spread"]) == (3, 1)
+    assert group_id == group_id_of("next")
