@@ -1,7 +1,7 @@
 """Why a step became a group, with what probability, and what its caps count by
 
-Revision ID: 0025_choice
-Revises: 0024_same_prompt
+Revision ID: 0026_choice
+Revises: 0025_group_passes
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0025_choice"
-down_revision = "0024_same_prompt"
+revision = "0026_choice"
+down_revision = "0025_group_passes"
 branch_labels = None
 depends_on = None
 
