@@ -59,7 +59,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "max_groups": 16,
         "max_age_versions": 0,
         "steps": 3,
-        "learning_rate": 4e-4,
+        "learning_rate": 1.5e-3,
     },
     "canary": {
         "steps": [4000, 8000],

@@ -21,11 +21,13 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 LINEAGE = "lineage.json"
 CARD = "README.md"
+OPTIMIZER = "optimizer.safetensors"
+"""The optimiser's moments (`learner.grpo.optimizer_file`). Versions of other trainers have none."""
 
 DIGESTED = (CONFIG, WEIGHTS)
 """Files under the digest: those that vLLM reads. The lineage and the card are excluded: they
 describe one run (times, ids), and equal weights must get the same digest. The audit row keeps the
-hashes of both."""
+hashes of both, and the lineage that of the optimiser's moments."""
 MAX_FILE_BYTES = 16 * 2**30
 """Largest file that is read: rank 128 on every linear layer of a 405B model is smaller. Without a
 limit, hashing a sparse file of terabytes would take hours."""

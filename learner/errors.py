@@ -11,6 +11,7 @@ LearnerError
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
 │   └── AlteredParentError              its folder was changed after registration: refuse
 ├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
+├── OptimizerStateError (ValueError)    the parent's moments are damaged: start from nothing
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
@@ -76,6 +77,10 @@ class AlteredParentError(ParentError):
 
 class DeviceError(LearnerError, ValueError):
     """The device of the settings does not exist on this machine, or cannot compute."""
+
+
+class OptimizerStateError(LearnerError, ValueError):
+    """The optimiser's moments beside an adapter are damaged, or belong to other matrices."""
 
 
 class IncompleteAdapterError(LearnerError, ValueError):

@@ -18,11 +18,16 @@ class TrainableRow:
     logprobs: tuple[float, ...]
     """[S] nats, recorded when the ids were sampled, at `temperature`."""
     advantage: float
-    """Score minus the group's mean, in score units."""
+    """How much better it is than its trainable siblings, by `learner.advantage`."""
     temperature: float
     """Above 0; the trainer's logits are divided by it, as the server's were."""
     trainable: bool
-    """False: it counts in the mean of its group, but not in the loss."""
+    """False: it has no part in the loss."""
+    counted: bool = True
+    """False: it has no part in the baseline of its group either (`learner.grpo.advantages`)."""
+    start: tuple[float, ...] = ()
+    """[S] nats, under the policy at the start of the run; empty when the loss does not read
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,11 @@ class StepMetrics:
     entropy: float
     """nats per token, of the policy's own distribution."""
     grad_norm: float
-    """L2 norm of the gradient before clipping."""
+    """L2 norm of the gradient before it was scaled down to `learner.max_grad_norm`."""
+    update_norm: float
+    """L2 norm of the change of the adapter's weights."""
+    learning_rate: float
+    """Rate of this step, after the warm-up."""
     seconds: float
     tokens_per_s: float
     """`computed_tokens` over `seconds`."""

@@ -26,6 +26,7 @@ from learner.adapter_folder import (
     CARD,
     CONFIG,
     LINEAGE,
+    OPTIMIZER,
     WEIGHTS,
     Mark,
     folder_marks,
@@ -35,7 +36,7 @@ from learner.adapter_folder import (
 )
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz"})
-KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD})
+KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD, OPTIMIZER})
 """Files that may stand in the folder. The digest covers no other file, and a later vLLM may read it
 (a tokenizer, embeddings)."""
 MAX_CONFIG_BYTES = 256 * 2**10
@@ -145,7 +146,7 @@ def _refuse_foreign_files(folder: int) -> None:
             if entry.name not in KNOWN_FILES:
                 raise InvalidAdapterError(
                     f"{name}: does not belong here; an adapter folder holds {CONFIG}, {WEIGHTS}, "
-                    f"{LINEAGE} and {CARD}"
+                    f"{LINEAGE}, {CARD} and {OPTIMIZER}"
                 )
 
 

@@ -188,12 +188,17 @@ def save_adapter(policy: Policy, folder: Path) -> None:
     try:
         policy.model.save_pretrained(str(folder))
     except SafetensorError as error:
-        # The library raises no OSError: the errno is only in the text.
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(folder)) from error
+        raise as_os_error(error, folder) from error
     _write_canonical(folder / CONFIG)
     check_folder(policy.model, folder)
+
+
+def as_os_error(error: SafetensorError, path: Path) -> OSError:
+    """Translate an error of writing: the library raises no OSError, its errno is only in the
+    text."""
+    number = re.search(r"os error (\d+)", str(error))
+    code = int(number[1]) if number else errno.EIO
+    return OSError(code, os.strerror(code), str(path))
 
 
 def _write_canonical(path: Path) -> None:

@@ -27,12 +27,13 @@ from learner.errors import (
 )
 from learner.explain import one_line
 from learner.grpo.adapter_io import is_out_of_memory, sampled_by
-from learner.grpo.advantages import MIN_TRAINABLE
+from learner.grpo.advantages import MIN_TRAINABLE, assign
 from learner.grpo.drift import excess, measure
 from learner.grpo.logprobs import Policy
 from learner.grpo.packing import pack_group
 from learner.records import Drift, Fault, Parent, TrainingGroup, TrainingJob
 from sidecar.records import BASE
+from sidecar.settings import Learner
 
 log = structlog.get_logger()
 
@@ -190,7 +191,7 @@ def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManage
 
 def _check(policy: Policy, group: TrainingGroup, job: TrainingJob) -> _Sound | Fault:
     found = attempt(group.group_id, job, lambda: _differences(policy, group, job))
-    return found if isinstance(found, Fault) else _judge(group, found, job.settings.max_drift)
+    return found if isinstance(found, Fault) else _judge(group, found, job.settings)
 
 
 def _differences(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list[float] | Fault:
@@ -212,8 +213,12 @@ def _differences(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list
     return differences
 
 
-def _judge(group: TrainingGroup, differences: Sequence[float], limit: float) -> _Sound | Fault:
-    """Leave out drifting answers, and the group when too few remain or it drifts as a whole."""
+def _judge(group: TrainingGroup, differences: Sequence[float], settings: Learner) -> _Sound | Fault:
+    """Leave out drifting answers, and the group when too few remain or it drifts as a whole.
+
+    The advantages of the others are taken again: their baseline had the answers that are left out.
+    """
+    limit = settings.max_drift
     rest = iter(differences)
     by_row = {
         place: list(islice(rest, len(row.token_ids)))
@@ -233,9 +238,13 @@ def _judge(group: TrainingGroup, differences: Sequence[float], limit: float) -> 
         return Fault(DRIFT, why_group)
     for place, why in over.items():
         log.warning("answer_left_out", group_id=group.group_id, index=place, reason=DRIFT, text=why)
+    if not over:
+        return _Sound(group=group, drifted=(), differences=kept)
+    counted = [row.counted and place not in over for place, row in enumerate(group.rows)]
+    advantages = assign(group.scores, counted, settings.advantage)
     rows = tuple(
-        replace(row, trainable=row.trainable and place not in over)
-        for place, row in enumerate(group.rows)
+        replace(row, trainable=row.trainable and counts, counted=counts, advantage=advantage)
+        for row, counts, advantage in zip(group.rows, counted, advantages, strict=True)
     )
     return _Sound(group=replace(group, rows=rows), drifted=tuple(over), differences=kept)
 

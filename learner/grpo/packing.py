@@ -40,6 +40,10 @@ class Pack:
     """[N] the advantage of the target's answer."""
     temperatures: tuple[float, ...]
     """[N] sampling temperature of the target's answer."""
+    answers: tuple[int, ...]
+    """[N] number of the target's answer in the pack, from 0."""
+    start: tuple[float, ...]
+    """[N] nats under the policy at the start of the run, or as recorded where nobody reads them."""
 
 
 def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
@@ -94,4 +98,6 @@ def _pack(group: TrainingGroup, rows: Sequence[TrainableRow]) -> Pack:
         recorded=tuple(value for row in rows for value in row.logprobs),
         advantages=tuple(row.advantage for row in rows for _ in row.token_ids),
         temperatures=tuple(row.temperature for row in rows for _ in row.token_ids),
+        answers=tuple(place for place, row in enumerate(rows) for _ in row.token_ids),
+        start=tuple(value for row in rows for value in row.start or row.logprobs),
     )

@@ -1,4 +1,4 @@
-"""The trainer: a few AdamW steps on a LoRA, from groups to a PEFT folder.
+"""The trainer: a few optimiser steps on a LoRA, from groups to a PEFT folder.
 
 Before the first step, every group is compared with the log-probabilities of the adapter that
 sampled it (`learner.grpo.checks`); groups that disagree are left out. A group whose loss or
@@ -10,51 +10,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 
 import structlog
 import torch
 from opentelemetry import trace
 
-from learner.errors import NonFiniteError
+from learner.adapter_folder import OPTIMIZER, file_digest
+from learner.errors import NonFiniteError, OptimizerStateError
 from learner.grpo.adapter_io import load_policy, save_adapter
-from learner.grpo.advantages import spread
 from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
 from learner.grpo.logprobs import Policy
-from learner.grpo.losses import LOSSES, ClipRange, TokenLoss
+from learner.grpo.losses import Tokens
+from learner.grpo.objective import Objective, objective
+from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
+from learner.grpo.optimizer_file import load_state, save_state
 from learner.grpo.packing import Pack, pack_group
-from learner.records import Fault, StepMetrics, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.grpo.start import with_start
+from learner.grpo.step_sums import StepSums, step_metrics
+from learner.records import Fault, Parent, StepMetrics, TrainingGroup, TrainingJob, TrainingOutcome
+from sidecar.settings import Learner
 
 log = structlog.get_logger()
 tracer = trace.get_tracer("learner")
 
-LOSS = "grpo"
 BETAS = (0.9, 0.99)
 """AdamW's betas. A run has few steps, so the second moment must adapt faster than with 0.999."""
-WEIGHT_DECAY = 0.0
-
-
-@dataclass(slots=True)
-class _StepSums:
-    """Sums over the packs of one step."""
-
-    loss: float = 0.0
-    ratio: float = 0.0
-    clipped: int = 0
-    kl: float = 0.0
-    entropy: float = 0.0
-    tokens: int = 0
-    computed_tokens: int = 0
-
-    def add(self, loss: TokenLoss, entropy: float, pack: Pack) -> None:
-        self.loss += loss.loss_sum.item()
-        self.ratio += loss.ratio_sum
-        self.clipped += loss.clipped
-        self.kl += loss.kl_sum
-        self.entropy += entropy
-        self.computed_tokens += len(pack.input_ids)
 
 
 class _GroupsFailed(Exception):
@@ -69,7 +52,7 @@ class GrpoTrainer:
     """Implements `Trainer` with torch."""
 
     def train(self, job: TrainingJob) -> TrainingOutcome:
-        """Load the policy, check the groups, run the steps, save the adapter.
+        """Load the policy, check the groups, run the steps, save the adapter and the moments.
 
         Raises: ParentError, DeviceError, OutOfMemoryError, FaultyGroupsError (DriftError,
             NonFiniteError), IncompleteAdapterError, RunStoppedError; OSError when the disk refuses.
@@ -78,11 +61,32 @@ class GrpoTrainer:
         if job.settings.threads:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings)
+        state = parents_state(policy, job.parent)
         job.check_stop()
-        outcome = run_steps(policy, job)
-        if outcome.metrics:
-            save_adapter(policy, job.folder)
-        return outcome
+        outcome, state = run_steps(policy, job, state)
+        if not outcome.metrics:
+            return outcome
+        save_adapter(policy, job.folder)
+        save_state(state, job.folder)
+        digest = file_digest(job.folder / OPTIMIZER)
+        return replace(outcome, algorithm={**outcome.algorithm, "optimizer_sha256": digest})
+
+
+def parents_state(policy: Policy, parent: Parent) -> OptimizerState | None:
+    """Return the moments beside the parent; None where it has none, or damaged ones (logged).
+
+    Without them a run is a little noisier in its first steps, so they are no reason to stop.
+    """
+    if parent.path is None:
+        return None
+    try:
+        state = load_state(parent.path, _trainable(policy))
+    except (OptimizerStateError, OSError) as error:
+        log.warning("optimizer_state_unusable", parent=parent.name, error=str(error))
+        return None
+    if state is None:
+        log.info("optimizer_state_missing", parent=parent.name)
+    return state
 
 
 def deal(groups: Sequence[TrainingGroup], steps: int) -> list[list[TrainingGroup]]:
@@ -90,86 +94,115 @@ def deal(groups: Sequence[TrainingGroup], steps: int) -> list[list[TrainingGroup
     return [list(groups[first::steps]) for first in range(min(steps, len(groups)))]
 
 
-def run_steps(policy: Policy, job: TrainingJob) -> TrainingOutcome:
+def run_steps(
+    policy: Policy, job: TrainingJob, state: OptimizerState | None = None
+) -> tuple[TrainingOutcome, OptimizerState]:
     """Train the policy in place on the groups that can be trained on.
 
+    state: the parent's moments. Returns: the outcome, and the moments after the last step.
     Raises: what `check_groups` raises, before the first step; NonFiniteError before the step that
         would break the weights; RunStoppedError between packs.
     """
     checked = check_groups(policy, job)
     groups, faults = checked.groups, dict(checked.faults)
+    aim = objective(job.settings)
+    if aim.uses_start:
+        groups, failed_at_start = with_start(policy, groups, job)
+        faults |= failed_at_start
+        refuse_most(faults, len(job.groups))
     parameters = _trainable(policy)
-    start = [parameter.detach().clone() for parameter in parameters]
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     metrics: list[StepMetrics] | None = None
     while metrics is None:
+        optimizer = SignalAdamW(parameters, update_rule(job.settings), state)
         try:
-            metrics = _steps(policy, job, groups)
+            metrics = _steps(policy, job, groups, aim, optimizer)
         except _GroupsFailed as failed:
             faults |= failed.faults
             log_faults(failed.faults)
             refuse_most(faults, len(job.groups))
             groups = tuple(group for group in groups if group.group_id not in faults)
             with torch.no_grad():
-                for parameter, value in zip(parameters, start, strict=True):
-                    parameter.copy_(value)
+                for name, parameter in parameters.items():
+                    parameter.copy_(start[name])
     algorithm = {
-        "loss": LOSS,
-        "optimizer": "AdamW",
+        "loss": job.settings.loss,
+        "advantage": job.settings.advantage,
+        "optimizer": "AdamW, second moment from groups",
+        "optimizer_steps_before": 0 if state is None else state.steps,
         "betas": BETAS,
-        "weight_decay": WEIGHT_DECAY,
         "autocast": policy.autocast,
     }
-    return TrainingOutcome(
+    outcome = TrainingOutcome(
         metrics=tuple(metrics),
         drift=checked.drift,
         algorithm=algorithm,
         faults=faults,
         drifted=checked.drifted,
     )
+    return outcome, optimizer.state
 
 
-def _steps(policy: Policy, job: TrainingJob, groups: Sequence[TrainingGroup]) -> list[StepMetrics]:
-    """Run every step. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
-    parameters = _trainable(policy)
-    optimizer = torch.optim.AdamW(
-        parameters, lr=job.settings.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+def update_rule(settings: Learner) -> UpdateRule:
+    """Return the constants of the update that the settings name."""
+    return UpdateRule(
+        rate=settings.learning_rate,
+        betas=BETAS,
+        warmup=settings.warmup_steps,
+        reference=settings.reference_spread,
+        max_norm=settings.max_grad_norm,
     )
+
+
+def _steps(
+    policy: Policy,
+    job: TrainingJob,
+    groups: Sequence[TrainingGroup],
+    aim: Objective,
+    optimizer: SignalAdamW,
+) -> list[StepMetrics]:
+    """Run every step. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
     metrics: list[StepMetrics] = []
     for number, dealt in enumerate(deal(groups, job.settings.steps), 1):
         with tracer.start_as_current_span("optimiser step") as span:
             started = time.monotonic()
-            optimizer.zero_grad(set_to_none=True)
-            sums = accumulate(policy, dealt, job)
-            grad_norm = float(
-                torch.nn.utils.clip_grad_norm_(parameters, job.settings.max_grad_norm)
-            )
-            if not math.isfinite(grad_norm):
-                raise NonFiniteError(f"step {number}: gradient norm is {grad_norm}")
-            optimizer.step()
-            metrics.append(_metrics(number, dealt, sums, grad_norm, time.monotonic() - started))
+            sums = accumulate(policy, dealt, job, aim, optimizer)
+            try:
+                update = optimizer.step()
+            except NonFiniteError as error:
+                raise NonFiniteError(f"step {number}: {error}") from error
+            metrics.append(step_metrics(number, dealt, sums, update, time.monotonic() - started))
             span.set_attributes(asdict(metrics[-1]))
         log.info("step_done", **asdict(metrics[-1]))
     return metrics
 
 
-def accumulate(policy: Policy, groups: Sequence[TrainingGroup], job: TrainingJob) -> _StepSums:
-    """Add up the gradient of one step's loss, group by group and pack by pack.
+def accumulate(
+    policy: Policy,
+    groups: Sequence[TrainingGroup],
+    job: TrainingJob,
+    aim: Objective,
+    optimizer: SignalAdamW,
+) -> StepSums:
+    """Give the optimiser the gradient of one step's loss, group by group.
 
-    The loss is the mean over all trainable tokens of the step, however they are packed.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
     packs = [pack_group(group, max_tokens=job.settings.pack_tokens) for group in groups]
-    sums = _StepSums(tokens=sum(len(pack.targets) for of_group in packs for pack in of_group))
+    all_packs = [pack for of_group in packs for pack in of_group]
+    sums = StepSums(
+        tokens=sum(len(pack.targets) for pack in all_packs), denominator=aim.denominator(all_packs)
+    )
     parameters = _trainable(policy)
     faults: dict[str, Fault] = {}
     for group, of_group in zip(groups, packs, strict=True):
-        fault = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, sums))
+        add = partial(_add_group, policy, of_group, job, aim, sums)
+        fault = attempt(group.group_id, job, add)
         if fault is None and not _finite(parameters):
             fault = Fault(NON_FINITE, "its gradient is not finite")
-        if fault is not None:
+        if fault is not None:  # the step is discarded: later groups are only checked for faults
             faults[group.group_id] = fault
-            for parameter in parameters:  # discarded: later groups are only checked for faults
-                parameter.grad = None
+        optimizer.add_group(_signal(of_group))
     job.report("")
     if faults:
         raise _GroupsFailed(faults)
@@ -177,54 +210,37 @@ def accumulate(policy: Policy, groups: Sequence[TrainingGroup], job: TrainingJob
 
 
 def _add_group(
-    policy: Policy, packs: Sequence[Pack], job: TrainingJob, sums: _StepSums
+    policy: Policy, packs: Sequence[Pack], job: TrainingJob, aim: Objective, sums: StepSums
 ) -> Fault | None:
-    clip = ClipRange(low=job.settings.clip_low, high=job.settings.clip_high)
     for pack in packs:
         job.check_stop()
         logprobs_N, entropy = policy.logprobs(pack)
-        recorded_N = torch.tensor(pack.recorded, device=policy.device)
-        advantages_N = torch.tensor(pack.advantages, device=policy.device)
-        loss = LOSSES[LOSS](logprobs_N, recorded_N, advantages_N, clip)
-        if not bool(torch.isfinite(loss.loss_sum)):
-            return Fault(NON_FINITE, f"its loss is {loss.loss_sum.item()}")
-        (loss.loss_sum / sums.tokens).backward()
-        sums.add(loss, entropy, pack)
+        found = aim.sums(
+            Tokens(
+                logprobs_N=logprobs_N,
+                recorded_N=torch.tensor(pack.recorded, device=policy.device),
+                start_N=torch.tensor(pack.start, device=policy.device),
+                advantages_N=torch.tensor(pack.advantages, device=policy.device),
+                answers_N=torch.tensor(pack.answers, device=policy.device),
+            )
+        )
+        if not bool(torch.isfinite(found.loss)):
+            return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
+        (found.loss / sums.denominator).backward()
+        sums.add(found, entropy, pack)
     return None
 
 
-def _trainable(policy: Policy) -> list[torch.nn.Parameter]:
-    return [p for p in policy.model.parameters() if p.requires_grad]
+def _signal(packs: Sequence[Pack]) -> float:
+    """Root mean square of a group's advantages over its trainable tokens."""
+    advantages = [value for pack in packs for value in pack.advantages]
+    return math.sqrt(sum(value * value for value in advantages) / len(advantages))
 
 
-def _finite(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def _trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
+def _finite(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-def _metrics(
-    number: int,
-    groups: Sequence[TrainingGroup],
-    sums: _StepSums,
-    grad_norm: float,
-    seconds: float,
-) -> StepMetrics:
-    tokens = sums.tokens
-    scores = [score for group in groups for score in group.scores]
-    return StepMetrics(
-        step=number,
-        groups=len(groups),
-        answers=sum(row.trainable for group in groups for row in group.rows),
-        tokens=tokens,
-        computed_tokens=sums.computed_tokens,
-        reward_mean=sum(scores) / len(scores),
-        reward_spread=sum(spread(group.scores) for group in groups) / len(groups),
-        loss=sums.loss / tokens,
-        ratio_mean=sums.ratio / tokens,
-        clip_share=sums.clipped / tokens,
-        approx_kl=sums.kl / tokens,
-        entropy=sums.entropy / tokens,
-        grad_norm=grad_norm,
-        seconds=seconds,
-        tokens_per_s=sums.computed_tokens / seconds,
-    )

@@ -2,9 +2,10 @@
 
 A bad group is dropped for its reason and never affects the others. A group is taken or dropped as a
 whole; a group that is too long is dropped and not cut, because leaving out its longest answers
-would teach that length costs nothing. Single answers that are not exact are masked: they count in
-the group's mean but not in the loss. `learner.runs.source` sorts out stale groups before, and
-`learner.runs.retry` limits how many groups of failed runs a run takes.
+would teach that length costs nothing. Single answers that are not exact are masked: they have no
+part in the loss, and only the silent ones have one in the group's baseline and spread.
+`learner.runs.source` sorts out stale groups before, and `learner.runs.retry` limits how many groups
+of failed runs a run takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 
 from ingest.grouping.exchangeable import RAISED_BELOW
 from ingest.records import Answer, ScoredGroup
-from learner.grpo.advantages import MIN_TRAINABLE, center_rewards, spread
+from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
 from learner.grpo.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
 from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
@@ -55,6 +56,7 @@ def select_groups(
     min_spread: float,
     pack_tokens: int,
     noise: Noise | None = None,
+    advantage: str = "mean",
 ) -> Selection:
     """Turn scored groups into training groups.
 
@@ -62,6 +64,7 @@ def select_groups(
         is dropped, and so is one whose rewards are all equal.
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
+    advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
@@ -71,7 +74,7 @@ def select_groups(
         try:
             gate = spread_gate(scored, noise or {}, min_spread=min_spread)
             reason = _drop_reason(scored, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens)
-            group = _training_group(scored) if reason is None else None
+            group = _training_group(scored, advantage) if reason is None else None
         except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
             reason, group, gate = "unreadable", None, None
         if gate is not None and reason in (None, *SPREAD):
@@ -105,42 +108,57 @@ def mask_reason(answer: Answer) -> str | None:
     return None
 
 
+def counts(mask: str | None) -> bool:
+    """Return True when an answer with this reason of `mask_reason` counts in its group's baseline.
+
+    A silent answer was drawn as the others were, and its score says what silence is worth.
+    """
+    return mask in (None, "no_tokens")
+
+
 def _drop_reason(
     scored: ScoredGroup, *, gate: SpreadGate, min_spread: float, pack_tokens: int
 ) -> DropReason | None:
     prompt = scored.group.prompt_token_ids
-    trainable = [answer for answer in scored.group.answers if mask_reason(answer) is None]
+    masks = [mask_reason(answer) for answer in scored.group.answers]
+    trainable = [
+        answer for answer, mask in zip(scored.group.answers, masks, strict=True) if not mask
+    ]
     if len(scored.rewards) < 2:
         return "too_few_answers"
     if not all(map(math.isfinite, scored.rewards)):
         return "non_finite_score"
     if not all(0.0 <= score <= 1.0 for score in scored.rewards):
         return "score_out_of_range"
-    found = spread(scored.rewards)
+    if len(trainable) < MIN_TRAINABLE:
+        return "too_few_trainable"
+    rewards = zip(scored.rewards, masks, strict=True)
+    found = spread([reward for reward, mask in rewards if counts(mask)])
     if found == 0.0 or found < min_spread:
         return "no_spread"
     if found < gate.least:
         return "within_noise"
     if not prompt:
         return "no_prompt"
-    if len(trainable) < MIN_TRAINABLE:
-        return "too_few_trainable"
     if any(packed_length(len(prompt), [len(a.token_ids)]) > pack_tokens for a in trainable):
         return "too_long"
     return None
 
 
-def _training_group(scored: ScoredGroup) -> TrainingGroup:
+def _training_group(scored: ScoredGroup, method: str) -> TrainingGroup:
     group = scored.group
+    masks = [mask_reason(answer) for answer in group.answers]
+    advantages = assign(scored.rewards, [counts(mask) for mask in masks], method)
     rows = tuple(
         TrainableRow(
             token_ids=answer.token_ids,
             logprobs=answer.logprobs,
             advantage=advantage,
             temperature=answer.temperature,
-            trainable=mask_reason(answer) is None,
+            trainable=mask is None,
+            counted=counts(mask),
         )
-        for answer, advantage in zip(group.answers, center_rewards(scored.rewards), strict=True)
+        for answer, mask, advantage in zip(group.answers, masks, advantages, strict=True)
     )
     return TrainingGroup(
         group_id=group.group_id,

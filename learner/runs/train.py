@@ -228,6 +228,7 @@ class Run:
             min_spread=settings.min_spread,
             pack_tokens=settings.pack_tokens,
             noise=noise,
+            advantage=settings.advantage,
         )
         useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
         material = _Material(

@@ -4,7 +4,7 @@ from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
 from sidecar.settings.judge import DEFAULT_RUBRIC, GateJudge, Judge
 from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import Fallback
-from sidecar.settings.learning import BestOf, Canary, Groups, Learner, Watch
+from sidecar.settings.learning import BestOf, Canary, Groups, Watch
 from sidecar.settings.load import DEFAULT_FILE, NOT_SETTINGS, load_settings, with_workers
 from sidecar.settings.privacy import Privacy, ProjectPrivacy
 from sidecar.settings.reward import (
@@ -31,6 +31,7 @@ from sidecar.settings.sections import (
 )
 from sidecar.settings.shown import shown_settings
 from sidecar.settings.store import Store, open_keyring
+from sidecar.settings.training.learner import Learner
 
 __all__ = [
     "DEFAULT_FILE",

@@ -34,11 +34,12 @@ from sidecar.settings.kinds import (
     Word,
     no_empty_key,
 )
-from sidecar.settings.learning import BestOf, Canary, Groups, Learner, Watch
+from sidecar.settings.learning import BestOf, Canary, Groups, Watch
 from sidecar.settings.privacy import Privacy
 from sidecar.settings.reward import Reward
 from sidecar.settings.section import Section
 from sidecar.settings.store import Store
+from sidecar.settings.training.learner import Learner
 
 ENV_PREFIX = "SIDECAR_"
 

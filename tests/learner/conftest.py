@@ -320,6 +320,8 @@ class FakeTrainer:
             approx_kl=0.0,
             entropy=1.0,
             grad_norm=0.3,
+            update_norm=0.1,
+            learning_rate=1e-3,
             seconds=2.0,
             tokens_per_s=7.0,
         )

@@ -138,7 +138,7 @@ def test_the_answer_that_drifts_is_left_out_alone(
         sampled(policy, "one", shifts=(0.0, 0.437, *(0.0,) * 6)),
     ]
 
-    outcome = run_steps(policy, job(groups, learner_settings))
+    outcome, _ = run_steps(policy, job(groups, learner_settings))
 
     assert outcome.faults == {}
     assert outcome.drifted == {"one": (1,)}
@@ -154,7 +154,7 @@ def test_a_group_that_drifts_is_left_out_alone(
     groups = [sampled(policy, str(number)) for number in range(4)]
     groups.append(sampled(policy, "bad", shifts=(0.437,) * 8))
 
-    outcome = run_steps(policy, job(groups, learner_settings))
+    outcome, _ = run_steps(policy, job(groups, learner_settings))
 
     assert [(name, fault.reason) for name, fault in outcome.faults.items()] == [("bad", "drift")]
     assert "8 of 8 answers drift" in outcome.faults["bad"].text
@@ -168,7 +168,7 @@ def test_a_group_drifts_though_none_of_its_answers_does_by_itself(
     # An answer of 12 tokens may be off by 0.1 + 0.3 / sqrt(12) = 0.187, the group of 96 by 0.131.
     groups = [sampled(policy, "good"), sampled(policy, "bad", shifts=(0.15,) * 8)]
 
-    outcome = run_steps(policy, job(groups, learner_settings))
+    outcome, _ = run_steps(policy, job(groups, learner_settings))
 
     assert "over 96 tokens; 0.1306 is allowed" in outcome.faults["bad"].text
 
@@ -223,7 +223,7 @@ def test_a_stale_group_is_compared_with_the_adapter_that_sampled_it(
     before = logprobs_of(policy, PROMPT, ANSWERS)
 
     no_steps = learner_settings.model_copy(update={"learning_rate": 0.0})
-    outcome = run_steps(policy, job(groups, no_steps, samplers=[version]))
+    outcome, _ = run_steps(policy, job(groups, no_steps, samplers=[version]))
 
     assert [(name, fault.reason) for name, fault in outcome.faults.items()] == [
         ("of the base, said to be of v1", "drift")
@@ -269,7 +269,7 @@ def test_a_group_of_the_base_is_compared_with_the_base(
         sampled(under, "of the parent, said to be of the base"),
     ]
 
-    outcome = run_steps(trained, job(groups, learner_settings, parent=version))
+    outcome, _ = run_steps(trained, job(groups, learner_settings, parent=version))
 
     assert list(outcome.faults) == ["of the parent, said to be of the base"]
 
@@ -294,7 +294,7 @@ def test_a_group_whose_sampler_is_not_at_hand_is_not_trained_on(
     groups = [sampled(policy, "own"), *(sampled(under, str(n), adapter="v1") for n in range(3))]
 
     samplers = [] if kind == "no row" else [version]
-    outcome = run_steps(policy, job(groups, learner_settings, samplers=samplers))
+    outcome, _ = run_steps(policy, job(groups, learner_settings, samplers=samplers))
 
     assert {fault.reason for fault in outcome.faults.values()} == {"drift_unchecked"}
     assert list(outcome.faults) == ["0", "1", "2"]
@@ -306,7 +306,7 @@ def test_a_run_without_any_checked_group_trains_on_nothing(
 ) -> None:
     groups = [sampled(policy, str(n), adapter="v1") for n in range(3)]
 
-    outcome = run_steps(policy, job(groups, learner_settings))
+    outcome, _ = run_steps(policy, job(groups, learner_settings))
 
     assert outcome.metrics == ()
     assert outcome.drift is None
@@ -371,7 +371,7 @@ def test_the_real_model_as_a_bf16_server_passes_and_cut_sampling_does_not(row: M
     settings = Learner(precision="float32", rank=4, steps=1)
     policy = load_policy(str(MODEL), Parent(name="base"), settings)
 
-    outcome = run_steps(policy, job([*plain, cut], settings))
+    outcome, _ = run_steps(policy, job([*plain, cut], settings))
 
     assert [(name, fault.reason) for name, fault in outcome.faults.items()] == [("cut", "drift")]
     assert outcome.drifted == {}

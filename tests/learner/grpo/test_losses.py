@@ -1,4 +1,7 @@
-"""The clipped surrogate, against numbers worked by hand."""
+"""Losses and corrections, against numbers worked by hand.
+
+`test_losses_against_trl.py` compares them with TRL's own code, values and LoRA gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,76 +11,184 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.grpo.losses import ClipRange, TokenLoss, grpo
+from learner.grpo.corrections import CorrectionRule, weights
+from learner.grpo.losses import LOSSES, LossRule, Tokens
 
-CLIP = ClipRange(low=0.2, high=0.28)
-
-
-def loss_of(ratios: list[float], advantages: list[float]) -> tuple[TokenLoss, Tensor]:
-    """The loss where the recorded log-probability is -1 throughout. Returns it and the leaf."""
-    logprobs = torch.tensor([-1.0 + math.log(r) for r in ratios], dtype=torch.float64)
-    logprobs.requires_grad_()
-    recorded = torch.full_like(logprobs, -1.0).detach()
-    return grpo(logprobs, recorded, torch.tensor(advantages, dtype=torch.float64), CLIP), logprobs
+RULE = LossRule(clip_low=0.2, clip_high=0.28, tv_kl=0.0)
+RECORDED = -1.0
 
 
-def gradient(ratios: list[float], advantages: list[float]) -> list[float]:
-    loss, logprobs = loss_of(ratios, advantages)
-    loss.loss_sum.backward()
-    assert logprobs.grad is not None
-    return list(logprobs.grad)
+def tokens_of(
+    ratios: list[float],
+    advantages: list[float],
+    *,
+    answers: list[int] | None = None,
+    start: list[float] | None = None,
+    recorded: float = RECORDED,
+) -> Tokens:
+    """Tokens whose recorded log-probability is `recorded`; start: pi_0 / mu of each."""
+    logs = torch.tensor([recorded + math.log(r) for r in ratios], dtype=torch.float64)
+    mu = torch.full_like(logs, recorded)
+    return Tokens(
+        logprobs_N=logs.requires_grad_(),
+        recorded_N=mu,
+        start_N=mu + torch.tensor([math.log(r) for r in start or [1.0] * len(ratios)]).double(),
+        advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        answers_N=torch.tensor(answers or [0] * len(ratios)),
+    )
 
 
-def test_the_loss_is_minus_ratio_times_advantage_within_the_clip() -> None:
-    loss, _ = loss_of([1.1, 0.9], [0.5, -0.5])
-    # -(1.1 * 0.5) - (0.9 * -0.5) = -0.55 + 0.45
-    assert loss.loss_sum.item() == pytest.approx(-0.10)
-    assert loss.clipped == 0
+def losses_of(name: str, tokens: Tokens, rule: LossRule = RULE) -> list[float]:
+    found: list[float] = LOSSES[name].per_token(tokens, rule).loss_N.tolist()
+    return found
 
 
-def test_a_good_token_gains_nothing_beyond_the_upper_clip() -> None:
-    loss, _ = loss_of([1.5], [0.5])
-    assert loss.loss_sum.item() == pytest.approx(-0.64)  # 1.28 * 0.5
-    assert loss.clipped == 1
-    assert gradient([1.5], [0.5]) == [0.0]
+def gradient(name: str, tokens: Tokens, rule: LossRule = RULE) -> list[float]:
+    LOSSES[name].per_token(tokens, rule).loss_N.sum().backward()
+    assert tokens.logprobs_N.grad is not None
+    found: list[float] = tokens.logprobs_N.grad.tolist()
+    return found
 
 
-def test_a_bad_token_gains_nothing_below_the_lower_clip() -> None:
-    loss, _ = loss_of([0.5], [-0.5])
-    assert loss.loss_sum.item() == pytest.approx(0.40)  # 0.8 * 0.5
-    assert loss.clipped == 1
-    assert gradient([0.5], [-0.5]) == [0.0]
+def cut(name: str, tokens: Tokens) -> list[bool]:
+    found: list[bool] = LOSSES[name].per_token(tokens, RULE).cut_N.tolist()
+    return found
 
 
-def test_what_went_the_wrong_way_is_never_clipped() -> None:
-    # A good token grown rarer, a bad token grown likelier: gradient is -r A in full.
-    assert gradient([0.5, 1.5], [0.5, -0.5]) == pytest.approx([-0.25, 0.75])
-    assert loss_of([0.5, 1.5], [0.5, -0.5])[0].clipped == 0
+CLIPPED = ("grpo", "dr_grpo", "dapo")
 
 
-def test_at_ratio_one_the_gradient_is_reinforce() -> None:
-    # d/dlogp of -A logp is -A
-    assert gradient([1.0, 1.0, 1.0], [0.5, -0.5, 0.25]) == pytest.approx([-0.5, 0.5, -0.25])
+@pytest.mark.parametrize("name", LOSSES)
+def test_at_ratio_one_the_gradient_is_reinforce(name: str) -> None:
+    # d/dlogp of -A logp is -A. gspo shares it among the tokens of an answer: here one each.
+    tokens = tokens_of([1.0, 1.0, 1.0], [0.5, -0.5, 0.25], answers=[0, 1, 2])
+    assert gradient(name, tokens) == pytest.approx([-0.5, 0.5, -0.25])
 
 
-def test_a_positive_advantage_pushes_the_log_probability_up() -> None:
-    assert gradient([1.0], [0.3])[0] < 0  # descent goes against the gradient
-    assert gradient([1.0], [-0.3])[0] > 0
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_advantage_no_gradient(name: str) -> None:
+    assert gradient(name, tokens_of([0.7, 1.0, 1.4], [0.0] * 3)) == pytest.approx([0.0] * 3)
 
 
-def test_no_advantage_no_gradient() -> None:
-    assert gradient([0.7, 1.0, 1.4], [0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize("name", LOSSES)
+def test_ratios_beyond_every_number_give_a_finite_loss_and_gradient(name: str) -> None:
+    tokens = Tokens(
+        logprobs_N=torch.tensor([-0.1, -900.0, -0.1, -900.0]).requires_grad_(),
+        recorded_N=torch.tensor([-900.0, -0.1, -900.0, -0.1]),
+        start_N=torch.tensor([-900.0, -0.1, -900.0, -0.1]),
+        advantages_N=torch.tensor([0.5, 0.5, -0.5, -0.5]),
+        answers_N=torch.tensor([0, 1, 2, 3]),
+    )
+    loss = LOSSES[name].per_token(tokens, LossRule()).loss_N.sum()
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert tokens.logprobs_N.grad is not None
+    assert torch.isfinite(tokens.logprobs_N.grad).all()
 
 
-def test_the_statistics_are_sums_over_the_tokens() -> None:
-    loss, _ = loss_of([2.0, 0.5], [1.0, 1.0])
-    # k3: (2 - 1 - ln 2) + (0.5 - 1 + ln 2) = 1 - 0.5 = 0.5
-    assert loss.ratio_sum == pytest.approx(2.5)
-    assert loss.kl_sum == pytest.approx(0.5)
-    assert loss.clipped == 1
+@pytest.mark.parametrize("name", CLIPPED)
+def test_the_clipped_loss_is_minus_ratio_times_advantage_within_the_clip(name: str) -> None:
+    assert losses_of(name, tokens_of([1.1, 0.9], [0.5, -0.5])) == pytest.approx([-0.55, 0.45])
+    assert cut(name, tokens_of([1.1, 0.9], [0.5, -0.5])) == [False, False]
 
 
-def test_sums_do_not_depend_on_how_the_tokens_are_cut() -> None:
-    whole, _ = loss_of([1.1, 0.9, 1.5, 0.4], [0.5, -0.5, 0.2, -0.2])
-    parts = [loss_of([1.1, 0.9], [0.5, -0.5])[0], loss_of([1.5, 0.4], [0.2, -0.2])[0]]
-    assert whole.loss_sum.item() == pytest.approx(sum(part.loss_sum.item() for part in parts))
+@pytest.mark.parametrize("name", CLIPPED)
+def test_nothing_is_gained_beyond_the_clip(name: str) -> None:
+    tokens = tokens_of([1.5, 0.5], [0.5, -0.5])
+    assert losses_of(name, tokens) == pytest.approx([-0.64, 0.40])  # 1.28 * 0.5, 0.8 * 0.5
+    assert cut(name, tokens) == [True, True]
+    assert gradient(name, tokens) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_what_went_the_wrong_way_is_not_clipped_up_to_the_bound(name: str) -> None:
+    # A good token grown rarer, bad tokens grown likelier: -r A, until r passes 3 for A < 0.
+    tokens = tokens_of([0.5, 1.5, 2.9, 3.1], [0.5, -0.5, -0.5, -0.5])
+    assert cut(name, tokens) == [False, False, False, True]
+    assert gradient(name, tokens) == pytest.approx([-0.25, 0.75, 1.45, 0.0])
+
+
+def test_a_few_stale_tokens_of_a_bad_answer_do_not_make_most_of_the_gradient() -> None:
+    """Three tokens of a hundred have become 80 times likelier: without the bound their share of
+    the gradient is 71 %."""
+    tokens = tokens_of([80.0] * 3 + [1.0] * 97, [-0.5] * 100)
+    for name, loss in LOSSES.items():
+        if name == "gspo":  # it has one ratio for all of them
+            continue
+        tokens.logprobs_N.grad = None
+        loss.per_token(tokens, LossRule()).loss_N.sum().backward()
+        assert tokens.logprobs_N.grad is not None
+        size = tokens.logprobs_N.grad.abs()
+        assert float(size[:3].sum() / size.sum()) < 0.1, name
+
+
+def test_dppo_tv_leaves_out_what_moved_too_far_in_probability() -> None:
+    # mu = 0.5. pi = 0.75 and 0.65: moved by 0.25 and 0.15; and down to 0.25 and 0.35.
+    tokens = tokens_of([1.5, 1.3, 0.5, 0.7], [0.5, 0.5, -0.5, -0.5], recorded=math.log(0.5))
+    assert losses_of("dppo_tv", tokens) == pytest.approx([0.0, -0.65, 0.0, 0.35])
+    assert cut("dppo_tv", tokens) == [True, False, True, False]
+    assert gradient("dppo_tv", tokens) == pytest.approx([0.0, -0.65, 0.0, 0.35])
+
+
+def test_dppo_tv_lets_a_rare_token_triple() -> None:
+    tokens = tokens_of([3.0], [0.5], recorded=math.log(1e-4))
+    assert losses_of("dppo_tv", tokens) == pytest.approx([-1.5])
+    assert cut("grpo", tokens) == [True]
+
+
+def test_dppo_tv_pulls_back_by_the_square_of_the_log_ratio() -> None:
+    tokens = tokens_of([math.e], [0.0])
+    assert losses_of("dppo_tv", tokens, LossRule(tv_kl=0.5)) == pytest.approx([0.5])
+    assert gradient("dppo_tv", tokens, LossRule(tv_kl=0.5)) == pytest.approx([1.0])  # 2 * 0.5 * 1
+
+
+def test_gspo_has_one_ratio_for_an_answer() -> None:
+    # Geometric means: sqrt(2 * 0.5) = 1; 1.21 -> clipped to 1.0004 for A > 0.
+    tokens = tokens_of([2.0, 0.5, 1.21], [0.5, 0.5, 0.5], answers=[0, 0, 1])
+    assert losses_of("gspo", tokens) == pytest.approx([-0.5, -0.5, -0.5002])
+    # d/dlogp of one token: each of both losses has 1/2 of its ratio's logarithm.
+    assert gradient("gspo", tokens) == pytest.approx([-0.5, -0.5, 0.0])
+
+
+def test_cispo_weighs_and_leaves_nothing_out() -> None:
+    tokens = tokens_of([2.0, 9.0, 9.0], [0.5, 0.5, -0.5])
+    assert gradient("cispo", tokens) == pytest.approx([-1.0, -2.5, 1.5])  # weights 2, 5, 3
+    assert cut("cispo", tokens) == [False] * 3
+
+
+def test_ppo_decoupled_clips_around_the_start_of_the_run() -> None:
+    # pi / mu = 2, pi_0 / mu = 2: pi / pi_0 = 1, not clipped; the weight pi_0 / mu comes after.
+    tokens = tokens_of([2.0], [0.5], start=[2.0])
+    assert losses_of("ppo_decoupled", tokens) == pytest.approx([-0.5])
+    assert weights(tokens, CorrectionRule(), from_start=True).tolist() == pytest.approx([2.0])
+    capped = CorrectionRule(tis_cap=1.5)
+    assert weights(tokens, capped, from_start=True).tolist() == pytest.approx([1.5])
+
+
+def weights_of(tokens: Tokens, **rule: float) -> Tensor:
+    return weights(tokens, CorrectionRule(**rule))
+
+
+def test_corrections_are_off_unless_asked_for() -> None:
+    tokens = tokens_of([9.0, 0.1], [0.5, -0.5], start=[9.0, 0.1])
+    assert weights_of(tokens).tolist() == [1.0, 1.0]
+
+
+def test_truncated_importance_sampling_bounds_the_weight_above_only() -> None:
+    tokens = tokens_of([1.0, 1.0], [0.5, -0.5], start=[3.0, 0.25])
+    assert weights_of(tokens, tis_cap=2.0).tolist() == pytest.approx([2.0, 0.25])
+
+
+def test_the_geometric_mask_reads_the_mean_and_not_the_sum() -> None:
+    """A hundred tokens at ratio 1.005 have the product 1.65 and the mean 1.005: they stay."""
+    long = tokens_of([1.0] * 100, [0.5] * 100, start=[1.005] * 100)
+    assert weights_of(long, geometric_limit=0.01).tolist() == [1.0] * 100
+    far = tokens_of([1.0] * 3, [0.5] * 3, start=[1.02, 1.02, 1.0], answers=[0, 0, 1])
+    assert weights_of(far, geometric_limit=0.01).tolist() == [0.0, 0.0, 1.0]
+
+
+def test_stale_negatives_are_left_out_by_answer() -> None:
+    # log mu - log pi = ln 2 = 0.69 in the mean of answer 0; answer 1 is good, answer 2 near.
+    tokens = tokens_of([0.25, 1.0, 0.25, 0.9], [-0.5, -0.5, 0.5, -0.5], answers=[0, 0, 1, 2])
+    assert weights_of(tokens, stale_limit=0.5).tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert weights_of(tokens, stale_limit=0.7).tolist() == [1.0] * 4

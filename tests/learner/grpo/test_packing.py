@@ -39,6 +39,8 @@ def test_the_answers_lie_behind_one_prompt(group: MakeGroup, row: MakeRow) -> No
         recorded=(-1, -2, -3, -1, -1, -1, -1),
         advantages=(0.5, 0.5, 0.5, -0.5, -0.5, -0.5, -0.5),
         temperatures=(1.0, 1.0, 1.0, 0.7, 0.7, 0.7, 0.7),
+        answers=(0, 0, 0, 1, 1, 1, 1),
+        start=(-1, -2, -3, -1, -1, -1, -1),
     )
 
 

@@ -32,7 +32,7 @@ def test_a_good_group_carries_its_tokens_and_centred_scores(scored_group: MakeSc
     assert not selection.masked_answers
 
 
-def test_a_masked_answer_counts_in_the_mean_and_not_in_the_loss(
+def test_a_masked_answer_has_no_part_in_the_loss_nor_in_the_baseline(
     scored_group: MakeScoredGroup, answer: MakeAnswer
 ) -> None:
     answers = [answer(0, untrainable_reason="top_p"), answer(1), answer(2)]
@@ -40,10 +40,21 @@ def test_a_masked_answer_counts_in_the_mean_and_not_in_the_loss(
     selection = select(scored_group([1.0, 0.0, 0.2], answers=answers))
 
     (group,) = selection.groups
-    # mean = 1.2 / 3 = 0.4, the masked answer's 1.0 included
-    assert [row.advantage for row in group.rows] == pytest.approx([0.6, -0.4, -0.2])
+    # mean = 0.2 / 2 = 0.1, without the masked answer's 1.0
+    assert [row.advantage for row in group.rows] == pytest.approx([0.0, -0.1, 0.1])
     assert [row.trainable for row in group.rows] == [False, True, True]
     assert selection.masked_answers == {"top_p": 1}
+
+
+def test_one_good_answer_that_is_masked_pushes_nobody(
+    scored_group: MakeScoredGroup, answer: MakeAnswer
+) -> None:
+    """Seven equal answers beside a greedy one that is better have nothing to teach."""
+    answers = [answer(0, temperature=0.0), *(answer(place) for place in range(1, 8))]
+
+    selection = select(scored_group([0.95, *[0.5] * 7], answers=answers))
+
+    assert list(selection.dropped.values()) == ["no_spread"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Corrections for answers that another policy sampled: weights and masks of their tokens. Pure.
+
+Each returns [N] weights without gradient, 1 where it changes nothing. The loss of a token is
+multiplied by their product. Symbols as in `learner.grpo.losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.grpo.losses import Tokens, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionRule:
+    """Limits of the corrections; 0 switches one off."""
+
+    tis_cap: float = 0.0
+    """Truncated importance sampling: the largest weight; verl, SkyRL and OpenRLHF use 2."""
+    geometric_limit: float = 0.0
+    """Geometric mask: largest distance of an answer's mean ratio from 1; SkyRL uses 0.01."""
+    stale_limit: float = 0.0
+    """Mask of stale negatives: most nats a token, mean(log mu - log pi); slime offers 1e-4."""
+
+
+def weights(tokens: Tokens, rule: CorrectionRule, *, from_start: bool = False) -> Tensor:
+    """[N]: the product of the corrections that are switched on.
+
+    from_start: the loss has pi / pi_0 as its ratio, so pi_0 / mu is a factor also without a cap.
+    """
+    found_N = torch.ones_like(tokens.recorded_N)
+    if rule.tis_cap or from_start:
+        found_N = found_N * truncated_weight(tokens, rule.tis_cap or math.inf)
+    if rule.geometric_limit:
+        found_N = found_N * geometric_mask(tokens, rule.geometric_limit)
+    if rule.stale_limit:
+        found_N = found_N * stale_negative_mask(tokens, rule.stale_limit)
+    return found_N
+
+
+def truncated_weight(tokens: Tokens, cap: float) -> Tensor:
+    """[N]: min(pi_0 / mu, cap) for each token.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+    (2025); verl's `rollout_is`, level token.
+    """
+    return ratio(tokens.start_N, tokens.recorded_N).clamp(max=cap).detach()
+
+
+def geometric_mask(tokens: Tokens, limit: float) -> Tensor:
+    """[N]: 0 for all tokens of an answer whose geometric mean ratio is outside [1 - limit,
+    1 + limit], else 1.
+
+    The geometric mean is exp(mean over its tokens of log(pi_0 / mu)). A sum in place of the mean
+    would leave out all long answers.
+    Source: SkyRL's `geometric` sequence mask.
+    """
+    mean_N = tokens.answer_mean(tokens.start_N - tokens.recorded_N).exp()
+    return ((mean_N - 1).abs() <= limit).to(mean_N.dtype).detach()
+
+
+def stale_negative_mask(tokens: Tokens, limit: float) -> Tensor:
+    """[N]: 0 for all tokens of an answer with A < 0 that the policy has left behind, else 1.
+
+    Left behind: mean over its tokens of (log mu - log pi) > limit, in nats.
+    Source: DeepSeek-V3.2, arXiv:2512.02556. TRL: `off_policy_mask_threshold`.
+    """
+    behind_N = tokens.answer_mean(tokens.recorded_N - tokens.logprobs_N.detach())
+    return (~((tokens.advantages_N < 0) & (behind_N > limit))).to(behind_N.dtype)

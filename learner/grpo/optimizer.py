@@ -1,0 +1,152 @@
+"""AdamW whose steps grow with the signal: small advantages, and groups that disagree, move little.
+
+AdamW divides the mean of the gradients by the root of the mean of their squares. With few steps the
+two are the same numbers, so each coordinate moves by the learning rate in the direction of its
+sign, whatever the advantages were: advantages times 0.001 gave 87 % of the update, and groups
+scored at random gave all of it. Here the second moment comes from the step's n groups, each at a
+reference signal:
+
+    g = sum of g_i                          g_i: gradient of group i in the step's loss
+    q = n * sum of (g_i * max(1, reference / s_i))^2
+                                            s_i: root mean square of its advantages
+    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) q,  both corrected for their start as in Adam
+    weight -= rate * m / (sqrt(v) + eps)
+
+By the inequality of Cauchy and Schwarz g^2 <= n * sum of g_i^2, so a coordinate moves by at most
+`rate`. It does where all groups agree at the reference signal. Groups that push in independent
+directions move it by rate / sqrt(n), and advantages times c < 1 by c times as much.
+Source of AdamW: arXiv:1711.05101. The moments go on from the parent's: `OptimizerState`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from learner.errors import NonFiniteError
+
+EPSILON = 1e-8
+"""As in torch.optim.AdamW."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """Constants of the update."""
+
+    rate: float
+    """Largest change of a weight in one step."""
+    betas: tuple[float, float]
+    warmup: int
+    """Steps over which the rate rises to its value, counted from the first adapter of a line."""
+    reference: float
+    """Root mean square of a group's advantages, in score units, above which the update no longer
+    grows with it."""
+    max_norm: float
+    """A gradient with a larger L2 norm is scaled down to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """Moments after some steps. The tensors are never changed in place."""
+
+    steps: int
+    first: Mapping[str, Tensor]
+    """Parameter name -> running mean of the gradient."""
+    second: Mapping[str, Tensor]
+    """Parameter name -> running mean of the groups' squares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Sizes of one step."""
+
+    grad_norm: float
+    """L2 norm of the gradient before it was scaled down."""
+    update_norm: float
+    """L2 norm of the change of the weights."""
+    rate: float
+
+
+class SignalAdamW:
+    """Collects the gradients of a step's groups, then changes the parameters in place."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        rule: UpdateRule,
+        state: OptimizerState | None = None,
+    ) -> None:
+        """state: of the parent; None starts from nothing."""
+        self._parameters = parameters
+        self._rule = rule
+        self._state = state or OptimizerState(
+            steps=0,
+            first={
+                name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()
+            },
+            second={
+                name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()
+            },
+        )
+        self._forget_step()
+
+    @property
+    def state(self) -> OptimizerState:
+        return self._state
+
+    @property
+    def gradient(self) -> Mapping[str, Tensor]:
+        """Sum of the gradients that were added since the last step."""
+        return self._sum
+
+    def _forget_step(self) -> None:
+        self._groups = 0
+        self._sum = {name: torch.zeros_like(m) for name, m in self._state.first.items()}
+        self._squares = {name: torch.zeros_like(m) for name, m in self._state.first.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def add_group(self, signal: float) -> None:
+        """Take the gradient of one group from the parameters, and clear it there.
+
+        signal: root mean square of the group's advantages over its trainable tokens.
+        """
+        weak = self._rule.reference / signal if signal > 0 else 1.0
+        self._groups += 1
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            self._sum[name] += parameter.grad
+            self._squares[name] += (parameter.grad * max(1.0, weak)) ** 2
+            parameter.grad = None
+
+    def step(self) -> Update:
+        """Change the parameters by the groups that were added since the last step.
+
+        Raises: NonFiniteError, before anything is changed.
+        """
+        rule, steps = self._rule, self._state.steps + 1
+        norm = math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in self._sum.values()))
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient's norm is {norm}")
+        scale = min(1.0, rule.max_norm / norm) if norm > 0 else 1.0
+        rate = rule.rate * min(1.0, steps / (rule.warmup + 1))
+        b1, b2 = rule.betas
+        first, second, moved = {}, {}, 0.0
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                m = b1 * self._state.first[name] + (1 - b1) * scale * self._sum[name]
+                v = b2 * self._state.second[name] + (1 - b2) * self._groups * self._squares[name]
+                root = (v / (1 - b2**steps)).sqrt() + EPSILON
+                change = rate * (m / (1 - b1**steps)) / root
+                parameter.sub_(change.to(parameter.dtype))
+                moved += float((change.double() ** 2).sum())
+                first[name], second[name] = m, v
+        self._state = OptimizerState(steps=steps, first=first, second=second)
+        self._forget_step()
+        return Update(grad_norm=norm, update_norm=math.sqrt(moved), rate=rate)

@@ -1,0 +1,72 @@
+"""Keep the optimiser's moments beside the adapter that they belong to.
+
+`optimizer.safetensors` in the adapter's folder: vLLM does not read it, and the digest does not
+cover it; the lineage has its SHA-256. A folder without it, of an older release or of another
+trainer, starts from nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from learner.adapter_folder import OPTIMIZER
+from learner.errors import OptimizerStateError
+from learner.grpo.adapter_io import as_os_error
+from learner.grpo.optimizer import OptimizerState
+
+FORMAT = "1"
+FIRST, SECOND = "first.", "second."
+"""Prefixes of the tensors' names."""
+
+
+def save_state(state: OptimizerState, folder: Path) -> None:
+    """Write the moments. Raises: OSError when the disk refuses."""
+    tensors = {FIRST + name: one.cpu().contiguous() for name, one in state.first.items()}
+    tensors |= {SECOND + name: one.cpu().contiguous() for name, one in state.second.items()}
+    try:
+        save_file(
+            tensors, folder / OPTIMIZER, metadata={"format": FORMAT, "steps": str(state.steps)}
+        )
+    except SafetensorError as error:
+        raise as_os_error(error, folder / OPTIMIZER) from error
+
+
+def load_state(folder: Path, parameters: Mapping[str, Parameter]) -> OptimizerState | None:
+    """Read the moments that belong to these parameters; None when the folder has none.
+
+    Raises: OptimizerStateError when the file is damaged or belongs to other parameters; OSError.
+    """
+    path = folder / OPTIMIZER
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            steps = int(metadata.get("steps", ""))
+            if metadata.get("format") != FORMAT or steps < 0:
+                raise OptimizerStateError(f"{path}: has format {metadata.get('format')!r}")
+            names = {prefix + name for name in parameters for prefix in (FIRST, SECOND)}
+            if names != set(file.keys()):
+                raise OptimizerStateError(f"{path}: belongs to other matrices")
+            first = {n: _read(file.get_tensor(FIRST + n), p) for n, p in parameters.items()}
+            second = {n: _read(file.get_tensor(SECOND + n), p) for n, p in parameters.items()}
+    except (SafetensorError, ValueError) as error:
+        raise OptimizerStateError(f"{path}: cannot be read ({error})") from error
+    if any(bool((one < 0).any()) for one in second.values()):
+        raise OptimizerStateError(f"{path}: a mean of squares is below 0")
+    return OptimizerState(steps=steps, first=first, second=second)
+
+
+def _read(tensor: Tensor, parameter: Parameter) -> Tensor:
+    if tensor.shape != parameter.shape:
+        raise ValueError(f"shape {tuple(tensor.shape)} in place of {tuple(parameter.shape)}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError("an infinity or NaN")
+    return tensor.to(device=parameter.device, dtype=parameter.dtype)

@@ -1,0 +1,99 @@
+"""The moments beside an adapter: what is written is read again, and damage is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import Parameter
+
+from learner.adapter_folder import OPTIMIZER
+from learner.errors import OptimizerStateError
+from learner.grpo.optimizer import OptimizerState
+from learner.grpo.optimizer_file import load_state, save_state
+
+
+@pytest.fixture
+def parameters() -> dict[str, Parameter]:
+    return {"a": Parameter(torch.zeros(2, 3)), "b": Parameter(torch.zeros(4))}
+
+
+@pytest.fixture
+def state(parameters: dict[str, Parameter]) -> OptimizerState:
+    return OptimizerState(
+        steps=7,
+        first={name: torch.randn(p.shape) for name, p in parameters.items()},
+        second={name: torch.rand(p.shape) for name, p in parameters.items()},
+    )
+
+
+def test_what_is_written_is_read_bit_for_bit(
+    tmp_path: Path, parameters: dict[str, Parameter], state: OptimizerState
+) -> None:
+    save_state(state, tmp_path)
+    found = load_state(tmp_path, parameters)
+    assert found is not None
+    assert found.steps == 7
+    for name in parameters:
+        assert torch.equal(found.first[name], state.first[name])
+        assert torch.equal(found.second[name], state.second[name])
+
+
+def test_a_folder_without_them_starts_from_nothing(
+    tmp_path: Path, parameters: dict[str, Parameter]
+) -> None:
+    assert load_state(tmp_path, parameters) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("cut", "cannot be read"),
+        ("empty", "cannot be read"),
+        ("text", "cannot be read"),
+        ("missing", "belongs to other matrices"),
+        ("foreign", "belongs to other matrices"),
+        ("shape", "shape"),
+        ("nan", "infinity or NaN"),
+        ("negative", "below 0"),
+        ("steps", "cannot be read"),
+        ("format", "has format"),
+    ],
+)
+def test_damage_is_named(
+    tmp_path: Path,
+    parameters: dict[str, Parameter],
+    state: OptimizerState,
+    damage: str,
+    words: str,
+) -> None:
+    save_state(state, tmp_path)
+    path = tmp_path / OPTIMIZER
+    tensors, metadata = load_file(path), {"format": "1", "steps": "7"}
+    if damage == "missing":
+        del tensors["first.a"]
+    elif damage == "foreign":
+        tensors["first.c"] = torch.zeros(1)
+    elif damage == "shape":
+        tensors["first.a"] = torch.zeros(3, 2)
+    elif damage == "nan":
+        tensors["first.a"][0, 0] = torch.nan
+    elif damage == "negative":
+        tensors["second.b"][0] = -1.0
+    elif damage == "steps":
+        metadata["steps"] = "many"
+    elif damage == "format":
+        metadata["format"] = "2"
+    save_file(tensors, path, metadata=metadata)
+    content = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(content[:-5])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "text":
+        path.write_bytes(b"<html>" * 50)
+
+    with pytest.raises(OptimizerStateError, match=words):
+        load_state(tmp_path, parameters)
