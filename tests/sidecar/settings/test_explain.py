@@ -17,7 +17,7 @@ SECTIONS = {
     for name, field in Settings.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
-PYDANTIC = ("Input", "validation", "should be a valid", "discriminator", "tag", "instance of")
+PYDANTIC = ("Input", "validation", "should be a valid", "discriminator", " tag", "instance of")
 
 
 def refused(folder: Path, text: str) -> str | None:
