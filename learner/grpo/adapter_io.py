@@ -61,7 +61,7 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
             base_model_path, dtype=dtype, attn_implementation="sdpa"
         )
     with _loading(f"parent {parent.name}"):
-        model = _with_adapter(base, parent, settings)
+        model = _with_adapter(base, parent, settings, device)
         # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
         return Policy(model=model.to(device), device=device, autocast=autocast)
@@ -125,7 +125,9 @@ def refuse_quantised(base_model_path: str) -> None:
             )
 
 
-def _with_adapter(base: Any, parent: Parent, settings: Learner) -> Any:  # Any: peft is not typed
+def _with_adapter(
+    base: Any, parent: Parent, settings: Learner, device: torch.device
+) -> Any:  # Any: peft is not typed
     if parent.path is None:
         torch.manual_seed(settings.seed)
         config = LoraConfig(
@@ -137,9 +139,28 @@ def _with_adapter(base: Any, parent: Parent, settings: Learner) -> Any:  # Any: 
         )
         return get_peft_model(base, config)
     _require_object(parent, parent.path / CONFIG)
-    model = PeftModel.from_pretrained(base, str(parent.path), is_trainable=True)
+    # Without `torch_device` peft reads the weights onto the first GPU, which is usually vLLM's.
+    model = PeftModel.from_pretrained(
+        base, str(parent.path), is_trainable=True, torch_device=str(device)
+    )
     check_folder(model, parent.path)
+    _require_shape(model.peft_config[ADAPTER], parent, settings)
     return model
+
+
+def _require_shape(config: Any, parent: Parent, settings: Learner) -> None:  # Any: as above
+    """Refuse a parent whose rank or alpha is not that of the settings: it would stay as it is, and
+    the settings would say what no adapter has."""
+    for name, found, wanted in (
+        ("rank", config.r, settings.rank),
+        ("alpha", config.lora_alpha, settings.alpha),
+    ):
+        if found != wanted:
+            raise ParentError(
+                f"parent {parent.name} has {name} {found}, and learner.{name} is {wanted}; an "
+                f"adapter keeps the {name} that it started with: set learner.{name} = {found}, or "
+                "roll back to the base to start anew"
+            )
 
 
 def _require_object(parent: Parent, path: Path) -> None:
@@ -168,7 +189,7 @@ def sampled_by(policy: Policy, sampler: Parent) -> Iterator[None]:
         _require_object(sampler, sampler.path / CONFIG)
         if folder_digest(sampler.path) != sampler.digest:
             raise ParentError(f"adapter {sampler.name}: its folder was changed after registration")
-        model.load_adapter(str(sampler.path), adapter_name=SAMPLER)
+        model.load_adapter(str(sampler.path), adapter_name=SAMPLER, torch_device=str(policy.device))
         model.to(policy.device)
     try:
         with _loading(f"adapter {sampler.name}"):

@@ -20,7 +20,7 @@ from opentelemetry import trace
 
 from learner.adapter_folder import OPTIMIZER, file_digest
 from learner.errors import NonFiniteError, OptimizerStateError
-from learner.grpo.adapter_io import load_policy, save_adapter
+from learner.grpo.adapter_io import ADAPTER, load_policy, save_adapter
 from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
 from learner.grpo.logprobs import Policy
 from learner.grpo.losses import Tokens
@@ -125,12 +125,15 @@ def run_steps(
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(start[name])
+    adapter = policy.model.peft_config[ADAPTER]
     algorithm = {
         "loss": job.settings.loss,
         "advantage": job.settings.advantage,
         "optimizer": "AdamW, second moment from groups",
         "optimizer_steps_before": 0 if state is None else state.steps,
         "betas": BETAS,
+        "rank": adapter.r,
+        "alpha": adapter.lora_alpha,
         "autocast": policy.autocast,
     }
     outcome = TrainingOutcome(

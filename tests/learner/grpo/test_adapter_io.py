@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import IncompleteAdapterError, NonFiniteError, ParentError
-from learner.grpo.adapter_io import load_policy, save_adapter
+from learner.grpo.adapter_io import load_policy, sampled_by, save_adapter
 from learner.grpo.logprobs import Policy
 from learner.grpo.packing import pack_group
 from learner.records import Parent
@@ -162,3 +162,39 @@ def test_a_broken_weights_file_is_a_parent_error(
 
     with pytest.raises(ParentError):
         load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rank", 8), ("alpha", 16)])
+def test_a_parent_of_another_rank_or_alpha_is_refused(
+    policy: Policy,
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    name: str,
+    value: int,
+) -> None:
+    """It would keep its own, and settings and lineage would say what no adapter has."""
+    save_adapter(policy, tmp_path)
+    changed = learner_settings.model_copy(update={name: value})
+
+    with pytest.raises(ParentError, match=rf"has {name} \d, and learner\.{name} is {value}"):
+        load_policy(str(tiny_base), Parent(name="p", path=tmp_path), changed)
+
+
+def test_an_adapter_is_read_onto_the_learners_device(
+    policy: Policy,
+    tiny_base: Path,
+    tmp_path: Path,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """peft would take the first GPU, which is usually vLLM's."""
+    save_adapter(policy, tmp_path)
+    monkeypatch.setattr(
+        "peft.peft_model.infer_device", lambda: pytest.fail("peft chose the device")
+    )
+
+    again = load_policy(str(tiny_base), Parent(name="p", path=tmp_path), learner_settings)
+    sampler = Parent(name="s", path=tmp_path, digest=folder_digest(tmp_path))
+    with sampled_by(again, sampler):
+        pass

@@ -262,7 +262,8 @@ def test_a_group_of_the_base_is_compared_with_the_base(
     ancestor: tuple[Policy, Parent],
 ) -> None:
     under, version = ancestor
-    trained = load_policy(str(tiny_base), version, learner_settings)
+    of_rank = learner_settings.model_copy(update={"rank": 2})
+    trained = load_policy(str(tiny_base), version, of_rank)
     groups = [
         sampled(policy, "of the base"),
         sampled(under, "of the parent", adapter="v1"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
-from learner.adapter_folder import folder_digest
+from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
 from learner.grpo.adapter_io import load_policy
 from learner.grpo.logprobs import Policy
 from learner.grpo.packing import pack_group
 from learner.grpo.trainer import GrpoTrainer
-from learner.records import Parent, TrainingGroup, TrainingJob
+from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
 from learner.runs.train import Run
 from sidecar.settings import Settings
 from sidecar.store.database import Database
@@ -110,3 +111,48 @@ def test_the_same_groups_and_seed_give_the_same_adapter(
         digests.add(folder_digest(tmp_path / name))
 
     assert len(digests) == 1
+
+
+def test_the_moments_are_beside_the_adapter_and_go_on_in_the_next_run(
+    tiny_base: Path, settings: Settings, tmp_path: Path, group: MakeGroup, row: MakeRow
+) -> None:
+    """Without them, or with damaged ones, a run starts from nothing and says so."""
+    learner = settings.learner.model_copy(update={"warmup_steps": 3})
+
+    def train(name: str, parent: Parent) -> tuple[Path, TrainingOutcome]:
+        policy = load_policy(str(tiny_base), parent, learner)
+        (pack,) = pack_group(group((1, 2), [row((3, 4)), row((5,))]), max_tokens=100)
+        with torch.no_grad():
+            first, second = policy.logprobs(pack)[0].split([2, 1])
+        rows = [
+            row((3, 4), 0.25, logprobs=first.tolist()),
+            row((5,), -0.25, logprobs=second.tolist()),
+        ]
+        folder = tmp_path / name
+        folder.mkdir()
+        outcome = GrpoTrainer().train(
+            TrainingJob(
+                base_model_path=str(tiny_base),
+                parent=parent,
+                groups=(group((1, 2), rows, adapter=parent.name),),
+                settings=learner,
+                folder=folder,
+                check_stop=lambda: None,
+            )
+        )
+        return folder, outcome
+
+    one, first = train("one", Parent(name="base"))
+    parent = Parent(name="v1", path=one, digest=folder_digest(one))
+    _, second = train("two", parent)
+    (one / OPTIMIZER).write_bytes(b"damaged")
+    _, damaged = train("three", parent)
+    (one / OPTIMIZER).unlink()
+    _, missing = train("four", parent)
+
+    runs = (first, second, damaged, missing)
+    assert [run.algorithm["optimizer_steps_before"] for run in runs] == [0, 1, 0, 0]
+    rates = [run.metrics[0].learning_rate / learner.learning_rate for run in runs]
+    assert rates == pytest.approx([0.25, 0.5, 0.25, 0.25])
+    assert second.algorithm["optimizer_sha256"] == file_digest(tmp_path / "two" / OPTIMIZER)
+    assert parent.digest == folder_digest(one), "the digest is of what vLLM reads"
