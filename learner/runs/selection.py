@@ -72,7 +72,10 @@ def select_groups(
     gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
         try:
-            gate = spread_gate(scored, noise or {}, min_spread=min_spread)
+            masks = [mask_reason(answer) for answer in scored.group.answers]
+            gate = spread_gate(
+                scored, noise or {}, min_spread=min_spread, counted=[counts(m) for m in masks]
+            )
             reason = _drop_reason(scored, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens)
             group = _training_group(scored, advantage) if reason is None else None
         except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number

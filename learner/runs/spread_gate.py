@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 
 from ingest.noise.measured import JudgedBy, MeasuredNoise
 from ingest.records import Rewarded, ScoredGroup
@@ -46,15 +47,29 @@ class SpreadGate:
         return f"least {self.least:.4f}, by judge noise of sd {self.noise_sd:.4f}"
 
 
-def spread_gate(scored: ScoredGroup, noise: Noise, *, min_spread: float) -> SpreadGate:
-    """Return the least spread of a group: `min_spread`, or more where the judge is noisy."""
+def spread_gate(
+    scored: ScoredGroup,
+    noise: Noise,
+    *,
+    min_spread: float,
+    counted: Sequence[bool] | None = None,
+) -> SpreadGate:
+    """Return the least spread of a group: `min_spread`, or more where the judge is noisy.
+
+    counted: [G] the answers whose rewards make the spread; None: all.
+    """
     measured = noise.get(scored.judged_by)
+    rewarded, scores = scored.rewarded, scored.scores
+    if counted is not None:
+        scores = tuple(compress(scores, counted))
+        if rewarded is not None:
+            rewarded = replace(rewarded, checks=tuple(compress(rewarded.checks, counted)))
     # Scores that are all equal have no noise that shows; the judge may not have been asked.
-    share = judge_share(scored.rewarded) if len(set(scored.scores)) > 1 else 0.0
+    share = judge_share(rewarded) if len(set(scores)) > 1 else 0.0
     if measured is None or share == 0.0:
         return SpreadGate(least=min_spread, noise_sd=None)
     sd = share * measured.sd
-    return SpreadGate(least=max(min_spread, sd * noise_factor(scored.scores)), noise_sd=sd)
+    return SpreadGate(least=max(min_spread, sd * noise_factor(scores)), noise_sd=sd)
 
 
 def judge_share(rewarded: Rewarded | None) -> float:

@@ -146,6 +146,21 @@ def test_the_gate_is_the_larger_of_setting_and_noise(scored_group: MakeScoredGro
     assert gate.noise_sd == 0.05
 
 
+def test_answers_that_do_not_count_have_no_part_in_the_gate(scored_group: MakeScoredGroup) -> None:
+    group = scored_group([0.4, 0.6, 0.9, 0.1])
+    two = spread_gate(scored_group([0.4, 0.6]), measured(0.05), min_spread=0.02)
+
+    counted = [True, True, False, False]
+    assert spread_gate(group, measured(0.05), min_spread=0.02, counted=counted) == two
+
+    found = rewarded(
+        checked("g", 1.0, 1.0, 1.0, 0.0, gate=True), rule="gate_then_rank", scores=group.scores
+    )
+    told = replace(group, rewarded=found)
+    gate = spread_gate(told, measured(0.05), min_spread=0.02, counted=counted)
+    assert gate.noise_sd == 0.05, "the answer that fails the gate is not trained on"
+
+
 def test_a_group_within_the_noise_is_dropped_with_its_gate(scored_group: MakeScoredGroup) -> None:
     groups = [
         scored_group([0.40, 0.50], group_id="noise"),  # spread 0.05, under 0.0693
