@@ -78,11 +78,14 @@ class JudgeReport:
         elif before == "unknown":
             self._say(f"judge gives no scores: {why}; it is asked again and again")
 
-    def failed_once(self, why: str, *, until: float | None) -> None:
+    def failed_once(self, reason: str, group_id: str, *, until: float | None) -> None:
         """One group has no scores. until: the end of the outage that others share, if there is one.
 
-        A judge that rejects every question is not `away`, whatever it does to one group.
+        The provider's words are kept with the group and its calls alone, where `sidecar forget`
+        reaches them: they may quote the prompt. A judge that rejects every question is not
+        `away`, whatever it does to one group.
         """
+        why = f"{reason}: group {group_id}"
         if until is None or self._state.state == "rejected":
             self._state = self._state.erred(self._clock(), why)
         else:
@@ -100,7 +103,8 @@ class JudgeReport:
 
     async def tell(self) -> None:
         """Write the state, if the store does not know it yet. A refusal is logged."""
-        state = msgspec.structs.replace(self._state, judges=self._seen())
+        judges = tuple(msgspec.structs.replace(one, error=one.reason) for one in self._seen())
+        state = msgspec.structs.replace(self._state, judges=judges)
         if state == self._told:
             return
         try:

@@ -40,8 +40,11 @@ class JudgeSeen(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     """When it began to fail, in Unix seconds."""
     until: float | None = None
+    reason: str = ""
+    """Kind of its last error, such as `judge_rejected`."""
     error: str = ""
-    """Its last error."""
+    """Its last error. In the flag this is `reason`: the provider's words may quote a prompt, and
+    `sidecar forget` does not reach the flag."""
 
 
 class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +61,8 @@ class JudgeState(msgspec.Struct, frozen=True, kw_only=True):
     """When the judge last proved that it works, by a question of the scoring process."""
     error_at: float | None = None
     error: str = ""
-    """Its last error; also of one group while the judge works for others."""
+    """Its last error; also of one group while the judge works for others, then without the
+    provider's words, which may quote the group's prompt."""
     until: float | None = None
     """When it is asked again, at the earliest."""
     judges: tuple[JudgeSeen, ...] = ()

@@ -6,6 +6,7 @@ wait that doubles, one judgement tries it (half-open), and closes the breaker or
 
 from __future__ import annotations
 
+from ingest.errors import JudgeBusyError, JudgeUnavailableError
 from ingest.judge_watch.state import JudgeSeen
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S
 from sidecar.backoff import Backoff
@@ -31,7 +32,7 @@ class Breaker:
         self._trying = False
         self._since: float | None = None
         self._limited_since: float | None = None
-        self._error = ""
+        self._reason = self._error = ""
 
     @property
     def is_closed(self) -> bool:
@@ -56,9 +57,11 @@ class Breaker:
         self._failures, self._wait_s, self._retry_at = 0, 0.0, None
         self._since = self._limited_since = None
 
-    def failed(self, now: float, error: str, *, tried: bool) -> None:
-        """Note a judgement without an answer."""
-        self._error = error
+    def failed(
+        self, now: float, error: str, *, tried: bool, reason: str = JudgeUnavailableError.reason
+    ) -> None:
+        """Note a judgement without an answer. reason: its kind, without the provider's words."""
+        self._reason, self._error = reason, error
         self._since = now if self._since is None else self._since
         self._failures += 1
         if tried or (self.is_closed and self._failures >= OPEN_AFTER):
@@ -66,7 +69,7 @@ class Breaker:
 
     def limited(self, now: float, error: str, *, tried: bool, retry_after_s: float) -> None:
         """Note a rate limit. retry_after_s: the pause that the provider asked for; 0: none."""
-        self._error = error
+        self._reason, self._error = JudgeBusyError.reason, error
         self._since = now if self._since is None else self._since
         self._limited_since = now if self._limited_since is None else self._limited_since
         longest_s = max(retry_after_s, now - self._limited_since)
@@ -81,6 +84,7 @@ class Breaker:
             breaker="closed" if self.is_closed else "half_open" if half else "open",
             since=self._since,
             until=self._retry_at,
+            reason=self._reason,
             error=self._error,
         )
 

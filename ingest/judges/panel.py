@@ -71,7 +71,7 @@ class Panel:
 
     async def by_one(self, ask: Callable[[Judge], Awaitable[Found]]) -> Found:
         """See `JudgePanel.by_one`. Raises also: JudgeWithheldError, for which no other is asked."""
-        failures: list[JudgeUnavailableError] = []
+        failures: dict[str, JudgeUnavailableError] = {}
         for member in self._members:
             # A single judge is always asked: its callers wait by themselves while it is away.
             if len(self._members) > 1 and not member.breaker.admits(self._clock()):
@@ -83,9 +83,9 @@ class Panel:
             except JudgeBusyError as error:
                 if member.breaker.is_closed:
                     raise  # a short limit: the callers wait for its end
-                failures.append(error)
+                failures[member.model] = error
             except JudgeUnavailableError as error:
-                failures.append(error)
+                failures[member.model] = error
             else:
                 if member.model in self._away:
                     self._away.discard(member.model)
@@ -93,7 +93,7 @@ class Panel:
                 return found
             if member is not self._members[-1] and member.model not in self._away:
                 self._away.add(member.model)
-                log.warning("judge_fallback", away=member.model, error=str(failures[-1]))
+                log.warning("judge_fallback", away=member.model, error=str(failures[member.model]))
         raise self._nobody(failures)
 
     def seen(self) -> tuple[JudgeSeen, ...]:
@@ -114,7 +114,7 @@ class Panel:
             )
             raise
         except JudgeUnavailableError as error:
-            breaker.failed(self._clock(), str(error), tried=tried)
+            breaker.failed(self._clock(), str(error), tried=tried, reason=error.reason)
             raise
         except (JudgeRefusalError, JudgeReplyError) as error:
             if not isinstance(error, JudgeTooLongError) or error.asked:
@@ -127,12 +127,17 @@ class Panel:
         finally:
             breaker.end(tried=tried)
 
-    def _nobody(self, failures: Sequence[JudgeUnavailableError]) -> JudgeUnavailableError:
-        """Return the error of a judgement that no judge made."""
+    def _nobody(self, failures: Mapping[str, JudgeUnavailableError]) -> JudgeUnavailableError:
+        """Return the error of a judgement that no judge made. Of judges that were not asked now it
+        has the kind of the last error alone: its words may quote another user's prompt."""
         if len(self._members) == 1:
-            return failures[0]
-        said = "; ".join(f"{one.model}: {one.error}" for one in self.seen() if one.error)
+            return next(iter(failures.values()))
+        said = "; ".join(
+            f"{one.model}: {failures.get(one.model, one.reason)}"
+            for one in self.seen()
+            if one.error
+        )
         asked_all = len(failures) == len(self._members)
-        if asked_all and all(isinstance(one, PERMANENT) for one in failures):
+        if asked_all and all(isinstance(one, PERMANENT) for one in failures.values()):
             return JudgeRejectedError(f"every judge rejects the question: {said}")
         return JudgeUnavailableError(f"no judge answers: {said}")

@@ -27,6 +27,7 @@ from ingest.errors import (
     JudgeTooLongError,
     JudgeUnavailableError,
 )
+from ingest.judge_watch.bounded_replies import a_judge_is_asked, bound_replies
 from ingest.ruler.judge_errors import explain, refuses_schema, sort_error, storable
 from ingest.ruler.prompt import reply_tokens
 from ingest.ruler.reply import MAX_REPLY_CHARACTERS
@@ -225,7 +226,8 @@ class LiteLlmJudge:
 
     async def _send(self, litellm: Any, request: dict[str, Any], paid: list[Usage]) -> Any:
         self._on_send()
-        response = await litellm.acompletion(**request)
+        with a_judge_is_asked():
+            response = await litellm.acompletion(**request)
         paid.append(self._usage(response))
         self._on_paid(paid[-1])
         return response
@@ -352,9 +354,11 @@ def import_litellm() -> Any:
     # LiteLLM reads this at import: without it, the import downloads a price list.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
 
     litellm.telemetry = False
     litellm.suppress_debug_info = True
+    bound_replies(AsyncHTTPHandler)
     return litellm
 
 

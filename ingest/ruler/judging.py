@@ -276,11 +276,10 @@ class JudgingWorker:
             self._report.logged = failed.reason
             log.warning("judge_busy", model=self._judge.model, error=failed.detail)
         outage = self._blame.outage
-        why = f"{failed.reason}: {failed.detail}"
-        self._report.failed_once(why, until=outage.retry_at if outage.lasts else None)
+        self._report.failed_once(failed.reason, failed.group_id, until=outage.end)
         if not self._blame.holds(failed.group_id):
-            until = self._blame.outage.retry_at + GIVEN_BACK_S
-            await asyncio.to_thread(self._judgements.give_back, [failed.group_id], until)
+            later = outage.retry_at + GIVEN_BACK_S
+            await asyncio.to_thread(self._judgements.give_back, [failed.group_id], later)
 
     def _failed(self, group_id: str, outcome: GroupOutcome) -> Failed | None:
         """Return the failure of an outcome, to be blamed on the group or the judge; None: final."""
@@ -311,7 +310,7 @@ class JudgingWorker:
             # Apply the result before recording it: a full disk must not repeat the probe for ever.
             if not isinstance(last, Scored):
                 if not await self._withhold(last):
-                    await self._wait(last)
+                    await self._wait(last, quotes=last is again)
             elif last is again:
                 await self._clear(self._blame.works(self._clock()))
             else:
@@ -353,7 +352,7 @@ class JudgingWorker:
         )
         last = doubted.unproven[-1] if doubted.unproven else None
         if doubted.all_fail:
-            self._say_down("away", ALL_FAIL, last.detail if last is not None else "")
+            self._say_down("away", ALL_FAIL, last.reason if last is not None else "")
         elif not self._blame.outage.lasts:
             self._say_up(doubted.outage_s)
         if doubted.all_fail:
@@ -376,15 +375,16 @@ class JudgingWorker:
         why = f"{reason}: {detail}" if detail else reason
         self._report.fails(state, why, until=self._blame.outage.retry_at)
 
-    async def _wait(self, outcome: SetAside | Unanswered) -> None:
-        """The judge does not work: charge no group, and pause all."""
+    async def _wait(self, outcome: SetAside | Unanswered, *, quotes: bool) -> None:
+        """The judge does not work: charge no group, and pause all. quotes: users were quoted."""
         passes = isinstance(outcome, Unanswered) and outcome.reason in PASSING
         self._blame.down(
             self._clock(),
             longest_s=LAST_DELAY_S if passes else LONGEST_SETUP_WAIT_S,
             retry_after_s=outcome.retry_after_s if isinstance(outcome, Unanswered) else 0.0,
         )
-        self._say_down("away" if passes else "rejected", outcome.reason, outcome.detail)
+        detail = "" if quotes else outcome.detail
+        self._say_down("away" if passes else "rejected", outcome.reason, detail)
         to_do, reason = "" if passes else f"it fails on a sum: {CHECK}", outcome.reason
         self._report.log_down(
             reason, model=self._judge.model, reason=reason, error=outcome.detail, to_do=to_do

@@ -29,6 +29,11 @@ class Outage:
     def lasts(self) -> bool:
         return self._began_at is not None
 
+    @property
+    def end(self) -> float | None:
+        """When it may end, in Unix seconds; None: it does not last."""
+        return self.retry_at if self.lasts else None
+
     def unanswered(
         self, now: float, *, longest_s: float = LAST_DELAY_S, retry_after_s: float = 0.0
     ) -> bool:

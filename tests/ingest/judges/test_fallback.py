@@ -108,7 +108,7 @@ async def test_a_wrong_key_of_the_first_judge_stops_nothing(
     assert (first.model, first.breaker, other.model, other.breaker) == (
         FIRST, "open", SECOND, "closed",
     )  # fmt: skip
-    assert "Incorrect API key" in first.error
+    assert first.error == "judge_rejected"
 
 
 async def test_each_judge_gets_its_own_key_and_parameters(

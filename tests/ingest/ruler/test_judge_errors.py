@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from ingest.errors import (
@@ -14,6 +17,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from ingest.judge_watch import bounded_replies
 from ingest.ruler.judge import LiteLlmJudge
 from ingest.ruler.judge_errors import explain
 from ingest.ruler.prompt import reply_schema
@@ -78,7 +82,6 @@ async def test_a_status_means_the_same_whichever_provider_answers(
         {"choices": [None]},
         "message",
         "content",
-        "usage",
     ],
     ids=lambda body: str(body)[:20],
 )
@@ -89,10 +92,89 @@ async def test_a_200_without_a_completion_is_garbled_and_no_outage(
     shapes = {
         "message": shaped(whole, message=None),
         "content": shaped(whole, message={"role": "assistant", "content": 5}),
-        "usage": {**whole, "usage": "many"},
     }
     body = shapes.get(body, body) if isinstance(body, str) else body
     assert type(await raised_by(judge_kit, model, 200, body)) is JudgeGarbledError
+
+
+@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        "many",
+        ["12"],
+        5,
+        {"prompt_tokens": "many", "completion_tokens": {}, "total_tokens": None},
+        {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": "none"},
+        {"prompt_tokens": 12, "completion_tokens": 3, "completion_tokens_details": {"a": "b"}},
+    ],
+    ids=str,
+)
+async def test_a_reply_with_an_odd_usage_is_taken_and_its_tokens_are_unknown(
+    judge_kit: JudgeKit, model: str, usage: Any
+) -> None:
+    body = {**judge_kit.completion("paid for"), "usage": usage}
+    judge = judge_kit.litellm_judge(judge_kit.serve((200, body)).url, model=model)
+
+    reply = await judge.complete(MESSAGES, reply_schema(("ab", "cd")))
+
+    assert reply.text == "paid for"
+    assert (reply.prompt_tokens, reply.completion_tokens, reply.cost_usd) == (None, None, None)
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_a_reply_that_unpacks_to_much_is_left_before_it_is_in_memory(
+    judge_kit: JudgeKit, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 0
+
+    def watched(body: bytes) -> bytes:
+        nonlocal size
+        size = max(size, len(body))
+        return body
+
+    monkeypatch.setattr(bounded_replies, "without_odd_usage", watched)
+    bomb = gzip.compress(b" " * (4 * bounded_replies.MAX_BYTES))
+    error = await raised_by(judge_kit, model, 200, bomb, ("content-encoding", "gzip"))
+    assert isinstance(error, JudgeGarbledError)
+    assert size == 0
+
+
+async def test_calls_of_others_to_litellm_are_left_as_they_are() -> None:
+    """A program that uses RULER's functions has LiteLLM, and may stream, itself."""
+    seen: list[Any] = []
+
+    class Handler:
+        @staticmethod
+        def create_async_transport() -> Any:
+            return httpx.MockTransport(lambda _: httpx.Response(200, stream=Endless(seen)))
+
+    class Endless(httpx.AsyncByteStream):
+        def __init__(self, seen: list[Any]) -> None:
+            self._seen = seen
+
+        async def __aiter__(self) -> Any:
+            while True:
+                self._seen.append(None)
+                yield b" " * 2**20
+
+    bounded_replies.bound_replies(Handler)
+    transport = Handler.create_async_transport()
+    request = httpx.Request("POST", "http://127.0.0.1/")
+    await transport.handle_async_request(request)
+    assert seen == []
+    with bounded_replies.a_judge_is_asked(), pytest.raises(httpx.DecodingError):
+        await transport.handle_async_request(request)
+    assert len(seen) == bounded_replies.MAX_BYTES // 2**20 + 1
+
+
+@pytest.mark.parametrize("model", MODELS[:2])
+async def test_a_packed_reply_is_read(judge_kit: JudgeKit, model: str) -> None:
+    body = gzip.compress(json.dumps(judge_kit.completion("packed")).encode())
+    server = judge_kit.serve((200, body, ("content-encoding", "gzip")))
+    judge = judge_kit.litellm_judge(server.url, model=model)
+    reply = await judge.complete(MESSAGES, reply_schema(("ab", "cd")))
+    assert (reply.text, reply.prompt_tokens) == ("packed", 12)
 
 
 async def test_retry_after_is_read_and_makes_any_error_a_limit(judge_kit: JudgeKit) -> None:

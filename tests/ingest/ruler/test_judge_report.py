@@ -13,11 +13,13 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch import report
-from ingest.judge_watch.state import JudgeState, read_judge_state
+from ingest.judge_watch.state import JUDGE, JudgeState, read_judge_state
+from ingest.judges.breaker import Breaker
+from ingest.judges.panel import Member, Panel
 from ingest.ruler.judging import JudgingWorker
 from sidecar.errors import StoreError
 from sidecar.settings import Judge as JudgeSettings
-from sidecar.store.database import Database, set_flag
+from sidecar.store.database import Database, get_flag, set_flag
 from support.clock import Clock
 from support.fake_judge import FakeJudge, score_by_content
 
@@ -30,7 +32,7 @@ SCORES = score_by_content({}, otherwise=0.5)
 class Started:
     """A worker as a scoring process starts it, and what it says on the operator's terminal."""
 
-    def __init__(self, database: Database, judge: FakeJudge, clock: Clock) -> None:
+    def __init__(self, database: Database, judge: FakeJudge | Panel, clock: Clock) -> None:
         self.database = database
         self.said: list[str] = []
         self.worker = JudgingWorker(
@@ -167,7 +169,7 @@ async def test_a_judge_that_fails_on_every_group_is_not_rejected_so_that_new_gro
         await started.worker.step()
 
     assert started.state.state == "away"
-    assert "fails on every group: 400: max_tokens" in started.state.error
+    assert started.state.error.endswith("fails on every group: judge_rejected")
 
 
 async def test_a_rate_limit_is_away_until_the_pause_ends(
@@ -182,7 +184,7 @@ async def test_a_rate_limit_is_away_until_the_pause_ends(
     await started.worker.step()
 
     assert (started.state.state, started.state.until) == ("away", 1_020.0)
-    assert (started.state.good_at, started.state.error) == (1_000.0, "judge_busy: 429")
+    assert (started.state.good_at, started.state.error) == (1_000.0, "judge_busy: group g1")
 
 
 async def test_an_error_over_one_group_is_the_last_error_of_a_judge_that_works(
@@ -197,7 +199,40 @@ async def test_an_error_over_one_group_is_the_last_error_of_a_judge_that_works(
     await started.worker.step()
 
     assert (started.state.state, started.state.since) == ("works", 1_000.0)
-    assert (started.state.error_at, started.state.error) == (1_007.0, "judge_unavailable: 503")
+    assert (started.state.error_at, started.state.error) == (1_007.0, "judge_unavailable: group g1")
+
+
+async def test_the_flag_keeps_no_words_of_a_provider_that_may_quote_a_users_prompt(
+    database: Database, clock: Clock, judge_kit: JudgeKit
+) -> None:
+    """`sidecar forget` deletes groups and their calls, and does not reach the flag."""
+
+    def quoting(shown: Any) -> str:
+        said = " ".join(answer["content"] for answer in shown.values())
+        if "2 + 3" in said:
+            return SCORES(shown)
+        raise JudgeRejectedError(f"400: invalid prompt: {said}")
+
+    for number in range(30):
+        judge_kit.put_group(database, f"g{number}", "Jane Doe lives here", "Jane Doe")
+    judge = FakeJudge(quoting)
+    members = [
+        Member(model=name, breaker=Breaker(), seat=lambda _: judge) for name in ("first", "second")
+    ]
+    panel = Panel(members, clock=clock)
+    started = Started(database, panel, clock)
+    await started.worker.begin()
+
+    kept = []
+    for _ in range(10):
+        clock.now += 1.0
+        await started.worker.step()
+        with database.read() as session:
+            kept.append(get_flag(session, JUDGE))
+
+    assert any("Jane Doe" in prompt for prompt in judge.prompts)
+    assert any('"judge_rejected"' in (text or "") for text in kept)
+    assert not any("Jane" in (text or "") for text in kept)
 
 
 async def test_what_is_known_of_the_judge_is_written_once_a_locked_store_is_free(
