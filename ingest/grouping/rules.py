@@ -31,6 +31,7 @@ def rules_of(settings: Settings) -> Rules:
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
+        max_trained_tokens=settings.learner.pack_tokens,
         join_served=settings.groups.join_served,
         choose=settings.groups.choose,
         uniform_share=settings.groups.uniform_share,

@@ -47,6 +47,8 @@ BACKLOG = "backlog"
 RATE = "rate"
 SESSION_CAP = "session_cap"
 RETRIED_TURN = "retried_turn"
+TOO_LONG = "untrainable:prompt_too_long"
+"""The learner would leave the group out (`too_long`) after its candidates and scores were paid."""
 CUT = "cut"
 """`outcome`, and `untrainable_reason`, of an exchange whose client left."""
 TURN_DECIDED = (CHOSEN, RATE, SESSION_CAP, PROJECT_CAP, NEAR_CAP)
@@ -82,6 +84,8 @@ class Rules:
     """Setting `serving.sampling_defaults`; None: not stated."""
     facts: EngineFacts = UNKNOWN
     """Measured facts about vLLM."""
+    max_trained_tokens: int | None = None
+    """`learner.pack_tokens`: longest prompt with one answer that is trained on; None: no limit."""
     join_served: JoinServed = "off"
     choose: Choose = "uniform"
     uniform_share: float = 0.1
@@ -262,6 +266,9 @@ def _why_unfit(
         return "surface"
     if not exchange.prompt_token_ids:
         return "untrainable:no_prompt_token_ids"
+    most = rules.max_trained_tokens
+    if most is not None and len(exchange.prompt_token_ids) > most:
+        return TOO_LONG
     if request is None:
         return "untrainable:request_not_json"
     masked_by = masking_field(request)

@@ -141,6 +141,22 @@ def test_what_forbids_tokens_is_kept_for_the_gate_when_held_out_and_never_learne
         assert (decision.reason, decision.group) == (reason, None)
 
 
+def test_a_prompt_that_cannot_be_trained_on_costs_no_candidates(kit: Kit) -> None:
+    """The learner takes packs of so many tokens; a prompt as long as one leaves an answer of one
+    token."""
+    fits, long = (
+        kit.exchange(name, prompt_token_ids=(5,) * n) for name, n in (("a", 9), ("b", 10))
+    )
+
+    assert reasons(kit, fits, long, max_trained_tokens=9) == [
+        "chosen",
+        "untrainable:prompt_too_long",
+    ]
+    assert reasons(kit, fits, long) == ["chosen", "chosen"]
+    (held_out,) = select([(long, True)], STANDING, kit.rules(max_trained_tokens=9))
+    assert held_out.reason == "held_out", "the gate can use it"
+
+
 def test_held_out_comes_before_everything(kit: Kit) -> None:
     assert reasons(kit, kit.exchange("e1", outcome="cut"), held_out=True) == ["held_out"]
 
