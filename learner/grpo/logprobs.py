@@ -51,7 +51,10 @@ class Policy:
 
     def _hidden(self, pack: Pack) -> Tensor:
         decoder = self.model.get_base_model().get_decoder()
-        mask_TT = attention_mask(self._tensor(pack.segments))
+        # Added to the scores as it is: from a mask of booleans each layer would make one of numbers
+        # and keep it for its backward pass.
+        dtype = torch.bfloat16 if self.autocast else next(decoder.parameters()).dtype
+        mask_TT = added_mask(attention_mask(self._tensor(pack.segments)), dtype)
         with self._precision():
             output = decoder(
                 input_ids=self._tensor(pack.input_ids)[None],
@@ -86,6 +89,11 @@ def attention_mask(segments_T: Tensor) -> Tensor:
     past_TT = order_T[None, :] <= order_T[:, None]
     own_TT = segments_T[None, :] == segments_T[:, None]
     return past_TT & (own_TT | (segments_T == 0)[None, :])
+
+
+def added_mask(mask_TT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [T, T] of this type: 0 where a token may attend, minus infinity where it may not."""
+    return torch.zeros_like(mask_TT, dtype=dtype).masked_fill(~mask_TT, -torch.inf)
 
 
 def wants_autocast(precision: Precision, device: torch.device) -> bool:

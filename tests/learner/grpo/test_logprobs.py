@@ -85,3 +85,25 @@ def test_auto_takes_bf16_where_the_processor_has_it(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
 
     assert wants_autocast(precision, CPU) is expected
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_all_layers_keep_one_attention_mask(
+    tiny_base: Path, learner_settings: Learner, group: MakeGroup, row: MakeRow, precision: str
+) -> None:
+    """Each layer kept a copy of its own for the backward pass: [T, T], 30 times on SmolLM2."""
+    settings = learner_settings.model_copy(update={"precision": precision})
+    policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+    (pack,) = pack_group(group(range(1, 20), [row(range(20, 40)), row([7, 8])]), max_tokens=100)
+    length = len(pack.input_ids)
+    kept: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (length, length):
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        policy.logprobs(pack)
+
+    assert len(kept) == 1
