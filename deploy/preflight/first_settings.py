@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from sidecar.settings import Settings
+from sidecar.settings import Section, Settings
 
 HEAD = """\
 #: Settings of the sidecar, for every process on this machine.
@@ -50,8 +50,12 @@ def first_settings() -> str:
 
 
 def documented(kind: type[BaseModel]) -> dict[str, str]:
-    """Return the text under each field of a settings class, by the field's name."""
+    """Return the text under each field of a settings class, by the field's name; those of the
+    sections that it is made of come first."""
     found: dict[str, str] = {}
+    for base in kind.__bases__:
+        if issubclass(base, Section):
+            found |= documented(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     field = ""

@@ -23,7 +23,7 @@ OWN_ENVIRONMENT = frozenset({"litellm_chat"})
 """Run by the project's own Python: litellm as the judge has it, and an older `openai` with it."""
 ALSO_WITH_CAPTURE_OFF = frozenset({"openai_async", "anthropic_messages"})
 """Between them they have every surface; `test_same_bytes.py` is the strict test of that mode."""
-TRIES_MORE = 2
+TRIES_MORE = 6
 SCRIPT_TIMEOUT_S = 300
 
 

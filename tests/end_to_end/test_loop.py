@@ -279,7 +279,10 @@ def test_the_running_stack_passes_its_own_check(story: Story) -> None:
         check=False,
     )
 
-    assert checked.stdout == "settings are sound, and can run here\n", checked.stderr
+    *warnings, verdict = checked.stdout.splitlines()
+    assert verdict == "settings are sound, and can run here", checked.stderr
+    # The loop has one judge for the reward and the gate, and is told so.
+    assert [one.partition(": ")[2][:16] for one in warnings] == ["gate_judge.model"]
     assert checked.returncode == 0
 
 
