@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -60,7 +60,7 @@ from ingest.store.groups import SAMPLED
 from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
-from ingest.verifiers.state import read_verifiers, waiting_for
+from ingest.verifiers.state import held_groups, read_verifiers, waiting_for
 from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
 from sidecar.store.models import (
@@ -123,7 +123,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 feedback=tallies.of_stage(session, FEEDBACK),
                 signals=tallies.of_stage(session, SIGNAL),
                 bus=_bus(session),
-                judge=_judge(session, groups.get(SAMPLED, 0), context.clock()),
+                judge=_judge(session, _for_the_judge(session, groups), context.clock()),
                 gate_judge=None
                 if context.examiner is None
                 else GateJudgeOut.model_validate(context.examiner),
@@ -302,6 +302,11 @@ def _token_check(session: Session) -> str:
 def _tally(session: Session, column: Any, *where: Any) -> dict[str, int]:
     rows = session.execute(select(column, func.count()).where(*where).group_by(column))
     return {str(value): number for value, number in rows}
+
+
+def _for_the_judge(session: Session, groups: Mapping[str, int]) -> int:
+    """Count the complete groups that wait for the judge, and not for a verifier."""
+    return max(0, groups.get(SAMPLED, 0) - held_groups(session))
 
 
 def _judge(session: Session, waiting: int, now: float) -> JudgeOut | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 import structlog
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from ingest.store.groups import SAMPLED
@@ -84,14 +85,23 @@ def read_verifiers(session: Session) -> tuple[VerifierSeen, ...]:
 
 def waiting_for(session: Session) -> Mapping[str, int]:
     """Count the groups that wait for each verifier (`on_error = "hold"`), up to `MOST_WAITING`."""
-    details = session.scalars(
-        select(GroupRow.detail)
+    details = session.scalars(_held(GroupRow.detail))
+    return Counter(
+        held.partition(":")[0] for detail in details for held in str(detail or "").split("; ")
+    )
+
+
+def held_groups(session: Session) -> int:
+    """Count the groups that wait for some verifier, up to `MOST_WAITING`."""
+    return session.scalar(select(func.count()).select_from(_held(GroupRow.seq).subquery())) or 0
+
+
+def _held(column: Any) -> Any:  # Any: SQLAlchemy's types of a column and of a statement
+    return (
+        select(column)
         .where(
             GroupRow.status == SAMPLED,
             GroupRow.judge_failures.contains(f'"{UNVERIFIED}"'),
         )
         .limit(MOST_WAITING)
-    )
-    return Counter(
-        held.partition(":")[0] for detail in details for held in str(detail or "").split("; ")
     )

@@ -15,7 +15,7 @@ from ingest.ruler.blame import Failed
 from ingest.ruler.judgements import Judgements
 from ingest.verifiers.records import UNVERIFIED, Failure, Finding, Result
 from ingest.verifiers.rewarding import Rewarding, open_rewarding
-from ingest.verifiers.state import VerifierSeen, read_verifiers, waiting_for
+from ingest.verifiers.state import VerifierSeen, held_groups, read_verifiers, waiting_for
 from sidecar.settings import HttpVerifier, Reward, Settings
 from sidecar.settings.reward import LengthVerifier
 from sidecar.store.database import Database
@@ -156,3 +156,4 @@ def test_the_groups_that_wait_for_a_verifier_are_counted(
 
     with database.read() as session:
         assert waiting_for(session) == {"v": 2, "w": 1}
+        assert held_groups(session) == 2, "the third waits for the judge"
