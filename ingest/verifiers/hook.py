@@ -102,11 +102,14 @@ class HttpChecker:
                 return Failure(reason="unreachable", why=type(error).__name__)
 
     async def _post(self, body: bytes) -> Result:
-        headers = {"content-type": "application/json"}
+        # Not packed, so that the limit below is one of what is unpacked too.
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
         asked = self._client.stream("POST", self._settings.url, content=body, headers=headers)
         async with asked as reply:
             if reply.status_code != 200:
                 return Failure(reason="refused", why=f"status {reply.status_code}")
+            if reply.headers.get("content-encoding", "identity") != "identity":
+                return Failure(reason="bad_finding", why="the reply is packed, and was not to be")
             said = bytearray()
             async for part in reply.aiter_bytes():
                 said += part

@@ -78,8 +78,18 @@ def fit(points: Sequence[Point]) -> StepCost | None:
     """Fit the cost of a step, weighted by tokens (least squares).
 
     What a request adds is taken `ERRORS` higher than fitted, and a fit below 0 as 0: an error costs
-    candidates, not users. Returns: None when the points are too few or too alike.
+    candidates, not users. Returns: None when the points are too few, too alike, or so large that
+    the fit is no finite number.
     """
+    try:
+        cost = _fit(points)
+    except OverflowError:
+        return None
+    finite = cost is not None and math.isfinite(cost.step_s) and math.isfinite(cost.request_s)
+    return cost if finite else None
+
+
+def _fit(points: Sequence[Point]) -> StepCost | None:
     told = [one for one in points if one.tokens > 0]
     if len(told) < MIN_POINTS:
         return None

@@ -421,6 +421,16 @@ async def test_a_reply_of_a_service_is_not_believed(
     assert found.reason == reason
 
 
+async def test_a_packed_reply_is_not_unpacked(serve: Serve) -> None:
+    """64 kB of it may be 64 MB."""
+    bomb = "__import__('gzip').compress(b'{\"score\": 1}' + b' ' * 50_000_000)"
+    packed = "        self.send_header('content-encoding', 'gzip')\n"
+
+    found = await ask(serve, respond(200, bomb, packed))
+
+    assert found == Failure(reason="bad_finding", why="the reply is packed, and was not to be")
+
+
 async def test_a_service_that_drips_is_left_in_time(serve: Serve) -> None:
     drip = (
         "        self.send_response(200)\n        self.send_header('content-length', '1000')\n"

@@ -16,6 +16,7 @@ from ingest.vllm.slowdown import (
     LEARNING_S,
     LONGEST_PAUSE_S,
     MET,
+    MIN_POINTS,
     Point,
     SlowdownLimit,
     StepCost,
@@ -295,3 +296,19 @@ def test_the_work_is_read_from_vllms_page_and_summed_over_its_engines() -> None:
 def test_work_that_cannot_be_read_is_not_known_and_no_error(bad: str) -> None:
     assert parse_work(PAGE.replace("0.25", bad)) is None
     assert parse_work(PAGE.replace("iteration", "other")) is None
+
+
+@pytest.mark.parametrize("huge", [1e160, 1e300, 1.7e308])
+def test_counters_beyond_every_number_show_nothing_and_are_no_error(huge: float) -> None:
+    limit = SlowdownLimit(0.05)
+    for number in range(2 * MIN_POINTS):
+        work = EngineWork(
+            tokens=huge * number / 100,
+            tokens_s=huge * (number % 7),
+            steps=1.0 + number,
+            ended=huge * number / 100,
+            prefills_s=huge * (number % 3),
+        )
+        limit.measured(1_000.0 + number, work, users=number % 5)
+        assert limit.allowed(1_000.0 + number) in (0, 1)
+    assert limit.cost is None
