@@ -22,6 +22,9 @@ MIN_KEY = 4
 MIN_FREE_FORM = 8
 MIN_PART = 16
 """Shortest part of a secret that is searched for in a text, in characters."""
+LONGEST_MESSAGE = 16_000
+"""Longest part of somebody else's message that is searched for secrets, in characters. Callers show
+a few hundred."""
 
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|authori[sz]ation|bearer|cookie|signature"
@@ -30,7 +33,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_USERINFO = re.compile(r"(://)[^\s'\"<>]*@")
+_AFTER_SCHEME = re.compile(r"://[^\s'\"<>]+")
 _QUERY = re.compile(r"([?&;#])([^?&;#=\s'\"]+)=([^&;#\s'\"]+)")
 _SHORT_PARAMETERS = frozenset({"code", "k"})
 """In the query of a URL these names hold keys (in Azure Functions, for example); elsewhere they are
@@ -46,7 +49,7 @@ _PREFIXED = re.compile(
     r"\b(?:sk-|sk_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.-]{12,}"
 )
 _NAMED = re.compile(
-    r"""(?P<name>[A-Za-z_][\w.-]*)
+    r"""(?<![\w.-])(?P<name>[\w.-]++)
         (?P<between>["']\s*[:=]\s*|\s*=\s*|:\s+)(?=[^\s,;&}\]])""",
     re.VERBOSE,
 )
@@ -85,7 +88,7 @@ def hide_in_url(text: str) -> str:
 
     Keys that are known by what is before them (`Bearer`, `sk-`) are hidden too.
     """
-    text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
+    text = _AFTER_SCHEME.sub(_hide_user_information, text)
     text = _QUERY.sub(_hide_parameter, text)
     text = _AUTHORIZATION.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1 {HIDDEN}", text)
@@ -209,12 +212,29 @@ def hide_values(text: str, values: Iterable[str]) -> str:
     return text
 
 
+def beginning(text: str, limit: int = LONGEST_MESSAGE) -> str:
+    """Return at most `limit` characters of a text, cut where a word ends.
+
+    A long message is cut before its secrets are hidden, so that hiding takes bounded time. The word
+    at the cut is left out: half a secret would not be recognized, and would be shown.
+    """
+    if len(text) <= limit:
+        return text
+    words = text[: limit + 1].rsplit(maxsplit=1)
+    return words[0] if len(words) == 2 else ""
+
+
 def _forms(value: str) -> Iterator[str]:
     yield from (value, value.strip(), " ".join(value.split()), json.dumps(value)[1:-1])
     yield from (json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
     yield from (quote(value, safe="", errors="replace"), quote_plus(value, errors="replace"))
     # A key of several lines may be quoted in part.
     yield from (part for part in value.split() if len(part) >= MIN_PART)
+
+
+def _hide_user_information(found: re.Match[str]) -> str:
+    _, at, place = found[0].rpartition("@")
+    return f"://{HIDDEN}@{place}" if at else found[0]
 
 
 def _hide_parameter(found: re.Match[str]) -> str:

@@ -116,6 +116,9 @@ async def _load(
         log.warning("adapter_load_failed", adapter=version.name, replica=url, reason=str(error))
         return _Outcome(replica=url, failed=str(error))
     liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
+    if liveness.unsure:
+        log.warning("adapter_probe_unsure", adapter=version.name, replica=url, **asdict(liveness))
+        return _Outcome(replica=url, liveness=liveness, failed=liveness.reason)
     return _Outcome(
         replica=url, liveness=liveness, invalid=None if liveness.live else liveness.reason
     )

@@ -19,7 +19,7 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from sidecar.backoff import retry_after_s
-from sidecar.hiding import HIDDEN, hide_in_text, hide_values
+from sidecar.hiding import HIDDEN, beginning, hide_in_text, hide_values
 
 ERROR_CHARACTERS = 300
 CHAIN_LENGTH = 16
@@ -29,8 +29,11 @@ _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, Connecti
 """Errors after which the provider has not seen the request."""
 TRY_AGAIN = frozenset({408, 409, 425})
 _KEY_LIKE = re.compile(r"(?i)\b(?:sk-|bearer\s+|api[-_]key[=:]\s*)[^\s,'\"]+")
-_NO_KEY = re.compile(r"(?i)missing credentials|missing .*\bapi[ _]key|api_key .*must be set")
-"""What a provider's client says before it sends anything."""
+_NO_KEY = re.compile(
+    r"(?i)missing credentials|missing .{0,200}\bapi[ _]key|api_key .{0,200}must be set"
+)
+"""What a provider's client says before it sends anything. The gaps are bounded: a text that repeats
+a first word would take quadratic time."""
 _NO_SCHEMA = re.compile(r"(?i)response_?format|json_?schema|structured.?output|guided_")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A provider's error is shown on terminals and must not control them."""
@@ -54,7 +57,7 @@ def sort_error(error: BaseException, text: str, *, now: float) -> JudgeUnavailab
     status = getattr(error, "status_code", None)
     if isinstance(status, int) and status > 300 and status != 500:
         return _by_status(status, text, None)
-    if any(_NO_KEY.search(str(e)) for e in chain):
+    if any(_NO_KEY.search(beginning(str(e))) for e in chain):
         return JudgeRejectedError(
             f"{text} (nothing was sent: set the API key of the judge's provider in the environment)"
         )
@@ -67,7 +70,7 @@ def refuses_schema(error: BaseException) -> bool:
     """Tell whether a request may have been refused for its JSON schema: by the server, or by
     LiteLLM, which knows some providers that take none."""
     refused = getattr(error, "status_code", None) in {400, 422, 501}
-    return refused and _NO_SCHEMA.search(str(error)) is not None
+    return refused and _NO_SCHEMA.search(beginning(str(error))) is not None
 
 
 def _by_status(status: int, text: str, wait_s: float | None) -> JudgeUnavailableError:
@@ -84,7 +87,8 @@ def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
     secrets: values to hide in the text; values that look like keys are hidden anyway.
     """
     # Secrets are hidden before and after the lines are joined: a key may span several lines.
-    message = hide_values(str(error).split("Traceback (most recent call last)")[0], secrets)
+    message = beginning(str(error)).split("Traceback (most recent call last)")[0]
+    message = hide_values(message, secrets)
     message = _CONTROL.sub("?", storable(" ".join(message.split()))) or type(error).__name__
     message = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(message, secrets)))
     return f"judge {model}: {message[:ERROR_CHARACTERS]}"

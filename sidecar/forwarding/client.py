@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from sidecar.hiding import hide_in_text, hide_values
+from sidecar.hiding import beginning, hide_in_text, hide_values
 from sidecar.settings import Kafka, KafkaUrl
 
 log = structlog.get_logger()
@@ -109,7 +109,8 @@ def describe(error: BaseException, place: KafkaUrl, kafka: Kafka) -> str:
 def without(kafka: Kafka, text: str) -> str:
     """Return the text on one line without the passwords in the settings and what looks like one."""
     secrets = [_secret(kafka.sasl_password), _secret(kafka.ssl_key_password)]
-    return hide_in_text(hide_values(" ".join(text.split()), filter(None, secrets)))[:500]
+    line = " ".join(beginning(text).split())
+    return hide_in_text(hide_values(line, filter(None, secrets)))[:500]
 
 
 class LibraryLog(logging.Handler):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 
 from sidecar.hiding import (
     HIDDEN,
+    beginning,
     hide_in_command,
     hide_in_params,
     hide_in_text,
@@ -222,3 +225,53 @@ def test_a_setting_that_is_refused_does_not_echo_what_stood_there() -> None:
 
     assert S not in str(refused.value)
     assert S not in repr(refused.value)
+
+
+REPEATED = [
+    "a", "://", "a.", "token ", "token:", 'api_key="', "'\"", "-u ", "--key ", "Bearer ", "?a",
+    "sk-", "authorization ", "missing ", "api_key ", "a=\\\n", "basic\t", " ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["hide_in_text", "hide_in_url"])
+def test_a_text_of_any_kind_is_searched_in_linear_time(function: str) -> None:
+    """Quadratic search took 50 s and more for each of the first three texts."""
+    searched = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import json, sys; from sidecar import hiding\n"
+            "for part in json.load(sys.stdin):\n"
+            f"    hiding.{function}((part * 100_000)[:100_000] + '?')",
+        ],
+        input=json.dumps(REPEATED),
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+
+    assert searched.returncode == 0, searched.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ftp://a://b:c@d://e@f g", f"ftp://{HIDDEN}@f g"),
+        ("see http://host/path and x@y", "see http://host/path and x@y"),
+        (f"9api_key={S}", f"9api_key={HIDDEN}"),
+        (f"-api_key={S}", f"-api_key={HIDDEN}"),
+        (f"é_token: {S}", f"é_token: {HIDDEN}"),
+    ],
+)
+def test_where_a_name_or_a_place_begins(text: str, shown: str) -> None:
+    assert hide_in_text(text) == shown
+
+
+def test_a_message_is_cut_where_a_word_ends() -> None:
+    assert beginning("short", 5) == "short"
+    assert beginning("two words", 8) == "two"
+    assert beginning("two words", 3) == ""
+    assert beginning("a" * 20_000) == ""
+    assert beginning("no " * 100_000).endswith("no")
+    assert len(beginning("no " * 100_000)) <= 16_000

@@ -20,6 +20,8 @@ class FakeControl:
         self.fails_to_load = 0
         self.reach: dict[str, float] = {}
         self.answers_as: dict[str, str] = {}
+        self.garbles = 0
+        """Number of coming probes that are answered with the log-probability -9999."""
         self.calls: list[tuple[str, str]] = []
         self.fails_to_unload = 0
         self.on_load: Callable[[str], None] = lambda name: None
@@ -52,6 +54,9 @@ class FakeControl:
         self._check()
         if model_name not in self.adapters and model_name != MODEL:
             raise EngineError(f"404 {model_name}")
+        if self.garbles:
+            self.garbles -= 1
+            return Probe(model_in_reply=model_name, next_tokens=({13: -9999.0}, {14: -9999.0}))
         reach = self.reach.get(model_name, 0.0 if model_name == MODEL else 0.25)
         return Probe(
             model_in_reply=self.answers_as.get(model_name, model_name),

@@ -216,6 +216,21 @@ async def test_eight_failed_loads_reject_also_over_restarts(world: World) -> Non
     assert "8 times" in (world.canary(name).reason or "")
 
 
+@pytest.mark.parametrize("garbled", [1, 2, 3])
+async def test_a_probe_that_vllm_answers_wrongly_is_repeated(world: World, garbled: int) -> None:
+    """One such answer in hundreds rejected a sound adapter."""
+    name = world.register(1)
+    world.control.garbles = garbled
+
+    await tick(world)
+    assert world.canary(name).phase == "loading"
+    assert "decides nothing" in (world.canary(name).reason or "")
+    world.clock.now += 2.0
+    await tick(world)
+
+    assert world.canary(name).phase == "gating"
+
+
 async def test_a_vllm_that_fails_to_load_for_a_minute_costs_no_candidate(world: World) -> None:
     name = world.register(1)
     began = world.clock.now

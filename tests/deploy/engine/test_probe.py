@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from deploy.engine.probe import Probe, compare
@@ -77,3 +79,37 @@ def test_no_tokens_prove_nothing() -> None:
 
     assert not liveness.live
     assert liveness.reason == "not live: the probe gave no log-probabilities to compare"
+
+
+NONSENSE = probe("m", -9999.0, -9999.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "adapter", "after"),
+    [
+        (NONSENSE, (-1.5, -2.0), BASE),
+        (BASE, (-1.5, -2.0), NONSENSE),
+        (BASE, (-9999.0, -9999.0), BASE),
+        (NONSENSE, (-9999.0, -9999.0), NONSENSE),
+        (BASE, (-1.5, -2.0), probe("m", -3.0, -2.5)),
+        (probe("m", math.nan, -1.0), (-1.5, -2.0), BASE),
+    ],
+)
+def test_a_probe_that_vllm_answered_wrongly_decides_nothing(
+    before: Probe, adapter: tuple[float, float], after: Probe
+) -> None:
+    liveness = compare(
+        "m--v1", adapter=probe("m--v1", *adapter), base_before=before, base_after=after
+    )
+
+    assert (liveness.unsure, liveness.live) == (True, False)
+    assert "decides nothing" in liveness.reason
+
+
+def test_an_adapter_whose_log_probabilities_are_not_finite_is_not_live() -> None:
+    liveness = compare(
+        "m--v1", adapter=probe("m--v1", math.nan, -2.0), base_before=BASE, base_after=BASE
+    )
+
+    assert (liveness.unsure, liveness.live) == (False, False)
+    assert "not finite" in liveness.reason

@@ -49,6 +49,8 @@ def test_the_order_of_the_reply_does_not_matter() -> None:
         f"{GOOD}\n\nI hope that this helps {{you}}!",
         f"Set {{a, b}} is nice. {GOOD} End.",
         f'<think>maybe {{"scores": []}} or so</think>{GOOD}',
+        f'Sure. <thinking>maybe {{"scores": []}} or so</thinking>{GOOD}',
+        f'<Think>maybe {{"scores": []}}</Think> <think>or {{"scores": [1]}}</think>{GOOD}',
         f"{GOOD}\n{GOOD}",
         json.dumps({**json.loads(GOOD), "note": "extra keys are nobody's harm"}),
         json.dumps(json.loads(GOOD)["scores"]),
@@ -191,3 +193,12 @@ def test_a_draft_in_thinking_that_never_ends_is_no_verdict(end: str) -> None:
     """The token limit cut the judge off while it tried out scores."""
     with pytest.raises(JudgeReplyError, match="inside its thinking"):
         parse(f"<think>Perhaps {GOOD} but answer b is ruder{end}")
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["Sure. <think>", "<thinking>", "<think>x</think><think>", "<think>x</think>\n<Thinking>"],
+)
+def test_a_draft_is_known_wherever_the_thinking_begins(before: str) -> None:
+    with pytest.raises(JudgeReplyError, match="inside its thinking"):
+        parse(f"{before}Perhaps {GOOD}")
