@@ -20,7 +20,7 @@ from ingest.judge_prompt.shown import unique_names
 MAX_REPLY_CHARACTERS = 200_000
 """Longest reply that is read: sixteen explanations fit in a hundredth of it."""
 
-_DRAFT = re.compile(r"\A[^{\[<]*<think(?:ing)?>", re.IGNORECASE)
+_DRAFT = re.compile(r"[^{\[<]*<think(?:ing)?>", re.IGNORECASE)
 _THINKING = re.compile(_DRAFT.pattern + r".*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
 """Thinking before the first JSON value only: an explanation may quote these tags."""
 _START = re.compile(r"\{|\[(?=\s*\{)")
@@ -57,8 +57,10 @@ def _scores_in(text: str, ids: Sequence[str]) -> list[Any]:
     """Return the entries of the one value in the text that holds scores."""
     if len(text) > MAX_REPLY_CHARACTERS:
         raise JudgeReplyError(f"the reply is longer than {MAX_REPLY_CHARACTERS} characters")
-    while (thinking := _THINKING.match(text)) is not None:
-        text = text[thinking.end() :]
+    at = 0
+    while (thinking := _THINKING.match(text, at)) is not None:
+        at = thinking.end()
+    text = text[at:]
     if _DRAFT.match(text):
         raise JudgeReplyError("the reply ends inside its thinking; close it, then give the scores")
     found = _all_entries(text, ids) or _all_entries(_LAST_COMMA.sub(r"\1", text), ids)
