@@ -28,7 +28,7 @@ from ingest.ruler.judge_errors import storable
 from ingest.sampling.budget import first_spent, read_usage
 from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion, next_step
 from ingest.sampling.round import Job, ask, load_job, store_round
-from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
+from ingest.store.groups import SAMPLING, claim_groups, has_group, release_group, set_aside
 from ingest.store.patience import patiently
 from ingest.store.troubles import MAX_WHY, SAMPLING_WAITS, Trouble, write_trouble
 from ingest.vllm.sampler import Room, Sampler
@@ -49,9 +49,13 @@ LEASE_TIMEOUTS = 6
 LEASE_SLACK_S = 60.0
 WAITING = "sampling_waits"
 """Counter rows: (stage, why) -> how often sampling began to wait."""
+NO_ROOM_S = 600.0
+"""How long users may leave no room before the store says so: shorter pauses are how it works."""
 EARLIER, ENGINE_DOWN, LOAD_UNKNOWN = "earlier", "engine_down", "load_unknown"
+NO_ROOM = "no_room"
 """Why sampling waits: an earlier process may have said something; no vLLM is reachable; none tells
-its load. Else why there is no judge, or the setting of a budget that is spent."""
+its load; users left no room for long. Else why there is no judge, or the setting of a budget that
+is spent."""
 
 Result = TypeVar("Result")
 
@@ -96,6 +100,8 @@ class SamplingWorker:
         """Consecutive failures of vLLM or the store; they set the pause."""
         self._quiet_until = 0.0
         """Unix seconds until which vLLM asked to be left alone."""
+        self._closed_since: float | None = None
+        """Unix seconds since which users have left no room; None: they leave some."""
         self._told: tuple[str, float | None] | None = (EARLIER, None)
         """Why sampling waits as the store says it, and until when; None: it says nothing."""
 
@@ -158,6 +164,10 @@ class SamplingWorker:
         blind = self._told is not None and self._told[0] in (EARLIER, ENGINE_DOWN, LOAD_UNKNOWN)
         if blind and not is_open:
             await asyncio.to_thread(self._write_going)
+        if is_open or self._closed_since is None:
+            self._closed_since = None if is_open else self._now()
+        elif self._told is None and self._now() - self._closed_since >= NO_ROOM_S:
+            await asyncio.to_thread(self._write_no_room)
         return is_open
 
     def _fail(self, error: Exception) -> None:
@@ -289,6 +299,17 @@ class SamplingWorker:
     def _write_waiting(self, reason: str, why: str) -> None:
         with self._database.write(alone=False) as session:
             self._say_waiting(session, reason, why)
+
+    def _write_no_room(self) -> None:
+        with self._database.write(alone=False) as session:
+            if has_group(session, SAMPLING):
+                self._say_waiting(
+                    session,
+                    NO_ROOM,
+                    f"users have left no room for candidates in {NO_ROOM_S / 60:.0f} min; raise "
+                    "groups.max_slowdown, or give candidates a vLLM of their own "
+                    "(groups.sampling_upstreams)",
+                )
 
     def _write_going(self) -> None:
         with self._database.write(alone=False) as session:

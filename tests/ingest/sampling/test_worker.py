@@ -22,7 +22,7 @@ from ingest.records import Group
 from ingest.sampling.budget import count_served, spend_tokens
 from ingest.sampling.worker import SamplingWorker
 from ingest.store.groups import append_answers, claim_groups, load_group, sampling_attempts
-from ingest.store.troubles import SAMPLING_WAITS, read_trouble
+from ingest.store.troubles import SAMPLING_WAITS, Trouble, read_trouble
 from ingest.vllm.load import EngineLoad, LoadLimits
 from ingest.vllm.replicas import ReplicaSampler
 from ingest.vllm.sampler import LoadProbe, Sampler, SampleRequest
@@ -494,6 +494,39 @@ async def test_an_engine_whose_load_is_not_known_gets_no_candidates(
     assert await worker.step() == 0
     with kit.database.read() as session:
         assert read_trouble(session, SAMPLING_WAITS, now=clock.now) is None
+
+
+async def test_users_who_leave_no_room_for_ten_minutes_are_told_of(
+    kit: Kit, make_worker: MakeWorker, clock: Clock
+) -> None:
+    def told() -> Trouble | None:
+        with kit.database.read() as session:
+            return read_trouble(session, SAMPLING_WAITS, now=clock.now)
+
+    load, sampler = kit.ScriptedLoad(99), kit.FakeSampler()
+    worker = make_worker(sampler, load, probe_interval_s=0.0)
+    for _ in range(2):  # no group waits: nothing is lost
+        await worker.step()
+        clock.now += 600.0
+    assert told() is None
+    kit.choose(kit.exchange("e1"))
+
+    await worker.step()
+
+    trouble = told()
+    assert trouble is not None
+    assert "users have left no room for candidates in 10 min" in trouble.why
+    assert kit.counts("sampling_waits") == {"no_room": 1}
+    load.users = [0]
+    while not sampler.requests:  # the gate opens after a few measurements
+        await worker.step()
+    assert told() is None
+    load.users = [99]
+    kit.choose(kit.exchange("e2"))
+    await worker.step()
+    clock.now += 599.0
+    await worker.step()
+    assert told() is None
 
 
 @pytest.mark.parametrize(
