@@ -28,7 +28,7 @@ from ingest.ruler.judge_errors import storable
 from ingest.sampling.budget import first_spent, read_usage
 from ingest.sampling.candidates import OF_ALL, Attempt, Conclusion, next_step
 from ingest.sampling.round import Job, ask, load_job, store_round
-from ingest.store.groups import SAMPLING, claim_groups, has_group, release_group, set_aside
+from ingest.store.groups import SAMPLING, claim_groups, release_group, set_aside
 from ingest.store.patience import patiently
 from ingest.store.troubles import MAX_WHY, SAMPLING_WAITS, Trouble, write_trouble
 from ingest.vllm.sampler import Room, Sampler
@@ -302,7 +302,8 @@ class SamplingWorker:
 
     def _write_no_room(self) -> None:
         with self._database.write(alone=False) as session:
-            if has_group(session, SAMPLING):
+            # A lease of 0 s claims nothing: it tells whether a group waits.
+            if claim_groups(session, SAMPLING, limit=1, now=self._now(), lease_s=0.0):
                 self._say_waiting(
                     session,
                     NO_ROOM,

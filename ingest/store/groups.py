@@ -160,13 +160,6 @@ def claim_groups(
     return [row.group_id for row in rows]
 
 
-def has_group(session: Session, status: str) -> bool:
-    """Tell whether a group has this status."""
-    return (
-        session.scalar(select(GroupRow.seq).where(GroupRow.status == status).limit(1)) is not None
-    )
-
-
 def release_group(session: Session, group_id: str, *, until: float = 0.0) -> None:
     """Give a claimed group back; no worker may claim it before `until` (unix seconds)."""
     session.execute(update(GroupRow).where(GroupRow.group_id == group_id).values(lease_until=until))
@@ -315,7 +308,9 @@ def count_pending(
 ) -> int:
     """Count the groups that wait for candidates, the judge or the learner, or are being trained on.
 
-    most: counting ends there, as groups of best-of-N requests may wait without limit; None: never.
+    most: counting ends there, because groups of best-of-N requests may wait without limit; None:
+        all are counted.
+
     live_adapters: a group at the learner counts only when one of these sampled it. A group of an
         older adapter may be too stale to be trained on, and must not keep fresh groups out. For
         the same reason a group does not count on which a training run failed.
