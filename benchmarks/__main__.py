@@ -14,6 +14,7 @@ NAMES = {
     "sessions": "benchmarks.sessions.run",
     "ruler": "benchmarks.ruler.run",
     "groups": "benchmarks.groups.run",
+    "learning": "benchmarks.learning.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 
