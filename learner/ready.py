@@ -41,10 +41,10 @@ def _why_no_base(path: str) -> str:
         return f"{folder} has no *.safetensors; name the folder of the weights that vLLM serves"
     # Imported here: torch and peft take seconds to load, and the checks above need neither.
     from learner.errors import LearnerError
-    from learner.grpo.adapter_io import refuse_quantised
+    from learner.policy.adapter_io import plain_config
 
     try:
-        refuse_quantised(path)
+        plain_config(path)
     except LearnerError as problem:
         return str(problem)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -75,7 +75,7 @@ def _why_no_device(name: str) -> str:
     if name == "cpu":
         return ""  # torch always has it, and takes seconds to load
     from learner.errors import DeviceError
-    from learner.grpo.adapter_io import open_device
+    from learner.policy.adapter_io import open_device
 
     try:
         open_device(name)

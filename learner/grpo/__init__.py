@@ -1,1 +1,1 @@
-"""GRPO: advantages, losses, packing, log-probabilities and the optimiser steps."""
+"""GRPO: advantages, losses, checks of the groups, and the optimiser steps."""

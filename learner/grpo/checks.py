@@ -26,11 +26,10 @@ from learner.errors import (
     ParentError,
 )
 from learner.explain import one_line
-from learner.grpo.adapter_io import is_out_of_memory, sampled_by
 from learner.grpo.advantages import MIN_TRAINABLE, assign
 from learner.grpo.drift import excess, measure
-from learner.grpo.logprobs import Policy
-from learner.grpo.packing import pack_group
+from learner.policy.adapter_io import is_out_of_memory, sampled_by
+from learner.policy.logprobs import Policy, packs_of
 from learner.records import Drift, Fault, Parent, TrainingGroup, TrainingJob
 from sidecar.records import BASE
 from sidecar.settings import Learner
@@ -204,7 +203,7 @@ def _differences(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list
             text = f"token id {foreign} is outside the base's vocabulary of {vocabulary}"
             return Fault(OUT_OF_VOCABULARY, text)
     differences: list[float] = []
-    for pack in pack_group(group, max_tokens=job.settings.pack_tokens):
+    for pack in packs_of(policy, group, job.settings.pack_tokens):
         job.check_stop()
         with torch.no_grad():
             logprobs_N, _ = policy.logprobs(pack)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.grpo.corrections import CorrectionRule, weights
 from learner.grpo.losses import LOSSES, LossRule, NamedLoss, Tokens, ratio
-from learner.grpo.packing import Pack
+from learner.policy.packing import Pack
 from sidecar.settings import Learner
 
 

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from learner.adapter_folder import OPTIMIZER
 from learner.errors import OptimizerStateError
-from learner.grpo.adapter_io import as_os_error
 from learner.grpo.optimizer import OptimizerState
+from learner.policy.adapter_io import as_os_error
 
 FORMAT = "1"
 FIRST, SECOND = "first.", "second."

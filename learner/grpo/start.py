@@ -10,8 +10,7 @@ from itertools import islice
 import torch
 
 from learner.grpo.checks import attempt
-from learner.grpo.logprobs import Policy
-from learner.grpo.packing import pack_group
+from learner.policy.logprobs import Policy, packs_of
 from learner.records import Fault, TrainingGroup, TrainingJob
 
 
@@ -37,7 +36,7 @@ def with_start(
 
 def _start(policy: Policy, group: TrainingGroup, job: TrainingJob) -> TrainingGroup:
     values: list[float] = []
-    for pack in pack_group(group, max_tokens=job.settings.pack_tokens):
+    for pack in packs_of(policy, group, job.settings.pack_tokens):
         job.check_stop()
         with torch.no_grad():
             values += policy.logprobs(pack)[0].tolist()

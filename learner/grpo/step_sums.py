@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from learner.grpo.advantages import spread
 from learner.grpo.objective import PackSums
 from learner.grpo.optimizer import Update
-from learner.grpo.packing import Pack
+from learner.policy.packing import Pack
 from learner.records import StepMetrics, TrainingGroup
 
 

@@ -20,16 +20,16 @@ from opentelemetry import trace
 
 from learner.adapter_folder import OPTIMIZER, file_digest
 from learner.errors import NonFiniteError, OptimizerStateError
-from learner.grpo.adapter_io import ADAPTER, load_policy, save_adapter
 from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
-from learner.grpo.logprobs import Policy
 from learner.grpo.losses import Tokens
 from learner.grpo.objective import Objective, objective
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.optimizer_file import load_state, save_state
-from learner.grpo.packing import Pack, pack_group
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, step_metrics
+from learner.policy.adapter_io import ADAPTER, load_policy, save_adapter
+from learner.policy.logprobs import Policy, packs_of
+from learner.policy.packing import Pack
 from learner.records import Fault, Parent, StepMetrics, TrainingGroup, TrainingJob, TrainingOutcome
 from sidecar.settings import Learner
 
@@ -191,7 +191,7 @@ def accumulate(
 
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
-    packs = [pack_group(group, max_tokens=job.settings.pack_tokens) for group in groups]
+    packs = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
     all_packs = [pack for of_group in packs for pack in of_group]
     sums = StepSums(
         tokens=sum(len(pack.targets) for pack in all_packs), denominator=aim.denominator(all_packs)

@@ -19,7 +19,7 @@ from typing import Literal
 from ingest.grouping.exchangeable import RAISED_BELOW
 from ingest.records import Answer, ScoredGroup
 from learner.grpo.advantages import MIN_TRAINABLE, assign, spread
-from learner.grpo.packing import packed_length
+from learner.policy.packing import packed_length
 from learner.records import TrainableRow, TrainingGroup
 from learner.runs.spread_gate import Noise, SpreadGate, spread_gate
 

@@ -191,19 +191,20 @@ def test_only_the_trainer_loads_torch() -> None:
         if path.name not in ("__init__.py", "__main__.py")
     }
     with_torch = {
-        f"learner.grpo.{name}"
+        f"learner.{name}"
         for name in (
-            "adapter_io",
-            "checks",
-            "corrections",
-            "logprobs",
-            "losses",
-            "objective",
-            "optimizer",
-            "optimizer_file",
-            "start",
-            "step_sums",
-            "trainer",
+            "grpo.checks",
+            "grpo.corrections",
+            "grpo.losses",
+            "grpo.objective",
+            "grpo.optimizer",
+            "grpo.optimizer_file",
+            "grpo.start",
+            "grpo.step_sums",
+            "grpo.trainer",
+            "policy.adapter_io",
+            "policy.logprobs",
+            "policy.self_test",
         )
     }
     without = sorted(modules - with_torch)

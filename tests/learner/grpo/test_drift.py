@@ -13,11 +13,11 @@ import torch
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import DriftError
-from learner.grpo.adapter_io import load_policy, save_adapter
 from learner.grpo.drift import NOISE_DEVIATIONS, TOKEN_NOISE, excess, measure
-from learner.grpo.logprobs import Policy
-from learner.grpo.packing import pack_group
 from learner.grpo.trainer import run_steps
+from learner.policy.adapter_io import load_policy, save_adapter
+from learner.policy.logprobs import Policy
+from learner.policy.packing import pack_group
 from learner.records import Drift, Parent, TrainableRow, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 

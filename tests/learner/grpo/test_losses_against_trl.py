@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from learner.grpo.adapter_io import load_policy
-from learner.grpo.logprobs import Policy
 from learner.grpo.objective import objective
 from learner.grpo.optimizer import SignalAdamW
-from learner.grpo.packing import pack_group
 from learner.grpo.trainer import accumulate, update_rule
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy
+from learner.policy.packing import pack_group
 from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
 from sidecar.settings import Learner
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from learner.adapter_folder import OPTIMIZER, file_digest, folder_digest
-from learner.grpo.adapter_io import load_policy
-from learner.grpo.logprobs import Policy
-from learner.grpo.packing import pack_group
 from learner.grpo.trainer import GrpoTrainer
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy
+from learner.policy.packing import pack_group
 from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
 from learner.runs.train import Run
 from sidecar.settings import Settings

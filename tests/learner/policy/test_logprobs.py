@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from learner.grpo.adapter_io import load_policy
-from learner.grpo.logprobs import Policy, wants_autocast
-from learner.grpo.packing import pack_group
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy, wants_autocast
+from learner.policy.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
 

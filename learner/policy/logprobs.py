@@ -1,21 +1,24 @@
 """Log-probabilities of a pack's targets under a model, as vLLM would report them.
 
 The decoder runs once over the pack; the head only where a trainable token is predicted. Logits are
-fp32 and divided by the temperature of their own answer. Models that change their logits after the
-head (soft caps, logit scales) are not supported; the drift check refuses those.
+fp32 and divided by the temperature of their own answer. `learner.policy.architecture` says what
+else a model needs: windows of attention, caps and scales of the logits, or a row for each answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from learner.grpo.packing import Pack
+from learner.policy.architecture import Architecture
+from learner.policy.packing import Pack, pack_group
+from learner.records import TrainingGroup
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -28,6 +31,7 @@ class Policy:
     device: torch.device
     autocast: bool
     """True: matrix products in bf16; the residual stream, the head and the adapter stay fp32."""
+    shape: Architecture = field(default_factory=Architecture)
 
     @property
     def vocabulary(self) -> int:
@@ -51,33 +55,58 @@ class Policy:
 
     def _hidden(self, pack: Pack) -> Tensor:
         decoder = self.model.get_base_model().get_decoder()
-        # Added to the scores as it is: from a mask of booleans each layer would make one of numbers
-        # and keep it for its backward pass.
-        dtype = torch.bfloat16 if self.autocast else next(decoder.parameters()).dtype
-        mask_TT = added_mask(attention_mask(self._tensor(pack.segments)), dtype)
-        with self._precision():
+        with self.precision():
             output = decoder(
                 input_ids=self._tensor(pack.input_ids)[None],
                 position_ids=self._tensor(pack.positions)[None],
-                attention_mask=mask_TT[None, None],
+                attention_mask=self._masks(pack, next(decoder.parameters()).dtype),
                 use_cache=False,
             )
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH
 
+    def _masks(self, pack: Pack, dtype: torch.dtype) -> Tensor | Mapping[str, Tensor] | None:
+        """Build [1, 1, T, T] for all layers, or one by type of layer; None: the model's own.
+
+        They are added to the scores as they are: from a mask of booleans each layer would make one
+        of numbers and keep it for its backward pass.
+        """
+        if not self.shape.packs:
+            return None
+        dtype = torch.bfloat16 if self.autocast else dtype
+        positions_T = self._tensor(pack.positions)
+        masks: dict[str, Tensor] = {}
+        for kind, window in self.shape.windows.items():
+            seen_TT = attention_mask(self._tensor(pack.segments))
+            if window is not None:
+                seen_TT &= positions_T[:, None] - positions_T[None, :] < window
+            masks[kind] = added_mask(seen_TT, dtype)[None, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
     def _logits(self, hidden_NH: Tensor) -> Tensor:
         head = self.model.get_base_model().get_output_embeddings()
         bias = getattr(head, "bias", None)
         bias_V = bias.float() if bias is not None else None
-        return functional.linear(hidden_NH.float(), head.weight.float(), bias_V)
+        logits_NV = functional.linear(hidden_NH.float(), head.weight.float(), bias_V)
+        if self.shape.scale != 1.0:
+            logits_NV = logits_NV * self.shape.scale
+        if self.shape.softcap is not None:
+            logits_NV = self.shape.softcap * torch.tanh(logits_NV / self.shape.softcap)
+        return logits_NV
 
-    def _precision(self) -> AbstractContextManager[None]:
+    def precision(self) -> AbstractContextManager[None]:
+        """Return the context in which matrix products run in the policy's precision."""
         if not self.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _tensor(self, values: tuple[int, ...] | tuple[float, ...]) -> Tensor:
         return torch.tensor(values, device=self.device)
+
+
+def packs_of(policy: Policy, group: TrainingGroup, max_tokens: int) -> list[Pack]:
+    """Pack the trainable answers of a group as the model allows it; see `pack_group`."""
+    return pack_group(group, max_tokens=max_tokens, alone=not policy.shape.packs)
 
 
 def attention_mask(segments_T: Tensor) -> Tensor:

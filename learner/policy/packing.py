@@ -51,14 +51,15 @@ def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
     return prompt_length + sum(length - 1 for length in answer_lengths)
 
 
-def pack_group(group: TrainingGroup, *, max_tokens: int) -> list[Pack]:
+def pack_group(group: TrainingGroup, *, max_tokens: int, alone: bool = False) -> list[Pack]:
     """Pack the trainable answers of a group, in order, in as few packs as that order allows.
 
+    alone: each answer gets a pack of its own, for models that do not pack.
     max_tokens: longest pack. A group that does not fit is split, and each part gets the prompt. An
         answer that does not fit even alone gets its own pack: selection has already dropped groups
         that are too long.
     """
-    return [_pack(group, rows) for rows in _bins(group, max_tokens)]
+    return [_pack(group, rows) for rows in _bins(group, 0 if alone else max_tokens)]
 
 
 def _bins(group: TrainingGroup, max_tokens: int) -> Iterator[list[TrainableRow]]:

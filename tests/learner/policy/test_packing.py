@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from learner.grpo.adapter_io import load_policy
-from learner.grpo.logprobs import Policy, attention_mask
-from learner.grpo.packing import Pack, pack_group, packed_length
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy, attention_mask
+from learner.policy.packing import Pack, pack_group, packed_length
 from learner.records import Parent, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
 

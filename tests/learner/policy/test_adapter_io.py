@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.errors import IncompleteAdapterError, NonFiniteError, ParentError
-from learner.grpo.adapter_io import load_policy, sampled_by, save_adapter
-from learner.grpo.logprobs import Policy
-from learner.grpo.packing import pack_group
+from learner.policy.adapter_io import load_policy, sampled_by, save_adapter
+from learner.policy.logprobs import Policy
+from learner.policy.packing import pack_group
 from learner.records import Parent
 from sidecar.settings import Learner
 

@@ -32,7 +32,9 @@ from learner.errors import (
     ParentError,
 )
 from learner.explain import one_line
-from learner.grpo.logprobs import Policy, wants_autocast
+from learner.policy.architecture import architecture
+from learner.policy.logprobs import Policy, wants_autocast
+from learner.policy.self_test import checked
 from learner.records import Parent
 from sidecar.settings import Learner
 
@@ -56,15 +58,19 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
     # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is scarcer.
     dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32
     with _loading(f"base {base_model_path}"):
-        refuse_quantised(base_model_path)
+        config = plain_config(base_model_path)
+        shape = architecture(config.get_text_config())
+        # None: torch's own kernel where the model takes it, else the model's code.
         base = AutoModelForCausalLM.from_pretrained(
-            base_model_path, dtype=dtype, attn_implementation="sdpa"
+            base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
         )
     with _loading(f"parent {parent.name}"):
         model = _with_adapter(base, parent, settings, device)
         # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
-        return Policy(model=model.to(device), device=device, autocast=autocast)
+        policy = Policy(model=model.to(device), device=device, autocast=autocast, shape=shape)
+    with _loading(f"base {base_model_path}"):
+        return checked(policy, base_model_path)
 
 
 def open_device(name: str) -> torch.device:
@@ -110,9 +116,9 @@ def _loading(what: str) -> Iterator[None]:
         raise ParentError(f"{what} cannot be loaded: {one_line(error)}") from error
 
 
-def refuse_quantised(base_model_path: str) -> None:
-    """Check by its config that the base has plain weights. Raises: ParentError, and whatever
-    transformers raises for a config that it cannot read."""
+def plain_config(base_model_path: str) -> Any:  # Any: a config of transformers, not typed
+    """Return the base's config, which says that it has plain weights. Raises: ParentError, and
+    whatever transformers raises for a config that it cannot read."""
     config = AutoConfig.from_pretrained(base_model_path)
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
@@ -123,6 +129,7 @@ def refuse_quantised(base_model_path: str) -> None:
                 "needs plain weights: set serving.base_model_path to those that it was made from; "
                 "the drift check tells whether they are close enough"
             )
+    return config
 
 
 def _with_adapter(

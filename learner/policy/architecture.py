@@ -1,0 +1,102 @@
+"""How a model's answers can be computed, by its config: packed, or one row an answer. Pure.
+
+A pack has several answers behind one prompt, told apart by an attention mask. That is exact where
+every layer that mixes tokens is attention and takes the mask. Layers with a state that runs along
+the sequence (Mamba, linear attention, convolutions) would carry one answer's state into the next:
+their models get one row for each answer, and no mask.
+
+Sources: `layer_types`, `sliding_window` and the scales behind the head as transformers 5 reads them
+(`configuration_utils.py`, `masking_utils.py`, `models/*/modeling_*.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+RECURRENT = (
+    "mamba", "rwkv", "bamba", "jamba", "zamba", "falcon_h1", "nemotron_h", "recurrent_gemma",
+    "granitemoehybrid", "lfm2", "xlstm", "minimax", "kimi_linear", "olmo_hybrid",
+)  # fmt: skip
+"""Beginnings of `model_type` of models with recurrent layers, some of which do not list their
+layers' types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What the trainer has to know of a model."""
+
+    packs: bool = True
+    """True: several answers may stand behind one prompt. False: each answer is a row."""
+    why: str = ""
+    """Why it does not pack; empty when it does."""
+    windows: Mapping[str, int | None] = field(default_factory=lambda: {FULL: None})
+    """Type of layer -> how many of the latest positions a token sees, itself included; None: all.
+    With one entry the mask is for all layers."""
+    scale: float = 1.0
+    """What the logits are multiplied by, behind the head."""
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap), behind the scale; None: they stay."""
+    eager: bool = False
+    """True: attention has to be computed by the model's own code: other kernels leave out the cap
+    of its scores."""
+
+
+def architecture(config: Any) -> Architecture:  # Any: a config of transformers, not typed
+    """Return what a model's config says of it. config: that of the text model."""
+    why = _why_rows(config)
+    scale, softcap = _behind_head(config)
+    return Architecture(
+        packs=not why,
+        why=why,
+        windows=_windows(config),
+        scale=scale,
+        softcap=softcap,
+        eager=bool(getattr(config, "attn_logit_softcapping", None)),
+    )
+
+
+def as_rows(found: Architecture, why: str) -> Architecture:
+    """Return the same architecture, not packed."""
+    return Architecture(
+        packs=False,
+        why=why,
+        windows=found.windows,
+        scale=found.scale,
+        softcap=found.softcap,
+        eager=found.eager,
+    )
+
+
+def _why_rows(config: Any) -> str:
+    name = str(getattr(config, "model_type", ""))
+    others = sorted(set(_layer_types(config)) - {FULL, SLIDING})
+    if others:
+        return f"its layers are of other types than attention: {', '.join(others)}"
+    if name.startswith(RECURRENT):
+        return f"{name} models have layers with a state"
+    return ""
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    size = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        size = None
+    types = set(_layer_types(config)) & {FULL, SLIDING}
+    if types:
+        return {one: size if one == SLIDING else None for one in sorted(types)}
+    return {FULL: size}
+
+
+def _layer_types(config: Any) -> list[str]:
+    return [str(one) for one in getattr(config, "layer_types", None) or ()]
+
+
+def _behind_head(config: Any) -> tuple[float, float | None]:
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return scale, float(cap) if cap else None
