@@ -23,6 +23,8 @@ LINEAGE = "lineage.json"
 CARD = "README.md"
 OPTIMIZER = "optimizer.safetensors"
 """The optimiser's moments (`learner.grpo.optimizer_file`). Versions of other trainers have none."""
+CURVES = "curves.png"
+"""The figures of the run's steps, drawn where matplotlib is installed."""
 
 DIGESTED = (CONFIG, WEIGHTS)
 """Files under the digest: those that vLLM reads. The lineage and the card are excluded: they

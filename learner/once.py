@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
+from typing import TextIO
 
 from learner.errors import HeldError, NothingToLearnError, RunInProgressError
 from learner.explain import explain
@@ -38,7 +40,9 @@ def run_once(
     TERM and INT end the run at the next pack; its groups are given back.
     stopping: set when such a signal arrived before this call.
     """
-    run = Run(settings, database, _torch_trainer, run_id=run_id, clock=clock)
+    run = Run(
+        settings, database, _torch_trainer, run_id=run_id, clock=clock, show=_shown(sys.stderr)
+    )
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         stopping.set()
@@ -83,6 +87,17 @@ def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], b
             seen = holder
             if wait(POLL_S):
                 raise
+
+
+def _shown(stream: TextIO) -> Callable[[str], None]:
+    """Return what tells a person at a terminal where the run is; a file has it from the log."""
+
+    def show(line: str) -> None:
+        with suppress(OSError):  # a terminal that was closed costs no run
+            stream.write(f"{line}\n")
+            stream.flush()
+
+    return show if stream.isatty() else lambda line: None
 
 
 def _torch_trainer() -> Trainer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, Protocol
 
 from sidecar.settings import Learner
 
@@ -88,6 +89,15 @@ class StepMetrics:
     seconds: float
     tokens_per_s: float
     """`computed_tokens` over `seconds`."""
+    masked_answers: int = 0
+    """Answers of the step's groups that have no part in the loss."""
+    answer_tokens: float = 0.0
+    """Mean length of a trainable answer, in tokens."""
+    drift: float = 0.0
+    """nats per token, mean |recorded - policy| before this step: the server's rounding, and what
+    the steps before it changed."""
+    peak_memory_bytes: int = 0
+    """Peak of the process so far; on a GPU, of what torch holds there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +128,78 @@ class Parent:
     path: Path | None = None
 
 
+StageName = Literal["checking", "anchoring", "warming up", "training"]
+Phase = Literal["loading", "checking", "anchoring", "warming up", "training", "saving"]
+"""`checking`: recorded log-probabilities against recomputed ones. `anchoring`: log-probabilities at
+the start of the run, for the losses that read them. `warming up`: supervised steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One group of a stage."""
+
+    group_id: str
+    answers: int
+    """Trainable ones."""
+    tokens: int
+    """Of its prompt and of its trainable answers."""
+    step: int = 0
+    """Optimiser step that it belongs to, from 1; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pass of a run over some groups."""
+
+    name: StageName
+    parts: tuple[Part, ...]
+    """In the order in which they are computed."""
+    steps: int = 0
+    """Optimiser steps of the stage; 0: it takes none."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def answers(self) -> int:
+        return sum(part.answers for part in self.parts)
+
+
+class Watch(Protocol):
+    """Told by a trainer what it does, from the thread that does it. It raises nothing."""
+
+    def phase(self, name: Phase) -> None:
+        """A phase begins in which nothing is counted."""
+        ...
+
+    def plan(self, stages: Sequence[Stage]) -> None:
+        """The first of these stages begins now; the others follow. It replaces an older plan."""
+        ...
+
+    def done(self, group_id: str) -> None:
+        """This group of the present stage is computed, or given up."""
+        ...
+
+    def begin_steps(self) -> None:
+        """The steps begin, or begin anew: steps that were told before do not count."""
+        ...
+
+    def step(self, metrics: StepMetrics) -> None:
+        """An optimiser step is done."""
+        ...
+
+
+class Silent:
+    """A watch that tells nobody."""
+
+    def phase(self, name: Phase) -> None: ...
+    def plan(self, stages: Sequence[Stage]) -> None: ...
+    def done(self, group_id: str) -> None: ...
+    def begin_steps(self) -> None: ...
+    def step(self, metrics: StepMetrics) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
     """Everything that a trainer needs, without the store (run -> trainer)."""
@@ -135,6 +217,7 @@ class TrainingJob:
     report: Callable[[str], None] = lambda place: None
     """Called with the id of the group that is computed next, and with "" outside any group. If the
     run is killed, the group that was reported last is blamed."""
+    watch: Watch = field(default_factory=Silent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The admin API under `/admin/v1`, with its own listener and its own tokens.
 
 `reception` is middleware before every route: it authenticates the caller and limits the body.
-Reads are in `reads` and `records`, changes in `actions`; every error is a problem+json. Handlers
-that use the store run in threads, so that a slow one delays no other.
+Reads are in `reads`, `records` and `learning`, changes in `actions`; every error is a problem+json.
+Handlers that use the store run in threads, so that a slow one delays no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deploy.admin.actions import action_router
 from deploy.admin.auth import Caller
 from deploy.admin.context import AdminContext
 from deploy.admin.json import AsciiJSONResponse
+from deploy.admin.learning.runs import run_router
 from deploy.admin.metrics import StoreCollector, render
 from deploy.admin.out import Problem
 from deploy.admin.reads import read_router
@@ -47,6 +48,7 @@ def create_app(context: AdminContext) -> FastAPI:
     problems.install(app)
     app.include_router(read_router(context), prefix="/admin/v1")
     app.include_router(record_router(context), prefix="/admin/v1")
+    app.include_router(run_router(context), prefix="/admin/v1")
     app.include_router(action_router(context), prefix="/admin/v1")
     _add_probes(app, context)
     return app

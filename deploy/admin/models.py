@@ -200,6 +200,8 @@ class RunOut(Out):
     held: dict[str, Any] | None
     """Of a run that the reward watch held: `findings` with their figures, and `checks`, how often
     it was asked; else null."""
+    progress: dict[str, Any] | None
+    """Where it is or was last, `at` that time; null before its trainer said so."""
 
 
 class ChoiceOut(Out):

@@ -28,6 +28,7 @@ from deploy.cli.groups import groups_app
 from deploy.cli.judge import judge_app
 from deploy.cli.keys import keys_app
 from deploy.cli.learning.learner import learner_app
+from deploy.cli.learning.runs import runs_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
 from deploy.cli.store.encryption import store_app
 from deploy.supervise.processes import MODULES
@@ -46,6 +47,7 @@ app.add_typer(groups_app, name="groups")
 judge_app.command("sessions")(judge_sessions)
 app.add_typer(judge_app, name="judge")
 app.add_typer(learner_app, name="learner")
+app.add_typer(runs_app, name="runs")
 app.add_typer(exchanges_app, name="exchanges")
 app.command()(doctor)
 app.add_typer(store_app, name="store")

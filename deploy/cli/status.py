@@ -17,6 +17,7 @@ from deploy.cli.learning.judges import (
     gate_judge_lines,
     judge_lines,
 )
+from deploy.cli.learning.runs import progress_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.times import shown_age, shown_time
 from sidecar.records import BASE
@@ -49,6 +50,7 @@ class Run(msgspec.Struct):
     started_at: float
     ended_at: float | None
     adapter: str | None
+    progress: dict[str, Any] | None = None
 
 
 class Learner(msgspec.Struct):
@@ -215,6 +217,10 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
     when = shown_time(run.started_at if run.ended_at is None else run.ended_at, now)
     word = "runs since" if run.ended_at is None else f"{run.status}"
     yield f"  Last run {run.run_id}: {word} {when}{made}{why}."
+    if run.ended_at is None and (where := progress_words(run.progress)):
+        at = (run.progress or {}).get("at")
+        seen = f" ({shown_age(now - at)})" if isinstance(at, int | float) else ""
+        yield f"  It is {where}{seen}."
 
 
 def _engine(engine: Engine) -> Iterator[str]:

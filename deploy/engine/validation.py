@@ -25,6 +25,7 @@ from deploy.errors import AlteredAdapterError, InvalidAdapterError
 from learner.adapter_folder import (
     CARD,
     CONFIG,
+    CURVES,
     LINEAGE,
     OPTIMIZER,
     WEIGHTS,
@@ -36,7 +37,7 @@ from learner.adapter_folder import (
 )
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz"})
-KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD, OPTIMIZER})
+KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD, OPTIMIZER, CURVES})
 """Files that may stand in the folder. The digest covers no other file, and a later vLLM may read it
 (a tokenizer, embeddings)."""
 MAX_CONFIG_BYTES = 256 * 2**10
@@ -146,7 +147,7 @@ def _refuse_foreign_files(folder: int) -> None:
             if entry.name not in KNOWN_FILES:
                 raise InvalidAdapterError(
                     f"{name}: does not belong here; an adapter folder holds {CONFIG}, {WEIGHTS}, "
-                    f"{LINEAGE}, {CARD} and {OPTIMIZER}"
+                    f"{LINEAGE}, {CARD}, {OPTIMIZER} and {CURVES}"
                 )
 
 

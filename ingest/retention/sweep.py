@@ -41,6 +41,7 @@ from sidecar.store.models import (
     JudgeCallRow,
     JudgeReplyRow,
     RunRow,
+    RunStepRow,
 )
 
 FLAG = "retention"
@@ -305,6 +306,7 @@ class Sweeper:
                     )
                     .limit(ROWS)
                 ).all()
+                session.execute(delete(RunStepRow).where(RunStepRow.run_id.in_(old)))
                 session.execute(delete(RunRow).where(RunRow.run_id.in_(old)))
                 count(session, STAGE, "runs", len(old))
             if not old:

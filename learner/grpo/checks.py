@@ -104,10 +104,13 @@ def attempt(group_id: str, job: TrainingJob, compute: Callable[[], T]) -> T | Fa
     job.check_stop()
     job.report(group_id)
     try:
-        return compute()
+        found = compute()
+        job.watch.done(group_id)
+        return found
     except (*_COMPUTATION, MemoryError) as error:
         if isinstance(error, LearnerError):
             raise
+        job.watch.done(group_id)
         full = is_out_of_memory(error)
         fault = Fault(
             OUT_OF_MEMORY if full else FAILED, f"{type(error).__name__}: {one_line(error)}"

@@ -30,6 +30,8 @@ class PackSums:
     """Tokens whose gradient the loss or a mask removes."""
     kl: float
     """Sum of r - 1 - log r, nats: KL(behaviour || policy) by Schulman's k3 estimator."""
+    drift: float
+    """Sum of |recorded - policy|, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +67,14 @@ class Objective:
         )
         with torch.no_grad():
             r_N = ratio(tokens.logprobs_N, tokens.recorded_N)
-            kl_N = r_N - 1 - (tokens.logprobs_N - tokens.recorded_N)
+            moved_N = tokens.logprobs_N - tokens.recorded_N
+            kl_N = r_N - 1 - moved_N
         return PackSums(
             loss=(weights_N * shares_N * found.loss_N).sum(),
             ratio=float(r_N.sum()),
             clipped=int((found.cut_N | (weights_N == 0)).sum()),
             kl=float(kl_N.sum()),
+            drift=float(moved_N.abs().sum()),
         )
 
 

@@ -1,9 +1,13 @@
-"""What a step adds up over its packs, and the metrics made of it. Pure."""
+"""What a step adds up over its packs, and the metrics made of it."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from learner.grpo.advantages import spread
 from learner.grpo.objective import PackSums
@@ -24,6 +28,7 @@ class StepSums:
     ratio: float = 0.0
     clipped: int = 0
     kl: float = 0.0
+    drift: float = 0.0
     entropy: float = 0.0
     computed_tokens: int = 0
 
@@ -33,6 +38,7 @@ class StepSums:
         self.ratio += found.ratio
         self.clipped += found.clipped
         self.kl += found.kl
+        self.drift += found.drift
         self.entropy += entropy
         self.computed_tokens += len(pack.input_ids)
 
@@ -43,13 +49,16 @@ def step_metrics(
     sums: StepSums,
     update: Update,
     seconds: float,
+    peak_memory_bytes: int = 0,
 ) -> StepMetrics:
-    """Return the metrics of a step, from 1, that took this long."""
+    """Return the metrics of a step, from 1, that took this long. Pure."""
+    rows = [row for group in groups for row in group.rows]
+    answers = sum(row.trainable for row in rows)
     scores = [score for group in groups for score in group.scores]
     return StepMetrics(
         step=number,
         groups=len(groups),
-        answers=sum(row.trainable for group in groups for row in group.rows),
+        answers=answers,
         tokens=sums.tokens,
         computed_tokens=sums.computed_tokens,
         reward_mean=sum(scores) / len(scores),
@@ -64,4 +73,16 @@ def step_metrics(
         learning_rate=update.rate,
         seconds=seconds,
         tokens_per_s=sums.computed_tokens / seconds,
+        masked_answers=len(rows) - answers,
+        answer_tokens=sums.tokens / answers,
+        drift=sums.drift / sums.tokens,
+        peak_memory_bytes=peak_memory_bytes,
     )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak so far, in bytes: of what torch holds on a GPU, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # in KiB but on macOS: getrusage(2)

@@ -13,24 +13,37 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
 from opentelemetry import trace
 
-from learner.adapter_folder import OPTIMIZER, file_digest
+from learner.adapter_folder import CURVES, OPTIMIZER, file_digest
 from learner.errors import NonFiniteError, OptimizerStateError
+from learner.explain import one_line
 from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
 from learner.grpo.losses import Tokens
 from learner.grpo.objective import Objective, objective
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.optimizer_file import load_state, save_state
 from learner.grpo.start import with_start
-from learner.grpo.step_sums import StepSums, step_metrics
+from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
 from learner.policy.adapter_io import ADAPTER, load_policy, save_adapter
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.packing import Pack
-from learner.records import Fault, Parent, StepMetrics, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.progress.estimate import stage
+from learner.progress.plot import draw
+from learner.records import (
+    Fault,
+    Parent,
+    Stage,
+    StageName,
+    StepMetrics,
+    TrainingGroup,
+    TrainingJob,
+    TrainingOutcome,
+)
 from sidecar.settings import Learner
 
 log = structlog.get_logger()
@@ -66,10 +79,21 @@ class GrpoTrainer:
         outcome, state = run_steps(policy, job, state)
         if not outcome.metrics:
             return outcome
+        job.watch.phase("saving")
         save_adapter(policy, job.folder)
         save_state(state, job.folder)
+        _draw_curves(outcome, job.folder)
         digest = file_digest(job.folder / OPTIMIZER)
         return replace(outcome, algorithm={**outcome.algorithm, "optimizer_sha256": digest})
+
+
+def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
+    """Draw the steps where matplotlib is installed. A plot that fails costs the plot (logged)."""
+    try:
+        draw([asdict(one) for one in outcome.metrics], folder / CURVES, title="optimiser steps")
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        (folder / CURVES).unlink(missing_ok=True)
+        log.info("no_curves", why=one_line(error))
 
 
 def parents_state(policy: Policy, parent: Parent) -> OptimizerState | None:
@@ -103,10 +127,12 @@ def run_steps(
     Raises: what `check_groups` raises, before the first step; NonFiniteError before the step that
         would break the weights; RunStoppedError between packs.
     """
+    aim = objective(job.settings)
+    job.watch.plan(_stages(job, job.groups, ["checking", *_before_steps(aim), "training"]))
     checked = check_groups(policy, job)
     groups, faults = checked.groups, dict(checked.faults)
-    aim = objective(job.settings)
     if aim.uses_start:
+        job.watch.plan(_stages(job, groups, ["anchoring", "training"]))
         groups, failed_at_start = with_start(policy, groups, job)
         faults |= failed_at_start
         refuse_most(faults, len(job.groups))
@@ -115,6 +141,8 @@ def run_steps(
     metrics: list[StepMetrics] | None = None
     while metrics is None:
         optimizer = SignalAdamW(parameters, update_rule(job.settings), state)
+        job.watch.plan(_stages(job, groups, ["training"]))
+        job.watch.begin_steps()
         try:
             metrics = _steps(policy, job, groups, aim, optimizer)
         except _GroupsFailed as failed:
@@ -146,6 +174,23 @@ def run_steps(
     return outcome, optimizer.state
 
 
+def _before_steps(aim: Objective) -> list[StageName]:
+    return ["anchoring"] if aim.uses_start else []
+
+
+def _stages(
+    job: TrainingJob, groups: Sequence[TrainingGroup], names: Sequence[StageName]
+) -> list[Stage]:
+    """Return the passes over these groups that are still to come."""
+    dealt = deal(groups, job.settings.steps)
+    in_order = [group for of_step in dealt for group in of_step]
+    numbers = [number for number, of_step in enumerate(dealt, 1) for _ in of_step]
+    return [
+        stage(name, in_order, steps=numbers) if name == "training" else stage(name, groups)
+        for name in names
+    ]
+
+
 def update_rule(settings: Learner) -> UpdateRule:
     """Return the constants of the update that the settings name."""
     return UpdateRule(
@@ -174,9 +219,13 @@ def _steps(
                 update = optimizer.step()
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {number}: {error}") from error
-            metrics.append(step_metrics(number, dealt, sums, update, time.monotonic() - started))
+            seconds = time.monotonic() - started
+            metrics.append(
+                step_metrics(number, dealt, sums, update, seconds, peak_memory(policy.device))
+            )
             span.set_attributes(asdict(metrics[-1]))
         log.info("step_done", **asdict(metrics[-1]))
+        job.watch.step(metrics[-1])
     return metrics
 
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 SUSPECTS_KEPT = 4
 """Most suspects that may wait, as a multiple of `most`; older ones are given up."""
 
+TRIED_AGAIN = ("out_of_memory",)
+"""Faults of a group that may be transient: it is given back, and its attempts are counted."""
+
 
 def choose(
     fresh: Sequence[str],

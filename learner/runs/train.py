@@ -27,6 +27,7 @@ from ingest.store.groups import CLAIMED, SCORED
 from learner.adapter_folder import CARD, LINEAGE
 from learner.errors import AlteredParentError, NothingToLearnError, RunStoppedError
 from learner.explain import explain
+from learner.progress.keepers import watch_run
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.runs import retry, source
 from learner.runs.blame import FAILED_RUNS, blame, blame_for_error
@@ -59,13 +60,9 @@ DROPPED_AT_ONCE = 200
 """Groups dropped in one transaction: others wait for the write lock."""
 WORK_PREFIX = ".run-"
 """Prefix of the folder that a run writes into, beside the published ones."""
-TRIED_AGAIN = ("out_of_memory",)
-"""Faults of a group that may be transient: it is given back, and its attempts are counted."""
 
 
 class Trainer(Protocol):
-    """Trains an adapter on groups."""
-
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Write a PEFT folder into `job.folder`. Raises: LearnerError, OSError."""
         ...
@@ -122,14 +119,17 @@ class Run:
         run_id: str,
         clock: Callable[[], float],
         heartbeat_s: float = HEARTBEAT_S,
+        show: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """trainer: called only when there is something to learn, because loading torch is slow."""
+        """trainer: called only when there is something to learn (torch loads slowly).
+        show: prints where the run is."""
         self.run_id = run_id
         self._settings = settings
         self._database = database
         self._trainer = trainer
         self._clock = clock
         self._heartbeat_s = heartbeat_s
+        self._show = show
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -188,6 +188,7 @@ class Run:
                 check_stop=lambda: self._check_stop(heartbeat),
                 samplers=material.samplers,
                 report=lambda place: report_place(self._database, self.run_id, place),
+                watch=watch_run(self._database, self.run_id, clock=self._clock, show=self._show),
             )
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)
@@ -202,8 +203,8 @@ class Run:
 
     def _claim(self, parent: Parent) -> _Material:
         settings, model = self._settings.learner, self._settings.serving.model
-        # Read before the write lock is taken: many groups may wait. A group that leaves `scored`
-        # meanwhile is neither dropped nor claimed.
+        # Read before the write lock is taken: many groups may wait. What leaves `scored` meanwhile
+        # is neither dropped nor claimed.
         with self._database.read() as session:
             waiting = source.waiting_groups(
                 session, model=model, parent=parent.name, max_age=settings.max_age_versions
@@ -299,7 +300,7 @@ class Run:
         again = {
             group_id: Fault(why, material.texts[group_id])
             for group_id, why in material.dropped.items()
-            if why in TRIED_AGAIN
+            if why in retry.TRIED_AGAIN
         }
         most = len(again) > len(material.selection.groups)  # another process may use the memory
         for culprits in [again] if most else [{g: fault} for g, fault in again.items()]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from learner import once
 from learner.__main__ import main
 from learner.errors import RunInProgressError
 from learner.once import run_once, start_when_free
-from learner.records import Candidate
+from learner.records import Candidate, Part, Stage
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow, RunRow
@@ -75,6 +76,27 @@ def test_nothing_to_learn_exits_3_and_says_why(
 ) -> None:
     assert run() == 3
     assert "0 fresh scored groups wait" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_person_at_a_terminal_sees_where_the_run_is(
+    run: Callable[[], int], fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part(group_id="a", answers=2, tokens=9)
+    fake_trainer.on_train = lambda job: job.watch.plan([Stage(name="checking", parts=(part,))])
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    assert run() == 0
+
+    lines = terminal.getvalue().splitlines()
+    assert "loading" in lines
+    assert "checking: 0 of 2 answers; 0 of 9 tokens" in lines
 
 
 @pytest.mark.usefixtures("two_groups")

@@ -486,6 +486,8 @@ class _Trainer:
         (job.folder / CONFIG).write_text("{}")
         (job.folder / WEIGHTS).write_bytes(b"weights")
         numbers = dict.fromkeys(StepMetrics.__dataclass_fields__, 1)
+        job.watch.begin_steps()
+        job.watch.step(StepMetrics(**numbers))
         return TrainingOutcome(
             metrics=(StepMetrics(**numbers),), drift=None, algorithm={"loss": "none"}
         )
@@ -610,6 +612,7 @@ PATH = {
     "session_id": "early",
     "version": str(VERSIONS - 1),
     "canary_id": CANARY,
+    "run_id": "own-1",
 }
 """A value for each parameter in a path of the admin API."""
 QUERY = {"status": "set_aside", "state": "retired", "reason": "unreadable", "limit": "200"}

@@ -28,7 +28,7 @@ from sidecar.store.models.registry import (
     CanaryRow,
     GateComparisonRow,
 )
-from sidecar.store.models.runs import RunRow
+from sidecar.store.models.runs import RunRow, RunStepRow
 from sidecar.store.models.switches import CounterRow, FlagRow
 from sidecar.store.models.watch import AdapterProfileRow, WatchedAnswerRow
 
@@ -59,6 +59,7 @@ __all__ = [
     "RescoringRow",
     "RoutingRow",
     "RunRow",
+    "RunStepRow",
     "SignalRow",
     "WatchedAnswerRow",
 ]

@@ -1,4 +1,4 @@
-"""Table of training runs."""
+"""Tables of training runs and of their optimiser steps."""
 
 from __future__ import annotations
 
@@ -38,3 +38,17 @@ class RunRow(Base):
     """The group that it computes now; "": none; null: its trainer does not say."""
     held: Mapped[dict[str, Any] | None]
     """Of a run that the reward watch held: `findings`, and how often it was asked (`checks`)."""
+    progress: Mapped[dict[str, Any] | None]
+    """Where it is, or was when it ended (`learner.progress.estimate.Progress`), and `at`."""
+
+
+class RunStepRow(Base):
+    """One optimiser step of a run, written when it is done."""
+
+    __tablename__ = "run_step"
+    run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """From 1."""
+    at: Mapped[float]
+    body: Mapped[dict[str, Any]]
+    """`learner.records.StepMetrics`."""

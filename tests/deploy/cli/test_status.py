@@ -313,6 +313,7 @@ def run(**changes: Any) -> RunOut:
         "counts": {},
         "metrics": [],
         "held": None,
+        "progress": None,
     }
     return RunOut(**{**fields, **changes})
 
@@ -395,6 +396,30 @@ def test_the_last_run_says_how_it_ended(last: RunOut, sentence: str) -> None:
     assert lines is not None
     assert lines[3].startswith("Learner: paused;")
     assert lines[4] == f"  Last run r-1: {sentence}"
+
+
+def test_a_run_that_goes_on_says_where_it_is_and_how_long_it_takes() -> None:
+    progress = {
+        "phase": "training",
+        "answers_done": 12,
+        "answers": 64,
+        "step": 2,
+        "steps": 3,
+        "tokens_done": 4_100,
+        "tokens_left": 17_900,
+        "left_s": 130.0,
+        "at": NOW - 4.0,
+    }
+    last = run(status="running", ended_at=None, adapter=None, progress=progress)
+    learner = LearnerOut(paused=False, run_requested=False, last_run=last, allowed_actions=[])
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert lines[5] == (
+        "  It is training: step 2 of 3, 12 of 64 answers; 4,100 of 22,000 tokens, about 2 min left "
+        "(4 s ago)."
+    )
 
 
 def test_a_held_learner_says_so_and_what_to_do() -> None:

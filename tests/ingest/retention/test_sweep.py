@@ -47,6 +47,7 @@ from sidecar.store.models import (
     JudgeCallRow,
     JudgeReplyRow,
     RunRow,
+    RunStepRow,
 )
 from support.clock import Clock
 from support.ingest_kit import Kit
@@ -591,9 +592,14 @@ def test_replies_of_the_judge_dead_letters_and_failed_runs_go_at_their_ages(kit:
         kept = ReplyStore(kit.database, max_bytes=10**6, max_age_s=1e12, clock=Clock(at))
         kept.keep(digest, "a", JudgeReply(text="words"))
 
+    with kit.database.write() as session:
+        for run_id in ("made", *session.scalars(select(RunRow.run_id)).all()):
+            session.merge(RunStepRow(run_id=run_id, step=1, at=1.0, body={}))
+
     sweep_once(kit.database, retention(judge_calls_days=1, dead_letters_days=1, runs_days=1))
 
     with kit.database.read() as session:
+        assert session.scalars(select(RunStepRow.run_id)).all() == ["made"]
         found = session.execute(select(JudgeCallRow.group_id, JudgeCallRow.reply))
         calls = [(row.group_id, row.reply) for row in found]
         assert session.scalars(select(DeadLetterRow.payload)).all() == [b"young"]

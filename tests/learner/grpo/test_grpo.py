@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,15 @@ from learner.grpo.trainer import accumulate, deal, run_steps, update_rule
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
-from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob
+from learner.records import (
+    Parent,
+    Phase,
+    Stage,
+    StepMetrics,
+    TrainableRow,
+    TrainingGroup,
+    TrainingJob,
+)
 from sidecar.settings import Learner
 
 if TYPE_CHECKING:
@@ -98,6 +107,73 @@ def gradient(policy: Policy, groups: Sequence[TrainingGroup], settings: Learner)
     optimizer = SignalAdamW(parameters, update_rule(settings))
     accumulate(policy, groups, job_of(groups, settings), objective(settings), optimizer)
     return torch.cat([one.flatten() for one in optimizer.gradient.values()])
+
+
+class Told:
+    """Keeps what a trainer tells."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, object]] = []
+
+    def phase(self, name: Phase) -> None:
+        self.said.append(("phase", name))
+
+    def plan(self, stages: Sequence[Stage]) -> None:
+        names = [(one.name, [(part.group_id, part.step) for part in one.parts]) for one in stages]
+        self.said.append(("plan", names))
+
+    def done(self, group_id: str) -> None:
+        self.said.append(("done", group_id))
+
+    def begin_steps(self) -> None:
+        self.said.append(("begin", ""))
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.said.append(("step", metrics))
+
+
+def test_a_watch_is_told_of_each_pass_group_and_step(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner
+) -> None:
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=name) for name in ("a", "b", "c")]
+    told = Told()
+    settings = learner_settings.model_copy(update={"steps": 2})
+    job = replace(job_of(groups, settings), watch=told)
+
+    outcome, _ = run_steps(policy, job)
+
+    passes = [("a", 1), ("c", 1), ("b", 2)]
+    assert told.said == [
+        ("plan", [("checking", [("a", 0), ("b", 0), ("c", 0)]), ("training", passes)]),
+        ("done", "a"),
+        ("done", "b"),
+        ("done", "c"),
+        ("plan", [("training", passes)]),
+        ("begin", ""),
+        ("done", "a"),
+        ("done", "c"),
+        ("step", outcome.metrics[0]),
+        ("done", "b"),
+        ("step", outcome.metrics[1]),
+    ]
+
+
+def test_a_step_has_its_masked_answers_length_drift_and_memory(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner, row: MakeRow
+) -> None:
+    one = on_policy({GOOD: 0.5, BAD: -0.5})
+    one = replace(one, rows=(*one.rows, row((30,) * 9, trainable=False)), scores=(1.0, 0.0, 0.5))
+    settings = learner_settings.model_copy(update={"steps": 2, "learning_rate": 0.05})
+
+    first, second = run_steps(policy, job_of([one, replace(one, group_id="h")], settings))[
+        0
+    ].metrics
+
+    assert (first.masked_answers, first.answers) == (1, 2)
+    assert first.answer_tokens == 2.5  # answers of 3 and 2 tokens
+    assert first.drift < 1e-5
+    assert second.drift > 1e-3, "the first step moved the policy"
+    assert second.peak_memory_bytes > 10_000_000
 
 
 def test_a_step_makes_good_answers_likelier_and_bad_ones_rarer(

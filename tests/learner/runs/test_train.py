@@ -21,14 +21,22 @@ from learner.errors import (
     RunInProgressError,
     RunStoppedError,
 )
-from learner.records import TrainingJob
+from learner.records import Part, Stage, StepMetrics, TrainingJob
 from learner.runs import publish, train
 from learner.runs.runs import abandon
 from learner.runs.train import Run, Trainer
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, set_flag
-from sidecar.store.models import AdapterRow, AnswerRow, CounterRow, GroupRow, JudgeNoiseRow, RunRow
+from sidecar.store.models import (
+    AdapterRow,
+    AnswerRow,
+    CounterRow,
+    GroupRow,
+    JudgeNoiseRow,
+    RunRow,
+    RunStepRow,
+)
 from support.clock import Clock
 
 if TYPE_CHECKING:
@@ -95,6 +103,49 @@ def versions(database: Database) -> list[AdapterRow]:
 def adapter_folders(settings: Settings) -> list[str]:
     folder = settings.learner.adapters_dir
     return sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_fails_keeps_its_steps_and_where_it_was(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer
+) -> None:
+    part = Part(group_id="a", answers=2, tokens=9, step=1)
+
+    def tell(job: TrainingJob) -> None:
+        job.watch.plan([Stage(name="training", parts=(part, part), steps=2)])
+        job.watch.step(a_step(1))
+
+    fake_trainer.on_train = tell
+    fake_trainer.error = NonFiniteError("step 2: the gradient's norm is inf")
+
+    with pytest.raises(NonFiniteError):
+        new_run().start()
+
+    row = run_row(database)
+    assert row.status == "failed"
+    assert row.progress is not None
+    assert (row.progress["phase"], row.progress["steps"]) == ("training", 2)
+    with database.read() as session:
+        (step,) = session.scalars(select(RunStepRow)).all()
+        assert (step.run_id, step.step, step.body["reward_mean"]) == ("r1", 1, 0.25)
+
+
+def test_a_run_says_that_it_loads_before_its_trainer_does(
+    new_run: NewRun, database: Database, fake_trainer: FakeTrainer, two_groups: None
+) -> None:
+    seen: list[object] = []
+    fake_trainer.on_train = lambda job: seen.append(run_row(database).progress)
+
+    new_run().start()
+
+    (progress,) = seen
+    assert isinstance(progress, dict)
+    assert progress["phase"] == "loading"
+
+
+def a_step(number: int) -> StepMetrics:
+    numbers = dict.fromkeys(StepMetrics.__dataclass_fields__, 0.25)
+    return StepMetrics(**{**numbers, "step": number})  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("two_groups")

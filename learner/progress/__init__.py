@@ -1,0 +1,1 @@
+"""How far a run is, what each of its steps did, and who is told."""

@@ -1,0 +1,45 @@
+"""Draw the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PANELS = (
+    ("score: mean and spread within groups", ("reward_mean", "reward_spread")),
+    ("loss", ("loss",)),
+    ("KL, nats a token: to the sampler", ("approx_kl",)),
+    ("entropy, nats a token", ("entropy",)),
+    ("share of tokens clipped", ("clip_share",)),
+    ("gradient norm", ("grad_norm",)),
+    ("norm of the update", ("update_norm",)),
+    ("tokens of an answer", ("answer_tokens",)),
+    ("tokens per second", ("tokens_per_s",)),
+)
+"""Title and figures of each axis."""
+COLORS = ("#1f6f8b", "#c8553d")
+
+
+def draw(steps: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Write a PNG with the figures of a run's steps, the first step first.
+
+    Raises: ImportError without matplotlib, which the product does not need; OSError.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no backend is chosen
+
+    figure = Figure(figsize=(10, 7), dpi=110, layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    places = [one.get("step", place) for place, one in enumerate(steps, 1)]
+    for axis, (words, keys) in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
+        for key, color in zip(keys, COLORS, strict=False):
+            values = [_value(one.get(key)) for one in steps]
+            axis.plot(places, values, "o-", markersize=3, color=color, label=key)
+        axis.set_title(words, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.locator_params(axis="x", integer=True)
+    figure.savefig(path, format="png")
+
+
+def _value(found: object) -> float:
+    return float(found) if isinstance(found, int | float) else float("nan")

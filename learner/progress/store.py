@@ -1,0 +1,77 @@
+"""A run's progress and steps in the store.
+
+A locked store costs a report of the progress. A step that could not be written is written with the
+next one. Values that are no number (NaN, infinity) are stored as null, because a JSON column of
+PostgreSQL takes no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import structlog
+from sqlalchemy import delete, update
+from sqlalchemy.orm import Session
+
+from learner.progress.estimate import Progress
+from learner.records import StepMetrics
+from sidecar.errors import StoreError
+from sidecar.store.database import Database
+from sidecar.store.models import RunRow, RunStepRow
+
+log = structlog.get_logger()
+
+
+class StoredRun:
+    """Implements `learner.progress.watch.Keeper` over the store."""
+
+    def __init__(self, database: Database, run_id: str, *, clock: Callable[[], float]) -> None:
+        """clock: Unix seconds."""
+        self._database = database
+        self._run_id = run_id
+        self._clock = clock
+        self._unwritten: list[RunStepRow] = []
+        self._stale = False
+        """Steps of an attempt that was given up are still in the store."""
+
+    def keep_progress(self, found: Progress) -> None:
+        values = {"progress": {**asdict(found), "at": self._clock()}}
+        self._write(
+            "progress",
+            lambda session: session.execute(
+                update(RunRow).where(RunRow.run_id == self._run_id).values(values)
+            ),
+        )
+
+    def drop_steps(self) -> None:
+        self._unwritten, self._stale = [], True
+        self._write("steps", self._flush)
+
+    def keep_step(self, metrics: StepMetrics) -> None:
+        body = {key: _number(value) for key, value in asdict(metrics).items()}
+        row = RunStepRow(run_id=self._run_id, step=metrics.step, at=self._clock(), body=body)
+        self._unwritten.append(row)
+        self._write("steps", self._flush)
+
+    def _flush(self, session: Session) -> None:
+        if self._stale:
+            session.execute(delete(RunStepRow).where(RunStepRow.run_id == self._run_id))
+        for row in self._unwritten:
+            session.merge(row)
+
+    def _write(self, what: str, change: Callable[[Session], object]) -> None:
+        try:
+            with self._database.write(alone=False) as session:
+                change(session)
+        except StoreError as error:
+            log.warning("progress_not_kept", run_id=self._run_id, what=what, error=str(error))
+            return
+        if what == "steps":
+            self._unwritten, self._stale = [], False
+
+
+def _number(value: Any) -> Any:  # Any: a field of StepMetrics
+    return None if isinstance(value, float) and not math.isfinite(value) else value

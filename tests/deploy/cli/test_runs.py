@@ -1,0 +1,68 @@
+"""What `sidecar runs` prints and draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from deploy.cli.learning import runs
+from deploy.cli.learning.runs import progress_words, runs_plot, step_lines
+from learner.progress.plot import PANELS
+
+FIGURES = {
+    "step": 1,
+    "reward_mean": 0.5,
+    "loss": -0.25,
+    "clip_share": 0.125,
+    "peak_memory_bytes": 2_500_000_000,
+    "tokens_per_s": 1234.4,
+    "entropy": None,
+}
+
+
+def test_a_table_of_steps_has_the_figures_that_are_known() -> None:
+    head, line = step_lines([FIGURES])
+
+    assert head.split() == [
+        "step",
+        "reward",
+        "loss",
+        "entropy",
+        "clipped",
+        "tokens/s",
+        "memory",
+    ]
+    assert line.split() == ["1", "0.500", "-0.25000", "-", "12.50%", "1,234", "2,500", "MB"]
+
+
+def test_a_run_without_a_step_says_so() -> None:
+    assert list(step_lines([])) == ["no step is done"]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, ""),
+        ({"phase": "loading", "at": 1.0}, "loading"),
+        (
+            {"phase": "checking", "answers_done": 1, "answers": 4, "tokens_left": 9, "at": 1.0},
+            "checking: 1 of 4 answers; 0 of 9 tokens",
+        ),
+        ({"phase": "dreaming", "of": "sheep"}, "dreaming"),
+        ({"phase": "checking", "answers": "many"}, "checking"),
+    ],
+)
+def test_progress_in_words(found: object, said: str) -> None:
+    assert progress_words(found) == said
+
+
+def test_a_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [{"step": 1, "figures": FIGURES}, {"step": 2, "figures": {**FIGURES, "step": 2}}]
+    monkeypatch.setattr(runs, "_read", lambda context, run_id: ({"run_id": "r1"}, steps))
+
+    runs_plot(typer.Context(typer.main.get_command(typer.Typer(callback=print))), tmp_path / "x")
+
+    assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
+    assert len(PANELS) == 9, "as many as the figure has axes"

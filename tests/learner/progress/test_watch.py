@@ -1,0 +1,153 @@
+"""Who is told what a run does, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sqlalchemy import select, text
+
+from learner.progress.estimate import Progress
+from learner.progress.store import StoredRun
+from learner.progress.watch import TOLD_S, RunWatch
+from learner.records import Part, Stage, StepMetrics
+from learner.runs.runs import open_run
+from sidecar.store.database import Database
+from sidecar.store.models import RunRow, RunStepRow
+from support.clock import Clock
+
+NUMBERS = dict.fromkeys(StepMetrics.__dataclass_fields__, 0.0)
+
+
+@dataclass
+class Kept:
+    """Keeps everything in memory."""
+
+    seen: list[Progress] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def keep_progress(self, found: Progress) -> None:
+        self.seen.append(found)
+
+    def drop_steps(self) -> None:
+        self.steps.clear()
+
+    def keep_step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics.step)
+
+
+def a_step(number: int, **changes: float) -> StepMetrics:
+    return StepMetrics(**{**NUMBERS, "step": number, **changes})  # type: ignore[arg-type]
+
+
+def two_stages() -> list[Stage]:
+    parts = tuple(Part(group_id=name, answers=1, tokens=10, step=1) for name in "abc")
+    return [Stage(name="checking", parts=parts), Stage(name="training", parts=parts, steps=1)]
+
+
+def test_each_phase_is_told_at_once_and_groups_at_most_every_few_seconds() -> None:
+    kept, clock = Kept(), Clock(0.0)
+    shown: list[str] = []
+    watch = RunWatch([kept], show=shown.append, clock=clock)
+
+    watch.phase("loading")
+    clock.now += 100.0
+    watch.plan(two_stages())
+    watch.done("a")  # at once after the phase: not told
+    clock.now += TOLD_S
+    watch.done("b")
+    watch.done("c")  # the last one: the steps begin
+
+    assert [(one.phase, one.answers_done) for one in kept.seen] == [
+        ("loading", 0),
+        ("checking", 0),
+        ("checking", 2),
+        ("training", 0),
+    ]
+    # 100 s of loading are in no estimate: 20 tokens took 2 s, and 10 + 3 * 30 are left.
+    assert kept.seen[2].left_s == 0.1 * (10 + 3 * 30)
+    assert kept.seen[3].tokens_done == 30
+    assert shown[0] == "loading"
+    assert len(shown) == 4
+
+
+def test_a_group_of_no_stage_is_no_progress() -> None:
+    kept = Kept()
+    watch = RunWatch([kept])
+
+    watch.done("a")
+    watch.plan(two_stages())
+    watch.done("foreign")
+
+    assert [one.answers_done for one in kept.seen] == [0]
+
+
+def test_steps_of_an_attempt_that_was_given_up_do_not_count() -> None:
+    kept = Kept()
+    watch = RunWatch([kept])
+
+    watch.begin_steps()
+    watch.step(a_step(1))
+    watch.begin_steps()
+    watch.step(a_step(1))
+    watch.step(a_step(2))
+
+    assert kept.steps == [1, 2]
+
+
+def a_run(database: Database) -> None:
+    with database.write() as session:
+        open_run(session, run_id="r1", model="m", parent="base", settings={}, now=1.0)
+
+
+def test_progress_and_steps_are_in_the_store_while_the_run_goes_on(
+    database: Database, clock: Clock
+) -> None:
+    a_run(database)
+    kept = StoredRun(database, "r1", clock=clock)
+
+    kept.keep_progress(Progress(phase="checking", answers_done=1, answers=4))
+    kept.drop_steps()
+    kept.keep_step(a_step(1, loss=float("nan"), reward_mean=0.5))
+    kept.keep_step(a_step(2))
+    kept.drop_steps()
+    kept.keep_step(a_step(1, reward_mean=0.75))
+
+    with database.read() as session:
+        row = session.get_one(RunRow, "r1")
+        assert row.status == "running"
+        assert row.progress is not None
+        assert (row.progress["phase"], row.progress["answers"]) == ("checking", 4)
+        assert row.progress["at"] == clock.now
+        (step,) = session.scalars(select(RunStepRow)).all()
+        assert (step.step, step.at) == (1, clock.now)
+        assert (step.body["reward_mean"], step.body["loss"]) == (0.75, 0.0)
+
+
+def test_a_figure_that_is_no_number_is_null(database: Database, clock: Clock) -> None:
+    a_run(database)
+
+    StoredRun(database, "r1", clock=clock).keep_step(a_step(1, loss=float("nan")))
+
+    with database.read() as session:
+        (body,) = session.scalars(select(RunStepRow.body)).all()
+    assert body["loss"] is None
+
+
+def test_a_store_that_refuses_costs_a_report_and_the_step_comes_with_the_next(
+    database: Database, clock: Clock
+) -> None:
+    a_run(database)
+    kept = StoredRun(database, "r1", clock=clock)
+
+    _rename(database, "run_step", "away")
+    kept.keep_step(a_step(1))
+    _rename(database, "away", "run_step")
+    kept.keep_step(a_step(2))
+
+    with database.read() as session:
+        assert session.scalars(select(RunStepRow.step).order_by(RunStepRow.step)).all() == [1, 2]
+
+
+def _rename(database: Database, old: str, new: str) -> None:
+    with database.write() as session:
+        session.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
