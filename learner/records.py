@@ -212,6 +212,9 @@ class TrainingJob:
     """Existing empty folder that receives the PEFT files."""
     check_stop: Callable[[], None]
     """Called between packs. Raises RunStoppedError when the run must end."""
+    quiet: int = 0
+    """Groups that the run left out because their scores differ by no more than noise: they make the
+    steps smaller (`learner.grpo.optimizer`)."""
     samplers: Mapping[str, Parent] = field(default_factory=dict)
     """Registered adapters, other than the parent and the base, that sampled some of the groups."""
     report: Callable[[str], None] = lambda place: None

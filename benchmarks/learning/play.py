@@ -126,6 +126,7 @@ def play(task: Task, kind: Kind, seed: int, plan: Plan, folder: Path) -> Played:
                     settings=plan.learner,
                     folder=made,
                     check_stop=lambda: None,
+                    quiet=chosen.quiet,
                 )
             )
             dropped += len(outcome.faults)

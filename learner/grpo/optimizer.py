@@ -12,6 +12,11 @@ reference signal:
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) q,  both corrected for their start as in Adam
     weight -= rate * m / (sqrt(v) + eps)
 
+Groups whose answers differ by no more than noise were left out before. They say that there was
+little to learn, so k of them beside n shrink the step by n / (n + k), as groups of zero gradient do
+in a mean; q is multiplied by ((n + k) / n)^2. Without it one group of noise that passed the gate
+moved the weights as far as four sound ones.
+
 By the inequality of Cauchy and Schwarz g^2 <= n * sum of g_i^2, so a coordinate moves by at most
 `rate`. It does where all groups agree at the reference signal. Groups that push in independent
 directions move it by rate / sqrt(n), and advantages times c < 1 by c times as much.
@@ -106,6 +111,7 @@ class SignalAdamW:
 
     def _forget_step(self) -> None:
         self._groups = 0
+        self._quiet = 0.0
         self._sum = {name: torch.zeros_like(m) for name, m in self._state.first.items()}
         self._squares = {name: torch.zeros_like(m) for name, m in self._state.first.items()}
         for parameter in self._parameters.values():
@@ -125,6 +131,10 @@ class SignalAdamW:
             self._squares[name] += (parameter.grad * max(1.0, weak)) ** 2
             parameter.grad = None
 
+    def add_quiet(self, groups: float) -> None:
+        """Count groups without a signal in this step; a part of one where steps share them."""
+        self._quiet += groups
+
     def step(self) -> Update:
         """Change the parameters by the groups that were added since the last step.
 
@@ -137,11 +147,12 @@ class SignalAdamW:
         scale = min(1.0, rule.max_norm / norm) if norm > 0 else 1.0
         rate = rule.rate * min(1.0, steps / (rule.warmup + 1))
         b1, b2 = rule.betas
+        diluted = (self._groups + self._quiet) ** 2 / max(1, self._groups)
         first, second, moved = {}, {}, 0.0
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 m = b1 * self._state.first[name] + (1 - b1) * scale * self._sum[name]
-                v = b2 * self._state.second[name] + (1 - b2) * self._groups * self._squares[name]
+                v = b2 * self._state.second[name] + (1 - b2) * diluted * self._squares[name]
                 root = (v / (1 - b2**steps)).sqrt() + EPSILON
                 change = rate * (m / (1 - b1**steps)) / root
                 parameter.sub_(change.to(parameter.dtype))

@@ -163,6 +163,8 @@ def run_steps(
         "rank": adapter.r,
         "alpha": adapter.lora_alpha,
         "autocast": policy.autocast,
+        "quiet_groups": job.quiet,
+        "packs": policy.shape.packs,
     }
     outcome = TrainingOutcome(
         metrics=tuple(metrics),
@@ -215,6 +217,7 @@ def _steps(
         with tracer.start_as_current_span("optimiser step") as span:
             started = time.monotonic()
             sums = accumulate(policy, dealt, job, aim, optimizer)
+            optimizer.add_quiet(job.quiet * len(dealt) / len(groups))
             try:
                 update = optimizer.step()
             except NonFiniteError as error:

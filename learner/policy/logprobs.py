@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from learner.policy.architecture import Architecture
+from learner.policy.head import Head, target_logprobs
 from learner.policy.packing import Pack, pack_group
 from learner.records import TrainingGroup
 
@@ -45,13 +45,13 @@ class Policy:
             targets' distributions, in nats, summed over the N tokens.
         """
         hidden_TH = self._hidden(pack)
-        logits_NV = self._logits(hidden_TH[self._tensor(pack.sources)])
-        logits_NV = logits_NV / self._tensor(pack.temperatures)[:, None]
-        logprobs_NV = functional.log_softmax(logits_NV, dim=-1)
-        targets_N1 = self._tensor(pack.targets)[:, None]
-        with torch.no_grad():
-            entropy = -float((logprobs_NV.exp() * logprobs_NV).sum())
-        return logprobs_NV.gather(-1, targets_N1)[:, 0], entropy
+        logprobs_N, entropies_N = target_logprobs(
+            self._head(),
+            hidden_TH[self._tensor(pack.sources)],
+            self._tensor(pack.targets),
+            self._tensor(pack.temperatures),
+        )
+        return logprobs_N, float(entropies_N.sum())
 
     def _hidden(self, pack: Pack) -> Tensor:
         decoder = self.model.get_base_model().get_decoder()
@@ -83,16 +83,14 @@ class Policy:
             masks[kind] = added_mask(seen_TT, dtype)[None, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _logits(self, hidden_NH: Tensor) -> Tensor:
+    def _head(self) -> Head:
         head = self.model.get_base_model().get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        bias_V = bias.float() if bias is not None else None
-        logits_NV = functional.linear(hidden_NH.float(), head.weight.float(), bias_V)
-        if self.shape.scale != 1.0:
-            logits_NV = logits_NV * self.shape.scale
-        if self.shape.softcap is not None:
-            logits_NV = self.shape.softcap * torch.tanh(logits_NV / self.shape.softcap)
-        return logits_NV
+        return Head(
+            weight_VH=head.weight,
+            bias_V=getattr(head, "bias", None),
+            scale=self.shape.scale,
+            softcap=self.shape.softcap,
+        )
 
     def precision(self) -> AbstractContextManager[None]:
         """Return the context in which matrix products run in the policy's precision."""

@@ -49,6 +49,11 @@ class Selection:
     """group id -> the least spread that its scores had to have; of taken groups, and of those
     dropped for their spread"""
 
+    @property
+    def quiet(self) -> int:
+        """Number of groups that were dropped for their spread."""
+        return sum(reason in SPREAD for reason in self.dropped.values())
+
 
 def select_groups(
     scored_groups: Sequence[ScoredGroup],

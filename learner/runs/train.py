@@ -186,6 +186,7 @@ class Run:
                 settings=self._settings.learner,
                 folder=folder,
                 check_stop=lambda: self._check_stop(heartbeat),
+                quiet=material.selection.quiet,
                 samplers=material.samplers,
                 report=lambda place: report_place(self._database, self.run_id, place),
                 watch=watch_run(self._database, self.run_id, clock=self._clock, show=self._show),

@@ -345,3 +345,21 @@ def test_a_run_that_is_asked_to_stop_ends_between_packs(
     groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=str(i)) for i in range(3)]
     with pytest.raises(RunStoppedError):
         run_steps(policy, job_of(groups, learner_settings, check_stop=check_stop))
+
+
+def test_groups_left_out_for_their_spread_make_the_steps_smaller(
+    tiny_base: Path, on_policy: OnPolicy, learner_settings: Learner
+) -> None:
+    """Two steps of two groups, with and without four quiet ones: two of them in each step."""
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}) for _ in range(4)]
+    settings = learner_settings.model_copy(update={"steps": 2, "warmup_steps": 0})
+    moved = []
+    for quiet in (0, 4):
+        policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+        job = replace(job_of(groups, settings), quiet=quiet)
+        outcome, _ = run_steps(policy, job)
+        moved.append([step.update_norm for step in outcome.metrics])
+        assert outcome.algorithm["quiet_groups"] == quiet
+
+    assert moved[1][0] == pytest.approx(moved[0][0] / 2, rel=0.02)
+    assert moved[1][1] < 0.75 * moved[0][1]

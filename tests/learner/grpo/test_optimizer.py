@@ -190,3 +190,38 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 def test_groups_without_a_signal_move_nothing() -> None:
     moved, _ = run([[torch.zeros(SIZE)] * 3], signal=0.0)
     assert not moved.any()
+
+
+@pytest.mark.parametrize("quiet", [0.5, 3, 15])
+def test_groups_without_a_signal_shrink_the_step_as_zero_gradients_do_in_a_mean(
+    quiet: float,
+) -> None:
+    groups = noise(0, 5)
+    whole, _ = run([groups])
+    parameters = new_parameter()
+    optimizer = SignalAdamW(parameters, RULE)
+    for gradient in groups:
+        parameters["w"].grad = gradient.clone()
+        optimizer.add_group(0.25)
+    optimizer.add_quiet(quiet)
+    optimizer.step()
+
+    torch.testing.assert_close(
+        parameters["w"].detach(), whole * 5 / (5 + quiet), atol=1e-7, rtol=1e-3
+    )
+
+
+def test_quiet_groups_count_in_their_own_step_alone() -> None:
+    (direction,) = noise(0, 1)
+    parameters = new_parameter()
+    optimizer = SignalAdamW(parameters, rule(betas=(0.0, 0.0)))
+    moved = []
+    for quiet in (3, 0):
+        before = parameters["w"].detach().clone()
+        parameters["w"].grad = direction.clone()
+        optimizer.add_group(0.25)
+        optimizer.add_quiet(quiet)
+        optimizer.step()
+        moved.append(rms(parameters["w"].detach() - before))
+
+    assert moved == pytest.approx([0.0025, 0.01], rel=1e-3)

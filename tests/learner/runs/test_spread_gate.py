@@ -171,6 +171,7 @@ def test_a_group_within_the_noise_is_dropped_with_its_gate(scored_group: MakeSco
     selection = select(*groups, sd=0.05)
 
     assert selection.dropped == {"noise": "within_noise", "flat": "no_spread"}
+    assert selection.quiet == 2
     assert [group.group_id for group in selection.groups] == ["signal"]
     assert set(selection.gates) == {"noise", "signal", "flat"}
     assert selection.gates["noise"].words == "least 0.0693, by judge noise of sd 0.0500"

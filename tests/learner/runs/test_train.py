@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -245,6 +246,22 @@ def test_a_group_within_the_judges_noise_is_left_out_and_the_lineage_has_the_fig
     (noise,) = lineage["judge_noise"]
     assert (noise["sd"], noise["groups"], noise["window"], noise["at"]) == (0.05, 50, 4, 5.0)
     assert (noise["judge_model"], noise["rubric_hash"]) == ("judge", "rubric")
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_the_trainer_is_told_how_many_groups_were_left_out_for_their_spread(
+    new_run: NewRun,
+    fake_trainer: FakeTrainer,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+) -> None:
+    for name in ("flat", "flat too"):
+        put_group(scored_group([0.5, 0.5], group_id=name))
+    put_group(scored_group([0.1, math.nan], group_id="damaged"))
+
+    new_run().start()
+
+    assert (len(fake_trainer.jobs[0].groups), fake_trainer.jobs[0].quiet) == (2, 2)
 
 
 @pytest.mark.usefixtures("two_groups")

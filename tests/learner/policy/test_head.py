@@ -1,0 +1,118 @@
+"""The head in pieces: the values and gradients of the plain form, and never all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learner.policy import head as heads
+from learner.policy.head import Head, chunks, target_logprobs
+
+N, H, V = 37, 16, 101
+
+
+def plain(head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Any, Any]:
+    logits = hidden.float() @ head.weight_VH.t()
+    if head.bias_V is not None:
+        logits = logits + head.bias_V
+    logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logprobs = torch.log_softmax(logits / temperatures[:, None], dim=-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+
+
+def drawn(*, softcap: float | None, scale: float, bias: bool) -> tuple[Any, ...]:
+    torch.manual_seed(3)
+    head = Head(
+        weight_VH=torch.randn(V, H), bias_V=torch.randn(V) if bias else None,
+        scale=scale, softcap=softcap,
+    )  # fmt: skip
+    hidden = torch.randn(N, H, requires_grad=True)
+    return head, hidden, torch.randint(V, (N,)), 0.5 + torch.rand(N)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 5, 37, 1_000])
+@pytest.mark.parametrize(
+    ("softcap", "scale", "bias"), [(None, 1.0, False), (None, 0.125, True), (3.0, 0.5, True)]
+)
+def test_values_entropies_and_gradients_are_those_of_the_plain_form(
+    monkeypatch: pytest.MonkeyPatch,
+    rows_at_once: int,
+    softcap: float | None,
+    scale: float,
+    bias: bool,
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_BYTES", 4 * V * rows_at_once)
+    head, hidden, targets, temperatures = drawn(softcap=softcap, scale=scale, bias=bias)
+    weights = torch.linspace(-1, 2, N)
+
+    logprobs, entropies = target_logprobs(head, hidden, targets, temperatures)
+    (gradient,) = torch.autograd.grad((logprobs * weights).sum(), hidden)
+
+    expected, expected_entropies = plain(head, hidden, targets, temperatures)
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), hidden)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(entropies, expected_entropies, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-5)
+    assert not entropies.requires_grad
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    head, hidden, targets, temperatures = drawn(softcap=3.0, scale=0.5, bias=True)
+
+    def sums(values: Tensor) -> float:
+        return float(target_logprobs(head, values, targets, temperatures)[0].double().sum())
+
+    logprobs, _ = target_logprobs(head, hidden, targets, temperatures)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), hidden)
+    step = torch.zeros_like(hidden)
+    step[5, 3] = 1e-2
+    with torch.no_grad():
+        found = (sums(hidden + step) - sums(hidden - step)) / 2e-2
+    assert found == pytest.approx(float(gradient[5, 3]), abs=2e-3)
+
+
+def test_targets_are_covered_once_in_pieces_of_bounded_size() -> None:
+    parts = chunks(4_000, 152_000)
+
+    assert [at for part in parts for at in range(4_000)[part]] == list(range(4_000))
+    assert max(len(range(4_000)[part]) for part in parts) * 152_000 * 4 <= heads.CHUNK_BYTES
+    assert chunks(3, 10**9) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert chunks(0, 10) == []
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, Tensor):
+                self.elements = max(self.elements, one.numel())
+        return made
+
+
+def test_no_operation_of_either_pass_makes_the_logits_of_all_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_BYTES", 4 * V * 20)
+    head, hidden, targets, temperatures = drawn(softcap=3.0, scale=0.5, bias=True)
+
+    with Largest() as ours:
+        logprobs, _ = target_logprobs(head, hidden, targets, temperatures)
+        logprobs.sum().backward()
+    with Largest() as theirs:
+        plain(head, hidden, targets, temperatures)[0].sum().backward()
+
+    assert ours.elements <= 20 * V
+    assert theirs.elements >= N * V
