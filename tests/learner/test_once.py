@@ -225,6 +225,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.step_sums",
             "grpo.trainer",
             "policy.adapter_io",
+            "policy.head",
             "policy.logprobs",
             "policy.self_test",
         )
