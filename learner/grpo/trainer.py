@@ -31,6 +31,7 @@ from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
 from learner.policy.adapter_io import ADAPTER, load_policy, save_adapter
 from learner.policy.logprobs import Policy, packs_of
+from learner.policy.memory import prepare
 from learner.policy.packing import Pack
 from learner.progress.estimate import stage
 from learner.progress.plot import draw
@@ -75,8 +76,10 @@ class GrpoTrainer:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings)
         state = parents_state(policy, job.parent)
+        saving = prepare(policy, job.settings.checkpointing, longest=_longest(policy, job))
         job.check_stop()
         outcome, state = run_steps(policy, job, state)
+        outcome = replace(outcome, algorithm={**outcome.algorithm, "checkpointing": saving})
         if not outcome.metrics:
             return outcome
         job.watch.phase("saving")
@@ -85,6 +88,12 @@ class GrpoTrainer:
         _draw_curves(outcome, job.folder)
         digest = file_digest(job.folder / OPTIMIZER)
         return replace(outcome, algorithm={**outcome.algorithm, "optimizer_sha256": digest})
+
+
+def _longest(policy: Policy, job: TrainingJob) -> int:
+    """Return the length of the longest pack, in tokens."""
+    packs = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
+    return max((len(pack.input_ids) for of_group in packs for pack in of_group), default=0)
 
 
 def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:

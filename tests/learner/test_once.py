@@ -227,6 +227,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.adapter_io",
             "policy.head",
             "policy.logprobs",
+            "policy.memory",
             "policy.self_test",
         )
     }

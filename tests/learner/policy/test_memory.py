@@ -1,0 +1,190 @@
+"""Checkpointing: the same gradients for less memory, and when it is switched on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from learner.policy import memory
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy
+from learner.policy.head import CHUNK_BYTES
+from learner.policy.memory import (
+    Sizes,
+    estimate,
+    free_bytes,
+    pack_bytes,
+    prepare,
+    recompute_layers,
+    sizes,
+)
+from learner.policy.packing import pack_group
+from learner.records import Parent, TrainingGroup
+from sidecar.settings import Learner
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+CPU = torch.device("cpu")
+SMOLLM2 = Sizes(layers=30, hidden=576, queries=576, keys=192, inner=1536)
+LLAMA_8B = Sizes(layers=32, hidden=4096, queries=4096, keys=1024, inner=14336)
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    found = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in found.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return found
+
+
+@pytest.fixture
+def answers(group: MakeGroup, row: MakeRow) -> TrainingGroup:
+    return group(list(range(3, 40)), [row([7, 8, 9, 10]), row([9, 4]), row([40, 41, 42])])
+
+
+def backward(policy: Policy, group: TrainingGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Values, gradients, and the bytes that autograd kept between the passes."""
+    (pack,) = pack_group(group, max_tokens=1_000)
+    kept: dict[int, int] = {}
+    ours = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ours:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        values, _ = policy.logprobs(pack)
+        values.sum().backward()
+    gradients = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+    policy.model.zero_grad()
+    return values.detach(), torch.cat(gradients), sum(kept.values())
+
+
+def test_layers_that_are_computed_twice_give_the_same_and_keep_less(
+    policy: Policy, answers: TrainingGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
+    values, gradients, kept = backward(policy, answers)
+
+    recompute_layers(policy)
+    again, gradients_again, kept_again = backward(policy, answers)
+
+    assert torch.equal(values, again)
+    torch.testing.assert_close(gradients, gradients_again, atol=1e-6, rtol=1e-6)
+    assert gradients.abs().max() > 1e-3
+    assert kept_again < 0.5 * kept
+
+
+def test_dropout_of_the_model_stays_off(policy: Policy) -> None:
+    before = {name for name, module in policy.model.named_modules() if module.training}
+
+    recompute_layers(policy)
+
+    after = {name for name, module in policy.model.named_modules() if module.training}
+    stem = "base_model.model.model.layers"
+    assert after - before == {f"{stem}.0", f"{stem}.1"}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_estimate_is_within_a_factor_of_what_autograd_keeps(
+    policy: Policy,
+    answers: TrainingGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpointing: bool,
+) -> None:
+    """Factor 2: in a model so small, norms and LoRA count for as much as the rest. The layer that
+    is computed again is not yet kept where this counts."""
+    monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 0)
+    if checkpointing:
+        recompute_layers(policy)
+    (pack,) = pack_group(answers, max_tokens=1_000)
+    _, _, kept = backward(policy, answers)
+    head = len(pack.targets) * 48 * 4  # the logits of the head, which fit into one piece here
+
+    model = sizes(policy.model.get_base_model().config)
+    said = pack_bytes(model, len(pack.input_ids), number_bytes=4.0, checkpointing=checkpointing)
+
+    inputs = len(pack.input_ids) * model.layers * model.hidden * 4
+    assert (inputs if checkpointing else said / 2) <= kept - head <= 2 * said
+
+
+def test_what_was_measured_on_the_shipped_model_is_what_the_estimate_says() -> None:
+    head = 2 * CHUNK_BYTES
+    plain = pack_bytes(SMOLLM2, 1_024, number_bytes=4.0, checkpointing=False) - head
+    saving = pack_bytes(SMOLLM2, 1_024, number_bytes=4.0, checkpointing=True) - head
+
+    assert plain / 1_024 / 1_024 == pytest.approx(1_318, rel=0.1)
+    assert saving / 1_024 / 1_024 < 214
+
+
+def test_a_model_of_8b_with_16k_tokens_fits_80_gb_with_checkpointing_alone() -> None:
+    """With a dense mask of 0.5 GB, which CUDA's kernels take without a score of each pair."""
+    weights = 16 * 2**30
+    plain = pack_bytes(LLAMA_8B, 16_384, number_bytes=2.0, checkpointing=False)
+    saving = pack_bytes(LLAMA_8B, 16_384, number_bytes=2.0, checkpointing=True)
+
+    assert weights + plain > 80 * 2**30
+    assert weights + saving < 40 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("setting", "free", "on"),
+    [
+        ("auto", 2**40, False),
+        ("auto", 2**20, True),
+        ("auto", None, False),
+        ("on", 2**40, True),
+        ("off", 2**20, False),
+    ],
+)
+def test_it_is_switched_on_by_setting_or_when_memory_is_short(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, setting: Any, free: int | None, on: bool
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
+
+    with capture_logs() as logs:
+        assert prepare(policy, setting, longest=100) is on
+
+    short = free is not None and free < 2**30
+    assert [one["event"] for one in logs] == ["memory_may_not_do" if short else "memory_estimated"]
+    assert logs[0]["checkpointing"] is on
+
+
+def test_a_config_that_says_too_little_switches_nothing_on(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(config: Any, *, masks: int = 1) -> Sizes:
+        raise AttributeError("no layers")
+
+    monkeypatch.setattr(memory, "sizes", unreadable)
+
+    assert estimate(policy, 100) == (None, None)
+    assert prepare(policy, "auto", longest=100) is False
+
+
+def test_free_memory_is_within_the_limit_of_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    whole = free_bytes(CPU)
+    assert whole is not None
+    assert whole > 2**26
+    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(CPU) is not None
+    (tmp_path / "memory.max").write_text("5000000\n")
+    assert free_bytes(CPU) == 4_000_000
+    (tmp_path / "memory.max").write_text("900000\n")
+    assert free_bytes(CPU) == 0
