@@ -23,6 +23,9 @@ LINEAGE = "lineage.json"
 CARD = "README.md"
 OPTIMIZER = "optimizer.safetensors"
 """The optimiser's moments (`learner.grpo.optimizer_file`). Versions of other trainers have none."""
+PROBE = "probe.json"
+"""The learner's log-probabilities after fixed prompts (`learner.probe_file`). Versions of older
+releases have none."""
 CURVES = "curves.png"
 """The figures of the run's steps, drawn where matplotlib is installed."""
 

@@ -1,22 +1,27 @@
-"""Load a candidate into every reachable replica, and prove on each that it has an effect.
+"""Load a candidate into every reachable replica, and prove on each that it has an effect, and that
+it is served as it was trained.
 
 An unreachable replica is skipped, so that it cannot block a canary for ever. When it returns, its
 reconciler loads the candidate, and the proxy sends the candidate's users there only once its list
 of models shows the adapter. One reachable replica that refuses the adapter, or on which the adapter
-has no effect, is enough to reject it. While no replica is reachable the canary waits.
+has no effect or another than the learner's, is enough to reject it. While no replica is reachable
+the canary waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from deploy.engine.checked_load import load_checked
 from deploy.engine.probe import Liveness, compare
+from deploy.engine.served import Agreement, compare_served, read_probe_file
 from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import EngineError, InvalidAdapterError
 from deploy.records import AdapterVersion
@@ -34,12 +39,15 @@ class _Outcome:
 
     replica: str
     liveness: Liveness | None = None
+    agreement: Agreement | None = None
+    """None where the version has no `probe.json`, or is not live."""
     invalid: str | None = None
     failed: str | None = None
 
     @property
     def words(self) -> str:
-        return self.invalid or self.failed or (self.liveness.reason if self.liveness else "")
+        found = [one.reason for one in (self.liveness, self.agreement) if one is not None]
+        return self.invalid or self.failed or "; ".join(found)
 
 
 async def load_everywhere(
@@ -110,18 +118,32 @@ async def _load(
         before = await control.probe(model)
         adapter = await control.probe(version.name)
         after = await control.probe(model)
+        liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
+        agreement = await _ask_agreement(control, version) if liveness.live else None
     except InvalidAdapterError as error:
         return _Outcome(replica=url, invalid=f"invalid: {error}")
     except EngineError as error:
         log.warning("adapter_load_failed", adapter=version.name, replica=url, reason=str(error))
         return _Outcome(replica=url, failed=str(error))
-    liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
-    if liveness.unsure:
-        log.warning("adapter_probe_unsure", adapter=version.name, replica=url, **asdict(liveness))
-        return _Outcome(replica=url, liveness=liveness, failed=liveness.reason)
-    return _Outcome(
-        replica=url, liveness=liveness, invalid=None if liveness.live else liveness.reason
-    )
+    for one in (liveness, agreement):
+        if one is not None and one.unsure:
+            log.warning("adapter_probe_unsure", adapter=version.name, replica=url, **asdict(one))
+            return _Outcome(replica=url, liveness=liveness, agreement=agreement, failed=one.reason)
+    refused = None if liveness.live else liveness.reason
+    if agreement is not None and not agreement.same:
+        refused = agreement.reason
+    return _Outcome(replica=url, liveness=liveness, agreement=agreement, invalid=refused)
+
+
+async def _ask_agreement(control: AdapterControl, version: AdapterVersion) -> Agreement | None:
+    """Compare the served log-probabilities with the learner's; None without its `probe.json`.
+
+    Raises: InvalidAdapterError when that file cannot be read; EngineError.
+    """
+    trained = await asyncio.to_thread(read_probe_file, Path(version.path))
+    if trained is None:
+        return None
+    return compare_served(trained, await control.probe(version.name, trained.prompts))
 
 
 def _facts(outcomes: list[_Outcome], away: Mapping[str, str]) -> Facts:
@@ -131,6 +153,13 @@ def _facts(outcomes: list[_Outcome], away: Mapping[str, str]) -> Facts:
     if probes:
         weakest = min(probes, key=lambda one: (one.live, one.mean_difference))
         facts["probe"] = asdict(weakest)
+    agreements = [outcome.agreement for outcome in outcomes if outcome.agreement is not None]
+    if agreements:
+        furthest = max(agreements, key=lambda one: (not one.same, one.mean_difference))
+        facts["served"] = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(furthest).items()
+        }
     if len(outcomes) + len(away) > 1:
         described = {outcome.replica: outcome.words for outcome in outcomes}
         facts["replicas"] = described | {url: f"away: {reason}" for url, reason in away.items()}

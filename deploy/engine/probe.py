@@ -61,7 +61,7 @@ def compare(name: str, *, adapter: Probe, base_before: Probe, base_after: Probe)
         _mean(_differences(base_before, base_after)), _mean(_differences(base_after, base_before))
     )
     mean = _mean(differences)
-    impossible = any(map(_is_impossible, (base_before, adapter, base_after)))
+    impossible = any(map(has_impossible, (base_before, adapter, base_after)))
     unsure = impossible or not noise <= MAX_NOISE
     if impossible:
         reason = "the probe decides nothing: vLLM calls a likely next token impossible (-9999 nats)"
@@ -111,7 +111,8 @@ def _differences(base: Probe, other: Probe) -> list[float]:
     return found
 
 
-def _is_impossible(probe: Probe) -> bool:
+def has_impossible(probe: Probe) -> bool:
+    """Return True when vLLM calls a likely next token impossible: a wrong answer."""
     return any(nats <= IMPOSSIBLE for likeliest in probe.next_tokens for nats in likeliest.values())
 
 

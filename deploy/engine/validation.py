@@ -28,6 +28,7 @@ from learner.adapter_folder import (
     CURVES,
     LINEAGE,
     OPTIMIZER,
+    PROBE,
     WEIGHTS,
     Mark,
     folder_marks,
@@ -37,7 +38,7 @@ from learner.adapter_folder import (
 )
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz"})
-KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD, OPTIMIZER, CURVES})
+KNOWN_FILES = frozenset({CONFIG, WEIGHTS, LINEAGE, CARD, OPTIMIZER, PROBE, CURVES})
 """Files that may stand in the folder. The digest covers no other file, and a later vLLM may read it
 (a tokenizer, embeddings)."""
 MAX_CONFIG_BYTES = 256 * 2**10
@@ -147,7 +148,7 @@ def _refuse_foreign_files(folder: int) -> None:
             if entry.name not in KNOWN_FILES:
                 raise InvalidAdapterError(
                     f"{name}: does not belong here; an adapter folder holds {CONFIG}, {WEIGHTS}, "
-                    f"{LINEAGE}, {CARD}, {OPTIMIZER} and {CURVES}"
+                    f"{LINEAGE}, {CARD}, {OPTIMIZER}, {PROBE} and {CURVES}"
                 )
 
 

@@ -12,6 +12,7 @@ log-probabilities, so adapter and base are compared at the same positions. It mu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -54,9 +55,10 @@ class AdapterControl(Protocol):
         """Unload a name; no effect when it is not loaded. Raises: EngineError."""
         ...
 
-    async def probe(self, model_name: str) -> Probe:
-        """Probe an adapter, or the base model by its name, with the fixed prompts.
+    async def probe(self, model_name: str, prompts: Sequence[Sequence[int]] | None = None) -> Probe:
+        """Probe an adapter, or the base model by its name.
 
+        prompts: token ids; None: the fixed prompts.
         Raises: EngineError, also when the name is not loaded.
         """
         ...
@@ -104,10 +106,10 @@ class VllmControl:
             return
         _raise_for_status(reply, f"unload {name}")
 
-    async def probe(self, model_name: str) -> Probe:
+    async def probe(self, model_name: str, prompts: Sequence[Sequence[int]] | None = None) -> Probe:
         body = {
             "model": model_name,
-            "prompt": list(PROBE_PROMPTS),
+            "prompt": list(PROBE_PROMPTS) if prompts is None else list(map(list, prompts)),
             "max_tokens": 1,
             "logprobs": LIKELIEST,
             "return_tokens_as_token_ids": True,

@@ -33,6 +33,7 @@ from learner.policy.adapter_io import ADAPTER, load_policy, save_adapter
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
 from learner.policy.packing import Pack
+from learner.policy.probe import write_probe
 from learner.progress.estimate import stage
 from learner.progress.plot import draw
 from learner.records import (
@@ -86,8 +87,13 @@ class GrpoTrainer:
         save_adapter(policy, job.folder)
         save_state(state, job.folder)
         _draw_curves(outcome, job.folder)
-        digest = file_digest(job.folder / OPTIMIZER)
-        return replace(outcome, algorithm={**outcome.algorithm, "optimizer_sha256": digest})
+        digests = {
+            "optimizer_sha256": file_digest(job.folder / OPTIMIZER),
+            "probe_sha256": write_probe(
+                policy, job.base_model_path, job.folder, tolerance=job.settings.max_drift
+            ),
+        }
+        return replace(outcome, algorithm={**outcome.algorithm, **digests})
 
 
 def _longest(policy: Policy, job: TrainingJob) -> int:

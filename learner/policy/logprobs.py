@@ -53,6 +53,11 @@ class Policy:
         )
         return logprobs_N, float(entropies_N.sum())
 
+    def distributions(self, pack: Pack) -> Tensor:
+        """[N, V] nats, fp32: the whole distributions of a pack's targets, at temperature 1."""
+        hidden_NH = self._hidden(pack)[self._tensor(pack.sources)]
+        return torch.log_softmax(self._head().logits(hidden_NH), dim=-1)
+
     def _hidden(self, pack: Pack) -> Tensor:
         decoder = self.model.get_base_model().get_decoder()
         with self.precision():

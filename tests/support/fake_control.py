@@ -3,7 +3,7 @@ to the contract of the real one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from deploy.engine.probe import Probe
 from deploy.errors import EngineError, InvalidAdapterError
@@ -20,6 +20,8 @@ class FakeControl:
         self.fails_to_load = 0
         self.reach: dict[str, float] = {}
         self.answers_as: dict[str, str] = {}
+        self.strays = 0.0
+        """Nats by which every answer to prompts of token ids is under -1."""
         self.garbles = 0
         """Number of coming probes that are answered with the log-probability -9999."""
         self.calls: list[tuple[str, str]] = []
@@ -50,13 +52,18 @@ class FakeControl:
             raise EngineError("500 cannot unload")
         self.adapters.pop(name, None)
 
-    async def probe(self, model_name: str) -> Probe:
+    async def probe(self, model_name: str, prompts: Sequence[Sequence[int]] | None = None) -> Probe:
         self._check()
         if model_name not in self.adapters and model_name != MODEL:
             raise EngineError(f"404 {model_name}")
         if self.garbles:
             self.garbles -= 1
             return Probe(model_in_reply=model_name, next_tokens=({13: -9999.0}, {14: -9999.0}))
+        if prompts is not None:
+            return Probe(
+                model_in_reply=model_name,
+                next_tokens=tuple({11: -1.0 - self.strays} for _ in prompts),
+            )
         reach = self.reach.get(model_name, 0.0 if model_name == MODEL else 0.25)
         return Probe(
             model_in_reply=self.answers_as.get(model_name, model_name),

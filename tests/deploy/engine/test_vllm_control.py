@@ -151,3 +151,24 @@ async def test_the_sampled_token_beside_the_likeliest_is_left_out(
     probe = await real.probe(MODEL)
 
     assert probe.next_tokens == ({1: -1.0, 2: -2.0, 3: -3.0, 4: -4.0, 5: -5.0},)
+
+
+async def test_contract_a_probe_asks_the_prompts_that_it_is_given(control: AdapterControl) -> None:
+    await control.load("m--v1", "/a")
+
+    found = await control.probe("m--v1", [(1, 2), (1, 2, 3)])
+
+    assert len(found.next_tokens) == 2
+    assert found.model_in_reply == "m--v1"
+
+
+async def test_prompts_go_out_as_token_ids_and_prompt_logprobs_never(
+    vllm: AdapterEndpoints, real: VllmControl
+) -> None:
+    await real.probe(MODEL, [(1, 2), (3,)])
+    await real.probe(MODEL)
+
+    (_, given), (_, fixed) = vllm.seen
+    assert given["prompt"] == [[1, 2], [3]]
+    assert all(isinstance(text, str) for text in fixed["prompt"])
+    assert "prompt_logprobs" not in {*given, *fixed}
