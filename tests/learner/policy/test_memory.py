@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from learner.policy import memory
 from learner.policy.adapter_io import load_policy
-from learner.policy.logprobs import Policy
 from learner.policy.head import CHUNK_BYTES
+from learner.policy.logprobs import Policy
 from learner.policy.memory import (
     Sizes,
     estimate,
