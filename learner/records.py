@@ -96,6 +96,12 @@ class StepMetrics:
     drift: float = 0.0
     """nats per token, mean |recorded - policy| before this step: the server's rounding, and what
     the steps before it changed."""
+    kl_base: float | None = None
+    """nats per token, KL(policy || base) before this step, estimated on `kl_base_tokens` tokens
+    (`learner.grpo.base_kl`); None: not measured."""
+    kl_base_tokens: int = 0
+    kl_coef: float = 0.0
+    """Weight of that divergence in the step's loss: `learner.kl_coef` over the budget, else 0."""
     peak_memory_bytes: int = 0
     """Peak of the process so far; on a GPU, of what torch holds there."""
 

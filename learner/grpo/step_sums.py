@@ -31,6 +31,8 @@ class StepSums:
     drift: float = 0.0
     entropy: float = 0.0
     computed_tokens: int = 0
+    kl_coef: float = 0.0
+    """Weight of the divergence from the base in the step's loss."""
 
     def add(self, found: PackSums, entropy: float, pack: Pack) -> None:
         """Add a pack. entropy: nats, summed over its trainable tokens."""

@@ -22,6 +22,7 @@ from opentelemetry import trace
 from learner.adapter_folder import CURVES, OPTIMIZER, file_digest
 from learner.errors import NonFiniteError, OptimizerStateError
 from learner.explain import one_line
+from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl
 from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
 from learner.grpo.losses import Tokens
 from learner.grpo.objective import Objective, objective
@@ -168,6 +169,7 @@ def run_steps(
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(start[name])
+    away = measure_base_kl(policy, groups, job, turn=0) if metrics else None
     adapter = policy.model.peft_config[ADAPTER]
     algorithm = {
         "loss": job.settings.loss,
@@ -178,6 +180,8 @@ def run_steps(
         "rank": adapter.r,
         "alpha": adapter.lora_alpha,
         "autocast": policy.autocast,
+        "kl_to_base": None if away is None else away.nats,
+        "kl_to_base_tokens": 0 if away is None else away.tokens,
         "quiet_groups": job.quiet,
         "packs": policy.shape.packs,
     }
@@ -231,16 +235,18 @@ def _steps(
     for number, dealt in enumerate(deal(groups, job.settings.steps), 1):
         with tracer.start_as_current_span("optimiser step") as span:
             started = time.monotonic()
-            sums = accumulate(policy, dealt, job, aim, optimizer)
+            away = measure_base_kl(policy, dealt, job, turn=number)
+            sums = accumulate(policy, dealt, job, aim, optimizer, kl_weight(away, job.settings))
             optimizer.add_quiet(job.quiet * len(dealt) / len(groups))
             try:
                 update = optimizer.step()
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {number}: {error}") from error
             seconds = time.monotonic() - started
-            metrics.append(
-                step_metrics(number, dealt, sums, update, seconds, peak_memory(policy.device))
-            )
+            done = step_metrics(number, dealt, sums, update, seconds, peak_memory(policy.device))
+            if away is not None:
+                done = replace(done, kl_base=away.nats, kl_base_tokens=away.tokens)
+            metrics.append(replace(done, kl_coef=sums.kl_coef))
             span.set_attributes(asdict(metrics[-1]))
         log.info("step_done", **asdict(metrics[-1]))
         job.watch.step(metrics[-1])
@@ -253,15 +259,19 @@ def accumulate(
     job: TrainingJob,
     aim: Objective,
     optimizer: SignalAdamW,
+    kl_coef: float = 0.0,
 ) -> StepSums:
     """Give the optimiser the gradient of one step's loss, group by group.
 
+    kl_coef: weight of the divergence from the base, as a mean over the step's tokens.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
     packs = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
     all_packs = [pack for of_group in packs for pack in of_group]
     sums = StepSums(
-        tokens=sum(len(pack.targets) for pack in all_packs), denominator=aim.denominator(all_packs)
+        tokens=sum(len(pack.targets) for pack in all_packs),
+        denominator=aim.denominator(all_packs),
+        kl_coef=kl_coef,
     )
     parameters = _trainable(policy)
     faults: dict[str, Fault] = {}
@@ -284,6 +294,8 @@ def _add_group(
 ) -> Fault | None:
     for pack in packs:
         job.check_stop()
+        # Before the policy's own pass: the adapter is off meanwhile.
+        base_N = base_logprobs(policy, pack) if sums.kl_coef else None
         logprobs_N, entropy = policy.logprobs(pack)
         found = aim.sums(
             Tokens(
@@ -296,9 +308,18 @@ def _add_group(
         )
         if not bool(torch.isfinite(found.loss)):
             return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
-        (found.loss / sums.denominator).backward()
+        loss = found.loss / sums.denominator
+        if base_N is not None:
+            loss = loss + sums.kl_coef * k3(logprobs_N, base_N).sum() / sums.tokens
+        loss.backward()
         sums.add(found, entropy, pack)
     return None
+
+
+def kl_weight(away: BaseKl | None, settings: Learner) -> float:
+    """Return the weight of the divergence from the base in a step's loss: 0 within the budget."""
+    over = away is not None and away.nats > settings.kl_budget
+    return settings.kl_coef if over else 0.0
 
 
 def _signal(packs: Sequence[Pack]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 PANELS = (
     ("score: mean and spread within groups", ("reward_mean", "reward_spread")),
     ("loss", ("loss",)),
-    ("KL, nats a token: to the sampler", ("approx_kl",)),
+    ("KL, nats a token: to the sampler, to the base", ("approx_kl", "kl_base")),
     ("entropy, nats a token", ("entropy",)),
     ("share of tokens clipped", ("clip_share",)),
     ("gradient norm", ("grad_norm",)),

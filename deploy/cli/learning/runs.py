@@ -30,6 +30,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens/a": ("answer_tokens", "{:.1f}".format),
     "loss": ("loss", "{:+.5f}".format),
     "kl": ("approx_kl", "{:.5f}".format),
+    "kl base": ("kl_base", "{:.5f}".format),
     "drift": ("drift", "{:.4f}".format),
     "entropy": ("entropy", "{:.3f}".format),
     "clipped": ("clip_share", "{:.2%}".format),

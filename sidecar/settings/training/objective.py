@@ -64,3 +64,8 @@ class ObjectiveSection(Section):
     nats a token."""
     loss_length: Annotated[int, Between(1, 10_000_000, "it divides a sum of tokens")] = 256
     """Tokens that `dr_grpo` divides the sum of an answer by."""
+    kl_budget: Annotated[float, Between(0, 100, "0 lets any divergence from the base count")] = 0.2
+    """Divergence of the policy from the base, in nats a token, above which `kl_coef` works. It is
+    measured at each step on a few answers."""
+    kl_coef: Annotated[float, Between(0, 10, "0 only measures")] = 0.0
+    """Weight of the divergence from the base in the loss of a step that is over `kl_budget`."""

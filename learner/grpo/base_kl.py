@@ -1,0 +1,97 @@
+"""KL divergence of the policy from its base, with the adapter switched off for the base's values.
+
+Forgetting follows this distance (arXiv:2509.04259, "RL's Razor"), so it is measured at every step,
+on a few answers. The estimator is k3 = q / p - 1 - log(q / p) for tokens drawn from p, with p the
+policy and q the base (Schulman 2020, http://joschu.net/blog/kl-approx.html): it is unbiased for
+KL(p || q), since q / p has the mean 1, and never negative. Answers of a run were drawn from the
+policy of its start, or from an older one, so its value is exact in the first step of fresh groups
+and an estimate after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from learner.grpo.checks import attempt
+from learner.policy.adapter_io import sampled_by
+from learner.policy.logprobs import Policy, packs_of
+from learner.policy.packing import Pack
+from learner.records import Fault, Parent, Silent, TrainingGroup, TrainingJob
+from sidecar.records import BASE
+
+SAMPLED_ANSWERS = 8
+"""Most answers of a step that are measured, one of a group: two forward passes of 8 rows, beside
+the forward and backward passes of all answers."""
+MAX_LOG_RATIO = 20.0
+"""Nats at which log(q / p) is cut: exp would overflow a mean with one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseKl:
+    """A measured divergence from the base."""
+
+    nats: float
+    """Mean per token."""
+    tokens: int
+
+
+def k3(logprobs_N: Tensor, base_N: Tensor) -> Tensor:
+    """[N] nats: the estimator's value for each token. logprobs_N, base_N: log p and log q.
+
+    Its gradient with respect to log p is 1 - q / p: the token's share of that of KL(q || p), which
+    draws a policy back where it lost what the base does.
+    """
+    log_ratio_N = (base_N - logprobs_N).clamp(max=MAX_LOG_RATIO)
+    return log_ratio_N.exp() - 1 - log_ratio_N
+
+
+def base_logprobs(policy: Policy, pack: Pack) -> Tensor:
+    """[N] nats of a pack's targets under the base, without gradient."""
+    with torch.no_grad(), sampled_by(policy, Parent(name=BASE)):
+        return policy.logprobs(pack)[0]
+
+
+def sample_answers(groups: Sequence[TrainingGroup], turn: int) -> list[TrainingGroup]:
+    """Return at most `SAMPLED_ANSWERS` groups with one trainable answer each. Pure.
+
+    The groups are spread over all of them; `turn` moves which answer of a group is taken.
+    """
+    stride = max(1, len(groups) // SAMPLED_ANSWERS)
+    chosen: list[TrainingGroup] = []
+    for place, group in enumerate(groups[::stride][:SAMPLED_ANSWERS]):
+        rows = [row for row in group.rows if row.trainable]
+        if rows:
+            chosen.append(replace(group, rows=(rows[(turn + place) % len(rows)],)))
+    return chosen
+
+
+def measure_base_kl(
+    policy: Policy, groups: Sequence[TrainingGroup], job: TrainingJob, *, turn: int
+) -> BaseKl | None:
+    """Measure the divergence from the base on a sample of the answers of these groups.
+
+    A group that cannot be computed has no part in it. Returns: None when none can, or the mean is
+    no number. Raises: RunStoppedError.
+    """
+    job = replace(job, watch=Silent())  # it is no pass over the step's groups
+    total, tokens = 0.0, 0
+    for group in sample_answers(groups, turn):
+        found = attempt(group.group_id, job, partial(_values, policy, group, job))
+        if not isinstance(found, Fault):
+            total += float(found.sum())
+            tokens += len(found)
+    job.report("")
+    mean = total / tokens if tokens else float("nan")
+    return BaseKl(mean, tokens) if abs(mean) < float("inf") else None
+
+
+def _values(policy: Policy, group: TrainingGroup, job: TrainingJob) -> Tensor:
+    packs = packs_of(policy, group, job.settings.pack_tokens)
+    with torch.no_grad():
+        found = [k3(policy.logprobs(pack)[0], base_logprobs(policy, pack)) for pack in packs]
+    return torch.cat(found)

@@ -1,0 +1,201 @@
+"""The divergence from the base: against exact sums over tiny distributions, and in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from learner.grpo.base_kl import (
+    SAMPLED_ANSWERS,
+    BaseKl,
+    base_logprobs,
+    k3,
+    measure_base_kl,
+    sample_answers,
+)
+from learner.grpo.trainer import kl_weight, run_steps
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import Policy, packs_of
+from learner.records import Parent, TrainingGroup, TrainingJob
+from sidecar.settings import Learner
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+Q = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
+
+
+def test_its_mean_over_the_policy_is_the_exact_divergence() -> None:
+    exact = float((P * (P / Q).log()).sum())
+    # 0.5 log 2 + 0 - 0.25 log 2, by hand
+    assert exact == pytest.approx(0.25 * 0.6931471805599453)
+
+    assert float((P * k3(P.log(), Q.log())).sum()) == pytest.approx(exact, abs=1e-12)
+    assert float(k3(P.log(), Q.log()).min()) >= 0
+    assert k3(P.log(), P.log()).tolist() == [0.0] * 4
+
+
+def test_its_gradient_over_the_policy_is_that_of_the_divergence_of_the_base() -> None:
+    scores = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    logp = torch.log_softmax(scores, -1)
+    (estimated,) = torch.autograd.grad((logp.detach().exp() * k3(logp, Q.log())).sum(), scores)
+    logp = torch.log_softmax(scores, -1)
+    (exact,) = torch.autograd.grad((Q * (Q.log() - logp)).sum(), scores)
+
+    assert torch.allclose(estimated, exact, atol=1e-12)
+
+
+def test_a_token_that_the_policy_never_gives_does_not_make_the_mean_infinite() -> None:
+    assert torch.isfinite(k3(torch.tensor([-500.0]), torch.tensor([-1.0]))).all()
+
+
+@pytest.fixture
+def policy(tiny_base: Path, learner_settings: Learner) -> Policy:
+    return load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+
+@pytest.fixture
+def moved(policy: Policy) -> Policy:
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                waves = torch.sin(torch.arange(parameter.numel()).float())
+                parameter.copy_(0.2 * waves.reshape(parameter.shape))
+    return policy
+
+
+def job_of(groups: list[TrainingGroup], settings: Learner) -> TrainingJob:
+    return TrainingJob(
+        base_model_path="",
+        parent=Parent(name="base"),
+        groups=tuple(groups),
+        settings=settings,
+        folder=Path("unused"),
+        check_stop=lambda: None,
+    )
+
+
+def test_a_fresh_adapter_is_the_base(
+    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    groups = [group((1, 2), [row((5, 6, 7)), row((8,), -1.0)])]
+
+    found = measure_base_kl(policy, groups, job_of(groups, learner_settings), turn=1)
+
+    assert found is not None
+    assert found.nats == pytest.approx(0.0, abs=1e-6)
+    assert found.tokens == 1, "the second answer's"
+
+
+def test_all_first_tokens_weighted_give_the_exact_divergence_of_the_model(
+    moved: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    """The whole vocabulary as answers of one token: the exact sum over the next token."""
+    everything = group((1, 2, 3), [row((token,)) for token in range(moved.vocabulary)])
+    (pack,) = packs_of(moved, everything, 10_000)
+    with torch.no_grad():
+        logp_V = moved.logprobs(pack)[0].double()
+        base_V = base_logprobs(moved, pack).double()
+        with moved.model.disable_adapter():
+            logits_V = moved.model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1].double()
+    exact = float((logp_V.exp() * (logp_V - base_V)).sum())
+
+    assert torch.allclose(base_V, torch.log_softmax(logits_V, -1), atol=1e-5)
+    assert exact > 0.01
+    assert float((logp_V.exp() * k3(logp_V, base_V)).sum()) == pytest.approx(exact, abs=1e-5)
+
+
+def test_measuring_changes_nothing_and_leaves_the_adapter_on(
+    moved: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    groups = [group((1, 2), [row((5, 6, 7)), row((8,), -1.0)])]
+    (pack,) = packs_of(moved, groups[0], 1_000)
+    with torch.no_grad():
+        before = moved.logprobs(pack)[0]
+
+    measure_base_kl(moved, groups, job_of(groups, learner_settings), turn=0)
+
+    with torch.no_grad():
+        assert torch.equal(moved.logprobs(pack)[0], before)
+    assert any(parameter.requires_grad for parameter in moved.model.parameters())
+
+
+def test_the_sample_is_bounded_spread_and_turns(group: MakeGroup, row: MakeRow) -> None:
+    rows = [row((1,)), row((2, 2), trainable=False), row((3, 3, 3))]
+    groups = [group((9,), rows, group_id=str(at)) for at in range(40)]
+
+    first, second = sample_answers(groups, 0), sample_answers(groups, 1)
+
+    assert [one.group_id for one in first] == [str(5 * at) for at in range(SAMPLED_ANSWERS)]
+    assert [len(one.rows[0].token_ids) for one in first] == [1, 3] * 4
+    assert [len(one.rows[0].token_ids) for one in second] == [3, 1] * 4
+    assert sample_answers([group((9,), [rows[1]])], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("away", "weight"),
+    [(BaseKl(0.6, 9), 0.25), (BaseKl(0.5, 9), 0.0), (BaseKl(0.1, 9), 0.0), (None, 0.0)],
+)
+def test_the_term_works_over_the_budget_alone(away: BaseKl | None, weight: float) -> None:
+    assert kl_weight(away, Learner(kl_budget=0.5, kl_coef=0.25)) == weight
+
+
+def test_it_is_measured_always_and_a_term_only_when_asked_for() -> None:
+    assert Learner().kl_coef == 0.0
+    assert kl_weight(BaseKl(50.0, 9), Learner()) == 0.0
+
+
+def test_the_term_holds_the_policy_nearer_to_the_base(
+    tiny_base: Path, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    def after(coef: float) -> tuple[float, list[float]]:
+        settings = learner_settings.model_copy(
+            update={"steps": 4, "kl_budget": 0.0, "kl_coef": coef, "max_drift": 10.0}
+        )
+        policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+        answers = {(10, 11, 12): 0.5, (20, 21): -0.5}
+        groups = []
+        for name in "abcd":
+            one = group((1, 2, 3), [row(ids, way) for ids, way in answers.items()], group_id=name)
+            (pack,) = packs_of(policy, one, 1_000)
+            with torch.no_grad():
+                own = policy.logprobs(pack)[0].tolist()
+            rows = (
+                replace(one.rows[0], logprobs=tuple(own[:3])),
+                replace(one.rows[1], logprobs=tuple(own[3:])),
+            )
+            groups.append(replace(one, rows=rows))
+        outcome, _ = run_steps(policy, job_of(groups, settings))
+        kl = outcome.algorithm["kl_to_base"]
+        assert isinstance(kl, float)
+        return kl, [step.kl_coef for step in outcome.metrics]
+
+    free, weights = after(0.0)
+    held, held_weights = after(5.0)
+
+    assert weights == [0.0] * 4
+    assert held_weights[1:] == [5.0] * 3, "in the first step the adapter is the base"
+    assert 0 < held < free
+
+
+def test_each_step_has_its_divergence(
+    policy: Policy, group: MakeGroup, row: MakeRow, learner_settings: Learner
+) -> None:
+    settings = learner_settings.model_copy(update={"steps": 2, "max_drift": 10.0})
+    groups = [
+        group((1, 2), [row((5, 6), 0.5), row((8,), -0.5)], group_id=name) for name in ("a", "b")
+    ]
+
+    outcome, _ = run_steps(policy, job_of(groups, settings))
+
+    first, second = outcome.metrics
+    assert first.kl_base == pytest.approx(0.0, abs=1e-6)
+    assert second.kl_base is not None
+    assert second.kl_base > 1e-6
+    assert first.kl_base_tokens > 0
+    assert outcome.algorithm["kl_to_base_tokens"] == 3, "two of one group, one of the other"
