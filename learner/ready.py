@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from learner.progress.export import why_no_export
 from sidecar.settings import Settings
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
@@ -23,6 +24,8 @@ def why_not_ready(settings: Settings) -> Iterator[tuple[str, str]]:
             'learner.schedule = "manual" where another machine learns',
         )
         return
+    if why := why_no_export(settings.learner.export):
+        yield "learner.export", why
     if why := _why_no_base(settings.serving.base_model_path):
         yield "serving.base_model_path", why
     if why := _why_no_device(settings.learner.device):

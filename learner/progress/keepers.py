@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from learner.progress.export import exported_run
 from learner.progress.store import StoredRun
-from learner.progress.watch import RunWatch
+from learner.progress.watch import Keeper, RunWatch
 from learner.records import Watch
+from sidecar.settings import Settings
 from sidecar.store.database import Database
 
 
-def watch_run(
-    database: Database, run_id: str, *, clock: Callable[[], float], show: Callable[[str], None]
+def observe(
+    settings: Settings,
+    database: Database,
+    run_id: str,
+    clock: Callable[[], float],
+    show: Callable[[str], None],
 ) -> Watch:
-    """Return a watch that keeps what the run tells in the store; the run is loading now.
+    """Return a watch that keeps what a run tells where the settings say; the run is loading now.
 
     clock: Unix seconds. show: prints a line for a person.
     """
-    watch = RunWatch([StoredRun(database, run_id, clock=clock)], show=show)
+    keepers: list[Keeper] = [StoredRun(database, run_id, clock=clock)]
+    if (exported := exported_run(settings.learner.export, run_id)) is not None:
+        keepers.append(exported)
+    watch = RunWatch(keepers, show=show)
     watch.phase("loading")
     return watch

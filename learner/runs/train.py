@@ -27,7 +27,7 @@ from ingest.store.groups import CLAIMED, SCORED
 from learner.adapter_folder import CARD, LINEAGE
 from learner.errors import AlteredParentError, NothingToLearnError, RunStoppedError
 from learner.explain import explain
-from learner.progress.keepers import watch_run
+from learner.progress.keepers import observe
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.runs import retry, source
 from learner.runs.blame import FAILED_RUNS, blame, blame_for_error
@@ -189,7 +189,7 @@ class Run:
                 quiet=material.selection.quiet,
                 samplers=material.samplers,
                 report=lambda place: report_place(self._database, self.run_id, place),
-                watch=watch_run(self._database, self.run_id, clock=self._clock, show=self._show),
+                watch=observe(self._settings, self._database, self.run_id, self._clock, self._show),
             )
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+
 from sidecar.settings.kinds import Between, Count, Device, Folder, Interval, Line
 from sidecar.settings.training.objective import ObjectiveSection
+
+_EXPORT = re.compile(r"(?:tensorboard|mlflow|wandb):[^\s@]{1,500}")
+
+
+def _export(value: str) -> str:
+    if value and not _EXPORT.fullmatch(value):
+        raise ValueError(
+            "is not tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, without spaces and without "
+            "a user or password (MLflow and W&B take those from their own variables)"
+        )
+    return value
 
 
 class Learner(ObjectiveSection):
@@ -63,5 +77,8 @@ class Learner(ObjectiveSection):
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on the CPU only."""
+    export: Annotated[str, AfterValidator(_export)] = ""
+    """Where each step's figures go besides the store: `tensorboard:FOLDER`, `mlflow:URI` or
+    `wandb:PROJECT`; the package must be installed. Empty: nowhere."""
     poll_s: Interval = 2.0
     """Seconds between two polls of flags, canaries and waiting groups."""
