@@ -7,10 +7,12 @@ from typing import Annotated, get_args
 import typer
 
 from deploy.cli.context import admin_client
+from deploy.cli.learning.importing import adapters_import
 from deploy.cli.output import Output, print_found, refuse_unknown
 from deploy.records import AdapterState
 
 adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
+adapters_app.command("import")(adapters_import)
 
 
 @adapters_app.command("ls")

@@ -83,12 +83,17 @@ def register(
     *,
     model: str,
     parent: str,
-    run_id: str,
+    run_id: str | None,
     sealed: Sealed,
     path: Path,
     now: float,
+    actor: str = ACTOR,
+    reason: str = "",
 ) -> Candidate:
-    """Add the next version of the model, in the caller's write transaction."""
+    """Add the next version of the model, in the caller's write transaction.
+
+    run_id: None: no run made it. actor, reason: for the audit; by default the run's.
+    """
     # Without a damaged row, whose text or huge number has no successor.
     of_model = (AdapterRow.model == model, AdapterRow.version < VERSIONS)
     newest = session.scalar(select(func.max(AdapterRow.version)).where(*of_model))
@@ -112,7 +117,7 @@ def register(
     session.add(
         AuditRow(
             at=now,
-            actor=ACTOR,
+            actor=actor,
             action="adapter.registered",
             subject=row.name,
             before={},
@@ -122,7 +127,7 @@ def register(
                 "lineage_sha256": sealed.lineage_sha256,
                 "card_sha256": sealed.card_sha256,
             },
-            reason=f"trained by run {run_id} from {parent}",
+            reason=reason or f"trained by run {run_id} from {parent}",
         )
     )
     session.flush()

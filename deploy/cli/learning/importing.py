@@ -1,0 +1,171 @@
+"""`sidecar adapters import`: make a LoRA that somebody trained elsewhere a version like any other.
+
+Its config and weights are copied, never linked: a version's folder is read-only, and the digest is
+that of the copy. It is validated as each candidate is (rank, alpha, targets, base, finite weights),
+gets a version, a lineage and a model card, and waits for its canary. The store is written directly,
+as the learner does; control may be down.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.cli.context import settings_of
+from deploy.cli.output import GivenReason, Output, note, print_found, require_store
+
+if TYPE_CHECKING:
+    from learner.records import Candidate
+    from sidecar.settings import Settings
+    from sidecar.store.database import Database
+
+ACTOR = "sidecar adapters import"
+PREFIX = ".import-"
+"""Prefix of the folder that an import writes into, beside the published ones."""
+
+
+def adapters_import(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="a PEFT folder: its config and its safetensors")],
+    reason: GivenReason,
+    output: Output = "text",
+) -> None:
+    """Make a LoRA that was trained elsewhere a version; it goes through a canary as others do."""
+    from sidecar.store.database import Database
+
+    settings = settings_of(context)
+    require_store(settings.store.url)
+    with closing(Database(settings.store.url)) as database:
+        database.upgrade_if_behind()
+        made = import_adapter(settings, database, folder, reason=reason, now=time.time())
+    config = _config(made.path)
+    print_found({"adapter": made.adapter, "version": made.version, "path": str(made.path)}, output)
+    for name, found, wanted in (
+        ("rank", config.get("r"), settings.learner.rank),
+        ("alpha", config.get("lora_alpha"), settings.learner.alpha),
+    ):
+        if found != wanted:
+            note(f"runs refuse it as their parent until learner.{name} = {found} (now {wanted})")
+
+
+def import_adapter(
+    settings: Settings, database: Database, folder: Path, *, reason: str, now: float
+) -> Candidate:
+    """Copy, validate and register a PEFT folder.
+
+    reason: for the audit, and the lineage. now: Unix seconds.
+    Raises: InvalidAdapterError, when it cannot be served or is a version already; OSError;
+        StoreError.
+    """
+    from deploy.engine.validation import Registered, ServingLimits, validate_folder
+    from deploy.errors import InvalidAdapterError
+    from learner.adapter_folder import CARD, LINEAGE, folder_digest
+    from learner.runs.publish import find_published, place, register, remove_folder, seal
+    from sidecar.records import BASE
+
+    serving = settings.serving
+    bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
+    limits = ServingLimits(
+        max_rank=serving.max_lora_rank,
+        bases=frozenset(bases),
+        base_model_path=serving.base_model_path,
+    )
+    adapters_dir = settings.learner.adapters_dir.resolve()
+    adapters_dir.mkdir(parents=True, exist_ok=True)
+    work = adapters_dir / f"{PREFIX}{uuid.uuid4().hex}"
+    work.mkdir()
+    try:
+        _copy(folder, work)
+        digest = folder_digest(work)
+        validate_folder(work, Registered(digest=digest), limits)
+        lineage = _lineage(settings, folder, _config(work), reason=reason, now=now)
+        (work / LINEAGE).write_text(json.dumps(lineage, indent=1) + "\n", encoding="utf-8")
+        (work / CARD).write_text(_card(lineage), encoding="utf-8")
+        sealed = seal(work)
+        with database.write() as session:
+            known = find_published(session, serving.model, sealed.digest)
+            if known is not None:
+                raise InvalidAdapterError(
+                    f"{folder}: these weights are {known.adapter} already; `sidecar adapters show "
+                    f"{known.version}` says what became of it"
+                )
+            return register(
+                session,
+                model=serving.model,
+                parent=BASE,
+                run_id=None,
+                sealed=sealed,
+                path=place(sealed, adapters_dir),
+                now=now,
+                actor=ACTOR,
+                reason=f"imported: {reason}",
+            )
+    finally:
+        if work.exists():
+            remove_folder(work)
+
+
+def _copy(folder: Path, work: Path) -> None:
+    """Copy the two files of an adapter. Raises: InvalidAdapterError when one cannot be read."""
+    from deploy.errors import InvalidAdapterError
+    from learner.adapter_folder import DIGESTED, open_file, open_folder
+
+    try:
+        with open_folder(folder) as descriptor:
+            for name in DIGESTED:
+                with open_file(descriptor, name) as source, (work / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+    except OSError as error:
+        if error.filename is not None and str(error.filename).startswith(str(work)):
+            raise
+        raise InvalidAdapterError(
+            f"{folder}: {error.filename or ''} cannot be read ({error.strerror}); name a PEFT "
+            f"folder with {' and '.join(DIGESTED)}"
+        ) from error
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    from learner.adapter_folder import CONFIG
+
+    found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return found
+
+
+def _lineage(
+    settings: Settings, folder: Path, config: dict[str, Any], *, reason: str, now: float
+) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "run_id": None,
+        "created_at": now,
+        "model": settings.serving.model,
+        "base_model": config["base_model_name_or_path"],
+        "parent": {"name": "base", "version": 0, "digest": ""},
+        "groups": [],
+        "dropped": {},
+        "judges": [],
+        "imported": {"from": str(folder.resolve()), "reason": reason},
+        "algorithm": {"rank": config["r"], "alpha": config["lora_alpha"]},
+        "metrics": [],
+    }
+
+
+def _card(lineage: dict[str, Any]) -> str:
+    return f"""---
+base_model: {json.dumps(lineage["base_model"])}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora]
+---
+
+# LoRA for {lineage["model"]}
+
+Trained elsewhere, and imported into learning-sidecar. `lineage.json` says from where, and why.
+"""

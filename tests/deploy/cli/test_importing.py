@@ -1,0 +1,132 @@
+"""`sidecar adapters import`: a LoRA from elsewhere becomes a version, or is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deploy.cli.learning.importing import ACTOR, import_adapter
+from deploy.cli.main import main
+from deploy.errors import InvalidAdapterError
+from deploy.registry.lineage import render_lineage, trace_lineage
+from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, folder_digest
+from sidecar.settings import Learner, Serving, Settings, Store
+from sidecar.store.models import AdapterRow, AuditRow
+from tests.deploy.conftest import write_adapter
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
+
+@pytest.fixture
+def settings(world: World, tmp_path: Path) -> Settings:
+    return Settings(
+        serving=Serving(model="m", base_model_path="/models/m", max_lora_rank=8),
+        store=Store(url=world.database.url),
+        learner=Learner(adapters_dir=tmp_path / "adapters", rank=4, alpha=8),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_adapter(tmp_path / "mine")
+    (tmp_path / "mine" / "training_args.bin").write_bytes(b"pickled")
+    return tmp_path / "mine"
+
+
+async def test_an_import_is_a_version_with_lineage_audit_and_canary(
+    world: World, settings: Settings, folder: Path
+) -> None:
+    made = import_adapter(settings, world.database, folder, reason="our SFT", now=5.0)
+
+    assert made.adapter == f"m--v1-{made.digest[:12]}"
+    assert {entry.name for entry in made.path.iterdir()} == {CONFIG, WEIGHTS, LINEAGE, CARD}
+    assert folder_digest(made.path) == folder_digest(folder) == made.digest
+    assert made.path.stat().st_mode & 0o777 == 0o555
+    lineage = json.loads((made.path / LINEAGE).read_text())
+    assert lineage["imported"] == {"from": str(folder), "reason": "our SFT"}
+    assert lineage["algorithm"] == {"rank": 4, "alpha": 8}
+    (row,) = world.rows(AdapterRow)
+    assert (row.state, row.parent, row.run_id) == ("registered", "base", None)
+    (audit,) = [one for one in world.rows(AuditRow) if one.action == "adapter.registered"]
+    assert (audit.actor, audit.reason) == (ACTOR, "imported: our SFT")
+    assert [one.name for one in (made.path.parent).iterdir()] == [made.digest]
+
+    await world.controller().tick()
+
+    assert world.canary(made.adapter).phase == "gating"
+    with world.database.read() as session:
+        assert made.adapter in render_lineage(trace_lineage(session, "m", "1"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 16}, "max_lora_rank|rank"),
+        ({"config": {"base_model_name_or_path": "/models/other"}}, "/models/other"),
+        ({"config": {"lora_alpha": -1}}, "lora_alpha"),
+        ({"config": {"target_modules": "all"}}, "target_modules"),
+        ({"values": (float("inf"),)}, "infinity"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_and_leaves_nothing(
+    world: World, settings: Settings, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    write_adapter(tmp_path / "bad", **changes)
+
+    with pytest.raises(InvalidAdapterError, match=words):
+        import_adapter(settings, world.database, tmp_path / "bad", reason="r", now=5.0)
+
+    assert world.rows(AdapterRow) == []
+    assert list(settings.learner.adapters_dir.iterdir()) == []
+
+
+def test_the_same_weights_are_not_imported_twice(
+    world: World, settings: Settings, folder: Path
+) -> None:
+    import_adapter(settings, world.database, folder, reason="r", now=5.0)
+
+    with pytest.raises(InvalidAdapterError, match=r"are m--v1-\w+ already"):
+        import_adapter(settings, world.database, folder, reason="r", now=6.0)
+
+    assert len(world.rows(AdapterRow)) == 1
+
+
+def test_a_link_to_weights_is_refused(world: World, settings: Settings, folder: Path) -> None:
+    weights = folder / WEIGHTS
+    weights.rename(folder / "elsewhere")
+    weights.symlink_to(folder / "elsewhere")
+
+    with pytest.raises(InvalidAdapterError, match="symbolic link"):
+        import_adapter(settings, world.database, folder, reason="r", now=5.0)
+
+
+def test_a_folder_that_is_not_there_is_refused_in_words(world: World, settings: Settings) -> None:
+    with pytest.raises(InvalidAdapterError, match="name a PEFT folder with adapter_config"):
+        import_adapter(settings, world.database, Path("/nowhere"), reason="r", now=5.0)
+
+
+def test_the_command_says_what_the_learner_would_refuse(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sidecar.store.database import Database
+
+    url = f"sqlite:///{tmp_path}/own.db"
+    database = Database(url)
+    database.upgrade()
+    database.close()
+    config = tmp_path / "sidecar.toml"
+    config.write_text(
+        f'[serving]\nmodel = "m"\n[store]\nurl = "{url}"\n'
+        f'[learner]\nadapters_dir = "{tmp_path}/adapters"\n'
+    )
+
+    code = main(["--config", str(config), "adapters", "import", str(folder), "--reason", "our SFT"])
+
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "adapter: m--v1-" in said.out
+    assert "runs refuse it as their parent until learner.rank = 4 (now 8)" in said.err
