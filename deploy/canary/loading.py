@@ -119,7 +119,7 @@ async def _load(
         adapter = await control.probe(version.name)
         after = await control.probe(model)
         liveness = compare(version.name, adapter=adapter, base_before=before, base_after=after)
-        agreement = await _ask_agreement(control, version) if liveness.live else None
+        agreement = await _ask_agreement(control, version, liveness) if liveness.live else None
     except InvalidAdapterError as error:
         return _Outcome(replica=url, invalid=f"invalid: {error}")
     except EngineError as error:
@@ -135,7 +135,9 @@ async def _load(
     return _Outcome(replica=url, liveness=liveness, agreement=agreement, invalid=refused)
 
 
-async def _ask_agreement(control: AdapterControl, version: AdapterVersion) -> Agreement | None:
+async def _ask_agreement(
+    control: AdapterControl, version: AdapterVersion, liveness: Liveness
+) -> Agreement | None:
     """Compare the served log-probabilities with the learner's; None without its `probe.json`.
 
     Raises: InvalidAdapterError when that file cannot be read; EngineError.
@@ -143,7 +145,8 @@ async def _ask_agreement(control: AdapterControl, version: AdapterVersion) -> Ag
     trained = await asyncio.to_thread(read_probe_file, Path(version.path))
     if trained is None:
         return None
-    return compare_served(trained, await control.probe(version.name, trained.prompts))
+    served = await control.probe(version.name, trained.prompts)
+    return compare_served(trained, served, effect=liveness.mean_difference)
 
 
 def _facts(outcomes: list[_Outcome], away: Mapping[str, str]) -> Facts:

@@ -43,6 +43,15 @@ def test_another_adapter_is_refused_with_its_numbers() -> None:
     )
 
 
+@pytest.mark.parametrize(("effect", "same"), [(0.0, False), (0.6, False), (0.7, True)])
+def test_a_share_of_the_adapter_s_effect_is_taken_for_rounding(effect: float, same: bool) -> None:
+    found = compare_served(TRAINED, served({7: -0.5, 8: -1.25}, {7: -0.5}), effect=effect)
+
+    assert found.mean_difference == pytest.approx(0.5 / 3)
+    assert found.same is same
+    assert found.tolerance == pytest.approx(max(0.1, effect / 4))
+
+
 def test_a_token_that_the_learner_does_not_list_counts_from_its_least_one() -> None:
     found = compare_served(TRAINED, served({5: -1.0}, {6: -2.0}))
 
