@@ -30,6 +30,7 @@ from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.optimizer_file import load_state, save_state
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
+from learner.grpo.warmup import warm_up
 from learner.policy.adapter_io import ADAPTER, load_policy, save_adapter
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
@@ -157,9 +158,12 @@ def run_steps(
     metrics: list[StepMetrics] | None = None
     while metrics is None:
         optimizer = SignalAdamW(parameters, update_rule(job.settings), state)
-        job.watch.plan(_stages(job, groups, ["training"]))
-        job.watch.begin_steps()
         try:
+            warmed, failed_warm = warm_up(policy, groups, job, optimizer)
+            if failed_warm:
+                raise _GroupsFailed(dict(failed_warm))
+            job.watch.plan(_stages(job, groups, ["training"]))
+            job.watch.begin_steps()
             metrics = _steps(policy, job, groups, aim, optimizer)
         except _GroupsFailed as failed:
             faults |= failed.faults
@@ -182,6 +186,7 @@ def run_steps(
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
+        "warmup_nats": warmed,
         "quiet_groups": job.quiet,
         "packs": policy.shape.packs,
     }

@@ -29,6 +29,9 @@ class ObjectiveSection(Section):
     warmup_steps: Annotated[int, Between(0, 10_000, "0 starts with the whole rate")] = 2
     """Steps over which the rate rises, from the first step of an adapter that starts from the
     base. A run goes on from its parent's steps."""
+    warmup: Annotated[int, Between(0, 1_000, "0 takes none")] = 0
+    """Supervised steps on the best answer of each group, before the first step of a run that starts
+    from the base."""
     max_grad_norm: Annotated[
         float, Between(0, 1_000_000, "at 0 no gradient is left", above_low=True)
     ] = 1.0
