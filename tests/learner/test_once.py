@@ -215,6 +215,7 @@ def test_only_the_trainer_loads_torch() -> None:
     with_torch = {
         f"learner.{name}"
         for name in (
+            "grpo.base_kl",
             "grpo.checks",
             "grpo.corrections",
             "grpo.losses",
@@ -224,10 +225,12 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.start",
             "grpo.step_sums",
             "grpo.trainer",
+            "grpo.warmup",
             "policy.adapter_io",
             "policy.head",
             "policy.logprobs",
             "policy.memory",
+            "policy.probe",
             "policy.self_test",
         )
     }
