@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from sidecar.settings import Learner
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,18 @@ class TrainableRow:
     start: tuple[float, ...] = ()
     """[S] nats, under the policy at the start of the run; empty when the loss does not read
     them."""
+    kept: tuple[bool, ...] = ()
+    """[S] False: the token has no part in the loss, though the answer has. Empty: all have one. A
+    trainable row keeps at least one token."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """Number of tokens that have a part in the loss of a trainable row."""
+        return sum(self.kept) if self.kept else len(self.token_ids)
+
+    def of_kept(self, values_S: Sequence[T]) -> list[T]:
+        """Return the values of the tokens that have a part in the loss, in order."""
+        return list(compress(values_S, self.kept)) if self.kept else list(values_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

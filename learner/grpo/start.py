@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -11,7 +11,7 @@ import torch
 
 from learner.grpo.checks import attempt
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Fault, TrainingGroup, TrainingJob
+from learner.records import Fault, TrainableRow, TrainingGroup, TrainingJob
 
 
 def with_start(
@@ -42,7 +42,15 @@ def _start(policy: Policy, group: TrainingGroup, job: TrainingJob) -> TrainingGr
             values += policy.logprobs(pack)[0].tolist()
     rest = iter(values)
     rows = tuple(
-        replace(row, start=tuple(islice(rest, len(row.token_ids)))) if row.trainable else row
+        replace(row, start=_spread(row, islice(rest, row.kept_tokens))) if row.trainable else row
         for row in group.rows
     )
     return replace(group, rows=rows)
+
+
+def _spread(row: TrainableRow, values: Iterator[float]) -> tuple[float, ...]:
+    """Return [S] values: those of the kept tokens in their places, the recorded ones elsewhere."""
+    kept = row.kept or (True,) * len(row.token_ids)
+    return tuple(
+        next(values) if keep else value for keep, value in zip(kept, row.logprobs, strict=True)
+    )

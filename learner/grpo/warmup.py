@@ -50,7 +50,7 @@ def warm_up(
     """
     losses: list[float] = []
     chosen = best_answers(groups) if wanted_steps(job) else []
-    tokens = sum(len(row.token_ids) for group in chosen for row in group.rows)
+    tokens = sum(row.kept_tokens for group in chosen for row in group.rows)
     if not chosen:
         return losses, {}
     job.watch.phase("warming up")

@@ -8,6 +8,9 @@ A token attends to the prompt and to its own segment's past, and the positions r
 prompt, so each answer gets exactly the log-probabilities of a separate row. The first token of
 every answer is predicted from the prompt's last position. A group of 8 answers of 45 tokens behind
 a prompt of 60 costs 412 tokens instead of 832.
+
+A token that its row does not keep (`TrainableRow.kept`) is no target. It stays in the input: the
+tokens behind it were sampled after it.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def _pack(group: TrainingGroup, rows: Sequence[TrainableRow]) -> Pack:
         input_ids += row.token_ids[:-1]
         positions += range(len(prompt), len(prompt) + fed)
         segments += [segment] * fed
-        sources += [len(prompt) - 1, *range(start, start + fed)]
+        sources += row.of_kept([len(prompt) - 1, *range(start, start + fed)])
     return Pack(
         group_id=group.group_id,
         adapter=group.adapter,
@@ -95,10 +98,10 @@ def _pack(group: TrainingGroup, rows: Sequence[TrainableRow]) -> Pack:
         positions=tuple(positions),
         segments=tuple(segments),
         sources=tuple(sources),
-        targets=tuple(token for row in rows for token in row.token_ids),
-        recorded=tuple(value for row in rows for value in row.logprobs),
-        advantages=tuple(row.advantage for row in rows for _ in row.token_ids),
-        temperatures=tuple(row.temperature for row in rows for _ in row.token_ids),
-        answers=tuple(place for place, row in enumerate(rows) for _ in row.token_ids),
-        start=tuple(value for row in rows for value in row.start or row.logprobs),
+        targets=tuple(token for row in rows for token in row.of_kept(row.token_ids)),
+        recorded=tuple(value for row in rows for value in row.of_kept(row.logprobs)),
+        advantages=tuple(row.advantage for row in rows for _ in range(row.kept_tokens)),
+        temperatures=tuple(row.temperature for row in rows for _ in range(row.kept_tokens)),
+        answers=tuple(place for place, row in enumerate(rows) for _ in range(row.kept_tokens)),
+        start=tuple(value for row in rows for value in row.of_kept(row.start or row.logprobs)),
     )

@@ -99,6 +99,7 @@ def _row(
     logprobs: Sequence[float] | None = None,
     temperature: float = 1.0,
     trainable: bool = True,
+    kept: Sequence[bool] = (),
 ) -> TrainableRow:
     return TrainableRow(
         token_ids=tuple(token_ids),
@@ -106,12 +107,13 @@ def _row(
         advantage=advantage,
         temperature=temperature,
         trainable=trainable,
+        kept=tuple(kept),
     )
 
 
 @pytest.fixture
 def row() -> MakeRow:
-    """row(token_ids, advantage, logprobs=, temperature=, trainable=)."""
+    """row(token_ids, advantage, logprobs=, temperature=, trainable=, kept=)."""
     return _row
 
 

@@ -14,6 +14,7 @@ from learner.errors import DriftError, NonFiniteError, RunStoppedError
 from learner.grpo.losses import LOSSES
 from learner.grpo.objective import objective
 from learner.grpo.optimizer import SignalAdamW
+from learner.grpo.start import with_start
 from learner.grpo.trainer import accumulate, deal, run_steps, update_rule
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
@@ -210,6 +211,42 @@ def test_the_first_gradient_is_reinforce_over_the_global_token_mean(
     (-(logprobs[:3].sum() * 0.7 + logprobs[3:].sum() * -0.3) / 5).backward()
     expected = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad])
 
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "grpo", "gspo", "ppo_decoupled"])
+def test_a_token_that_is_not_kept_has_no_part_in_the_loss_of_its_answer(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner, loss: str
+) -> None:
+    """Its recorded value is far off, and the step is that of the other tokens."""
+    settings = learner_settings.model_copy(update={"loss": loss})
+    exact = on_policy({GOOD: 0.7, BAD: -0.3})
+    first, second = exact.rows
+    touched = replace(first, logprobs=(-0.001, *first.logprobs[1:]), kept=(False, True, True))
+
+    parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    groups = [replace(exact, rows=(touched, second))]
+    aim = objective(settings)
+    if aim.uses_start:
+        anchored, faults = with_start(policy, groups, job_of(groups, settings))
+        assert not faults
+        assert anchored[0].rows[0].start == pytest.approx(touched.logprobs, abs=1e-5)
+        groups = list(anchored)
+    optimizer = SignalAdamW(parameters, update_rule(settings))
+    sums = accumulate(policy, groups, job_of(groups, settings), aim, optimizer)
+    found = torch.cat([one.flatten() for one in optimizer.gradient.values()])
+
+    policy.model.zero_grad()
+    (pack,) = pack_group(exact, max_tokens=100)
+    logprobs, _ = policy.logprobs(pack)
+    good, bad = logprobs[1:3] * 0.7, logprobs[3:] * -0.3
+    by_answer = loss in ("grpo", "gspo")
+    mean = (good.mean() + bad.mean()) / 2 if by_answer else (good.sum() + bad.sum()) / 4
+    (-mean).backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad])
+
+    assert sums.tokens == 4
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,24 @@ def test_masked_answers_are_not_packed(group: MakeGroup, row: MakeRow) -> None:
     (pack,) = pack_group(group([1], rows), max_tokens=100)
 
     assert pack.targets == (10, 11, 30, 31)
+
+
+def test_a_token_that_is_not_kept_is_read_and_is_no_target(group: MakeGroup, row: MakeRow) -> None:
+    rows = [
+        row([10, 11, 12], 0.5, logprobs=[-1, -2, -3], kept=[False, True, False]),
+        row([20, 21], -0.5, temperature=0.7),
+    ]
+
+    (pack,) = pack_group(group([1, 2, 3], rows), max_tokens=100)
+
+    assert pack.input_ids == (1, 2, 3, 10, 11, 20)
+    assert pack.sources == (3, 2, 5)
+    assert pack.targets == (11, 20, 21)
+    assert pack.recorded == (-2, -1, -1)
+    assert pack.advantages == (0.5, -0.5, -0.5)
+    assert pack.temperatures == (1.0, 0.7, 0.7)
+    assert pack.answers == (0, 1, 1)
+    assert pack.start == (-2, -1, -1)
 
 
 def test_a_group_that_does_not_fit_is_split_and_each_part_has_the_prompt(
@@ -157,6 +176,20 @@ def test_packed_equals_one_row_per_answer(
     for name, gradient in expected_gradients.items():
         assert gradient.abs().max() > 1e-4, name
         torch.testing.assert_close(found_gradients[name], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_the_kept_tokens_have_the_values_of_the_whole_answer(
+    policy: Policy, mixed_group: TrainingGroup
+) -> None:
+    kept = (False, True, True, False, True)
+    rows = (replace(mixed_group.rows[0], kept=kept), *mixed_group.rows[1:])
+    (whole,) = pack_group(mixed_group, max_tokens=100)
+    (part,) = pack_group(replace(mixed_group, rows=rows), max_tokens=100)
+
+    with torch.no_grad():
+        whole_N, part_N = policy.logprobs(whole)[0], policy.logprobs(part)[0]
+
+    torch.testing.assert_close(part_N, whole_N[[1, 2, 4, *range(5, 19)]], atol=1e-6, rtol=0)
 
 
 def test_answers_do_not_see_each_other(policy: Policy, group: MakeGroup, row: MakeRow) -> None:
