@@ -115,7 +115,8 @@ ANSWERED_BY_THE_SIDECAR = frozenset(
     }
 )
 """It must know the model to route, so these do not reach vLLM; the list of models it filters."""
-TRIES = 3
+TRIES = 10
+"""On two cores with other work, three tries in a row differed in how vLLM joined tokens."""
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ANSWERED_BY_THE_SIDECAR])
