@@ -28,9 +28,13 @@ than the client asked for. vLLM writes about 110 bytes a token, so this is half 
 CHECKED_BYTES: Final = 2**20
 """A reply that msgspec cannot read is checked to be JSON up to this length: 10 ms and 20 MB."""
 NULL: Final = b"null"
-_PROMPT_IDS: Final = b'"prompt_token_ids":'
-_IDS: Final = b'"token_ids":'
-_LOGPROBS: Final = b'"logprobs":'
+_PROMPT_IDS: Final = b'"prompt_token_ids"'
+_IDS: Final = b'"token_ids"'
+_LOGPROBS: Final = b'"logprobs"'
+_COLON: Final = ord(":")
+_BACKSLASH: Final = b"\\"
+_ESCAPED_ASCII: Final = b"\\u00"
+"""A name that needs no escape may be written with some. vLLM escapes control characters alone."""
 _NO_DELTA: Final = b"{}"
 Spans = list[tuple[int, int]]
 
@@ -117,10 +121,15 @@ def _exists_for_us(reply: ReplyFields, strip: Strip) -> bool:
 def _spans(data: bytes, reply: ReplyFields, strip: Strip) -> Spans:
     """The spans of the values that `strip` names, in order.
 
-    The values are known; each is searched for by its key, and no second key of that name may exist.
-    A key is never found inside a string, because quotes in strings are escaped.
+    The values are known; each is searched for by its key. A key is never found inside a string,
+    because quotes in strings are escaped. It is the key of that value, and not one of the same name
+    that stands deeper, when the name is found as often as there are values and no key is spelled
+    with an escape.
     Raises: _NotCertainError.
     """
+    # One byte is found ten times as fast as four.
+    if data.find(_BACKSLASH) >= 0 and data.find(_ESCAPED_ASCII) >= 0:
+        raise _NotCertainError
     choices = reply.choices or ()
     spans: Spans = []
     if strip.logprobs:
@@ -143,10 +152,10 @@ def _find(
     for value in values:
         if value is UNSET:
             continue
-        at = data.find(key, at) + len(key)
+        at = data.find(key, at) + len(key) + 1
         raw = bytes(value)
         end = at + len(raw)
-        if at < len(key) or data[at:end] != raw:
+        if at <= len(key) or data[at - 1] != _COLON or data[at:end] != raw:
             raise _NotCertainError
         if raw != NULL:
             spans.append((at, end))

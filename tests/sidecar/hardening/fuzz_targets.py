@@ -359,16 +359,16 @@ def framing(source: Source) -> tuple[bytes, bytes]:
 
 
 def strip_odd(data: bytes) -> None:
-    """However a document is spelled, what comes out is a document; and any bytes may come in."""
+    """However it is spelled, only the sidecar's own fields change; and any bytes may come in."""
     source = Source(data)
     strip = a_strip(source)
     lead, end = framing(source)
     whole = written(source, 4, Form(reply=True))
-    load(strip_reply(whole, strip))
+    check_stripped(whole, strip_reply(whole, strip), strip)
     line = written(source, 4, Form(lines=False, reply=True))
     after = strip_event(lead + line + end, strip)
     if after:
-        load(after[len(lead) : len(after) - len(end)])
+        check_stripped(line, after[len(lead) : len(after) - len(end)], strip)
     strip_event(source.rest(), strip)
     strip_reply(source.rest(), strip)
 

@@ -23,7 +23,12 @@ BUDGET_S = float(os.environ.get("SIDECAR_TEST_FUZZ_S", "20"))
 FOUND = {
     "strip_whole": (b"\xff\x00\x00\xff\x00\x00\x08\x96#\x8b\x00\t\xdc\xdc\xff\xff\xff",),
     "strip_stream": (b"\xec&   vX&\xda! -\x0b)-\x0b\x8c",),
-    "strip_odd": (b"\x06\x02\x00\xc0\x8c\xdf\x00\x00\x00\x00\xff#\x8c`J.\xa5\xa5\x8c\xd4",),
+    "strip_odd": (
+        b"\x06\x02\x00\xc0\x8c\xdf\x00\x00\x00\x00\xff#\x8c`J.\xa5\xa5\x8c\xd4",
+        bytes.fromhex(
+            "aaaaaa56ff4a85a54baaaa7b7daaaaaaaaaaaa2e00007fffffff00aaf1aa5455aaaaaaaaaaaaaa85"
+        ),
+    ),
 }
 
 

@@ -70,6 +70,17 @@ def test_the_same_names_elsewhere_stay() -> None:
     assert strip_reply(reply, ALL) == reply.replace(b'"logprobs":[3]', b'"logprobs":null')
 
 
+@pytest.mark.parametrize("name", [b'"token_ids" ', b'"token\\u005fids"'], ids=["space", "escape"])
+def test_a_name_that_is_spelled_oddly_is_not_taken_for_the_same_name_deeper_down(
+    name: bytes,
+) -> None:
+    reply = b'{"choices":[{%b:[1],"message":{"token_ids":[1]}}]}' % name
+
+    expected = b'{"choices":[{%b:null,"message":{"token_ids":[1]}}]}' % name
+    assert strip_reply(reply, ALL) == expected
+    assert strip_event(b"data: %b\n\n" % reply, ALL) == b"data: %b\n\n" % expected
+
+
 @pytest.mark.parametrize(
     "event",
     [
