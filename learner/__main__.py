@@ -32,7 +32,7 @@ def _main(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
 
     from learner.once import run_once
-    from learner.runs.schedule import run_schedule
+    from learner.schedule.loop import run_schedule
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one

@@ -24,7 +24,7 @@ ROOMS = ("sidecar", "ingest", "learner", "deploy")
             "deploy.cli.app, deploy.admin.app, deploy.canary.controller",
             "torch",
         ),
-        ("learner.runs.train, learner.runs.schedule, learner.runs.publish", "torch"),
+        ("learner.runs.train, learner.schedule.loop, learner.runs.publish", "torch"),
         ("ingest.score, ingest.sampling.worker, ingest.ruler.judging", "torch"),
         ("ingest.intake.loop, ingest.tokens.base_tokenizer, tokenizers, huggingface_hub", "torch"),
         (

@@ -16,6 +16,7 @@ from deploy.admin.out import (
     LoopOut,
     Out,
     RetentionOut,
+    ScheduleOut,
     SignalOut,
     TroubleOut,
     VerifierOut,
@@ -275,6 +276,8 @@ class LearnerOut(Out):
     run_requested: bool
     last_run: RunOut | None
     allowed_actions: list[str]
+    next_run_at: float | None = None  # null where the schedule has no times
+    schedule: ScheduleOut | None = None  # null until the learner has decided
 
 
 class ReplicaOut(Out):

@@ -384,3 +384,13 @@ class WatchOut(Out):
             adapters=[ProfileOut.known(name, one) for name, one in answer.profiles.items()],
             damaged=list(answer.damaged),
         )
+
+
+class ScheduleOut(Out):
+    """The newest decision of the learner's schedule."""
+
+    kind: str
+    why: str
+    """Why a run started, or why none starts now."""
+    at: float
+    """Written at least every minute while the learner lives."""

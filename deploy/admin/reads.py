@@ -34,6 +34,7 @@ from deploy.admin.out import (
     JudgeOut,
     LoopOut,
     RetentionOut,
+    ScheduleOut,
     StageOut,
     TroubleOut,
     VerifierOut,
@@ -61,6 +62,7 @@ from ingest.store.sealed_answers import opened_answers
 from ingest.store.troubles import SAMPLING_WAITS, read_trouble
 from ingest.tokens.base_tokenizer import FLAG as TOKEN_CHECK
 from ingest.verifiers.state import held_groups, read_verifiers, waiting_for
+from learner.schedule.told import read_told
 from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
 from sidecar.store.models import (
@@ -70,6 +72,7 @@ from sidecar.store.models import (
     CounterRow,
     GateComparisonRow,
     RunRow,
+    ScheduleJobRow,
 )
 
 log = structlog.get_logger()
@@ -277,11 +280,16 @@ def read_learner(session: Session, model: str) -> LearnerOut:
     switches = learner_switches.read(session)
     newest = select(RunRow).where(RunRow.model == model).order_by(RunRow.started_at.desc())
     row = session.scalars(newest.limit(1)).first()
+    told = read_told(session)
     return LearnerOut(
         paused=switches.paused,
         run_requested=switches.run_requested,
         last_run=None if row is None else _shown(f"run {row.run_id}", lambda: run_out(row)),
         allowed_actions=learner_switches.allowed_actions(switches),
+        next_run_at=session.scalar(
+            select(ScheduleJobRow.next_run_time).where(ScheduleJobRow.id == model)
+        ),
+        schedule=None if told is None else ScheduleOut(kind=told.kind, why=told.why, at=told.at),
     )
 
 

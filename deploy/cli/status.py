@@ -53,10 +53,18 @@ class Run(msgspec.Struct):
     progress: dict[str, Any] | None = None
 
 
+class Schedule(msgspec.Struct):
+    kind: str
+    why: str
+    at: float
+
+
 class Learner(msgspec.Struct):
     paused: bool
     run_requested: bool
     last_run: Run | None
+    next_run_at: float | None = None
+    schedule: Schedule | None = None
 
 
 class Replica(msgspec.Struct):
@@ -203,6 +211,7 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
         yield "Learner: runs when it is asked to (learner.schedule); `sidecar learn --once` asks."
     else:
         yield "Learner: follows its schedule."
+    yield from _next_run(learner, now)
     run = learner.last_run
     if run is None:
         yield "  It has not run yet."
@@ -221,6 +230,22 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
         at = (run.progress or {}).get("at")
         seen = f" ({shown_age(now - at)})" if isinstance(at, int | float) else ""
         yield f"  It is {where}{seen}."
+
+
+SILENT_S = 180.0
+"""A learner that told nothing for so long is away: it tells its decision every minute."""
+
+
+def _next_run(learner: Learner, now: float) -> Iterator[str]:
+    if learner.next_run_at is not None:
+        yield f"  Next scheduled time: {shown_time(learner.next_run_at, now)}."
+    told = learner.schedule
+    if told is None:
+        return
+    if now - told.at > SILENT_S:
+        yield f"  It said nothing since {shown_time(told.at, now)}; is `sidecar learn` up?"
+    elif told.kind not in ("start", "running") and not (told.kind == "paused" and learner.paused):
+        yield f"  No run now: {told.why}."
 
 
 def _engine(engine: Engine) -> Iterator[str]:

@@ -39,8 +39,8 @@ from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.budget import first_spent, read_usage
 from ingest.verifiers.state import read_verifiers, waiting_for
 from learner.ready import EMPTY, why_not_ready
-from learner.runs.cron import read_cron
-from learner.runs.schedule import PAUSED_FLAG
+from learner.schedule.cron import read_cron
+from learner.schedule.loop import PAUSED_FLAG
 from sidecar.errors import SettingsError, StoreError
 from sidecar.processes.state_lock import holder
 from sidecar.settings import Judge, Settings

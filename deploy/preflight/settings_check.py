@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.preflight.useless import refuse_useless
-from learner.runs.cron import read_cron
+from learner.schedule.cron import read_cron
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings, load_settings
 from sidecar.settings.checks import advice as settings_advice

@@ -9,8 +9,11 @@ import asyncio
 import io
 import json
 import sqlite3
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from datetime import UTC
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from apscheduler.schedulers.background import BackgroundScheduler
 from sqlalchemy import func, select, update
 
 from deploy.admin.app import create_app
@@ -71,8 +75,9 @@ from learner.errors import HeldError, LearnerError
 from learner.records import StepMetrics, TrainingJob, TrainingOutcome
 from learner.runs.hold import check_hold
 from learner.runs.runs import open_run
-from learner.runs.schedule import Schedule
 from learner.runs.train import Run
+from learner.schedule.loop import Schedule
+from learner.schedule.turns import keep_turns
 from sidecar.feedback.record import Feedback, TargetKind, encode_feedback
 from sidecar.records import Choice, Exchange, encode_exchange
 from sidecar.scoring.wire import Material
@@ -95,6 +100,7 @@ from sidecar.store.models import (
     JudgeCallRow,
     JudgeNoiseRow,
     RescoringRow,
+    ScheduleJobRow,
 )
 from support.clock import Clock
 from support.fake_checker import FakeChecker
@@ -501,12 +507,34 @@ class _Child:
         """It has ended."""
 
 
+def _turn(use: _Use, settings: Settings) -> None:
+    """A scheduled time that was missed, and the row of the next."""
+    turned = threading.Event()
+    for _ in range(2):
+        clock = BackgroundScheduler(timezone=UTC)
+        restore = keep_turns(clock, settings, use.database, turned.set)
+        clock.start()
+        restore()
+        clock.shutdown(wait=True)
+        with use.database.write() as session:
+            session.execute(update(ScheduleJobRow).values(next_run_time=time.time() - 1.0))
+    clock = BackgroundScheduler(timezone=UTC)
+    keep_turns(clock, settings, use.database, turned.set)
+    clock.start()
+    assert turned.wait(30)
+    clock.shutdown(wait=True)
+
+
 def _learn(use: _Use) -> None:
     _give_folder(use, CHAMPION)
-    schedule = Schedule(use.settings, use.database, lambda _: _Child(), clock=use.clock)
-    for _ in range(3):
-        schedule.poll()
-        use.clock.now += 3_600.0
+    learner = use.settings.learner.model_copy(update={"idle_below": 1e9, "schedule": "interval"})
+    timed = use.settings.model_copy(update={"learner": learner})
+    for settings in (use.settings, timed):
+        schedule = Schedule(settings, use.database, lambda _: _Child(), clock=use.clock)
+        for _ in range(3):
+            schedule.poll()
+            use.clock.now += 3_600.0
+    _turn(use, timed)
     with use.database.write() as session:
         open_run(session, run_id="dead", model=MODEL, parent=CHAMPION, settings={}, now=NOW)
     use.clock.now += 3_600.0

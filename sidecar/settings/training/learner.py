@@ -34,6 +34,13 @@ class Learner(ObjectiveSection):
     """For `schedule = "interval"`; rounded down to whole seconds."""
     cron: Line = "0 3 * * *"
     """For `cron`; five fields, UTC; APScheduler's own reading, where Monday is day 0."""
+    idle_below: Annotated[float, Between(0, 1_000_000_000, "0 sets no limit")] = 0.0
+    """A scheduled run starts only while users make fewer requests a minute than this; 0: always."""
+    idle_window_s: Annotated[
+        float,
+        Between(10, 86_400, "proxies tell their counts every 5 s, and a day has a night", "s"),
+    ] = 300.0
+    """Seconds over which the users' requests are counted for `idle_below`."""
     min_groups: Count = 16
     """A run starts, and `groups` fires, only with this many scored groups waiting."""
     max_groups: Count = 64

@@ -29,7 +29,7 @@ from sidecar.store.models.registry import (
     GateComparisonRow,
 )
 from sidecar.store.models.runs import RunRow, RunStepRow
-from sidecar.store.models.switches import CounterRow, FlagRow
+from sidecar.store.models.switches import CounterRow, FlagRow, ScheduleJobRow
 from sidecar.store.models.watch import AdapterProfileRow, WatchedAnswerRow
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "RoutingRow",
     "RunRow",
     "RunStepRow",
+    "ScheduleJobRow",
     "SignalRow",
     "WatchedAnswerRow",
 ]

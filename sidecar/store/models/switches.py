@@ -1,4 +1,4 @@
-"""Tables that every room writes: durable counts, and the operator's switches."""
+"""Durable counts, the operator's switches, and the next time of the learner's schedule."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ class FlagRow(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     value: Mapped[str] = mapped_column(Text)
     updated_at: Mapped[float]
+
+
+class ScheduleJobRow(Base):
+    """When the learner's schedule comes round next: one row for each model.
+
+    The table of APScheduler's job store (`learner.schedule.job_store`), which names the columns.
+    """
+
+    __tablename__ = "schedule_job"
+    id: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """Public model name."""
+    next_run_time: Mapped[float]
+    job_state: Mapped[str] = mapped_column(Text)

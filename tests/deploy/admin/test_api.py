@@ -785,7 +785,7 @@ async def test_the_learner_s_flags_are_those_that_the_schedule_reads(
     world: World, api: Api
 ) -> None:
     from deploy.registry import learner_switches
-    from learner.runs import schedule
+    from learner.schedule import loop as schedule
     from sidecar.store.database import get_flag
 
     await api.post("/learner/pause")

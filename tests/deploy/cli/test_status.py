@@ -22,6 +22,7 @@ from deploy.admin.out import (
     JudgeOut,
     LoopOut,
     OneJudgeOut,
+    ScheduleOut,
     TroubleOut,
     VerifierOut,
 )
@@ -396,6 +397,61 @@ def test_the_last_run_says_how_it_ended(last: RunOut, sentence: str) -> None:
     assert lines is not None
     assert lines[3].startswith("Learner: paused;")
     assert lines[4] == f"  Last run r-1: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "told_at", "expected"),
+    [
+        ("not_due", "the schedule has not come round", NOW - 30, ["  No run now: {why}."]),
+        ("users_busy", "users make 9.0 requests a minute", NOW, ["  No run now: {why}."]),
+        ("start", "16 groups wait", NOW - 30, []),
+        ("running", "a run is in progress", NOW - 30, []),
+        (
+            "canary",
+            "a canary is not decided",
+            NOW - 600,
+            [
+                "  It said nothing since 2026-03-01T09:20:00Z (10 min ago); is `sidecar learn` up?",
+            ],
+        ),
+    ],
+)
+def test_a_schedule_says_when_it_is_due_and_why_no_run_starts(
+    kind: str, why: str, told_at: float, expected: list[str]
+) -> None:
+    learner = LearnerOut(
+        paused=False,
+        run_requested=False,
+        last_run=None,
+        allowed_actions=[],
+        next_run_at=NOW + 7200,
+        schedule=ScheduleOut(kind=kind, why=why, at=told_at),
+    )
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert lines[3:-6] == [
+        "Learner: follows its schedule.",
+        "  Next scheduled time: 2026-03-01T11:30:00Z (in 2 h).",
+        *(line.format(why=why) for line in expected),
+        "  It has not run yet.",
+    ]
+
+
+def test_a_pause_is_said_once() -> None:
+    learner = LearnerOut(
+        paused=True,
+        run_requested=False,
+        last_run=None,
+        allowed_actions=[],
+        schedule=ScheduleOut(kind="paused", why="paused by the operator", at=NOW),
+    )
+
+    lines = status_lines(status(learner=learner), NOW)
+
+    assert lines is not None
+    assert lines[4] == "  It has not run yet."
 
 
 def test_a_run_that_goes_on_says_where_it_is_and_how_long_it_takes() -> None:

@@ -26,7 +26,7 @@ import pytest
 from pydantic import BaseModel
 
 from deploy.cli.own_path import without_working_folder
-from learner.runs.schedule import REQUESTED_FLAG
+from learner.schedule.loop import REQUESTED_FLAG
 from sidecar.settings import Settings
 from sidecar.settings.kinds import Between
 from sidecar.store.database import Database, set_flag

@@ -22,8 +22,8 @@ from learner.errors import (
 from learner.records import Fault, TrainingJob
 from learner.runs.blame import FAILED_RUNS
 from learner.runs.runs import LEASE_S, report_place
-from learner.runs.schedule import Schedule
 from learner.runs.train import Run
+from learner.schedule.loop import Schedule
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database

@@ -20,9 +20,9 @@ from learner.errors import HeldError
 from learner.once import run_once
 from learner.records import Candidate
 from learner.runs.runs import open_run
-from learner.runs.schedule import REQUESTED_FLAG, Schedule
-from learner.runs.schedule_rule import HELD_S
 from learner.runs.train import Run
+from learner.schedule.loop import REQUESTED_FLAG, Schedule
+from learner.schedule.rule import HELD_S
 from sidecar.settings import Settings, Watch
 from sidecar.store.arrays import pack_ids
 from sidecar.store.database import Database, compress, set_flag

@@ -8,7 +8,16 @@ from typing import Literal
 from sidecar.backoff import Backoff
 
 Kind = Literal[
-    "start", "running", "paused", "not_due", "canary", "held_back", "held", "too_few_groups"
+    "start",
+    "running",
+    "paused",
+    "not_due",
+    "canary",
+    "held_back",
+    "held",
+    "no_room",
+    "too_few_groups",
+    "users_busy",
 ]
 HOLDS = Backoff(first_s=30.0, last_s=3600.0)
 
@@ -33,6 +42,12 @@ class Situation:
     """Unix seconds; after a failure no run starts before then, unless requested."""
     held: bool = False
     """True when the reward watch held the last run; it is asked again after `hold_until`."""
+    no_room: str = ""
+    """Why the last run did not fit into memory; it is tried again after `hold_until`."""
+    idle_below: float = 0.0
+    """Users' requests a minute below which a run starts; 0: whatever they are."""
+    users_per_minute: float | None = None
+    """None: not watched for long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +68,9 @@ class Decision:
 def decide(seen: Situation) -> Decision:
     """Decide whether to start a run.
 
-    A pause stops every run. A request overrides the clock, the hold and the number of groups, but
-    not an active canary: the next run must start from the champion that the canary decides.
+    A pause stops every run. A request overrides the clock, the hold, the number of groups and the
+    users, but not an active canary: the next run must start from the champion that the canary
+    decides.
     """
     if seen.running:
         return Decision("running", "a run is in progress")
@@ -69,10 +85,27 @@ def decide(seen: Situation) -> Decision:
     if seen.now < seen.hold_until:
         if seen.held:
             return Decision("held", "the reward watch holds the learner; it is asked again later")
+        if seen.no_room:
+            return Decision("no_room", seen.no_room)
         return Decision("held_back", "the last run failed; held back for a while")
     if seen.groups < seen.min_groups:
         return Decision("too_few_groups", f"{seen.groups} of {seen.min_groups} groups wait")
+    if seen.idle_below and (busy := _busy(seen)):
+        return Decision("users_busy", busy)
     return Decision("start", f"{seen.groups} groups wait")
+
+
+def _busy(seen: Situation) -> str:
+    """Say why the users are not known to be few; empty when they are."""
+    rate = seen.users_per_minute
+    if rate is None:
+        return "users' requests are not watched for learner.idle_window_s yet"
+    if rate < seen.idle_below:
+        return ""
+    return (
+        f"users make {rate:.1f} requests a minute; a run starts below {seen.idle_below:g} "
+        "(learner.idle_below)"
+    )
 
 
 HELD_S = 600.0

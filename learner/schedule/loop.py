@@ -1,7 +1,9 @@
 """Run the learner on its schedule. Each run is a child process, which frees its memory at its end.
 
-Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups and its child
-process. The admin API sets the flags `learner_paused` and `learner_run_requested` ("1" or "0").
+Every `learner.poll_s` it polls the operator's flags, active canaries, waiting groups, users'
+requests and its child process. The admin API sets the flags `learner_paused` and
+`learner_run_requested` ("1" or "0"). What it decides is told in a flag too (`told`). A scheduled
+time that came round stays due, also over a restart, until a run starts or too few groups wait.
 """
 
 from __future__ import annotations
@@ -18,31 +20,37 @@ from typing import Protocol
 import structlog
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from learner.errors import ParentError
 from learner.runs.blame import blame_for_death
-from learner.runs.cron import read_cron
 from learner.runs.runs import abandon, find_parent
-from learner.runs.schedule_rule import HELD_S, Decision, Situation, decide, hold_s
 from learner.runs.source import count_fresh
+from learner.schedule.idle import UserRate
+from learner.schedule.rule import HELD_S, Decision, Situation, decide, hold_s
+from learner.schedule.told import Told, write_told
+from learner.schedule.turns import forget_turns, keep_turns
+from sidecar.capture.durable_counts import REQUESTS
 from sidecar.errors import StoreError
 from sidecar.processes.children import own_environment, own_python
 from sidecar.processes.parent_death import guarded_command
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.models import AdapterRow, CanaryRow
+from sidecar.store.models import AdapterRow, CanaryRow, CounterRow
 
 log = structlog.get_logger()
 
 PAUSED_FLAG = "learner_paused"
 REQUESTED_FLAG = "learner_run_requested"
+DUE_FLAG = "learner_due"
 UNDECIDED = ("loading", "gating", "ramping")
 NICENESS = 10
 """Niceness of a run's process: it yields the CPU to vLLM and the proxy."""
 STOP_TIMEOUT_S = 20.0
+TOLD_S = 60.0
+"""Longest time between two writes of the same decision."""
 TRAINED, NOTHING_TO_LEARN, HELD = 0, 3, 4
 """Exit codes of a run."""
 
@@ -103,17 +111,26 @@ class Schedule:
         self._database = database
         self._launch = launch
         self._clock = clock
-        self._due = settings.learner.schedule == "groups"
+        self._by_groups = settings.learner.schedule == "groups"
+        self._due = False
+        self._has_times = settings.learner.schedule in ("interval", "cron")
+        """False: there may be times of earlier settings in the store."""
+        self._users = UserRate(settings.learner.idle_window_s)
         self._child: Child | None = None
         self._run_id = ""
         self._failures = 0
         self._hold_until = 0.0
         self._held = False
         self._logged: Decision | None = None
+        self._told: Told | None = None
 
     def turn(self) -> None:
         """Mark a run as due; called at each scheduled time."""
         self._due = True
+        try:
+            self._note_due("1")
+        except StoreError as error:  # it is due all the same, unless this process ends
+            log.warning("turn_not_stored", why=str(error))
 
     def poll(self) -> Decision | None:
         """Poll the child process, then start a run if one is due.
@@ -121,16 +138,19 @@ class Schedule:
         Returns: the decision; None while the store is unreachable.
         """
         try:
+            self._forget_turns()
             self._reap()
             with self._database.read() as session:
                 decision = decide(self._situation(session))
             if decision.start:
                 self._start(decision)
+            if decision.spent and not self._by_groups:
+                self._note_due("0")
+                self._due = False
+            self._tell(decision)
         except (StoreError, ParentError) as error:
             log.warning("learn_waits", kind="store", why=str(error))
             return None
-        if decision.spent and self._settings.learner.schedule != "groups":
-            self._due = False
         if self._logged is None or decision.kind != self._logged.kind:
             log.info("learn_waits" if not decision.start else "learn_starts", why=decision.why)
         self._logged = decision
@@ -141,6 +161,29 @@ class Schedule:
         if self._child is not None:
             self._child.stop()
             self._reap(stopped=True)
+
+    def _note_due(self, value: str) -> None:
+        with self._database.write(alone=False) as session:
+            if (get_flag(session, DUE_FLAG) or "0") != value:
+                set_flag(session, DUE_FLAG, value, now=self._clock())
+
+    def _forget_turns(self) -> None:
+        """Drop, once, the times of earlier settings, where the present ones have none."""
+        if not self._has_times:
+            self._note_due("0")
+            with self._database.write(alone=False) as session:
+                forget_turns(session, self._settings.serving.model)
+            self._has_times = True
+
+    def _tell(self, decision: Decision) -> None:
+        """Write the decision for the other processes, when it is new or was told long ago."""
+        now, told = self._clock(), self._told
+        same = told is not None and (told.kind, told.why) == (decision.kind, decision.why)
+        if told is not None and same and 0 <= now - told.at < TOLD_S:
+            return
+        self._told = Told(kind=decision.kind, why=decision.why, at=now)
+        with self._database.write(alone=False) as session:
+            write_told(session, self._told)
 
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
@@ -175,17 +218,21 @@ class Schedule:
             parent=find_parent(session, model).name,
             max_age=settings.max_age_versions,
         )
+        if settings.idle_below:
+            self._users.see(self._clock(), _requests(session))
         return Situation(
             running=self._child is not None,
             paused=get_flag(session, PAUSED_FLAG) == "1",
             requested=get_flag(session, REQUESTED_FLAG) == "1",
-            due=self._due,
+            due=self._by_groups or self._due or get_flag(session, DUE_FLAG) == "1",
             canary=_undecided(session, model),
             groups=groups,
             min_groups=settings.min_groups,
             now=self._clock(),
             hold_until=self._hold_until,
             held=self._held,
+            idle_below=settings.idle_below,
+            users_per_minute=self._users.per_minute,
         )
 
 
@@ -200,21 +247,28 @@ def _undecided(session: Session, model: str) -> str | None:
     return session.scalar(on_canary.limit(1)) or session.scalar(registered.limit(1))
 
 
-def start_clock(settings: Settings, schedule: Schedule) -> BackgroundScheduler:
+def _requests(session: Session) -> int:
+    """Return the users' requests that the proxies have counted since the store was made."""
+    total = session.scalar(select(func.sum(CounterRow.count)).where(CounterRow.stage == REQUESTS))
+    return int(total or 0)
+
+
+def start_clock(settings: Settings, database: Database, schedule: Schedule) -> BackgroundScheduler:
     """Start APScheduler, which calls the schedule from its own thread.
 
     Raises: SettingsError when `learner.cron` is no cron expression.
     """
-    learner = settings.learner
     clock = BackgroundScheduler(timezone=UTC)
-    if learner.schedule == "interval":
-        clock.add_job(schedule.turn, IntervalTrigger(seconds=int(learner.interval_s)))
-    elif learner.schedule == "cron":
-        clock.add_job(schedule.turn, read_cron(learner.cron))
-    clock.add_job(
-        schedule.poll, IntervalTrigger(seconds=learner.poll_s), max_instances=1, coalesce=True
-    )
+    restore = keep_turns(clock, settings, database, schedule.turn)
+
+    def tick() -> None:
+        restore()
+        schedule.poll()
+
+    every = IntervalTrigger(seconds=settings.learner.poll_s)
+    clock.add_job(tick, every, max_instances=1, coalesce=True)
     clock.start()
+    restore()
     return clock
 
 
@@ -230,7 +284,7 @@ def run_schedule(
     schedule = Schedule(
         settings, database, lambda run_id: ChildProcess(run_id, config), clock=clock
     )
-    ticking = start_clock(settings, schedule)
+    ticking = start_clock(settings, database, schedule)
     log.info("learn_ready", schedule=settings.learner.schedule)
     tell_ready()
     stopping.wait()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.runs.schedule_rule import Situation, decide, hold_s
+from learner.schedule.rule import Situation, decide, hold_s
 
 
 def seen(**changes: Any) -> Situation:

@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from learner.runs import schedule as schedule_module
 from learner.runs.runs import open_run
-from learner.runs.schedule import (
+from learner.schedule import loop as schedule_module
+from learner.schedule.loop import (
     PAUSED_FLAG,
     REQUESTED_FLAG,
     ChildProcess,
     Schedule,
     start_clock,
 )
+from learner.schedule.told import SCHEDULE_FLAG, Told, read_told
 from sidecar.errors import SettingsError
 from sidecar.settings import Settings
-from sidecar.store.database import Database, get_flag, set_flag
-from sidecar.store.models import CanaryRow, RunRow
+from sidecar.store.database import Database, count, get_flag, set_flag
+from sidecar.store.models import AdapterRow, CanaryRow, RunRow, ScheduleJobRow
 from support.clock import Clock
 
 if TYPE_CHECKING:
@@ -127,6 +128,88 @@ def test_a_turn_with_too_few_groups_is_skipped(world: MakeWorld) -> None:
 
     assert here.poll() == "too_few_groups"
     assert here.poll() == "not_due"
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_turn_that_waits_for_a_canary_is_kept_over_a_restart(
+    world: MakeWorld, database: Database, put_version: PutVersion
+) -> None:
+    name = put_version(1, state="registered")
+    before = world(schedule="cron")
+    before.schedule.turn()
+    assert before.poll() == "canary"
+
+    after = world(schedule="cron")
+    assert after.poll() == "canary"
+    with database.write() as session:
+        session.get_one(AdapterRow, name).state = "retired"
+
+    assert after.poll() == "start"
+    after.children[0].code = 0
+    assert after.poll() == "not_due"
+    assert world(schedule="cron").poll() == "not_due"
+
+
+def test_a_turn_of_other_settings_is_forgotten(world: MakeWorld, database: Database) -> None:
+    world(schedule="cron").schedule.turn()
+    with database.write() as session:
+        session.add(ScheduleJobRow(id="m", next_run_time=1.0, job_state="{}"))
+
+    assert world(schedule="manual").poll() == "not_due"
+
+    assert world(schedule="cron").poll() == "not_due"
+    with database.read() as session:
+        assert session.get(ScheduleJobRow, "m") is None
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_waits_until_users_are_few(
+    world: MakeWorld, database: Database, clock: Clock
+) -> None:
+    """12 requests in the first half of a minute, 3 in the second, none in the third."""
+    here = world(idle_below=5.0, idle_window_s=60.0)
+    told = []
+    for requests in (0, 12, 3, 0):
+        with database.write() as session:
+            count(session, "requests", "ok", requests)
+        told.append(here.poll())
+        clock.now += 30.0
+
+    assert told == ["users_busy", "users_busy", "users_busy", "start"]
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_request_does_not_wait_for_idle_users(world: MakeWorld) -> None:
+    here = world(idle_below=5.0)
+    here.flag(REQUESTED_FLAG, "1")
+
+    assert here.poll() == "start"
+
+
+def test_the_decision_is_told_when_it_changes_and_each_minute(
+    world: MakeWorld, database: Database, clock: Clock
+) -> None:
+    def told() -> Told | None:
+        with database.read() as session:
+            return read_told(session)
+
+    here = world(schedule="manual")
+    assert told() is None
+
+    here.poll()
+    first = Told(kind="not_due", why="the schedule has not come round", at=clock.now)
+    assert told() == first
+    clock.now += 59.0
+    here.poll()
+    assert told() == first
+    clock.now += 1.0
+    here.poll()
+    assert told() == Told(kind=first.kind, why=first.why, at=clock.now)
+    here.flag(PAUSED_FLAG, "1")
+    here.poll()
+    assert told() == Told(kind="paused", why="paused by the operator", at=clock.now)
+    here.flag(SCHEDULE_FLAG, "{")
+    assert told() is None
 
 
 @pytest.mark.usefixtures("two_groups")
@@ -256,24 +339,26 @@ def test_a_store_that_is_away_is_waited_for(world: MakeWorld, database: Database
 
 
 def test_the_clock_of_apscheduler_looks_again_and_again(
-    world: MakeWorld, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    world: MakeWorld, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = threading.Semaphore(0)
     here = world()
     monkeypatch.setattr(here.schedule, "poll", looked.release)
     learner = settings.learner.model_copy(update={"poll_s": 0.02})
 
-    ticking = start_clock(settings.model_copy(update={"learner": learner}), here.schedule)
+    ticking = start_clock(settings.model_copy(update={"learner": learner}), database, here.schedule)
 
     assert all(looked.acquire(timeout=60) for _ in range(2))
     ticking.shutdown(wait=True)
 
 
-def test_a_cron_expression_that_is_none_is_refused(world: MakeWorld, settings: Settings) -> None:
+def test_a_cron_expression_that_is_none_is_refused(
+    world: MakeWorld, settings: Settings, database: Database
+) -> None:
     learner = settings.learner.model_copy(update={"schedule": "cron", "cron": "every day"})
 
     with pytest.raises(SettingsError, match=r"learner\.cron"):
-        start_clock(settings.model_copy(update={"learner": learner}), world().schedule)
+        start_clock(settings.model_copy(update={"learner": learner}), database, world().schedule)
 
 
 def test_a_child_is_asked_before_it_is_killed(
@@ -302,7 +387,7 @@ def test_a_child_is_asked_before_it_is_killed(
 
 PARENT = """
 import sys, threading, time
-from learner.runs import schedule
+from learner.schedule import loop as schedule
 schedule.own_python = lambda *_: (sys.executable, "-c", {program!r})
 thread = threading.Thread(target=lambda: (schedule.ChildProcess("r", None), time.sleep(600)))
 thread.start()

@@ -1,0 +1,33 @@
+"""What the schedule does now, told to the other processes in a flag of the store."""
+
+from __future__ import annotations
+
+import msgspec
+from sqlalchemy.orm import Session
+
+from sidecar.store.database import get_flag, set_flag
+
+SCHEDULE_FLAG = "learner_schedule"
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest decision of the schedule."""
+
+    kind: str
+    """`learner.schedule.rule.Kind`"""
+    why: str
+    at: float
+    """Unix seconds; it is written at least every minute while the learner lives."""
+
+
+def write_told(session: Session, told: Told) -> None:
+    set_flag(session, SCHEDULE_FLAG, msgspec.json.encode(told).decode(), now=told.at)
+
+
+def read_told(session: Session) -> Told | None:
+    """Return the newest decision; None before the first, and for a damaged one."""
+    found = get_flag(session, SCHEDULE_FLAG)
+    try:
+        return msgspec.json.decode(found or "null", type=Told | None)
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,219 @@
+"""The scheduled times in the store, on both stores: restarts, missed times, damaged rows."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from apscheduler.schedulers.background import BackgroundScheduler
+from sqlalchemy import delete, update
+from structlog.testing import capture_logs
+
+from learner.schedule.turns import keep_turns
+from sidecar.errors import SettingsError
+from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import ScheduleJobRow
+
+pytestmark = pytest.mark.both_stores
+
+HOUR = 3600.0
+
+
+class Process:
+    """A learner's clock, as far as it has to do with scheduled times."""
+
+    def __init__(self, settings: Settings, database: Database, **learner: Any) -> None:
+        changed = settings.learner.model_copy(update=learner)
+        settings = settings.model_copy(update={"learner": changed})
+        self.turned = threading.Semaphore(0)
+        self.clock = BackgroundScheduler(timezone=UTC)
+        self.restore = keep_turns(self.clock, settings, database, self.turned.release)
+        self.clock.start()
+        self.restore()
+
+    def turns(self) -> int:
+        """Return how often it turned until now; a turn that is due comes within moments."""
+        found = 0
+        while self.turned.acquire(timeout=0.5):
+            found += 1
+        return found
+
+
+@pytest.fixture
+def process(settings: Settings, database: Database) -> Iterator[Callable[..., Process]]:
+    """process(**learner settings): starts one; it ends with the test."""
+    with ExitStack() as stack:
+
+        def start(**learner: Any) -> Process:
+            made = Process(settings, database, **learner)
+            stack.callback(lambda: made.clock.running and made.clock.shutdown(wait=True))
+            return made
+
+        yield start
+
+
+Start = Callable[..., Process]
+
+
+def stored(database: Database) -> float | None:
+    """The next time, seconds from now."""
+    with database.read() as session:
+        row = session.get(ScheduleJobRow, "m")
+        return None if row is None else row.next_run_time - time.time()
+
+
+def put(database: Database, **values: Any) -> None:
+    with database.write() as session:
+        session.execute(update(ScheduleJobRow).values(values))
+
+
+def test_an_interval_goes_on_after_a_restart(process: Start, database: Database) -> None:
+    """A process that restarts every hour runs every two hours all the same."""
+    first = process(schedule="interval", interval_s=2 * HOUR)
+    assert stored(database) == pytest.approx(2 * HOUR, abs=30)
+    first.clock.shutdown()
+    put(database, next_run_time=time.time() + HOUR)
+
+    again = process(schedule="interval", interval_s=2 * HOUR)
+
+    assert stored(database) == pytest.approx(HOUR, abs=30)
+    assert again.turns() == 0
+
+
+def test_times_missed_while_it_was_down_are_one_turn_at_once(
+    process: Start, database: Database
+) -> None:
+    process(schedule="interval", interval_s=2 * HOUR).clock.shutdown()
+    put(database, next_run_time=time.time() - 7 * HOUR)
+
+    again = process(schedule="interval", interval_s=2 * HOUR)
+
+    assert again.turns() == 1
+    # Missed at -7, -5, -3 and -1 h; the rhythm stays, so the next is in an hour.
+    assert stored(database) == pytest.approx(HOUR, abs=30)
+
+
+def test_a_cron_time_missed_while_it_was_down_is_one_turn_at_once(
+    process: Start, database: Database
+) -> None:
+    process(schedule="cron", cron="0 3 * * *").clock.shutdown()
+    put(database, next_run_time=time.time() - 50 * HOUR)
+
+    again = process(schedule="cron", cron="0 3 * * *")
+
+    assert again.turns() == 1
+    with database.read() as session:
+        at = datetime.fromtimestamp(session.get_one(ScheduleJobRow, "m").next_run_time, UTC)
+    assert (at.hour, at.minute) == (3, 0)
+    assert 0 < at.timestamp() - time.time() <= 24 * HOUR
+
+
+def test_a_month_of_missed_seconds_is_one_turn(process: Start, database: Database) -> None:
+    process(schedule="interval", interval_s=3.0).clock.shutdown()
+    put(database, next_run_time=time.time() - 720 * HOUR)
+    began = time.monotonic()
+
+    again = process(schedule="interval", interval_s=3.0)
+
+    assert again.turned.acquire(timeout=30)
+    assert time.monotonic() - began < 20
+
+
+def test_an_interval_turns_again_and_again(process: Start) -> None:
+    here = process(schedule="interval", interval_s=1.0)
+
+    assert all(here.turned.acquire(timeout=30) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "interval", "interval_s": HOUR},
+        {"schedule": "cron", "cron": "* * * * *"},
+    ],
+)
+def test_other_settings_begin_anew(
+    process: Start, database: Database, changes: dict[str, Any]
+) -> None:
+    process(schedule="interval", interval_s=2 * HOUR).clock.shutdown()
+    put(database, next_run_time=time.time() - 1)
+
+    with capture_logs() as logs:
+        here = process(**changes)
+
+    assert here.turns() == 0
+    at = stored(database)
+    assert at is not None
+    assert 0 < at < HOUR + 30
+    (replaced,) = [entry["why"] for entry in logs if entry["event"] == "schedule_row_replaced"]
+    assert replaced == "it is of 'turn' by 'every 7200 s'"
+
+
+class _Trap:
+    """What a pickle of it does when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("import builtins; builtins.trap_has_sprung = True",))
+
+
+DAMAGED: list[dict[str, Any]] = [
+    {"job_state": "{"},
+    {"job_state": '{"does":"turn"}'},
+    {"job_state": '{"does":"os:system","trigger":"every 7200 s"}'},
+    {"job_state": '{"does":"turn","trigger":"every 7200 s","args":[1]}'},
+    {"job_state": pickle.dumps(_Trap(), 0).decode()},
+    {"next_run_time": 1e300},
+    {"next_run_time": 4e9},
+    {"next_run_time": float("inf")},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_row_costs_itself_and_runs_nothing(
+    process: Start, database: Database, damage: dict[str, Any]
+) -> None:
+    import builtins
+
+    here = process(schedule="interval", interval_s=2 * HOUR)
+    put(database, **damage)
+
+    with capture_logs() as logs:
+        here.restore()
+
+    assert "schedule_row_replaced" in [entry["event"] for entry in logs]
+    assert stored(database) == pytest.approx(2 * HOUR, abs=30)
+    assert not hasattr(builtins, "trap_has_sprung")
+    assert here.turns() == 0
+
+
+def test_rows_of_other_models_are_left_alone(process: Start, database: Database) -> None:
+    with database.write() as session:
+        session.add(ScheduleJobRow(id="other", next_run_time=1.0, job_state="not ours"))
+
+    here = process(schedule="interval", interval_s=2 * HOUR)
+
+    assert here.turns() == 0
+    with database.read() as session:
+        assert session.get_one(ScheduleJobRow, "other").job_state == "not ours"
+
+
+def test_a_row_that_is_gone_is_made_again(process: Start, database: Database) -> None:
+    here = process(schedule="interval", interval_s=2 * HOUR)
+    with database.write() as session:
+        session.execute(delete(ScheduleJobRow))
+
+    here.restore()
+
+    assert stored(database) == pytest.approx(2 * HOUR, abs=30)
+
+
+def test_a_cron_expression_that_is_none_is_refused(settings: Settings, database: Database) -> None:
+    with pytest.raises(SettingsError, match=r"learner\.cron"):
+        Process(settings, database, schedule="cron", cron="every day")
