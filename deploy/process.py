@@ -184,7 +184,7 @@ async def _run(
         judge=settings.judge,
         fleet=fleet,
         watch=settings.watch,
-        token_digests=settings.admin.tokens,
+        tokens=settings.admin.tokens,
         on_change=on_change,
         examiner=examiner_of(settings),
         loops=lambda: {loop.name: loop.view for loop in loops},

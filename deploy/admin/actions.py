@@ -23,6 +23,7 @@ from deploy.admin.problems import (
 )
 from deploy.admin.reads import read_learner
 from deploy.admin.records import naming
+from deploy.admin.wire.scopes import PREFIX
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
 from deploy.records import Canary
@@ -41,7 +42,7 @@ Reason = Annotated[ReasonIn | None, Body()]
 
 def action_router(context: AdminContext) -> APIRouter:
     """Return the router of every POST of `/admin/v1`."""
-    router = APIRouter(dependencies=[Depends(known_query)])
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(known_query)])
     _add_rollback(router, context)
     _add_canary_actions(router, context)
     _add_learner_actions(router, context)

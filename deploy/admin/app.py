@@ -1,28 +1,32 @@
 """The admin API under `/admin/v1`, with its own listener and its own tokens.
 
 `reception` is middleware before every route: it authenticates the caller and limits the body.
+Each route needs the scope that `wire.scopes` states; `changes.idempotency` makes a change once.
 Reads are in `reads`, `records` and `learning`, changes in `actions`; every error is a problem+json.
 Handlers that use the store run in threads, so that a slow one delays no other.
 """
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+from typing import Any
+
+from fastapi import Depends, FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import select
 
 from deploy.admin import problems
 from deploy.admin.actions import action_router
-from deploy.admin.auth import Caller
+from deploy.admin.auth import Caller, allowed
+from deploy.admin.changes.idempotency import Idempotency
 from deploy.admin.context import AdminContext
 from deploy.admin.json import AsciiJSONResponse
 from deploy.admin.learning.runs import run_router
 from deploy.admin.metrics import StoreCollector, render
-from deploy.admin.out import Problem
 from deploy.admin.reads import read_router
 from deploy.admin.reception import Reception
 from deploy.admin.records import record_router
+from deploy.admin.wire.openapi import describe
 from sidecar.errors import StoreError
 from sidecar.store.models import RoutingRow
 
@@ -42,14 +46,24 @@ def create_app(context: AdminContext) -> FastAPI:
         default_response_class=AsciiJSONResponse,
         # A redirect for a trailing slash would be built from the untrusted Host header.
         redirect_slashes=False,
-        responses={"default": {"model": Problem, "description": "RFC 9457 problem"}},
+        dependencies=[Depends(allowed)],
     )
-    app.add_middleware(Reception, token_digests=context.token_digests, refusals=context.refusals)
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.update(describe(app))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    app.add_middleware(Idempotency, database=context.database, clock=context.clock)
+    # The last one that is added is the first one that a request meets.
+    app.add_middleware(Reception, tokens=context.tokens, refusals=context.refusals)
     problems.install(app)
-    app.include_router(read_router(context), prefix="/admin/v1")
-    app.include_router(record_router(context), prefix="/admin/v1")
-    app.include_router(run_router(context), prefix="/admin/v1")
-    app.include_router(action_router(context), prefix="/admin/v1")
+    app.include_router(read_router(context))
+    app.include_router(record_router(context))
+    app.include_router(run_router(context))
+    app.include_router(action_router(context))
     _add_probes(app, context)
     return app
 

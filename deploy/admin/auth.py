@@ -1,6 +1,7 @@
 """Authenticate callers of the admin API. Pure: `reception` calls it before it reads a body.
 
-With tokens configured (as SHA-256 hex digests) a caller must send one of them as a bearer token.
+With tokens configured (`<SHA-256 hex>` or `<SHA-256 hex>:<scope>+<scope>`) a caller must send one
+of them as a bearer token. It has the scopes named there; a digest alone has every scope.
 Without tokens the listener is loopback only (the settings refuse anything else), and every local
 process may call. A web page in a local browser may not: requests with a foreign `Origin`, or with a
 `Host` that is not a loopback name (DNS rebinding), are refused.
@@ -12,14 +13,17 @@ import hashlib
 import hmac
 import re
 from collections.abc import Collection, Iterable
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
 from deploy.admin.json import UnreadableError
+from deploy.admin.wire.scopes import EVERY_SCOPE, check_scope, scopes_of
 from deploy.errors import DeployError
 from sidecar.settings.addresses import is_loopback
+from sidecar.settings.kinds import AdminScope
 
 LOCAL = "local"
 """Actor in the audit when no token is configured."""
@@ -27,9 +31,19 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
 
 RefusalReason = Literal[
     "no_token", "unknown_token", "foreign_host", "foreign_origin", "unreadable", "too_large",
-    "too_slow",
+    "too_slow", "no_scope",
 ]  # fmt: skip
-"""Reasons to refuse a request before routing; label values of `sidecar_admin_refused_total`."""
+"""Reasons to refuse a request before its route runs; label values of
+`sidecar_admin_refused_total`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Who calls, and what the caller may do."""
+
+    name: str
+    """For the audit: the start of the token's digest, or `local`."""
+    scopes: frozenset[AdminScope]
 
 
 class RefusedError(DeployError):
@@ -56,11 +70,10 @@ class TooSlowError(RefusedError, TimeoutError):
     """The body did not arrive in time."""
 
 
-def admit(headers: Iterable[tuple[bytes, bytes]], token_digests: Collection[str]) -> str:
+def admit(headers: Iterable[tuple[bytes, bytes]], tokens: Collection[str]) -> Grant:
     """Authenticate a request by its headers.
 
-    headers: (name, value) pairs with lower-case names, as in ASGI.
-    Returns: the caller's name for the audit.
+    headers: (name, value) pairs with lower-case names, as in ASGI. tokens: as `admin.tokens`.
     Raises: UnreadableError, UnauthorizedError, ForbiddenError.
     """
     found: dict[bytes, bytes] = {}
@@ -71,8 +84,8 @@ def admit(headers: Iterable[tuple[bytes, bytes]], token_digests: Collection[str]
     host, origin = _text(found, b"host"), _text(found, b"origin")
     asked_host = _host_name(host)
     netloc = _netloc(origin)
-    if token_digests:
-        return actor_of(found.get(b"authorization"), token_digests)
+    if tokens:
+        return grant_of(found.get(b"authorization"), tokens)
     if not is_loopback(asked_host):
         raise ForbiddenError(
             "foreign_host",
@@ -80,31 +93,40 @@ def admit(headers: Iterable[tuple[bytes, bytes]], token_digests: Collection[str]
         )
     if origin is not None and netloc != host:
         raise ForbiddenError("foreign_origin", f"web pages of {origin!r} may not use the admin API")
-    return LOCAL
+    return Grant(LOCAL, EVERY_SCOPE)
 
 
-def actor_of(authorization: bytes | None, token_digests: Collection[str]) -> str:
-    """Check the `Authorization` header.
-
-    Returns: the caller's name for the audit: the start of the token's digest.
-    Raises: UnauthorizedError.
-    """
+def grant_of(authorization: bytes | None, tokens: Collection[str]) -> Grant:
+    """Check the `Authorization` header. tokens: as `admin.tokens`. Raises: UnauthorizedError."""
     scheme, _, token = (authorization or b"").partition(b" ")
     if scheme.lower() != b"bearer" or not token.strip():
         raise UnauthorizedError("no_token", "send `Authorization: Bearer <token>`")
     digest = hashlib.sha256(token.strip()).hexdigest()
+    known = [one.partition(":") for one in tokens]
     # Every digest is compared, in constant time: timing shows neither the match nor its length.
-    matches = [hmac.compare_digest(digest.encode(), one.lower().encode()) for one in token_digests]
+    matches = [hmac.compare_digest(digest.encode(), one.lower().encode()) for one, _, _ in known]
     if not any(matches):
         raise UnauthorizedError(
             "unknown_token", "unknown token; admin.tokens lists the digests of valid ones"
         )
-    return f"token:{digest[:8]}"
+    named = [words for (_, _, words), found in zip(known, matches, strict=True) if found]
+    scopes = [scopes_of(cast(list[AdminScope], words.split("+"))) for words in named if words]
+    # A digest that is listed twice has what both entries say.
+    every = EVERY_SCOPE if "" in named else frozenset[AdminScope]().union(*scopes)
+    return Grant(f"token:{digest[:8]}", every)
+
+
+async def allowed(request: Request) -> None:
+    """Check the caller's scopes: a dependency of every route. Raises: ScopeError."""
+    grant: Grant | None = request.scope.get("grant")
+    template = request.scope["route"].path
+    check_scope(request.method, template, grant.scopes if grant is not None else ())
 
 
 async def caller(request: Request) -> str:
     """Return the caller's name, which `reception` determined before routing."""
-    return str(request.scope["caller"])
+    grant: Grant = request.scope["grant"]
+    return grant.name
 
 
 Caller = Annotated[str, Depends(caller)]

@@ -24,8 +24,8 @@ class AdminContext:
     rules: CanarySettings
     fleet: Fleet
     watch: Watch = field(default_factory=Watch)
-    token_digests: tuple[str, ...] = ()
-    """SHA-256 (hex) of the accepted bearer tokens; empty: local processes need no token."""
+    tokens: tuple[str, ...] = ()
+    """As `admin.tokens`; empty: local processes need no token."""
     refusals: Refusals = field(default_factory=Refusals)
     """Counter of requests refused before routing."""
     on_change: Callable[[], None] = lambda: None

@@ -262,6 +262,8 @@ class AuditOut(Out):
     actor: str
     source: str
     """Source address of the request; empty when no request caused the change."""
+    request_id: str
+    """`x-request-id` of the reply to it; empty when no request caused the change."""
     action: str
     subject: str
     before: dict[str, Any]

@@ -15,6 +15,8 @@ from deploy.admin.filters import BadQueryError, UnknownValueError
 from deploy.admin.json import UnreadableError
 from deploy.admin.out import Problem
 from deploy.admin.paging import BadCursorError
+from deploy.admin.wire.openapi import MEDIA_TYPE
+from deploy.admin.wire.scopes import ScopeError, allowed_methods
 from deploy.errors import (
     DamagedRecordError,
     DeployError,
@@ -28,7 +30,6 @@ from sidecar.errors import StoreError
 
 log = structlog.get_logger()
 
-MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:learning-sidecar:problem:"
 
 
@@ -44,6 +45,14 @@ class StaleError(DeployError):
     """The resource has changed since the caller read its ETag."""
 
 
+class KeyReusedError(DeployError):
+    """The `Idempotency-Key` belongs to another request."""
+
+
+class KeyInUseError(DeployError):
+    """The first request with this `Idempotency-Key` is still being answered."""
+
+
 class ConflictError(DeployError):
     """The state does not allow the action; `allowed_actions` lists what it allows."""
 
@@ -56,11 +65,14 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     UnreadableError: (400, "unreadable", "The request cannot be read"),
     UnauthorizedError: (401, "unauthorized", "A valid token is required"),
     ForbiddenError: (403, "forbidden", "This origin is not allowed"),
+    ScopeError: (403, "no-scope", "The token lacks a scope"),
     UnknownAdapterError: (404, "unknown-adapter", "No such adapter"),
     UnknownCanaryError: (404, "unknown-canary", "No such canary"),
     UnknownRecordError: (404, "unknown-record", "No such record"),
     ConflictError: (409, "not-allowed-now", "Not allowed in this state"),
     TransitionError: (409, "not-allowed-now", "Not allowed in this state"),
+    KeyInUseError: (409, "key-in-use", "The first request is not answered yet"),
+    KeyReusedError: (422, "key-reused", "The key belongs to another request"),
     TooSlowError: (408, "too-slow", "The body arrived too slowly"),
     StaleError: (412, "stale", "The resource has changed meanwhile"),
     TooLargeError: (413, "too-large", "The body is too large"),
@@ -80,6 +92,7 @@ def install(app: FastAPI) -> None:
     """Answer every error of this app with a problem."""
     for kind in _KINDS:
         app.add_exception_handler(kind, _on_known)
+    app.add_exception_handler(ScopeError, _on_scope)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_unknown)
@@ -123,6 +136,16 @@ async def _on_known(request: Request, error: Exception) -> JSONResponse:
     return refusal(_path(request), error)
 
 
+async def _on_scope(request: Request, error: Exception) -> JSONResponse:
+    request.scope["refusals"].note(
+        "no_scope",
+        source=request.scope["source"],
+        method=request.method,
+        path=_path(request),
+    )
+    return refusal(_path(request), error)
+
+
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -138,13 +161,16 @@ async def _on_validation(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return problem(
+    reply = problem(
         _path(request),
         status=error.status_code,
         slug=_BY_STATUS.get(error.status_code, "http"),
         title=str(error.detail),
         detail=f"{request.method} {_path(request)}",
     )
+    if error.status_code == 405:  # the framework names the methods of one route of the path only
+        reply.headers["allow"] = ", ".join(allowed_methods(_path(request)))
+    return reply
 
 
 async def _on_unknown(request: Request, error: Exception) -> JSONResponse:

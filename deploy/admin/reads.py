@@ -42,6 +42,7 @@ from deploy.admin.out import (
 )
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import damaged, naming, page_of, run_out
+from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import UnknownAdapterError
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
@@ -81,7 +82,7 @@ Out = TypeVar("Out")
 
 def read_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for the present state."""
-    router = APIRouter(dependencies=[Depends(caller), Depends(known_query)])
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
     _add_overview(router, context)
     _add_adapters(router, context)
     _add_canaries(router, context)

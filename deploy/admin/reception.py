@@ -3,13 +3,16 @@
 The caller is authenticated before any byte of the body is read, for every method and every path but
 the probes. A body that is too long or too slow is refused; the routes get it whole. A refusal is
 counted by reason and logged at most once for each reason in LOG_INTERVAL_S. Neither the token nor
-the query is logged.
+the query is logged. Every reply has an `x-request-id`: the client's own, if it sent a plain one, or
+a new one. The audit keeps it beside the change.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -26,12 +29,15 @@ from deploy.admin.auth import (
 )
 from deploy.admin.json import UnreadableError, check_quoted, read_json
 from deploy.admin.problems import refusal
+from deploy.admin.wire.scopes import NEEDED, OPEN
 from deploy.registry import audit
 
 log = structlog.get_logger()
 
-PROBES = frozenset({"/healthz", "/readyz", "/admin/openapi.json"})
+PROBES = frozenset(path for (_, path), scope in NEEDED.items() if scope is OPEN)
 """Paths whose GET needs no authentication and has no body."""
+REQUEST_ID = b"x-request-id"
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,%d}" % audit.REQUEST_CHARACTERS)
 MAX_BODY_BYTES = 65_536
 """Largest body. The longest that a route takes is a reason of 2,000 characters."""
 BODY_TIMEOUT_S = 10.0
@@ -72,18 +78,18 @@ class Refusals:
 
 
 class Reception:
-    """The middleware. It passes the caller's name to the routes in `scope["caller"]`."""
+    """The middleware. It passes the caller and its scopes to the routes in `scope["grant"]`."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        token_digests: Collection[str],
+        tokens: Collection[str],
         refusals: Refusals,
         body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._app = app
-        self._token_digests = token_digests
+        self._tokens = tokens
         self._refusals = refusals
         self._body_timeout_s = body_timeout_s
 
@@ -91,14 +97,16 @@ class Reception:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        source = source_of(scope)
+        source, request_id = source_of(scope), request_id_of(scope)
+        send = _naming(request_id, send)
+        scope["source"], scope["refusals"] = source, self._refusals
         try:
             check_quoted(scope.get("raw_path") or scope["path"].encode(), "path")
             check_quoted(scope["query_string"], "query")
             if scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
                 body = b""
             else:
-                scope["caller"] = admit(scope["headers"], self._token_digests)
+                scope["grant"] = admit(scope["headers"], self._tokens)
                 body = await self._read_body(scope, receive)
         except (RefusedError, UnreadableError) as error:
             reason = error.reason if isinstance(error, RefusedError) else "unreadable"
@@ -108,7 +116,7 @@ class Reception:
         except ConnectionAbortedError:
             log.debug("admin_client_left", source=source)
             return
-        with audit.changes_come_from(source):
+        with audit.changes_come_from(source, request_id):
             await self._app(scope, _once(body, receive), send)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
@@ -144,6 +152,24 @@ def source_of(scope: Scope) -> str:
     """Return the peer address of the connection; forwarding headers are not trusted."""
     client = scope.get("client")
     return str(client[0])[: audit.SOURCE_CHARACTERS] if client else ""
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the client's `x-request-id` if it is plain text of bounded length, else a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID and _PLAIN_ID.fullmatch(value):
+            return bytes(value).decode()
+    return uuid.uuid4().hex
+
+
+def _naming(request_id: str, send: Send) -> Send:
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            named = [*message.get("headers", ()), (REQUEST_ID, request_id.encode())]
+            message = {**message, "headers": named}
+        await send(message)
+
+    return send_named
 
 
 def _too_large() -> TooLargeError:

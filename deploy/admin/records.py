@@ -28,6 +28,7 @@ from deploy.admin.models import (
 )
 from deploy.admin.out import FeedbackOut, SessionOut, SignalOut, TurnOut
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
+from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import DamagedRecordError, UnknownRecordError
 from ingest.feedback.reading import Told, told_of, told_of_session
 from ingest.grouping.features import load_choice
@@ -50,7 +51,7 @@ _MADE = frozenset(
 
 def record_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for records."""
-    router = APIRouter(dependencies=[Depends(caller), Depends(known_query)])
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
     _add_groups(router, context)
     _add_history(router, context)
     _add_sessions(router, context)

@@ -21,17 +21,20 @@ CONTROL = "control"
 
 SOURCE_CHARACTERS = 64
 """Longest source address that is kept: an IPv6 address with a zone fits."""
-_source: ContextVar[str] = ContextVar("audit_source", default="")
+REQUEST_CHARACTERS = 64
+"""Longest request id that is kept."""
+_origin: ContextVar[tuple[str, str]] = ContextVar("audit_origin", default=("", ""))
 
 
 @contextmanager
-def changes_come_from(source: str) -> Iterator[None]:
-    """Set the source address of audit rows written inside, also by threads started inside."""
-    token = _source.set(source)
+def changes_come_from(source: str, request_id: str = "") -> Iterator[None]:
+    """Set source address and request id of audit rows written inside, also by threads started
+    inside."""
+    token = _origin.set((source, request_id))
     try:
         yield
     finally:
-        _source.reset(token)
+        _origin.reset(token)
 
 
 def record(
@@ -46,11 +49,13 @@ def record(
     reason: str,
 ) -> None:
     """Add one row in the caller's transaction. `before` and `after` hold what changed, as JSON."""
+    source, request_id = _origin.get()
     session.add(
         AuditRow(
             at=now,
             actor=actor,
-            source=_source.get(),
+            source=source,
+            request_id=request_id,
             action=action,
             subject=subject,
             before=_as_json(before),

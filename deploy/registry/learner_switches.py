@@ -5,7 +5,6 @@ The learn process reads the flags by these names. A request to run stays set unt
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +19,8 @@ from sidecar.store.database import get_flag, set_flag
 
 PAUSED = "learner_paused"
 RUN_REQUESTED = "learner_run_requested"
+GENERATION = "learner_generation"
+"""Counts the operators' actions: a change and its reversal leave another generation."""
 ON = "1"
 OFF = "0"
 
@@ -30,18 +31,22 @@ Action = Literal["pause", "resume", "run"]
 class Switches:
     paused: bool
     run_requested: bool
+    generation: int = 0
 
     @property
     def etag(self) -> str:
-        """The entity tag: it encodes the state, so a change and its reversal give the same tag."""
-        text = f"{self.paused} {self.run_requested}"
-        return f'"{hashlib.sha256(text.encode()).hexdigest()[:12]}"'
+        """The entity tag. The learner itself only takes a request to run back, which no operator's
+        action follows without a new generation: no tag returns."""
+        return (
+            f'"g{self.generation}{"p" if self.paused else ""}{"r" if self.run_requested else ""}"'
+        )
 
 
 def read(session: Session) -> Switches:
     return Switches(
         paused=get_flag(session, PAUSED) == ON,
         run_requested=get_flag(session, RUN_REQUESTED) == ON,
+        generation=_generation(session),
     )
 
 
@@ -63,6 +68,8 @@ def switch(session: Session, action: Action, *, now: float, actor: str, reason: 
     session.flush()
     after = read(session)
     if after != before:
+        _count_up(session, now)
+        after = read(session)
         audit.record(
             session,
             now=now,
@@ -95,6 +102,7 @@ def override(
     before = read_override(session)
     write_override(session, found)
     set_flag(session, RUN_REQUESTED, ON, now=now)
+    _count_up(session, now)
     audit.record(
         session,
         now=now,
@@ -106,3 +114,16 @@ def override(
         reason=reason,
     )
     return found
+
+
+def _generation(session: Session) -> int:
+    text = get_flag(session, GENERATION) or ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
+def _count_up(session: Session, now: float) -> None:
+    # A damaged number must not hold up a pause; the time in seconds is above any count of changes.
+    known = get_flag(session, GENERATION)
+    following = _generation(session) + 1 if known is None or _generation(session) else int(now)
+    set_flag(session, GENERATION, str(following), now=now)
+    session.flush()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, SecretStr
@@ -25,6 +25,9 @@ _DEVICE = re.compile(r"cpu|mps|cuda(?::\d{1,4})?")
 _MAX_LINE = 500
 _SECRET_MARKS = frozenset("@?#")
 """Characters beside which a URL may hold a secret: user information, query, fragment."""
+AdminScope = Literal["read", "content", "operate", "train", "admin"]
+"""What a token of the admin API may do: read figures; read what was said; roll back and steer
+canaries; steer the learner; everything."""
 _SHOWN = 40
 """Characters of a refused number that a message quotes."""
 
@@ -169,6 +172,16 @@ def _name(text: str) -> str:
     return _line(text)
 
 
+def _admin_token(value: str) -> str:
+    digest, colon, words = value.partition(":")
+    known = get_args(AdminScope)
+    if colon and not set(words.split("+")) <= set(known):
+        raise ValueError(
+            "names an unknown scope; after the colon write scopes, joined by +: " + ", ".join(known)
+        )
+    return _digest(digest) + colon + words
+
+
 def _digest(token: str) -> str:
     if not _DIGEST.fullmatch(token):
         raise ValueError(
@@ -245,7 +258,8 @@ Text = Annotated[str, AfterValidator(_text)]
 Word = Annotated[str, AfterValidator(_word)]
 Folder = Annotated[Path, BeforeValidator(_no_empty_path)]
 Device = Annotated[str, AfterValidator(_device)]
-Digest = Annotated[str, AfterValidator(_digest)]
+AdminToken = Annotated[str, AfterValidator(_admin_token)]
+"""A digest, or a digest and its scopes: `<64 hex digits>:read+content`."""
 Key = Annotated[SecretStr, AfterValidator(_key)]
 
 Price = Mapping[

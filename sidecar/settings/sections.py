@@ -17,10 +17,10 @@ from sidecar.settings.bus_url import BusUrl
 from sidecar.settings.judge import GateJudge, Judge
 from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import (
+    AdminToken,
     Between,
     Bytes,
     Count,
-    Digest,
     Folder,
     Host,
     Interval,
@@ -233,8 +233,9 @@ class Admin(Section):
     """Address to listen on, plain HTTP. Not loopback: needs `tokens`."""
     port: Port = 8081
     """Port to listen on; 0 takes a free one, which `sidecar up` and the log print."""
-    tokens: tuple[Digest, ...] = ()
-    """SHA-256 hex digests of the accepted bearer tokens. None: only a loopback host is allowed."""
+    tokens: tuple[AdminToken, ...] = ()
+    """SHA-256 hex digests of the accepted bearer tokens, each with its scopes after a colon
+    (`<digest>:read+content`) or with every scope. None: only a loopback host is allowed."""
 
 
 class Telemetry(Section):

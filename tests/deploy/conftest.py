@@ -397,12 +397,12 @@ class Api:
 
 
 MakeApi = Callable[..., Api]
-"""make_api(*tokens, host=): the admin API over the world's store, behind these tokens."""
+"""make_api(*tokens, host=, scopes=): the admin API over the world's store, behind these tokens."""
 
 
 @pytest.fixture
 def make_api(world: World) -> MakeApi:
-    def make(*tokens: str, host: str = "127.0.0.1:8081") -> Api:
+    def make(*tokens: str, host: str = "127.0.0.1:8081", scopes: str = "") -> Api:
         reconciler = Reconciler(
             database=world.database,
             control=world.control,
@@ -412,13 +412,14 @@ def make_api(world: World) -> MakeApi:
         )
         changes: list[int] = []
         loops: dict[str, LoopView] = {"tick": LoopView()}
-        digests = tuple(hashlib.sha256(token.encode()).hexdigest() for token in tokens)
+        colon = f":{scopes}" if scopes else ""
+        digests = tuple(token_digest(token) + colon for token in tokens)
         context = AdminContext(
             database=world.database,
             model="m",
             rules=world.rules,
             fleet=Fleet({"http://vllm": reconciler}),
-            token_digests=digests,
+            tokens=digests,
             on_change=lambda: changes.append(1),
             clock=world.clock,
             loops=lambda: loops,

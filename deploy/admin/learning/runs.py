@@ -15,6 +15,7 @@ from deploy.admin.models import Page, RunOut
 from deploy.admin.out import Out
 from deploy.admin.paging import DEFAULT_LIMIT, Cursor, Limit, encode_cursor, newest_first
 from deploy.admin.records import naming, page_of, run_out
+from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import UnknownRecordError
 from sidecar.store.models import RunRow, RunStepRow
 
@@ -31,7 +32,7 @@ class RunStepOut(Out):
 
 def run_router(context: AdminContext) -> APIRouter:
     """Return the router of the GETs for one run."""
-    router = APIRouter(dependencies=[Depends(caller), Depends(known_query)])
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(caller), Depends(known_query)])
     database, model = context.database, context.model
 
     @router.get("/runs/{run_id}")

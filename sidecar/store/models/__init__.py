@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sidecar.store.models.base import Base
 from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
+from sidecar.store.models.control import IdempotentReplyRow
 from sidecar.store.models.deletions import ForgottenRow, GroupDigestRow
 from sidecar.store.models.feedback import FeedbackRow, SignalRow
 from sidecar.store.models.groups import (
@@ -53,6 +54,7 @@ __all__ = [
     "GateComparisonRow",
     "GroupDigestRow",
     "GroupRow",
+    "IdempotentReplyRow",
     "JudgeCallRow",
     "JudgeNoiseRow",
     "JudgeReplyRow",

@@ -56,6 +56,8 @@ class AuditRow(Base):
     actor: Mapped[str] = mapped_column(String(128))
     source: Mapped[str] = mapped_column(String(64), default="", server_default="")
     """The address that the request came from; empty: no request asked for the change."""
+    request_id: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    """`x-request-id` of that request's reply; empty: no request asked for the change."""
     action: Mapped[str] = mapped_column(String(64))
     subject: Mapped[str] = mapped_column(String(255))
     before: Mapped[dict[str, Any]]

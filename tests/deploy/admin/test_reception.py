@@ -15,7 +15,7 @@ import pytest
 import structlog
 import uvicorn
 
-from deploy.admin.auth import RefusalReason, UnauthorizedError, actor_of
+from deploy.admin.auth import RefusalReason, UnauthorizedError, grant_of
 from deploy.admin.reception import LOG_INTERVAL_S, MAX_BODY_BYTES, Reception, Refusals
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ async def test_a_body_that_does_not_come_times_out(make_api: MakeApi) -> None:
         raise AssertionError
 
     refusals = Refusals()
-    app = Reception(route, token_digests=(), refusals=refusals, body_timeout_s=0.0)
+    app = Reception(route, tokens=(), refusals=refusals, body_timeout_s=0.0)
 
     status, _, problem = await ask(app, "POST", "/admin/v1/rollback", receive=never)
 
@@ -257,10 +257,10 @@ async def test_two_authorization_headers_are_refused(make_api: MakeApi) -> None:
 def test_a_token_is_compared_by_its_bytes() -> None:
     digest = hashlib.sha256("schlüssel".encode()).hexdigest()
 
-    assert actor_of("bearer  schlüssel ".encode(), [digest.upper()]) == f"token:{digest[:8]}"
+    assert grant_of("bearer  schlüssel ".encode(), [digest.upper()]).name == f"token:{digest[:8]}"
     for wrong in (None, b"", b"Bearer", b"Bearer ", b"Bearer \xff", b"Token schl"):
         with pytest.raises(UnauthorizedError):
-            actor_of(wrong, [digest])
+            grant_of(wrong, [digest])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,153 @@
+"""What a token may do, how a caller learns it, and what a change leaves behind of its request."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from deploy.admin.auth import grant_of
+from deploy.admin.wire.scopes import NEEDED, scopes_of
+from sidecar.settings.kinds import AdminScope
+from sidecar.settings.sections import Admin
+from sidecar.store.models import AuditRow
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Api, MakeApi, World
+
+DIGEST = hashlib.sha256(b"t").hexdigest()
+AS_T = {"authorization": "Bearer t"}
+
+
+def routes_of(routes: Any) -> Iterator[tuple[str, str]]:
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield from ((method, route.path) for method in route.methods or ())
+        elif isinstance(inner := getattr(route, "original_router", None), APIRouter):
+            yield from routes_of(inner.routes)
+
+
+def test_every_route_has_a_scope_and_every_scope_a_route(api: Api) -> None:
+    found = set(routes_of(api.app.routes)) | {("GET", "/admin/openapi.json")}
+
+    assert found == set(NEEDED)
+    assert len(found) >= 25
+
+
+def test_a_digest_alone_has_every_scope_and_words_narrow_it() -> None:
+    header = b"Bearer t"
+
+    assert grant_of(header, [DIGEST]).scopes == {"read", "content", "operate", "train", "admin"}
+    assert grant_of(header, [f"{DIGEST}:read"]).scopes == {"read"}
+    assert grant_of(header, [f"{DIGEST}:content+train"]).scopes == {"read", "content", "train"}
+    assert scopes_of(()) == set()
+
+
+@pytest.mark.parametrize(
+    ("scope", "method", "path", "allowed"),
+    [
+        ("read", "GET", "/status", True),
+        ("read", "GET", "/audit", True),
+        ("read", "GET", "/groups/g", False),
+        ("read", "GET", "/exchanges/x", False),
+        ("read", "GET", "/sessions/a/b", False),
+        ("read", "GET", "/canaries/x/evidence", False),
+        ("read", "POST", "/rollback", False),
+        ("read", "POST", "/canaries/x/pause", False),
+        ("read", "POST", "/learner/pause", False),
+        ("content", "GET", "/groups/g", True),
+        ("content", "POST", "/rollback", False),
+        ("operate", "POST", "/rollback", True),
+        ("operate", "POST", "/canaries/x/pause", True),
+        ("operate", "POST", "/learner/pause", False),
+        ("operate", "GET", "/exchanges/x", False),
+        ("train", "POST", "/learner/pause", True),
+        ("train", "POST", "/rollback", False),
+        ("admin", "POST", "/learner/pause", True),
+        ("admin", "GET", "/exchanges/x", True),
+    ],
+)
+async def test_the_server_holds_a_token_to_its_scopes(
+    make_api: MakeApi, scope: AdminScope, method: str, path: str, allowed: bool
+) -> None:
+    api = make_api("t", scopes=scope)
+
+    reply = await api.client.request(method, f"/admin/v1{path}", headers=AS_T)
+
+    assert (reply.status_code != 403) is allowed, reply.text
+    if not allowed:
+        assert reply.json()["type"].endswith(":no-scope")
+        assert f"it has {', '.join(sorted(scopes_of([scope])))}" in reply.json()["detail"]
+        assert api.refusals.counts["no_scope"] == 1
+
+
+async def test_a_body_that_is_wrong_too_is_refused_for_its_scope(make_api: MakeApi) -> None:
+    reply = await make_api("t", scopes="read").post("/rollback", {"nope": 1}, **AS_T)
+
+    assert reply.status_code == 403
+
+
+def test_the_setting_takes_digests_with_and_without_scopes() -> None:
+    words = (DIGEST, f"{DIGEST}:read+content")
+
+    assert Admin(tokens=words).tokens == words
+    for wrong in (f"{DIGEST}:", f"{DIGEST}:write", f"{DIGEST}:read+", f"{DIGEST[1:]}:read"):
+        with pytest.raises(ValueError, match=r"scope|digest"):
+            Admin(tokens=(wrong,))
+
+
+async def test_a_wrong_method_is_told_all_that_the_path_takes(api: Api) -> None:
+    wrong = await api.client.delete("/admin/v1/canaries/x")
+    posted = await api.post("/status")
+
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+    assert (posted.status_code, posted.headers["allow"]) == (405, "GET")
+
+
+async def test_a_reply_and_the_audit_name_the_request(world: World, api: Api) -> None:
+    world.promote(world.register(1))
+
+    own = await api.post("/rollback", {"reason": "x"}, x_request_id="deploy-17.a")
+    strange = await api.post("/learner/pause", x_request_id="no spaces\tor so")
+    refused = await api.get("/nope")
+
+    assert own.headers["x-request-id"] == "deploy-17.a"
+    made = strange.headers["x-request-id"]
+    assert re.fullmatch(r"[0-9a-f]{32}", made)
+    assert refused.headers["x-request-id"] not in ("", made)
+    ids = {row.action: row.request_id for row in world.rows(AuditRow)}
+    assert (ids["rollback"], ids["learner.pause"]) == ("deploy-17.a", made)
+    assert ids["canary.promoted"] == ""
+    assert (await api.get("/audit")).json()["items"][0]["request_id"] == made
+
+
+async def test_no_etag_of_the_learner_returns(api: Api) -> None:
+    tags = [(await api.get("/learner")).headers["etag"]]
+    for action in ("pause", "resume", "pause", "resume", "run"):
+        reply = await api.post(f"/learner/{action}", if_match=tags[-1])
+        assert reply.status_code == 200, reply.text
+        tags.append(reply.headers["etag"])
+
+    assert len(set(tags)) == 6
+    assert (await api.post("/learner/run", if_match=tags[0])).status_code == 412
+
+
+async def test_the_description_says_scopes_and_the_form_of_errors(api: Api) -> None:
+    document = (await api.client.get("/admin/openapi.json")).json()
+
+    scheme = document["components"]["securitySchemes"]["token"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    back = document["paths"]["/admin/v1/rollback"]["post"]
+    assert (back["security"], back["x-scope"]) == ([{"token": []}], "operate")
+    assert "Needs the scope `operate`" in back["description"]
+    for status in ("400", "403", "409", "412", "422", "428"):
+        assert list(back["responses"][status]["content"]) == ["application/problem+json"]
+    assert document["paths"]["/healthz"]["get"]["security"] == []
+    session = document["paths"]["/admin/v1/sessions/{session_id}"]["get"]
+    assert session["x-scope"] == "content"
+    assert "HTTPValidationError" not in document["components"]["schemas"]
