@@ -25,7 +25,9 @@ def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="learner", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
     parser.add_argument(
-        "--once", action="store_true", help="one run now; exit 3: nothing to learn, 4: held"
+        "--once",
+        action="store_true",
+        help="one run now; exit 3: nothing, 4: held, 5: no room",
     )
     parser.add_argument("--run-id", default="", help="name of that run; default: a new one")
     parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")

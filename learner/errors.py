@@ -10,6 +10,7 @@ LearnerError
 │   └── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
 │   └── AlteredParentError              its folder was changed after registration: refuse
+├── NoRoomError (RuntimeError)          a run would not fit into its share of the memory: later
 ├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
 ├── OptimizerStateError (ValueError)    the parent's moments are damaged: start from nothing
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
@@ -41,6 +42,10 @@ class HeldError(LearnerError, RuntimeError):
 
     The message says what it found. `sidecar learner override` lets runs go on.
     """
+
+
+class NoRoomError(LearnerError, RuntimeError):
+    """A run would not fit into its share of the device's memory; nothing was taken or loaded."""
 
 
 class FaultyGroupsError(LearnerError):

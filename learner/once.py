@@ -11,14 +11,22 @@ from contextlib import suppress
 from types import FrameType
 from typing import TextIO
 
-from learner.errors import HeldError, NothingToLearnError, RunInProgressError
+from learner.errors import (
+    DeviceError,
+    HeldError,
+    NoRoomError,
+    NothingToLearnError,
+    RunInProgressError,
+)
 from learner.explain import explain
 from learner.records import Candidate
 from learner.runs.train import Run, Trainer
 from sidecar.settings import Settings
-from sidecar.store.database import Database
+from sidecar.store.database import Database, set_flag
 
-TRAINED, FAILED, NOTHING_TO_LEARN, HELD = 0, 1, 3, 4
+TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM = 0, 1, 3, 4, 5
+NO_ROOM_FLAG = "learner_no_room"
+"""Why the last run that was refused did not fit; the schedule tells it on."""
 POLL_S = 1.0
 TO_DO = (
     "`sidecar learner watch` has the figures (docs/reward-watch.md); "
@@ -35,7 +43,7 @@ def run_once(
     stopping: threading.Event,
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn, 4
-    held by the reward watch.
+    held by the reward watch, 5 no room in memory.
 
     TERM and INT end the run at the next pack; its groups are given back.
     stopping: set when such a signal arrived before this call.
@@ -53,7 +61,13 @@ def run_once(
     if stopping.is_set():
         run.stop()
     try:
+        _check_room(settings)
         candidate = start_when_free(run.start, wait=stopping.wait)
+    except NoRoomError as error:
+        sys.stdout.write(f"no room, nothing was trained: {error}\n")
+        with database.write(alone=False) as session:
+            set_flag(session, NO_ROOM_FLAG, str(error), now=clock())
+        return NO_ROOM
     except NothingToLearnError as error:
         sys.stdout.write(f"nothing to learn: {error}\n")
         return NOTHING_TO_LEARN
@@ -100,11 +114,28 @@ def _shown(stream: TextIO) -> Callable[[str], None]:
     return show if stream.isatty() else lambda line: None
 
 
-def _torch_trainer() -> Trainer:
+def _check_room(settings: Settings) -> None:
+    """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
+    _prepare_torch()
+    from learner.policy.adapter_io import open_device
+    from learner.policy.room import check_room
+
+    try:
+        device = open_device(settings.learner.device)
+    except DeviceError:
+        return
+    check_room(settings.serving.base_model_path, settings.learner, device)
+
+
+def _prepare_torch() -> None:
     # torch reads this at import. Threads that spin while they wait for each other take CPU time
     # from vLLM, and stall when they are preempted: on two busy cores a step ran 5 times faster with
     # this setting, on idle cores 1.2 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _torch_trainer() -> Trainer:
+    _prepare_torch()
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()

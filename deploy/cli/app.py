@@ -129,7 +129,7 @@ def learn(
     context: typer.Context,
     once: Annotated[bool, typer.Option("--once", help="one run now, then stop")] = False,
 ) -> None:
-    """Run the learner on its schedule, or once now (exit 3: nothing to learn, 4: held)."""
+    """Run the learner on its schedule, or once now (exit 3: nothing, 4: held, 5: no room)."""
     _run_process(context, "learn", *(("--once",) if once else ()))
 
 

@@ -79,7 +79,12 @@ class GrpoTrainer:
             torch.set_num_threads(job.settings.threads)
         policy = load_policy(job.base_model_path, job.parent, job.settings)
         state = parents_state(policy, job.parent)
-        saving = prepare(policy, job.settings.checkpointing, longest=_longest(policy, job))
+        saving = prepare(
+            policy,
+            job.settings.checkpointing,
+            longest=_longest(policy, job),
+            share=job.settings.memory_fraction,
+        )
         job.check_stop()
         outcome, state = run_steps(policy, job, state)
         outcome = replace(outcome, algorithm={**outcome.algorithm, "checkpointing": saving})

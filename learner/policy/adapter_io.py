@@ -34,6 +34,7 @@ from learner.errors import (
 from learner.explain import one_line
 from learner.policy.architecture import architecture
 from learner.policy.logprobs import Policy, wants_autocast
+from learner.policy.room import limit_torch
 from learner.policy.self_test import checked
 from learner.records import Parent
 from sidecar.settings import Learner
@@ -54,6 +55,7 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
         raise ParentError("serving.base_model_path is empty; name the weights that vLLM serves")
     transformers_logging.disable_progress_bar()
     device = open_device(settings.device)
+    limit_torch(device, settings.memory_fraction)
     autocast = wants_autocast(settings.precision, device)
     # fp32 weights on a CPU keep the residual stream in fp32; on a GPU memory is scarcer.
     dtype = torch.bfloat16 if autocast and device.type == "cuda" else torch.float32

@@ -114,12 +114,23 @@ def free_bytes(device: torch.device) -> int | None:
     return min(free, max(0, limit - used))
 
 
-def prepare(policy: Policy, setting: Checkpointing, *, longest: int) -> bool:
+def within_share(device: torch.device, free: int | None, share: float) -> int | None:
+    """Return the free memory that a process may still take, of its share of a card.
+
+    On a CPU the share is compared before a run, and what others use changes meanwhile.
+    """
+    if free is None or device.type != "cuda" or share >= 1:
+        return free
+    total = torch.cuda.mem_get_info(device)[1]
+    return max(0, min(free, int(share * total) - torch.cuda.memory_reserved(device)))
+
+
+def prepare(policy: Policy, setting: Checkpointing, *, longest: int, share: float = 1.0) -> bool:
     """Switch checkpointing on if the setting says so, or if the longest pack needs it.
 
-    longest: tokens. Returns: whether it is on.
+    longest: tokens. share: of the card, that this process may take. Returns: whether it is on.
     """
-    free = free_bytes(policy.device)
+    free = within_share(policy.device, free_bytes(policy.device), share)
     plain, saving = estimate(policy, longest)
     tight = plain is not None and free is not None and plain > SHARE * free
     on = setting == "on" or (setting == "auto" and tight)

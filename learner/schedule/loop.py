@@ -51,8 +51,10 @@ NICENESS = 10
 STOP_TIMEOUT_S = 20.0
 TOLD_S = 60.0
 """Longest time between two writes of the same decision."""
-TRAINED, NOTHING_TO_LEARN, HELD = 0, 3, 4
-"""Exit codes of a run."""
+TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM = 0, 3, 4, 5
+"""Exit codes of a run (`learner.once`)."""
+NO_ROOM_FLAG = "learner_no_room"
+"""Why the last run that was refused did not fit, as `learner.once` writes it."""
 
 
 class Child(Protocol):
@@ -121,6 +123,7 @@ class Schedule:
         self._failures = 0
         self._hold_until = 0.0
         self._held = False
+        self._no_room = ""
         self._logged: Decision | None = None
         self._told: Told | None = None
 
@@ -202,11 +205,12 @@ class Schedule:
             # A killed process cannot end its own run: end it here, or its lease blocks the next.
             culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
             abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
+            self._no_room = (get_flag(session, NO_ROOM_FLAG) or "") if code == NO_ROOM else ""
         self._child = None
-        done = code in (TRAINED, NOTHING_TO_LEARN, HELD)
+        done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM)
         self._failures = 0 if done else self._failures + 1
         self._held = code == HELD
-        wait_s = HELD_S if self._held else hold_s(self._failures)
+        wait_s = HELD_S if code in (HELD, NO_ROOM) else hold_s(self._failures)
         self._hold_until = self._clock() + wait_s
         log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=wait_s)
 
@@ -231,6 +235,7 @@ class Schedule:
             now=self._clock(),
             hold_until=self._hold_until,
             held=self._held,
+            no_room=self._no_room,
             idle_below=settings.idle_below,
             users_per_minute=self._users.per_minute,
         )

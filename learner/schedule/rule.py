@@ -110,7 +110,8 @@ def _busy(seen: Situation) -> str:
 
 HELD_S = 600.0
 """Seconds until the reward watch is asked again, when only the number of groups decides: users'
-answers change it, and those of a few minutes are some hundred."""
+answers change it, and those of a few minutes are some hundred. As long until memory is measured
+again for a run that did not fit."""
 
 
 def hold_s(failures: int) -> float:

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import select
 
 from learner import once
 from learner.__main__ import main
 from learner.errors import RunInProgressError
 from learner.once import run_once, start_when_free
+from learner.policy import room
 from learner.records import Candidate, Part, Stage
 from sidecar.settings import Settings
-from sidecar.store.database import Database
+from sidecar.store.database import Database, get_flag
 from sidecar.store.models import GroupRow, RunRow
 from support.clock import Clock
 
@@ -76,6 +78,26 @@ def test_nothing_to_learn_exits_3_and_says_why(
 ) -> None:
     assert run() == 3
     assert "0 fresh scored groups wait" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_that_would_not_fit_exits_5_takes_nothing_and_tells_the_schedule(
+    run: Callable[[], int],
+    database: Database,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "room_of", lambda *_: room.Room(total=10**9, free=1, share=1.0))
+
+    assert run() == 5
+
+    assert capsys.readouterr().out.startswith("no room, nothing was trained: a run needs about ")
+    with database.read() as session:
+        assert session.scalars(select(RunRow)).all() == []
+        assert set(session.scalars(select(GroupRow.status))) == {"scored"}
+        told = get_flag(session, once.NO_ROOM_FLAG)
+    assert told is not None
+    assert told.startswith("a run needs about ")
 
 
 class Terminal(io.StringIO):
@@ -231,6 +253,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.logprobs",
             "policy.memory",
             "policy.probe",
+            "policy.room",
             "policy.self_test",
         )
     }

@@ -84,6 +84,11 @@ class Learner(ObjectiveSection):
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on the CPU only."""
+    memory_fraction: Annotated[
+        float, Between(0, 1, "it is a share of the device's memory", above_low=True)
+    ] = 1.0
+    """Share of the device's memory that a run may take: of the card's, where torch is held to it,
+    or of the machine's or its control group's. A run that would not fit waits."""
     export: Annotated[str, AfterValidator(_export)] = ""
     """Where each step's figures go besides the store: `tensorboard:FOLDER`, `mlflow:URI` or
     `wandb:PROJECT`; the package must be installed. Empty: nowhere."""

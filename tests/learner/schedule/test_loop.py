@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
+from learner import once
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
 from learner.schedule.loop import (
+    NO_ROOM,
+    NO_ROOM_FLAG,
     PAUSED_FLAG,
     REQUESTED_FLAG,
     ChildProcess,
@@ -176,6 +179,25 @@ def test_a_run_waits_until_users_are_few(
         clock.now += 30.0
 
     assert told == ["users_busy", "users_busy", "users_busy", "start"]
+
+
+@pytest.mark.usefixtures("two_groups")
+def test_a_run_without_room_waits_ten_minutes_and_says_why(world: MakeWorld, clock: Clock) -> None:
+    here = world()
+    here.poll()
+    here.flag(NO_ROOM_FLAG, "a run needs about 16.4 GB on cuda:0")
+    here.children[-1].code = 5
+
+    decision = here.schedule.poll()
+
+    assert decision is not None
+    assert (decision.kind, decision.why) == ("no_room", "a run needs about 16.4 GB on cuda:0")
+    clock.now += 599.0
+    assert here.poll() == "no_room"
+    clock.now += 1.0
+    assert here.poll() == "start"
+    assert NO_ROOM_FLAG == once.NO_ROOM_FLAG
+    assert NO_ROOM == once.NO_ROOM
 
 
 @pytest.mark.usefixtures("two_groups")

@@ -1,0 +1,70 @@
+"""The sizes of a base model, from the heads of its safetensors files. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HEAD_BYTES = 100_000_000
+"""Longest head of a safetensors file, as the format limits it."""
+OF_BLOCK = (".layers.", ".h.", ".blocks.")
+"""What names of weights inside of a decoder's blocks contain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseSize:
+    """Numbers of a base model."""
+
+    numbers: int
+    """All weights."""
+    in_blocks: int
+    """Those of the decoder's blocks."""
+    widths: int
+    """Sum of inputs and outputs over the blocks' matrices: a LoRA of rank r has r times as many."""
+
+
+def base_size(folder: Path) -> BaseSize | None:
+    """Add up the weights of a folder; None when it has no safetensors, or one that is damaged."""
+    numbers = in_blocks = widths = 0
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        for path in files:
+            for name, shape in _shapes(path):
+                size = math.prod(shape)
+                numbers += size
+                if any(part in name for part in OF_BLOCK):
+                    in_blocks += size
+                    widths += sum(shape) if len(shape) == 2 else 0
+    except (OSError, ValueError, TypeError, AttributeError, struct.error):
+        return None
+    return BaseSize(numbers=numbers, in_blocks=in_blocks, widths=widths) if files else None
+
+
+def _shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > HEAD_BYTES:
+            raise ValueError(f"{path}: its head has {length} bytes")
+        head = json.loads(file.read(length))
+    for name, tensor in head.items():
+        if name != "__metadata__":
+            yield name, [int(width) for width in tensor["shape"]]
+
+
+def base_folder(name: str) -> Path | None:
+    """Return the folder of a base; of a hub name, the one in the cache, if it is there."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None

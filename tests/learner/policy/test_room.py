@@ -1,0 +1,154 @@
+"""Room for a run: sizes from files, what every run needs, and the words of a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from learner.base_weights import BaseSize, base_folder, base_size
+from learner.errors import NoRoomError
+from learner.policy import memory, room
+from learner.policy.head import CHUNK_BYTES
+from learner.policy.memory import Sizes
+from learner.policy.room import Room, check_room, least_bytes, room_of
+from sidecar.settings import Learner
+
+CPU = torch.device("cpu")
+TINY = 48 * 32 + 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 48 * 32 + 2 * 32) + 32
+"""Of the tiny base: embeddings, two blocks (q o, k v, MLP, two norms), and the last norm."""
+
+
+def test_the_weights_of_a_base_are_counted_from_the_heads_of_its_files(tiny_base: Path) -> None:
+    found = base_size(tiny_base)
+
+    widths = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert widths == 928
+    assert found == BaseSize(numbers=TINY, in_blocks=TINY - 48 * 32 - 32, widths=widths)
+
+
+def test_a_folder_that_says_nothing_has_no_size(tmp_path: Path) -> None:
+    assert base_size(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
+    assert base_size(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"[]")
+    assert base_size(tmp_path) is None
+
+
+def test_the_folder_of_a_name_that_is_nowhere_is_not_known(tmp_path: Path) -> None:
+    assert base_folder(str(tmp_path)) == tmp_path
+    assert base_folder("nobody/nothing-of-this-name") is None
+    assert base_folder("a/b/c") is None
+
+
+def test_what_a_run_needs_by_hand() -> None:
+    """10 weights of 2 bytes; rank 3 over widths 7, each weight with 7 numbers beside it in fp32; a
+    pack of 256 tokens that keeps the inputs of 2 layers of width 5, one layer, and a mask."""
+    model = Sizes(layers=2, hidden=5, queries=5, keys=5, inner=10)
+    one_layer = 6 * 5 + 3 * 5 + 4 * 5 + 4 * 10
+    pack = 256 * (2 * 5 + one_layer) * 2 + 256 * 256 * 2 + 2 * CHUNK_BYTES
+
+    found = least_bytes(
+        BaseSize(numbers=10, in_blocks=8, widths=7), model, rank=3, weight=2.0, number=2.0
+    )
+
+    assert found == 20 + 3 * 7 * 4 * 8 + pack
+
+
+def test_the_budget_is_the_smaller_of_the_share_and_what_is_free() -> None:
+    assert Room(total=100, free=60, share=1.0).budget == 60
+    assert Room(total=100, free=60, share=0.25).budget == 25
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    found = room_of(CPU, 0.5)
+
+    assert found is not None
+    assert 0 < found.free <= found.total
+    assert found.share == 0.5
+
+
+def test_a_run_that_fits_may_begin(
+    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=10**12, free=10**11, share=1.0))
+
+    check_room(str(tiny_base), learner_settings, CPU)
+
+
+def test_a_run_that_takes_more_than_its_share_is_refused_in_words(
+    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=10**9, free=10**9, share=0.01))
+
+    with pytest.raises(NoRoomError) as refused:
+        check_room(str(tiny_base), learner_settings, CPU)
+
+    assert str(refused.value) == (
+        f"a run needs about {2 * CHUNK_BYTES / 1e9:.1f} GB on cpu, and learner.memory_fraction = "
+        "0.01 allows 0.0 GB of the 1.0 GB; raise it, or use a smaller base or another "
+        "learner.device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "to_do"),
+    [
+        ("cpu", "free memory, or use a smaller base or another machine"),
+        (
+            "cuda:0",
+            "give vLLM less (--gpu-memory-utilization), or set learner.device to another card",
+        ),
+    ],
+)
+def test_a_run_for_which_others_leave_no_room_is_refused_in_words(
+    tiny_base: Path,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    to_do: str,
+) -> None:
+    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=80 * 10**9, free=10**6, share=0.5))
+
+    with pytest.raises(NoRoomError) as refused:
+        check_room(str(tiny_base), learner_settings, torch.device(device))
+
+    assert str(refused.value).endswith(f"on {device}, and 0.0 of 80.0 GB are free; {to_do}")
+
+
+def test_a_base_without_sizes_may_begin_and_the_log_says_so(
+    tmp_path: Path, learner_settings: Learner
+) -> None:
+    with capture_logs() as logs:
+        check_room(str(tmp_path), learner_settings, CPU)
+
+    assert [entry["event"] for entry in logs] == ["room_not_known"]
+
+
+def test_torch_is_held_to_the_share_of_a_card_and_never_to_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given)
+    )
+    card = torch.device("cuda", 1)
+
+    for device, share in ((CPU, 0.5), (card, 1.0), (card, 0.5)):
+        room.limit_torch(device, share)
+
+    assert limits == [(0.5, card)]
+
+
+def test_a_pack_on_a_card_has_what_is_left_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (700, 1_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 150)
+    card = torch.device("cuda", 0)
+
+    assert memory.within_share(card, 700, 1.0) == 700
+    assert memory.within_share(card, 700, 0.5) == 350
+    assert memory.within_share(card, 300, 0.5) == 300
+    assert memory.within_share(card, 700, 0.1) == 0
+    assert memory.within_share(CPU, 700, 0.1) == 700
