@@ -16,6 +16,7 @@ from deploy.admin.out import (
     LoopOut,
     Out,
     RetentionOut,
+    RoutingOut,
     ScheduleOut,
     SignalOut,
     TroubleOut,
@@ -316,13 +317,6 @@ class EngineOut(Out):
             refused=dict(view.refused),
             replicas={url: ReplicaOut.of(one) for url, one in view.replicas.items()},
         )
-
-
-class RoutingOut(Out):
-    champion: str
-    canary: str | None
-    canary_weight_bp: int
-    generation: int
 
 
 class StatusOut(Out):

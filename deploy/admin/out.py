@@ -394,3 +394,10 @@ class ScheduleOut(Out):
     """Why a run started, or why none starts now."""
     at: float
     """Written at least every minute while the learner lives."""
+
+
+class RoutingOut(Out):
+    champion: str
+    canary: str | None
+    canary_weight_bp: int
+    generation: int

@@ -21,7 +21,6 @@ from deploy.admin.models import (
     EvidenceOut,
     LearnerOut,
     Page,
-    RoutingOut,
     StatusOut,
 )
 from deploy.admin.out import (
@@ -34,6 +33,7 @@ from deploy.admin.out import (
     JudgeOut,
     LoopOut,
     RetentionOut,
+    RoutingOut,
     ScheduleOut,
     StageOut,
     TroubleOut,

@@ -11,11 +11,10 @@ from deploy.admin.models import (
     EngineOut,
     LearnerOut,
     ReplicaOut,
-    RoutingOut,
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import (
+from deploy.admin.out import RoutingOut, (
     BusOut,
     GateJudgeOut,
     JudgeNoiseOut,
