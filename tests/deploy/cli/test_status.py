@@ -14,13 +14,14 @@ from deploy.admin.models import (
     RunOut,
     StatusOut,
 )
-from deploy.admin.out import RoutingOut, (
+from deploy.admin.out import (
     BusOut,
     GateJudgeOut,
     JudgeNoiseOut,
     JudgeOut,
     LoopOut,
     OneJudgeOut,
+    RoutingOut,
     ScheduleOut,
     TroubleOut,
     VerifierOut,
