@@ -1,4 +1,4 @@
-"""Fit the weights of the preference on one half: `python -m benchmarks.groups.fit`."""
+"""Fit the weights of the preference on the first recording: `python -m benchmarks.groups.fit`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from benchmarks.groups.recording import Step, halves, read
-from ingest.grouping.preference import inputs
+from benchmarks.groups.recording import Step, seen
+from ingest.grouping.preference import inputs, prior
 
 PENALTY: Final = 1.0
 """Of the squared weights, in steps: a prior of sd 1 on each."""
@@ -17,14 +17,14 @@ PACE: Final = 0.5
 
 def fit(steps: Sequence[Step]) -> Mapping[str, float]:
     """Return the weights of a logistic model of `spread`, by gradient descent."""
-    rows = [(inputs(one.features), one.spread) for one in steps]
+    rows = [(inputs(one.features), prior(one.features), one.spread) for one in steps]
     weights = dict.fromkeys(rows[0][0], 0.0)
     for _ in range(ROUNDS):
         pull = {
             name: PENALTY * value * (name != "bias") / len(rows) for name, value in weights.items()
         }
-        for given, spread in rows:
-            logit = sum(weights[name] * value for name, value in given.items())
+        for given, known, spread in rows:
+            logit = known + sum(weights[name] * value for name, value in given.items())
             error = 1 / (1 + math.exp(-logit)) - spread
             for name, value in given.items():
                 pull[name] += error * value / len(rows)
@@ -33,6 +33,5 @@ def fit(steps: Sequence[Step]) -> Mapping[str, float]:
 
 
 if __name__ == "__main__":
-    seen, _ = halves(read())
-    for name, value in fit(seen).items():
+    for name, value in fit(seen()).items():
         print(f"{name:12} {value:6.2f}")

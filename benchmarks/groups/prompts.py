@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SEED: Final = 13
-"""Of all prompts: the same list in every run."""
+"""Of the prompts of the first recording: the same list in every run."""
 TOOLS: Final = {
     "weather": ["Will it rain in {city} today?", "How warm is it in {city}?"],
     "calculator": ["What is {a} times {b}?", "Divide {a} by {b}."],
@@ -58,9 +58,9 @@ def score(prompt: Prompt, answer: str, finish_reason: str | None) -> float:
     return 1.0 if finish_reason == "stop" else 0.5
 
 
-def make_prompts() -> list[Prompt]:
+def make_prompts(seed: int = SEED) -> list[Prompt]:
     """Make the prompts, mixed."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     found = [
         *_tools(rng, 70), *_finals(rng, 70), *_talk(rng, 60), *_sums(rng, 70),
         *_templated(rng, 70), *_near(rng, 10, 6), *_repeated(rng, 40),

@@ -1,7 +1,8 @@
-"""Record the benchmark's traffic from a vLLM: `python -m benchmarks.groups.record URL MODEL FILE`.
+"""Record the benchmark's traffic from a vLLM:
+`python -m benchmarks.groups.record URL MODEL FILE [SEED]`.
 
 Each prompt is answered at temperature 1 with the exact log-probabilities, once for each user who
-asked it and eight times more for its candidates. Run once; the recording is in the repository.
+asked it and eight times more for its candidates. The recordings are in the repository.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.groups.prompts import Prompt, make_prompts
+from benchmarks.groups.prompts import SEED, Prompt, make_prompts
 
 CANDIDATES: Final = 7
 """The served answer and these are a group of the default size."""
@@ -66,9 +67,9 @@ def ask(url: str, model: str, prompt: Prompt, began: float) -> list[list[Any]] |
     ]
 
 
-def main(url: str, model: str, file: str) -> None:
+def main(url: str, model: str, file: str, seed: str = str(SEED)) -> None:
     began = time.monotonic()
-    prompts = make_prompts()
+    prompts = make_prompts(int(seed))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda one: ask(url, model, one, began), prompts))
     kept = [[at, found] for at, found in enumerate(answers) if found is not None]

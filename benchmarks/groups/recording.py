@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.groups.prompts import Prompt, make_prompts, score
+from benchmarks.groups.prompts import SEED, Prompt, make_prompts, score
 from ingest.grouping.features import Features, opening_key, surprisals
-from ingest.grouping.held_out import share_of
 from ingest.grouping.same_prompt import MIN_FREE
 from ingest.intake.standing import EARLIER
 from ingest.sampling.candidates import ALIKE_ENOUGH
 
 FILE: Final = Path(__file__).with_name("recorded.json.xz")
+"""The first recording: the weights are fitted on it, and openings have their history in it."""
+LATER: Final = Path(__file__).with_name("recorded-later.json.xz")
+"""Made when nothing was fitted or chosen any more, of other prompts of the same kinds."""
+LATER_SEED: Final = 41
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,9 @@ class Step:
     served: int
 
 
-def read(path: Path = FILE) -> list[Step]:
-    """Read the recording. Raises: OSError, ValueError."""
-    prompts = make_prompts()
+def read(path: Path = FILE, seed: int = SEED) -> list[Step]:
+    """Read a recording. seed: that its prompts were made with. Raises: OSError, ValueError."""
+    prompts = make_prompts(seed)
     found = json.loads(lzma.decompress(path.read_bytes()))
     return [_step(prompts[at], answers) for at, answers in found]
 
@@ -69,7 +72,7 @@ def _step(prompt: Prompt, answers: Sequence[Sequence[Any]]) -> Step:
             cut=answers[0][1] == "length",
             tokens=lengths[0],
             tool_choice="choose one tool" in prompt.system,
-            final_answer=True,
+            final_answer="choose one tool" not in prompt.system,
         ),
         spread=not alike and max(group) > min(group),
         tokens=sum(lengths[at] for at in sampled),
@@ -78,24 +81,25 @@ def _step(prompt: Prompt, answers: Sequence[Sequence[Any]]) -> Step:
     )
 
 
-def halves(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """Split the traffic by a hash: the half that the weights are fitted on, and the held-out one.
+def seen() -> list[Step]:
+    """Return the first recording. Each step knows the groups of its opening, but for its own."""
+    steps = read()
+    return told(steps, steps, own=True)
 
-    Each step knows the groups of its opening in the first half, but for its own.
-    """
-    first = [share_of(f"half{at}") < 0.5 for at in range(len(steps))]
-    groups = Counter(one.opening for one, seen in zip(steps, first, strict=True) if seen)
-    spread = Counter(
-        one.opening for one, seen in zip(steps, first, strict=True) if seen and one.spread
-    )
-    told = [
-        _with_earlier(one, groups[one.opening] - seen, spread[one.opening] - (seen and one.spread))
-        for one, seen in zip(steps, first, strict=True)
+
+def later() -> list[Step]:
+    """Return the later recording. Each step knows the groups of its opening in the first one."""
+    return told(read(LATER, LATER_SEED), read(), own=False)
+
+
+def told(steps: Sequence[Step], history: Sequence[Step], *, own: bool) -> list[Step]:
+    """Return the steps with what is known of their openings. own: they are the history's."""
+    groups = Counter(one.opening for one in history)
+    spread = Counter(one.opening for one in history if one.spread)
+    return [
+        _with_earlier(one, groups[one.opening] - own, spread[one.opening] - (own and one.spread))
+        for one in steps
     ]
-    return (
-        [one for one, seen in zip(told, first, strict=True) if seen],
-        [one for one, seen in zip(told, first, strict=True) if not seen],
-    )
 
 
 def _with_earlier(step: Step, groups: int, spread: int) -> Step:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ingest.best_of.groups import SCORED
 from ingest.grouping.selection import BACKLOG, CHOSEN
-from ingest.intake.choose import STAGE as SELECTION
+from ingest.grouping.selection import STAGE as SELECTION
 from ingest.intake.consume import REPEATED, STORED
 from ingest.intake.consume import STAGE as CONSUME
 from ingest.retention.deletion import DELETED_GROUPS

@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
+from ingest.feedback.drawn_again import draw_again
 from ingest.sessions.arrival import NAMED
 from ingest.store.forgotten import forgotten_feedback
 from sidecar.feedback.record import Feedback
@@ -61,7 +62,8 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
     """Store feedback and join what names an exchange that is stored. Counts each once.
 
     In the caller's write transaction, which must be alone, so that no exchange is stored meanwhile.
-    What names a forgotten exchange or session is counted alone.
+    What names a forgotten exchange or session is counted alone. An exchange that gets a negative
+    score is drawn again.
     Returns: what is not stored, because its id has another content.
     """
     if not records:
@@ -71,6 +73,7 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
     fresh: dict[str, Feedback] = {}
     conflicts: list[Conflict] = []
     counts: Counter[str] = Counter()
+    negative: set[str] = set()
     for record in records:
         if record.feedback_id in gone:
             counts[FORGOTTEN] += 1
@@ -94,6 +97,9 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
         values["exchange_id"] = found.exchange_id if found is not None and joined else None
         values["session_id"] = found.session_id if found is not None and joined else None
         session.execute(insert_into(session, FeedbackRow).values(**values, stored_at=now))
+        if found is not None and joined and record.score is not None and record.score < 0:
+            negative.add(found.exchange_id)
+    draw_again(session, negative)
     _count(session, counts)
     return conflicts
 

@@ -8,7 +8,9 @@ from sqlalchemy import delete, select, tuple_
 from sqlalchemy.orm import Session
 
 from ingest.feedback.deriving import Derived, first_of_each
+from ingest.feedback.drawn_again import draw_again
 from ingest.feedback.signals import Signal, SignalKind
+from ingest.grouping.features import DISCONTENT
 from sidecar.store.database import count, insert_into
 from sidecar.store.models import SignalRow
 
@@ -59,7 +61,8 @@ def _withdraw_moved(session: Session, derived: Derived) -> None:
 
 def save_signals(session: Session, signals: Iterable[Signal]) -> None:
     """Store signals, in the caller's transaction. Of one exchange and kind the earliest one stays,
-    so the order of arrival makes no difference."""
+    so the order of arrival makes no difference. Answers that a user was discontent with are drawn
+    again."""
     found = first_of_each(signals)
     if not found:
         return
@@ -90,6 +93,8 @@ def save_signals(session: Session, signals: Iterable[Signal]) -> None:
         )
         if before is None:
             count(session, STAGE, one.kind)
+    new = (one for one in found if (one.exchange_id, one.kind) not in known)
+    draw_again(session, {one.exchange_id for one in new if one.kind in DISCONTENT})
 
 
 def withdraw_abandonments(session: Session, began: Mapping[str, Collection[float]]) -> None:

@@ -32,7 +32,8 @@ SURE_OF: Final = math.log(2)
 _VARIABLE: Final = re.compile(r"[0-9a-f]{8,}|[\d.,:/-]*\d[\d.,:/-]*")
 """Ids, numbers, dates and times: what a template fills in."""
 _SPACE: Final = re.compile(r"\W+")
-_DISCONTENT: Final = frozenset({"correction", "regeneration", "abandonment"})
+DISCONTENT: Final = frozenset({"correction", "regeneration", "abandonment"})
+"""Kinds of signals that say that a better answer was wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def features_of(
         tokens=len(choice.token_ids) if choice is not None else 0,
         tool_choice=has_tools(request) and role == "user",
         final_answer=choice is not None and choice.finish_reason != "tool_calls",
-        corrected=not _DISCONTENT.isdisjoint(signals),
+        corrected=not DISCONTENT.isdisjoint(signals),
         negative=negative,
         earlier=earlier[0],
         earlier_spread=earlier[1],

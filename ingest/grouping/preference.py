@@ -5,8 +5,8 @@ of a few features estimates the chance of a spread; steps below a pivot are draw
 share of all steps is drawn whatever their features say, so no propensity is 0: whoever reads the
 groups can weigh them by 1 / propensity, and a wrong model is corrected by what it left in.
 
-The weights were fitted by `python -m benchmarks.groups.fit` on one half of the benchmark's
-recording; docs/log.md has what they are worth on the other half, and their limits.
+The weights were fitted by `python -m benchmarks.groups.fit` on the benchmark's first recording;
+docs/log.md has what they are worth on one that was made later, and their limits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ PRIOR_GROUPS: Final = 2.0
 """Groups without an outcome that every opening is credited with: a new one is neither good nor
 bad."""
 PRIOR_SPREAD: Final = 0.5
-STEEPNESS: Final = 3.0
+STEEPNESS: Final = 6.0
 """Exponent by which the chance to be drawn falls below the pivot."""
-PIVOT: Final = 0.55
+PIVOT: Final = 0.6
 """Chance of a spread from which a step is always kept."""
 WEIGHTS: Final[Mapping[str, float]] = {
-    "bias": 1.02,
-    "surprisal": -0.12,
-    "forks": -0.12,
-    "cut": -1.02,
-    "log_tokens": -0.18,
-    "tool_choice": -0.58,
-    "earlier": 1.00,
+    "bias": 0.58,
+    "surprisal": -0.17,
+    "forks": 0.30,
+    "cut": -0.80,
+    "log_tokens": -0.59,
+    "earlier": 1.08,
 }
-"""Log-odds. `tool_choice` is what the recording says of a model of 135M parameters, which chooses
-the wrong tool almost always; with a history, `earlier` outweighs it."""
+"""Log-odds."""
+DECIDES: Final = 0.5
+"""Log-odds that the first choice of a tool, or a final answer, has over the steps between them,
+which mostly follow from what a tool gave: not fitted, for the recording has no such steps."""
 TOLD: Final = 1.0
 """Log-odds that a user's discontent adds: not fitted, for the recording has no users. Whoever asks
 again says that a better answer was possible."""
@@ -65,15 +66,20 @@ def inputs(features: Features) -> dict[str, float]:
         "forks": features.forks,
         "cut": float(features.cut),
         "log_tokens": math.log1p(min(features.tokens, 4_096)) / 4,
-        "tool_choice": float(features.tool_choice),
         "earlier": math.log(share / (1 - share)),
     }
+
+
+def prior(features: Features) -> float:
+    """Return the log-odds of what is not fitted."""
+    decides = features.tool_choice or features.final_answer
+    return DECIDES * decides + TOLD * (features.corrected or features.negative)
 
 
 def chance_of_spread(features: Features, weights: Mapping[str, float] = WEIGHTS) -> float:
     """Estimate the probability that a group of this step has a spread, 0..1."""
     logit = sum(weights.get(name, 0.0) * value for name, value in inputs(features).items())
-    logit += TOLD * (features.corrected or features.negative)
+    logit += prior(features)
     return 1 / (1 + math.exp(-max(-30.0, min(30.0, logit))))
 
 

@@ -182,7 +182,6 @@ class Joins:
         mates: list[str] = []
         siblings: list[Sibling] = []
         for mate in self._mates.get(place, ()):
-            own = mate.exchange_id == exchange.exchange_id or mate.exchange_id in self.taken
             own = mate.exchange_id == exchange.exchange_id
             if own or mate.exchange_id in self.taken or len(answers) >= room:
                 continue

@@ -41,6 +41,8 @@ from ingest.records import Answer, Group
 from sidecar.records import Exchange
 from sidecar.settings import SamplingField
 
+STAGE = "selection"
+"""Stage of the counters of reasons."""
 CHOSEN = "chosen"
 HELD_OUT = "held_out"
 BACKLOG = "backlog"

@@ -21,6 +21,7 @@ from ingest.grouping.rules import live_adapters, rules_now
 from ingest.grouping.same_prompt import JOINED
 from ingest.grouping.selection import (
     BACKLOG,
+    STAGE,
     TURN_DECIDED,
     Decision,
     Rules,
@@ -52,7 +53,6 @@ from ingest.store.groups import (
 )
 from sidecar.store.database import Database, count
 
-STAGE = "selection"
 UNREADABLE = "unreadable"
 
 log = structlog.get_logger()

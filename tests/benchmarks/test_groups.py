@@ -6,16 +6,16 @@ import pytest
 
 from benchmarks.groups.fit import fit
 from benchmarks.groups.prompts import Prompt, score
-from benchmarks.groups.recording import FILE, Step, halves, read
-from benchmarks.groups.run import factor, yielded
+from benchmarks.groups.recording import FILE, LATER, Step, later, seen, told
+from benchmarks.groups.run import by_opening, factor, yielded
 from ingest.grouping.features import Features
 from ingest.grouping.preference import WEIGHTS
 
 
-def step(*, spread: bool, tokens: int = 100, free: bool = False) -> Step:
+def step(*, spread: bool, tokens: int = 100, free: bool = False, opening: str = "o") -> Step:
     return Step(
         kind="chat",
-        opening="o",
+        opening=opening,
         features=Features(),
         spread=spread,
         tokens=tokens,
@@ -45,10 +45,31 @@ def test_an_answer_that_was_cut_is_worth_half() -> None:
     assert score(prompt, "no", "stop") == 0.0
 
 
-def test_the_weights_are_those_that_the_seen_half_of_the_recording_gives() -> None:
-    steps = read()
-    seen, held_out = halves(steps)
+def test_history_of_an_opening_leaves_out_the_step_itself() -> None:
+    steps = [step(spread=True), step(spread=True), step(spread=False)]
 
-    assert len(steps) == len(seen) + len(held_out) == 440
+    def earlier(found: list[Step]) -> list[tuple[int, int]]:
+        return [(one.features.earlier, one.features.earlier_spread) for one in found]
+
+    assert earlier(told(steps, steps, own=True)) == [(2, 1), (2, 1), (2, 2)]
+    assert earlier(told(steps[:1], steps, own=False)) == [(3, 2)]
+
+
+def test_the_best_by_opening_keeps_those_that_yield_most_for_a_token() -> None:
+    good = [step(spread=True, opening="a"), step(spread=False, opening="a")]
+    bad = [step(spread=True, opening="b"), *(step(spread=False, opening="b") for _ in range(3))]
+
+    weight = by_opening([*good, *bad])
+
+    assert [weight(one) for one in (good[1], bad[0])] == [1.0, 0.1]
+    # 1 + 0.1 groups for 200 + 0.1 * 400 tokens, over 2 for 600.
+    assert factor([*good, *bad], weight) == pytest.approx((1.1 / 240) / (2 / 600))
+
+
+def test_the_weights_are_those_that_the_first_recording_gives() -> None:
+    steps = seen()
+
+    assert len(steps) == len(later()) == 440
     assert FILE.stat().st_size < 200_000
-    assert fit(seen) == pytest.approx(dict(WEIGHTS), abs=0.006)
+    assert LATER.stat().st_size < 200_000
+    assert fit(steps) == pytest.approx(dict(WEIGHTS), abs=0.006)

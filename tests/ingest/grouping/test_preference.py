@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ingest.feedback.placing import save_feedback
+from ingest.feedback.signals import Signal
+from ingest.feedback.store import save_signals
 from ingest.grouping.features import (
     Features,
     features_of,
@@ -20,7 +24,7 @@ from ingest.grouping.features import (
 from ingest.grouping.preference import chance_of_spread, draw, propensity
 from ingest.grouping.selection import group_id_of
 from ingest.intake.choose import choose_new
-from support.ingest_kit import Kit, make_choice, make_exchange
+from support.ingest_kit import Kit, make_choice, make_exchange, make_feedback
 
 GOOD = Features(recorded=True, earlier=32, earlier_spread=30)
 BAD = Features(recorded=True, earlier=32, earlier_spread=0)
@@ -70,6 +74,15 @@ def test_what_promises_a_spread_is_likelier_to_be_drawn(better: Features) -> Non
     assert propensity(better, rate=0.5, uniform_share=0.1) >= propensity(
         worse, rate=0.5, uniform_share=0.1
     )
+
+
+@pytest.mark.parametrize("decides", [Features(tool_choice=True), Features(final_answer=True)])
+def test_the_first_choice_of_a_tool_and_a_final_answer_are_preferred_to_the_steps_between(
+    decides: Features,
+) -> None:
+    odds = [one / (1 - one) for one in map(chance_of_spread, (decides, Features()))]
+
+    assert math.log(odds[0] / odds[1]) == pytest.approx(0.5)
 
 
 def test_a_step_that_promises_nothing_keeps_the_uniform_share() -> None:
@@ -159,3 +172,77 @@ def test_earlier_groups_of_an_opening_tell_of_the_next_one(kit: Kit) -> None:
     features = json.loads(kit.row(group_id).chosen_because or "")["features"]
     assert (features["earlier"], features["earlier_spread"]) == (3, 1)
     assert group_id == group_id_of("next")
+
+
+@pytest.mark.both_stores
+@pytest.mark.parametrize("shown", ["feedback", "signal"])
+def test_discontent_that_comes_after_the_decision_draws_the_step_again(
+    kit: Kit, shown: str
+) -> None:
+    rules = kit.rules(choose="prefer", rate=0.5, uniform_share=0.1)
+    served = make_choice(logprobs=(-0.1, -0.1, -0.1), finish_reason="length")
+    likely, unlikely = luck_between(features_of(make_exchange(choices=(served,)), {}))
+    for name in (likely, unlikely):
+        kit.store(kit.exchange(name, choices=(served,)))
+
+    def decide(now: float) -> dict[str, int]:
+        choose_new(kit.database, rules, model="smollm", limit=100, now=now)
+        return kit.counts("selection")
+
+    assert decide(2.0) == {"rate": 2}
+
+    with kit.database.write() as session:
+        for name in (likely, unlikely):
+            if shown == "signal":
+                save_signals(session, [corrected(name)])
+            else:
+                save_feedback(
+                    session, [make_feedback(f"f-{name}", target=name, score=-1.0)], now=3.0
+                )
+
+    assert kit.counts("selection") == {}
+    assert decide(4.0) == {"rate": 1, "chosen": 1}
+    row = kit.row(group_id_of(likely))
+    because = json.loads(row.chosen_because or "")["features"]
+    assert because["negative" if shown == "feedback" else "corrected"] is True
+
+
+@pytest.mark.parametrize("shown", ["praise", "retry", "twice", "chosen"])
+def test_what_shows_no_new_discontent_draws_nothing_again(kit: Kit, shown: str) -> None:
+    kit.store(kit.exchange("a"))
+    rate = 1.0 if shown == "chosen" else 0.0
+    choose_new(kit.database, kit.rules(rate=rate), model="smollm", limit=9, now=2.0)
+    with kit.database.write() as session:
+        if shown == "praise":
+            save_feedback(session, [make_feedback("f", target="a", score=0.0)], now=3.0)
+        elif shown == "retry":
+            save_signals(session, [replace(corrected("a"), kind="retry")])
+        else:
+            save_signals(session, [corrected("a")])
+    if shown == "twice":
+        choose_new(kit.database, kit.rules(rate=0.0), model="smollm", limit=9, now=4.0)
+        with kit.database.write() as session:
+            save_signals(session, [replace(corrected("a"), at=1.0)])  # the same, seen earlier
+
+    assert kit.counts("selection") == ({"chosen": 1} if shown == "chosen" else {"rate": 1})
+
+
+def luck_between(features: Features) -> tuple[str, str]:
+    """Two ids that are not drawn: the first one would be, had its user been discontent."""
+
+    def drawn(name: str, one: Features) -> bool:
+        return draw(name, one, choose="prefer", rate=0.5, uniform_share=0.1).drawn
+
+    told = replace(features, corrected=True)
+    names = [f"e{at}" for at in range(1_000)]
+    left_out = [one for one in names if not drawn(one, features)]
+    return (
+        next(one for one in left_out if drawn(one, told)),
+        next(one for one in left_out if not drawn(one, told)),
+    )
+
+
+def corrected(name: str) -> Signal:
+    return Signal(
+        kind="correction", exchange_id=name, by_id="b", session_id="s", at=2.5, evidence={}
+    )
