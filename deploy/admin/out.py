@@ -387,13 +387,9 @@ class WatchOut(Out):
 
 
 class ScheduleOut(Out):
-    """The newest decision of the learner's schedule."""
-
     kind: str
-    why: str
-    """Why a run started, or why none starts now."""
+    why: str  # a run started, or none starts now; told at least every minute
     at: float
-    """Written at least every minute while the learner lives."""
 
 
 class RoutingOut(Out):
