@@ -48,6 +48,9 @@ class Group:
     """[P] token ids of the prompt, shared by all answers."""
     answers: tuple[Answer, ...]
     """[G] the answers."""
+    masked_by: str | None = None
+    """What forbade tokens while the answers were sampled, or may have (`ingest.grouping.masks`).
+    None: nothing did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

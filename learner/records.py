@@ -32,6 +32,8 @@ class TrainableRow:
     start: tuple[float, ...] = ()
     """[S] nats, under the policy at the start of the run; empty when the loss does not read
     them."""
+    recorded: bool = True
+    """False: `logprobs` are zeros, and the check puts recomputed ones in their place."""
     kept: tuple[bool, ...] = ()
     """[S] False: the token has no part in the loss, though the answer has. Empty: all have one. A
     trainable row keeps at least one token."""
@@ -59,6 +61,8 @@ class TrainingGroup:
     """[G] the answers."""
     scores: tuple[float, ...]
     """[G] rewards, unitless, 0..1: the judge's scores, or what verifiers made of them."""
+    masked_by: str | None = None
+    """What forbade tokens while the answers were sampled, or may have; None: nothing did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,20 @@ class Fault:
     """A drop reason of the data dictionary."""
     text: str
     """The details, for a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedAnswers:
+    """What the check before the first step decided about the answers of a group."""
+
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """Index of an answer -> why it has no part in the loss."""
+    recomputed: tuple[int, ...] = ()
+    """Indices of answers whose log-probabilities the trainer computed itself."""
+    masked_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Index of an answer that is trained on -> its tokens that a mask of the server touched."""
+    tokens: int = 0
+    """Tokens that are trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +124,9 @@ class StepMetrics:
     """`computed_tokens` over `seconds`."""
     masked_answers: int = 0
     """Answers of the step's groups that have no part in the loss."""
+    masked_tokens: int = 0
+    """Tokens of trainable answers that a mask of the server touched: they have no part in the loss,
+    and are not counted in `tokens`."""
     answer_tokens: float = 0.0
     """Mean length of a trainable answer, in tokens."""
     drift: float = 0.0
@@ -256,8 +277,8 @@ class TrainingOutcome:
     """Facts beyond the settings (loss, optimiser, arithmetic), as JSON values for the lineage."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Group id -> fault, for the groups that the trainer left out."""
-    drifted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Group id -> indices of answers left out of the loss because of their drift."""
+    answers: Mapping[str, CheckedAnswers] = field(default_factory=dict)
+    """Group id -> what the check decided, for the groups that it let through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

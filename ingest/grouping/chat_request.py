@@ -3,8 +3,8 @@
 The fields are those of `/v1/chat/completions` in vLLM 0.32, in four lists: fields that form the
 prompt or end the answer (kept in a candidate's request); fields that set the sampling (replaced,
 because a trainer can recompute log-probabilities only for temperature-only sampling); fields that
-forbid tokens (kept, but the exchange is not learned from: the trainer cannot recompute the mask);
-and fields without effect on sampling. A field on none of the lists is not sent for candidates, and
+change which tokens may be sampled (kept; `ingest.grouping.masks` says when it is learned from); and
+fields without effect on sampling. A field on none of the lists is not sent for candidates, and
 the served answer of a request with such a field is not exchangeable with them.
 
 vLLM also builds a grammar for a tool with `strict: true`, and for `parallel_tool_calls: false` when
@@ -15,7 +15,7 @@ one that certainly has no effect counts as set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # One name per line would hide that these are four lists.
@@ -46,9 +46,16 @@ PASSIVE_FIELDS = frozenset({
     "prompt_cache_key",
 })
 # fmt: on
+STRICT_TOOLS = "strict_tools"
+HARD_MASKS = frozenset({
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "allowed_token_ids", "bad_words", "min_tokens", "tool_choice",
+    "parallel_tool_calls", STRICT_TOOLS,
+})  # fmt: skip
+"""Of `masking_fields`: those that leave a token as it is or make it impossible. The others move
+log-probabilities, force tokens or end answers."""
 KNOWN_FIELDS = PROMPT_FIELDS | SAMPLING_FIELDS | MASKING_FIELDS | PASSIVE_FIELDS
 
-STRICT_TOOLS = "strict_tools"
 _UNMASKED_FORMATS: tuple[dict[str, str], ...] = ({}, {"type": "text"})
 _UNMASKED_TOOL_CHOICES = ("auto", "none")
 _TEXT_PARTS = frozenset({
@@ -61,22 +68,28 @@ _MEDIA_KEYS = frozenset({
 
 
 def masking_field(request: Mapping[str, Any]) -> str | None:
-    """Return the field, if any, by which the request forbids tokens during sampling.
+    """Return the first field, if any, by which the request forbids tokens during sampling.
 
     Returns: the field's name; `STRICT_TOOLS` for the `strict` of a tool.
     """
+    return next(masking_fields(request), None)
+
+
+def masking_fields(request: Mapping[str, Any]) -> Iterator[str]:
+    """Yield all of them."""
     for name in sorted(MASKING_FIELDS & request.keys()):
         if _asks(name, request[name]):
-            return name
+            yield name
     tool_choice = request.get("tool_choice")
     # vLLM enforces a named function or "required" with a grammar.
     if tool_choice and tool_choice not in _UNMASKED_TOOL_CHOICES:
-        return "tool_choice"
+        yield "tool_choice"
     if not has_tools(request) or tool_choice == "none":
-        return None
+        return
     if request.get("parallel_tool_calls") not in (None, True):
-        return "parallel_tool_calls"
-    return STRICT_TOOLS if any(map(_is_strict, request["tools"])) else None
+        yield "parallel_tool_calls"
+    if any(map(_is_strict, request["tools"])):
+        yield STRICT_TOOLS
 
 
 def _asks(name: str, value: Any) -> bool:  # Any: JSON

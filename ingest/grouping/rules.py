@@ -32,6 +32,7 @@ def rules_of(settings: Settings) -> Rules:
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
         max_trained_tokens=settings.learner.pack_tokens,
+        structured_output=settings.groups.structured_output,
         join_served=settings.groups.join_served,
         choose=settings.groups.choose,
         uniform_share=settings.groups.uniform_share,

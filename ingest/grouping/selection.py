@@ -20,10 +20,11 @@ from typing import Any
 import msgspec
 
 from ingest.grouping.caps import NEAR_CAP, PROJECT_CAP, Counts, GroupKeys
-from ingest.grouping.chat_request import has_media, masking_field
-from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, fill, why_masked
+from ingest.grouping.chat_request import has_media
+from ingest.grouping.engine_facts import UNKNOWN, EngineFacts, fill
 from ingest.grouping.exchangeable import LogprobsMode, served_answers
 from ingest.grouping.features import Features
+from ingest.grouping.masks import StructuredOutput, mask_of, why_refused
 from ingest.grouping.preference import Choose, Draw, draw
 from ingest.grouping.same_prompt import (
     JOINED,
@@ -88,6 +89,7 @@ class Rules:
     """Measured facts about vLLM."""
     max_trained_tokens: int | None = None
     """`learner.pack_tokens`: longest prompt with one answer that is trained on; None: no limit."""
+    structured_output: StructuredOutput = "off"
     join_served: JoinServed = "off"
     choose: Choose = "uniform"
     uniform_share: float = 0.1
@@ -273,14 +275,13 @@ def _why_unfit(
         return TOO_LONG
     if request is None:
         return "untrainable:request_not_json"
-    masked_by = masking_field(request)
-    if masked_by is not None:
-        return f"untrainable:masked_by_{masked_by}"
+    refused = why_refused(
+        request, rules.facts.grammar, mode=rules.logprobs_mode, structured=rules.structured_output
+    )
+    if refused is not None:
+        return f"untrainable:{refused}"
     if has_media(request):
         return "untrainable:prompt_has_media"
-    masked = why_masked(request, rules.facts.grammar)
-    if masked is not None:
-        return f"untrainable:{masked}"
     if not exchange.choices and not left:
         return "no_answer"
     return None if exchange.adapter in live_adapters else "stale_adapter"
@@ -361,6 +362,7 @@ def _make_group(
         adapter=exchange.adapter,
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,
+        masked_by=mask_of(request, rules.facts.grammar),
         answers=tuple(joined_answers(own, more, size=rules.size)),
     )
 

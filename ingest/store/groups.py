@@ -57,6 +57,7 @@ def save_group(
             session_key=group.session_key,
             session_id=group.session_id or group.session_key,
             adapter=group.adapter,
+            masked_by=group.masked_by,
             status=SAMPLING,
             sampling_attempts=0,
             attempts=0,
@@ -90,6 +91,7 @@ def load_group(session: Session, group_id: str) -> Group | None:
         session_key=row.session_key,
         session_id=row.session_id,
         adapter=row.adapter,
+        masked_by=row.masked_by if row.masked_by is None else msgspec.convert(row.masked_by, str),
         request=content.request,
         prompt_token_ids=unpack_ids(content.prompt_ids),
         answers=tuple(

@@ -1,8 +1,10 @@
-"""Check every group before the first step, and leave out those that cannot be trained on.
+"""Check every group before the first step, and leave out what cannot be trained on.
 
 Each group goes once through the model with the adapter that sampled it: the parent, the base, or
 another registered version, whose folder is loaded for this. So answers of an ancestor are checked
-as exactly as the parent's own. A group whose sampler is not available is not trained on.
+as exactly as the parent's own. `learner.grpo.answers` decides about each answer. A group whose
+sampler is not available is not trained on, or with `learner.doubtful_logprobs = "positives"` its
+better half is.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import TypeVar
 
 import structlog
@@ -26,23 +27,31 @@ from learner.errors import (
     ParentError,
 )
 from learner.explain import one_line
-from learner.grpo.advantages import MIN_TRAINABLE, assign
+from learner.grpo.answers import (
+    ALL_TOUCHED,
+    DRIFT,
+    NOT_BETTER,
+    OUT_OF_VOCABULARY,
+    TOO_FEW,
+    UNKNOWN,
+    Judged,
+    judge_answers,
+)
 from learner.grpo.drift import excess, measure
 from learner.policy.adapter_io import is_out_of_memory, sampled_by
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Drift, Fault, Parent, TrainingGroup, TrainingJob
+from learner.records import CheckedAnswers, Drift, Fault, Parent, TrainingGroup, TrainingJob
 from sidecar.records import BASE
-from sidecar.settings import Learner
 
 log = structlog.get_logger()
 
 OUT_OF_MEMORY = "out_of_memory"
-DRIFT = "drift"
 UNCHECKED = "drift_unchecked"
 NON_FINITE = "non_finite_gradient"
-OUT_OF_VOCABULARY = "token_out_of_vocabulary"
 FAILED = "computation_failed"
-REASONS = (OUT_OF_MEMORY, DRIFT, UNCHECKED, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
+SAYS_NOTHING = (UNCHECKED, OUT_OF_MEMORY, ALL_TOUCHED, NOT_BETTER, UNKNOWN, TOO_FEW)
+"""Reasons that tell nothing about the other groups, nor of the settings."""
+REASONS = (*SAYS_NOTHING, DRIFT, NON_FINITE, OUT_OF_VOCABULARY, FAILED)
 """Reasons for which the trainer leaves a group out."""
 _COMPUTATION = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AssertionError)
 """Errors of torch and a model's code for input that they cannot compute."""
@@ -55,22 +64,12 @@ class Checked:
     """Result of checking every group."""
 
     groups: tuple[TrainingGroup, ...]
-    """Groups to train on, in the job's order; their drifting answers are not trainable."""
+    """Groups to train on, in the job's order; answers that are left out are not trainable."""
     faults: Mapping[str, Fault]
-    drifted: Mapping[str, tuple[int, ...]]
-    """Group id -> indices of its drifting answers, for the groups to train on."""
+    answers: Mapping[str, CheckedAnswers]
+    """Group id -> what was decided about its answers, for the groups to train on."""
     drift: Drift | None
-    """Drift over all groups to train on; None when there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sound:
-    """A group that can be trained on."""
-
-    group: TrainingGroup
-    drifted: tuple[int, ...]
-    differences: list[float]
-    """Recorded minus recomputed log-probabilities of the trainable answers, in nats."""
+    """Drift over all groups to train on; None when nothing of them was recorded."""
 
 
 def check_groups(policy: Policy, job: TrainingJob) -> Checked:
@@ -79,7 +78,7 @@ def check_groups(policy: Policy, job: TrainingJob) -> Checked:
     Raises: DriftError, FaultyGroupsError or OutOfMemoryError when more than half of the groups
         fail, none fits into memory, or all together drift; RunStoppedError between packs.
     """
-    found: dict[str, _Sound | Fault] = {}
+    found: dict[str, Judged | Fault] = {}
     for name in dict.fromkeys(group.adapter for group in job.groups):
         members = [group for group in job.groups if group.adapter == name]
         found |= _check_members(policy, job, name, members)
@@ -87,11 +86,11 @@ def check_groups(policy: Policy, job: TrainingJob) -> Checked:
     faults = {group_id: one for group_id, one in found.items() if isinstance(one, Fault)}
     log_faults(faults)
     refuse_most(faults, len(job.groups))
-    sound = [one for group in job.groups if isinstance(one := found[group.group_id], _Sound)]
+    sound = [one for group in job.groups if isinstance(one := found[group.group_id], Judged)]
     return Checked(
         groups=tuple(one.group for one in sound),
         faults=faults,
-        drifted={one.group.group_id: one.drifted for one in sound if one.drifted},
+        answers={one.group.group_id: one.answers for one in sound},
         drift=_check_together([one.differences for one in sound], job.settings.max_drift),
     )
 
@@ -136,12 +135,12 @@ def log_faults(faults: Mapping[str, Fault]) -> None:
 def refuse_most(faults: Mapping[str, Fault], groups: int) -> None:
     """Refuse the run when more than half of its groups fail: the cause may lie outside them.
 
-    faults: faults among all `groups`. Only computed groups count. Those whose sampler is gone, or
-        that do not fit into memory, say nothing about the other groups, which are trained on.
+    faults: faults among all `groups`. Those of `SAYS_NOTHING`, which say nothing about the other
+        groups, do not count: the others are trained on.
     Raises: DriftError, NonFiniteError, FaultyGroupsError, by the usual reason; OutOfMemoryError
         when no group fits.
     """
-    counted = {g: f for g, f in faults.items() if f.reason not in (UNCHECKED, OUT_OF_MEMORY)}
+    counted = {g: f for g, f in faults.items() if f.reason not in SAYS_NOTHING}
     total = groups - (len(faults) - len(counted))
     too_large = {g: f for g, f in faults.items() if f.reason == OUT_OF_MEMORY}
     if too_large and not total:
@@ -173,13 +172,14 @@ _DRIFT_ADVICE = (
 
 def _check_members(
     policy: Policy, job: TrainingJob, name: str, members: Sequence[TrainingGroup]
-) -> dict[str, _Sound | Fault]:
+) -> dict[str, Judged | Fault]:
     """Check the groups that one adapter sampled, loading it if needed."""
     try:
         with _under(policy, job, name):
             return {group.group_id: _check(policy, group, job) for group in members}
     except ParentError as error:
-        return {group.group_id: Fault(UNCHECKED, one_line(error)) for group in members}
+        gone = Fault(UNCHECKED, one_line(error))
+    return {group.group_id: _without_sampler(policy, group, job, gone) for group in members}
 
 
 def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManager[None]:
@@ -191,64 +191,74 @@ def _under(policy: Policy, job: TrainingJob, name: str) -> AbstractContextManage
     return sampled_by(policy, sampler)
 
 
-def _check(policy: Policy, group: TrainingGroup, job: TrainingJob) -> _Sound | Fault:
-    found = attempt(group.group_id, job, lambda: _differences(policy, group, job))
-    return found if isinstance(found, Fault) else _judge(group, found, job.settings)
+def _without_sampler(
+    policy: Policy, group: TrainingGroup, job: TrainingJob, gone: Fault
+) -> Judged | Fault:
+    """Check a group whose sampler is gone. What a mask touched can then not be told."""
+    if job.settings.doubtful_logprobs != "positives" or group.masked_by is not None:
+        return gone
+    return _check(policy, group, job, sampler=False)
 
 
-def _differences(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list[float] | Fault:
-    """Recorded minus recomputed log-probabilities of the trainable answers, in order."""
-    vocabulary = policy.vocabulary
-    answers = (row.token_ids for row in group.rows if row.trainable)
-    for ids in (group.prompt_token_ids, *answers):
-        foreign = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if foreign is not None:
-            text = f"token id {foreign} is outside the base's vocabulary of {vocabulary}"
-            return Fault(OUT_OF_VOCABULARY, text)
-    differences: list[float] = []
-    for pack in packs_of(policy, group, job.settings.pack_tokens):
+def _check(
+    policy: Policy, group: TrainingGroup, job: TrainingJob, *, sampler: bool = True
+) -> Judged | Fault:
+    found = attempt(group.group_id, job, lambda: _recompute(policy, group, job))
+    if isinstance(found, Fault):
+        return found
+    judged = judge_answers(group, found, job.settings, sampler=sampler)
+    if isinstance(judged, Judged):
+        for place, reason in judged.answers.left_out.items():
+            log.warning(
+                "answer_left_out",
+                group_id=group.group_id,
+                index=place,
+                reason=reason,
+                text=judged.texts[place],
+            )
+    return judged
+
+
+def _recompute(
+    policy: Policy, group: TrainingGroup, job: TrainingJob
+) -> dict[int, list[float] | Fault] | Fault:
+    """Compute the log-probabilities of the trainable answers, by index.
+
+    Returns: for an answer with a token id outside of the vocabulary, its fault; a fault alone when
+        the prompt has one.
+    """
+    prompt = _foreign(group.prompt_token_ids, policy.vocabulary)
+    if prompt is not None:
+        return prompt
+    foreign = {
+        place: fault
+        for place, row in enumerate(group.rows)
+        if row.trainable and (fault := _foreign(row.token_ids, policy.vocabulary))
+    }
+    rows = tuple(
+        replace(row, kept=(), trainable=row.trainable and place not in foreign)
+        for place, row in enumerate(group.rows)
+    )
+    values: list[float] = []
+    for pack in packs_of(policy, replace(group, rows=rows), job.settings.pack_tokens):
         job.check_stop()
         with torch.no_grad():
-            logprobs_N, _ = policy.logprobs(pack)
-        recorded_N = torch.tensor(pack.recorded, device=policy.device)
-        differences += (recorded_N - logprobs_N).tolist()
-    return differences
-
-
-def _judge(group: TrainingGroup, differences: Sequence[float], settings: Learner) -> _Sound | Fault:
-    """Leave out drifting answers, and the group when too few remain or it drifts as a whole.
-
-    The advantages of the others are taken again: their baseline had the answers that are left out.
-    """
-    limit = settings.max_drift
-    rest = iter(differences)
-    by_row = {
-        place: list(islice(rest, len(row.token_ids)))
-        for place, row in enumerate(group.rows)
+            values += policy.logprobs(pack)[0].tolist()
+    rest = iter(values)
+    return foreign | {
+        place: [next(rest) for _ in row.token_ids]
+        for place, row in enumerate(rows)
         if row.trainable
     }
-    over = {
-        place: why for place, of_row in by_row.items() if (why := excess(measure(of_row), limit))
-    }
-    kept = [value for place, of_row in by_row.items() if place not in over for value in of_row]
-    if len(by_row) - len(over) < MIN_TRAINABLE:
-        place, why = next(iter(over.items()))
-        text = f"{len(over)} of {len(by_row)} answers drift; answer {place}: {why}"
-        return Fault(DRIFT, text)
-    why_group = excess(measure(kept), limit)
-    if why_group is not None:
-        return Fault(DRIFT, why_group)
-    for place, why in over.items():
-        log.warning("answer_left_out", group_id=group.group_id, index=place, reason=DRIFT, text=why)
-    if not over:
-        return _Sound(group=group, drifted=(), differences=kept)
-    counted = [row.counted and place not in over for place, row in enumerate(group.rows)]
-    advantages = assign(group.scores, counted, settings.advantage)
-    rows = tuple(
-        replace(row, trainable=row.trainable and counts, counted=counts, advantage=advantage)
-        for row, counts, advantage in zip(group.rows, counted, advantages, strict=True)
-    )
-    return _Sound(group=replace(group, rows=rows), drifted=tuple(over), differences=kept)
+
+
+def _foreign(ids: Sequence[int], vocabulary: int) -> Fault | None:
+    """Return the fault of token ids that the base does not have, or None."""
+    token = next((one for one in ids if not 0 <= one < vocabulary), None)
+    if token is None:
+        return None
+    text = f"token id {token} is outside the base's vocabulary of {vocabulary}"
+    return Fault(OUT_OF_VOCABULARY, text)
 
 
 def _check_together(differences: Sequence[Sequence[float]], limit: float) -> Drift | None:

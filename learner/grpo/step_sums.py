@@ -76,7 +76,8 @@ def step_metrics(
         seconds=seconds,
         tokens_per_s=sums.computed_tokens / seconds,
         masked_answers=len(rows) - answers,
-        answer_tokens=sums.tokens / answers,
+        masked_tokens=sum(len(row.token_ids) - row.kept_tokens for row in rows if row.trainable),
+        answer_tokens=sum(len(row.token_ids) for row in rows if row.trainable) / answers,
         drift=sums.drift / sums.tokens,
         peak_memory_bytes=peak_memory_bytes,
     )

@@ -200,7 +200,7 @@ def run_steps(
         drift=checked.drift,
         algorithm=algorithm,
         faults=faults,
-        drifted=checked.drifted,
+        answers=checked.answers,
     )
     return outcome, optimizer.state
 

@@ -7,12 +7,12 @@ version, its canary, its end) are in the store's audit, because the folder never
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ingest.records import ScoredGroup
-from learner.records import Parent, TrainingOutcome
+from learner.records import CheckedAnswers, Parent, TrainingOutcome
 from learner.runs.selection import mask_reason
 from learner.runs.spread_gate import Noise, SpreadGate
 from sidecar.settings import Learner
@@ -51,7 +51,7 @@ def build_lineage(
         "groups": [
             _describe(
                 group,
-                outcome.drifted.get(group.group.group_id, ()),
+                outcome.answers.get(group.group.group_id, CheckedAnswers()),
                 gates.get(group.group.group_id),
             )
             for group in groups
@@ -102,7 +102,7 @@ continuing from {lineage["parent"]["name"]}.
 
 
 def _describe(
-    scored: ScoredGroup, drifted: Collection[int], gate: SpreadGate | None
+    scored: ScoredGroup, checked: CheckedAnswers, gate: SpreadGate | None
 ) -> dict[str, Any]:
     return {
         "group_id": scored.group.group_id,
@@ -117,7 +117,13 @@ def _describe(
         "least_spread": gate.least if gate is not None else None,
         "noise_sd": gate.noise_sd if gate is not None else None,
         "masked": [
-            "drift" if place in drifted else mask_reason(answer)
+            checked.left_out.get(place)
+            or (None if place in checked.recomputed else mask_reason(answer))
             for place, answer in enumerate(scored.group.answers)
         ],
+        "masked_by": scored.group.masked_by,
+        "masked_tokens": [
+            checked.masked_tokens.get(place, 0) for place in range(len(scored.group.answers))
+        ],
+        "recomputed": list(checked.recomputed),
     }

@@ -34,6 +34,9 @@ DropReason = Literal[
     "too_long",
     "unreadable",
 ]
+MISSING = ("lengths_differ", "logprob_not_finite")
+"""Masks that ingest gave answers of which only the log-probabilities are not known. An answer that
+came to be so in the store is damaged, and its ids may be too."""
 SPREAD: tuple[DropReason, ...] = ("no_spread", "within_noise")
 """Reasons of groups whose scores differ too little."""
 
@@ -62,6 +65,7 @@ def select_groups(
     pack_tokens: int,
     noise: Noise | None = None,
     advantage: str = "mean",
+    recompute: bool = False,
 ) -> Selection:
     """Turn scored groups into training groups.
 
@@ -70,6 +74,7 @@ def select_groups(
     pack_tokens: longest prompt plus one answer that the trainer computes at once, in tokens.
     noise: measured noise of judges; a group whose spread such noise alone explains is dropped too.
     advantage: a key of `learner.grpo.advantages.ADVANTAGES`.
+    recompute: the trainer computes log-probabilities that were not recorded.
     """
     groups: list[TrainingGroup] = []
     dropped: dict[str, DropReason] = {}
@@ -77,12 +82,14 @@ def select_groups(
     gates: dict[str, SpreadGate] = {}
     for scored in scored_groups:
         try:
-            masks = [mask_reason(answer) for answer in scored.group.answers]
+            masks = masks_of(scored, recompute=recompute)
             gate = spread_gate(
                 scored, noise or {}, min_spread=min_spread, counted=[counts(m) for m in masks]
             )
-            reason = _drop_reason(scored, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens)
-            group = _training_group(scored, advantage) if reason is None else None
+            reason = _drop_reason(
+                scored, masks, gate=gate, min_spread=min_spread, pack_tokens=pack_tokens
+            )
+            group = _training_group(scored, masks, advantage) if reason is None else None
         except (ValueError, TypeError, ArithmeticError):  # a value of the wrong type or number
             reason, group, gate = "unreadable", None, None
         if gate is not None and reason in (None, *SPREAD):
@@ -91,14 +98,28 @@ def select_groups(
             dropped[scored.group.group_id] = reason or "unreadable"
             continue
         groups.append(group)
-        masked.update(why for answer in scored.group.answers if (why := mask_reason(answer)))
+        masked.update(why for why in masks if why)
     return Selection(
         groups=tuple(groups), dropped=dropped, masked_answers=dict(masked), gates=gates
     )
 
 
+def masks_of(scored: ScoredGroup, *, recompute: bool) -> list[str | None]:
+    """Return [G] the reason why an answer is left out of the loss; None where it is not.
+
+    Where a mask of the server restricted the tokens, recorded log-probabilities cannot be replaced:
+    they tell which tokens it touched.
+    """
+    known = recompute and scored.group.masked_by is None
+    masks = [mask_reason(answer) for answer in scored.group.answers]
+    return [
+        _other_mask(answer) if known and mask in MISSING else mask
+        for answer, mask in zip(scored.group.answers, masks, strict=True)
+    ]
+
+
 def mask_reason(answer: Answer) -> str | None:
-    """Return the reason why an answer is left out of the loss; None when it is not."""
+    """Return the reason why an answer with its recorded values is left out; None when it is not."""
     if answer.untrainable_reason is not None:
         return answer.untrainable_reason
     if not answer.token_ids:
@@ -107,6 +128,13 @@ def mask_reason(answer: Answer) -> str | None:
         return "tokens_without_logprobs"
     if not all(map(math.isfinite, answer.logprobs)):
         return "non_finite_logprob"
+    return _other_mask(answer)
+
+
+def _other_mask(answer: Answer) -> str | None:
+    """Return what else keeps an answer out, whatever its log-probabilities are."""
+    if not answer.token_ids:
+        return "no_tokens"
     if not answer.temperature > 0:
         return "greedy"
     if answer.temperature < RAISED_BELOW:
@@ -125,10 +153,14 @@ def counts(mask: str | None) -> bool:
 
 
 def _drop_reason(
-    scored: ScoredGroup, *, gate: SpreadGate, min_spread: float, pack_tokens: int
+    scored: ScoredGroup,
+    masks: Sequence[str | None],
+    *,
+    gate: SpreadGate,
+    min_spread: float,
+    pack_tokens: int,
 ) -> DropReason | None:
     prompt = scored.group.prompt_token_ids
-    masks = [mask_reason(answer) for answer in scored.group.answers]
     trainable = [
         answer for answer, mask in zip(scored.group.answers, masks, strict=True) if not mask
     ]
@@ -153,20 +185,21 @@ def _drop_reason(
     return None
 
 
-def _training_group(scored: ScoredGroup, method: str) -> TrainingGroup:
+def _training_group(scored: ScoredGroup, masks: Sequence[str | None], method: str) -> TrainingGroup:
     group = scored.group
-    masks = [mask_reason(answer) for answer in group.answers]
     advantages = assign(scored.rewards, [counts(mask) for mask in masks], method)
     rows = tuple(
         TrainableRow(
             token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
+            logprobs=answer.logprobs if recorded else (0.0,) * len(answer.token_ids),
+            recorded=recorded,
             advantage=advantage,
             temperature=answer.temperature,
             trainable=mask is None,
             counted=counts(mask),
         )
         for answer, mask, advantage in zip(group.answers, masks, advantages, strict=True)
+        for recorded in (answer.untrainable_reason not in MISSING,)
     )
     return TrainingGroup(
         group_id=group.group_id,
@@ -174,4 +207,5 @@ def _training_group(scored: ScoredGroup, method: str) -> TrainingGroup:
         prompt_token_ids=group.prompt_token_ids,
         rows=rows,
         scores=scored.rewards,
+        masked_by=group.masked_by,
     )

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from ingest.records import ScoredGroup
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group, stored_tokens
 from learner.errors import ParentError
-from learner.records import Fault, Parent
+from learner.records import CheckedAnswers, Fault, Parent
 from learner.runs.staleness import runs_between
 from sidecar.store.database import DAMAGE, count
 from sidecar.store.models import AdapterRow, GroupRow
@@ -26,8 +26,10 @@ TRAINED = "trained"
 DROPPED = "dropped"
 STAGE = "learn"
 """The learner's stage in the durable counters."""
-NOT_GROUPS = ("parent_altered",)
-"""Reasons of that stage that count runs, not groups; those of `answer_masked_...` count answers."""
+FREE_TOKENS, MASKED_TOKENS = "free_tokens", "masked_tokens"
+NOT_GROUPS = ("parent_altered", FREE_TOKENS, MASKED_TOKENS)
+"""Reasons of that stage that count runs or tokens, not groups; those of `answer_masked_...` count
+answers."""
 MOST_TOKENS = 1_000_000
 MOST_PACKS = 16
 """The answers of a group together may have MOST_TOKENS tokens, or MOST_PACKS times
@@ -196,6 +198,34 @@ def give_back(session: Session, run_id: str, group_ids: Iterable[str] | None = N
     ).all()
     returned = held if group_ids is None else set(held) & set(group_ids)
     return _move(session, returned, CLAIMED, status=SCORED, run_id=None)
+
+
+def count_answers(
+    session: Session,
+    groups: Iterable[ScoredGroup],
+    masked: Mapping[str, int],
+    checked: Mapping[str, CheckedAnswers],
+) -> dict[str, int]:
+    """Count the answers that a run left out, and the tokens of answers that a mask restricted.
+
+    masked: reason -> answers, of selection. checked: group id -> what the check decided.
+    Returns: `FREE_TOKENS`, which were trained on, and `MASKED_TOKENS` beside them, which the mask
+        had touched; nothing where no group of the run was restricted.
+    """
+    answers = Counter(masked)
+    for one in checked.values():
+        answers.update(one.left_out.values())
+    tokens: Counter[str] = Counter()
+    for scored in groups:
+        found = checked.get(scored.group.group_id)
+        if found is not None and scored.group.masked_by is not None:
+            tokens[FREE_TOKENS] += found.tokens
+            tokens[MASKED_TOKENS] += sum(found.masked_tokens.values())
+    for why, number in answers.items():
+        count(session, STAGE, f"answer_masked_{why}", number)
+    for what, number in tokens.items():
+        count(session, STAGE, what, number)
+    return dict(tokens)
 
 
 def _parents(session: Session, model: str) -> dict[str, str]:

@@ -231,6 +231,7 @@ class Run:
             pack_tokens=settings.pack_tokens,
             noise=noise,
             advantage=settings.advantage,
+            recompute=settings.missing_logprobs != "drop",
         )
         useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
         material = _Material(
@@ -350,17 +351,15 @@ class Run:
                 )
             source.mark_trained(session, [g.group_id for g in material.selection.groups])
             self._leave_out(session, material)
-            masked = Counter(material.selection.masked_answers)
-            masked["drift"] += sum(map(len, outcome.drifted.values()))
-            for why, answers in masked.items():
-                count(session, source.STAGE, f"answer_masked_{why}", answers)
+            masked = material.selection.masked_answers
+            tokens = source.count_answers(session, material.scored, masked, outcome.answers)
             end_run(
                 session,
                 self.run_id,
                 "finished",
                 now=self._clock(),
                 reason=reason,
-                counts=material.counts,
+                counts={**material.counts, **tokens},
                 metrics=[asdict(step) for step in outcome.metrics],
                 adapter=candidate.adapter,
             )

@@ -61,6 +61,10 @@ class Groups(Section):
     """Groups of one project within `session_window_s`. 0: no limit."""
     max_groups_per_near_prompt: Cap = 0
     """Groups of near-identical prompts of a project within `session_window_s`. 0: no limit."""
+    structured_output: Literal["free_tokens", "off"] = "free_tokens"
+    """Answers whose tokens a grammar restricted (`response_format`, a required tool, ...).
+    `free_tokens`: they are learned from where it changed nothing, with
+    `serving.logprobs_mode = "processed_logprobs"` alone. `off`: not at all."""
     join_served: Literal["off", "session", "project"] = "session"
     """Which exchanges of the same prompt, answered by the same adapter version with the same
     sampling, give their answers to one group: those of a session (regenerations), or of a project.

@@ -14,6 +14,7 @@ import pytest
 from ingest.records import Answer, Group, ScoredGroup
 from learner.adapter_folder import CONFIG, WEIGHTS, folder_digest
 from learner.records import (
+    CheckedAnswers,
     Drift,
     StepMetrics,
     TrainableRow,
@@ -206,6 +207,7 @@ def put_group(database: Database) -> PutGroup:
                     session_key=group.session_key,
                     session_id=group.session_id,
                     adapter=group.adapter,
+                    masked_by=group.masked_by,
                     status="scored",
                     created_at=NOW,
                     scored_at=NOW,
@@ -299,6 +301,7 @@ class FakeTrainer:
     weights: bytes = b"weights"
     error: BaseException | None = None
     on_train: Callable[[TrainingJob], None] = lambda job: None
+    answers: dict[str, CheckedAnswers] = field(default_factory=dict)
     jobs: list[TrainingJob] = field(default_factory=list)
 
     def train(self, job: TrainingJob) -> TrainingOutcome:
@@ -328,7 +331,9 @@ class FakeTrainer:
             tokens_per_s=7.0,
         )
         drift = Drift(mean=0.0, mean_abs=0.01, max_abs=0.1, ratio_mean=1.0, tokens=12)
-        return TrainingOutcome(metrics=(step,), drift=drift, algorithm={"loss": "fake"})
+        return TrainingOutcome(
+            metrics=(step,), drift=drift, algorithm={"loss": "fake"}, answers=self.answers
+        )
 
 
 @pytest.fixture

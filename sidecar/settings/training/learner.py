@@ -66,6 +66,18 @@ class Learner(ObjectiveSection):
     """Mean |recorded - recomputed| log-probability in nats over which an answer or a group is left
     out, and over which a run refuses to train. Measured on a bf16 server: 0.03 to 0.05 with the
     right adapter, which is rounding, and 0.13 with its parent in its place."""
+    missing_logprobs: Literal["recompute", "positives", "drop"] = "recompute"
+    """An answer whose log-probabilities were not recorded. `recompute`: the trainer computes them
+    under the adapter that sampled it. `positives`: so, and it is trained on only if it is better
+    than its siblings. `drop`: it is left out."""
+    doubtful_logprobs: Literal["recompute", "positives", "drop"] = "drop"
+    """An answer over `max_drift` in a group most of whose answers are not: the same three ways.
+    With `positives` also the groups whose adapter is gone, anchored at the run's parent."""
+    mask_tolerance: Annotated[
+        float, Between(0, 10, "at 0 rounding alone leaves out half of the tokens", above_low=True)
+    ] = 0.2
+    """Recorded minus recomputed log-probability in nats over which a token counts as touched by a
+    mask of the server (a grammar): it is left out of the loss."""
     adapters_dir: Folder = Path(".sidecar/adapters")
     """Where adapter folders go. vLLM must see them under the same absolute path."""
     threads: Annotated[int, Between(0, 1_024, "0 takes what the machine has")] = 0

@@ -43,6 +43,8 @@ class GroupRow(Base):
     session_key: Mapped[str] = mapped_column(String(255))
     session_id: Mapped[str] = mapped_column(String(255), default="", server_default="")
     adapter: Mapped[str] = mapped_column(String(255))
+    masked_by: Mapped[str | None] = mapped_column(String(64))
+    """What forbade tokens while the answers were sampled, or may have; null: nothing did."""
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(Text)
     sampling_attempts: Mapped[int] = mapped_column(default=0)

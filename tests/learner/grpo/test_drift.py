@@ -141,7 +141,8 @@ def test_the_answer_that_drifts_is_left_out_alone(
     outcome, _ = run_steps(policy, job(groups, learner_settings))
 
     assert outcome.faults == {}
-    assert outcome.drifted == {"one": (1,)}
+    assert outcome.answers["one"].left_out == {1: "drift"}
+    assert outcome.answers["good"].left_out == {}
     assert outcome.metrics[0].answers == 15
     assert outcome.drift is not None
     assert outcome.drift.mean_abs < 1e-5
@@ -275,6 +276,101 @@ def test_a_group_of_the_base_is_compared_with_the_base(
     assert list(outcome.faults) == ["of the parent, said to be of the base"]
 
 
+def test_behind_a_grammar_the_free_tokens_are_trained_as_if_they_were_all(
+    tiny_base: Path, policy: Policy, sampled: Sampled, learner_settings: Learner
+) -> None:
+    """Every third token is recorded as a grammar of the server would: above the policy's own. The
+    run equals, to the bit, one whose rows say which tokens they keep."""
+    whole = sampled(policy, "g")
+    free = tuple(at % 3 != 0 for at in range(12))
+    raised = [
+        replace(
+            row,
+            logprobs=tuple(
+                value if keep else min(value + 1.5, -0.001)
+                for value, keep in zip(row.logprobs, free, strict=True)
+            ),
+        )
+        for row in whole.rows
+    ]
+    touched = replace(whole, rows=tuple(raised), masked_by="masked_by_response_format")
+    told = replace(whole, rows=tuple(replace(row, kept=free) for row in whole.rows))
+    other = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+
+    outcome, _ = run_steps(policy, job([touched], learner_settings))
+    expected, _ = run_steps(other, job([told], learner_settings))
+
+    assert outcome.answers["g"].masked_tokens == dict.fromkeys(range(8), 4)
+    assert outcome.answers["g"].tokens == 64
+    (step,) = outcome.metrics
+    assert (step.tokens, step.masked_tokens, step.answer_tokens) == (64, 32, 12)
+    assert step.grad_norm == expected.metrics[0].grad_norm > 0
+    assert logprobs_of(policy, PROMPT, ANSWERS) == logprobs_of(other, PROMPT, ANSWERS)
+    assert outcome.drift is not None
+    assert outcome.drift.max_abs < 1e-5
+
+
+def test_logprobs_that_are_missing_are_those_of_the_adapter_that_sampled(
+    policy: Policy,
+    sampled: Sampled,
+    learner_settings: Learner,
+    ancestor: tuple[Policy, Parent],
+) -> None:
+    """The step has the ratio against the ancestor, as if it had been recorded."""
+    under, version = ancestor
+    known = sampled(under, "g", adapter="v1")
+    missing = replace(
+        known,
+        rows=tuple(replace(row, logprobs=(0.0,) * 12, recorded=False) for row in known.rows),
+    )
+    no_steps = learner_settings.model_copy(update={"learning_rate": 0.0})
+
+    found, _ = run_steps(policy, job([missing], no_steps, samplers=[version]))
+    expected, _ = run_steps(policy, job([known], no_steps, samplers=[version]))
+
+    assert found.answers["g"].recomputed == tuple(range(8))
+    assert found.drift is None
+    assert found.metrics[0].loss == pytest.approx(expected.metrics[0].loss, abs=1e-6)
+    assert found.metrics[0].approx_kl == pytest.approx(expected.metrics[0].approx_kl, abs=1e-5)
+    assert found.metrics[0].approx_kl > 0.01
+
+
+def test_without_its_sampler_the_better_half_of_a_group_is_trained_by_a_setting(
+    policy: Policy,
+    sampled: Sampled,
+    learner_settings: Learner,
+    ancestor: tuple[Policy, Parent],
+) -> None:
+    groups = [sampled(ancestor[0], "gone", adapter="v1"), sampled(policy, "own")]
+    masked = replace(groups[0], group_id="masked", masked_by="masked_by_tool_choice")
+    positives = learner_settings.model_copy(update={"doubtful_logprobs": "positives"})
+
+    outcome, _ = run_steps(policy, job([*groups, masked], positives))
+
+    assert outcome.answers["gone"].recomputed == (0, 2, 4, 6)
+    assert set(outcome.answers["gone"].left_out.values()) == {"not_positive"}
+    assert {name: fault.reason for name, fault in outcome.faults.items()} == {
+        "masked": "drift_unchecked"
+    }
+    assert outcome.metrics[0].ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert outcome.metrics[0].answers == 12
+
+
+def test_one_foreign_token_id_costs_its_answer_alone(
+    policy: Policy, sampled: Sampled, learner_settings: Learner
+) -> None:
+    group = sampled(policy, "g")
+    no_steps = learner_settings.model_copy(update={"learning_rate": 0.0})
+    for token in (48, -1, 10**9):
+        bad = replace(group.rows[3], token_ids=(token, *group.rows[3].token_ids[1:]))
+        rows = (*group.rows[:3], bad, *group.rows[4:])
+
+        outcome, _ = run_steps(policy, job([replace(group, rows=rows)], no_steps))
+
+        assert outcome.answers["g"].left_out == {3: "token_out_of_vocabulary"}
+        assert outcome.metrics[0].answers == 7
+
+
 @pytest.mark.parametrize("kind", ["no row", "no folder", "altered", "nonsense"])
 def test_a_group_whose_sampler_is_not_at_hand_is_not_trained_on(
     policy: Policy,
@@ -375,6 +471,6 @@ def test_the_real_model_as_a_bf16_server_passes_and_cut_sampling_does_not(row: M
     outcome, _ = run_steps(policy, job([*plain, cut], settings))
 
     assert [(name, fault.reason) for name, fault in outcome.faults.items()] == [("cut", "drift")]
-    assert outcome.drifted == {}
+    assert not any(found.left_out for found in outcome.answers.values())
     assert outcome.drift is not None
     assert 0.01 < outcome.drift.mean_abs < 0.06

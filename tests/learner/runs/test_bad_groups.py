@@ -314,7 +314,10 @@ def test_a_dropped_group_says_in_words_why(train: Train, put: Put, database: Dat
     train()
 
     found = row_of(database, BAD).detail
-    assert found == "token id 4800 is outside the base's vocabulary of 48"
+    assert found == (
+        "1 of 2 answers are left out; answer 1: "
+        "token id 4800 is outside the base's vocabulary of 48"
+    )
 
 
 def breaking(

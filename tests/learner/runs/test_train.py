@@ -22,7 +22,7 @@ from learner.errors import (
     RunInProgressError,
     RunStoppedError,
 )
-from learner.records import Part, Stage, StepMetrics, TrainingJob
+from learner.records import CheckedAnswers, Part, Stage, StepMetrics, TrainingJob
 from learner.runs import publish, train
 from learner.runs.runs import abandon
 from learner.runs.train import Run, Trainer
@@ -398,6 +398,47 @@ def test_masked_answers_are_counted_by_reason(
     new_run().start()
 
     assert counters(database) == {"trained": 2, "answer_masked_top_p": 1}
+
+
+def test_what_the_check_decided_is_counted_and_in_the_lineage(
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    answer: MakeAnswer,
+    fake_trainer: FakeTrainer,
+) -> None:
+    """Free and masked tokens are those of the restricted group alone."""
+    answers = [answer(0, untrainable_reason="lengths_differ", logprobs=()), answer(1), answer(2)]
+    put_group(scored_group([0.0, 1.0, 0.5], group_id="a", answers=answers))
+    put_group(scored_group([0.0, 1.0, 0.5], group_id="b", masked_by="masked_by_tool_choice"))
+    fake_trainer.answers = {
+        "a": CheckedAnswers(recomputed=(0,), tokens=9),
+        "b": CheckedAnswers(
+            left_out={0: "all_tokens_masked"}, masked_tokens={1: 2, 2: 1}, tokens=3
+        ),
+    }
+
+    new_run().start()
+
+    assert fake_trainer.jobs[0].groups[0].masked_by == "masked_by_tool_choice"
+    assert counters(database) == {
+        "trained": 2,
+        "answer_masked_all_tokens_masked": 1,
+        "free_tokens": 3,
+        "masked_tokens": 3,
+    }
+    assert run_row(database).counts == {"used": 2, "free_tokens": 3, "masked_tokens": 3}
+    (folder,) = adapter_folders(settings)
+    lineage = json.loads((settings.learner.adapters_dir / folder / "lineage.json").read_text())
+    of = {one["group_id"]: one for one in lineage["groups"]}
+    assert of["a"]["masked"] == [None, None, None]
+    assert of["a"]["recomputed"] == [0]
+    assert of["a"]["masked_by"] is None
+    assert of["b"]["masked_by"] == "masked_by_tool_choice"
+    assert of["b"]["masked"] == ["all_tokens_masked", None, None]
+    assert of["b"]["masked_tokens"] == [0, 2, 1]
 
 
 def test_too_few_groups_are_nothing_to_learn(

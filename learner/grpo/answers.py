@@ -1,0 +1,213 @@
+"""What the check decides about each answer of a group. Pure.
+
+An answer is left out alone, for its own reason; its siblings are trained on. Where its recorded
+log-probabilities are missing or doubtful, those that the trainer computes under the adapter that
+sampled it may take their place (`learner.missing_logprobs`, `learner.doubtful_logprobs`): the ratio
+then holds the age of the answer, and not the difference between the server's and the trainer's
+arithmetic. `positives` trains such answers only where they are better than their siblings: a good
+answer is worth imitating whoever gave it, and pushing away what the policy may never have said is
+what makes off-policy training collapse (TOPR, arXiv:2503.14286).
+
+Of an answer that a mask of the server restricted, the tokens that it left alone are trained on
+(`learner.grpo.touched`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from learner.grpo.advantages import MIN_TRAINABLE, assign
+from learner.grpo.drift import excess, measure
+from learner.grpo.touched import untouched
+from learner.records import CheckedAnswers, Fault, TrainableRow, TrainingGroup
+from sidecar.settings import Learner
+
+DRIFT = "drift"
+OUT_OF_VOCABULARY = "token_out_of_vocabulary"
+ALL_TOUCHED = "all_tokens_masked"
+NOT_BETTER = "not_positive"
+UNKNOWN = "logprobs_unknown"
+TOO_FEW = "too_few_trainable"
+COUNTED = (ALL_TOUCHED, NOT_BETTER)
+"""Reasons of answers that were drawn as the others were: their rewards count in the baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A group that can be trained on."""
+
+    group: TrainingGroup
+    answers: CheckedAnswers
+    differences: list[float]
+    """Recorded minus recomputed log-probabilities of the tokens trained on, in nats, where they
+    were recorded."""
+    texts: Mapping[int, str]
+    """Index of an answer that is left out -> the details."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    row: TrainableRow | None = None
+    """As it is trained on; None: it is left out."""
+    differences: tuple[float, ...] = ()
+    """Of the tokens that are trained on; empty: its log-probabilities were not recorded."""
+    reason: str = ""
+    text: str = ""
+    recomputed: bool = False
+    positive: bool = False
+    """It is trained on only if it is better than its siblings."""
+
+
+def judge_answers(
+    group: TrainingGroup,
+    recomputed: Mapping[int, Sequence[float] | Fault],
+    settings: Learner,
+    *,
+    sampler: bool = True,
+) -> Judged | Fault:
+    """Decide about every trainable answer, and about the group.
+
+    recomputed: index of a trainable answer -> its log-probabilities, nats, at its temperature; or
+        why they cannot be computed.
+    sampler: False: the adapter that sampled the group is not at hand, and these are the parent's.
+    Returns: a fault when too few answers are left, or the group drifts as a whole.
+    """
+    verdicts = {
+        place: _look_at(row, recomputed[place], group.masked_by, settings, sampler=sampler)
+        for place, row in enumerate(group.rows)
+        if row.trainable
+    }
+    verdicts |= _drifting(verdicts, recomputed, settings)
+    rows, verdicts = _with_advantages(group, verdicts, settings)
+    out = {place: one for place, one in verdicts.items() if one.row is None}
+    differences = [value for one in verdicts.values() if one.row for value in one.differences]
+    if len(verdicts) - len(out) < MIN_TRAINABLE:
+        return _too_few(out, len(verdicts))
+    why = excess(measure(differences), settings.max_drift) if differences else None
+    if why is not None:
+        return Fault(DRIFT, why)
+    kept = [row for row in rows if row.trainable]
+    answers = CheckedAnswers(
+        left_out={place: one.reason for place, one in out.items()},
+        recomputed=tuple(place for place, one in verdicts.items() if one.row and one.recomputed),
+        masked_tokens={
+            place: hidden
+            for place, row in enumerate(rows)
+            if row.trainable and (hidden := len(row.token_ids) - row.kept_tokens)
+        },
+        tokens=sum(row.kept_tokens for row in kept),
+    )
+    texts = {place: one.text for place, one in out.items()}
+    group = replace(group, rows=rows)
+    return Judged(group=group, answers=answers, differences=differences, texts=texts)
+
+
+def _look_at(
+    row: TrainableRow,
+    values: Sequence[float] | Fault,
+    masked_by: str | None,
+    settings: Learner,
+    *,
+    sampler: bool,
+) -> _Verdict:
+    """Decide about an answer without a look at its siblings."""
+    if isinstance(values, Fault):
+        return _Verdict(reason=values.reason, text=values.text)
+    if not sampler:
+        return _anchored(row, values, settings.doubtful_logprobs)
+    if not row.recorded:
+        return _anchored(row, values, settings.missing_logprobs)
+    differences = tuple(a - b for a, b in zip(row.logprobs, values, strict=True))
+    if masked_by is not None:
+        free = untouched(differences, settings.mask_tolerance)
+        if not any(free):
+            text = f"no token is the policy's own ({masked_by})"
+            return _Verdict(reason=ALL_TOUCHED, text=text)
+        row = row if all(free) else replace(row, kept=free)
+    return _Verdict(row=row, differences=tuple(row.of_kept(differences)))
+
+
+def _anchored(row: TrainableRow, values: Sequence[float], how: str) -> _Verdict:
+    """Put the recomputed log-probabilities in the place of the recorded ones."""
+    if how == "drop" or not all(map(math.isfinite, values)):
+        return _Verdict(reason=UNKNOWN, text="its log-probabilities are not known")
+    row = replace(row, logprobs=tuple(values), recorded=True)
+    return _Verdict(row=row, recomputed=True, positive=how == "positives")
+
+
+def _drifting(
+    verdicts: Mapping[int, _Verdict],
+    recomputed: Mapping[int, Sequence[float] | Fault],
+    settings: Learner,
+) -> dict[int, _Verdict]:
+    """Return new verdicts of the answers that drift.
+
+    Where most of a group drifts, its adapter or its sampling is not what was recorded. That is no
+    single bad answer, and nothing can be put in the place of its values.
+    """
+    compared = {place: one for place, one in verdicts.items() if one.differences}
+    found: dict[int, _Verdict] = {}
+    over = {
+        place: why
+        for place, one in compared.items()
+        if (why := excess(measure(one.differences), settings.max_drift))
+    }
+    how = "drop" if 2 * len(over) > len(compared) else settings.doubtful_logprobs
+    for place, why in over.items():
+        row, values = verdicts[place].row, recomputed[place]
+        anchored = None
+        if how != "drop" and row is not None and not isinstance(values, Fault):
+            anchored = _anchored(row, values, how)
+        found[place] = anchored if anchored and anchored.row else _Verdict(reason=DRIFT, text=why)
+    return found
+
+
+def _with_advantages(
+    group: TrainingGroup, verdicts: Mapping[int, _Verdict], settings: Learner
+) -> tuple[tuple[TrainableRow, ...], dict[int, _Verdict]]:
+    """Return the rows as they are trained on, and the verdicts with `NOT_BETTER`.
+
+    Advantages are taken again where an answer that had a part in the baseline has none any more.
+    """
+    settled = dict(verdicts)
+
+    def counts(place: int) -> bool:
+        one = settled.get(place)
+        return group.rows[place].counted and (
+            one is None or one.row is not None or one.reason in COUNTED
+        )
+
+    counted = [counts(place) for place in range(len(group.rows))]
+    advantages = [row.advantage for row in group.rows]
+    if counted != [row.counted for row in group.rows] and sum(counted) >= MIN_TRAINABLE:
+        advantages = assign(group.scores, counted, settings.advantage)
+    for place, one in verdicts.items():
+        if one.row is not None and one.positive and not advantages[place] > 0:
+            text = "it is not better than its siblings, and its log-probabilities are not known"
+            settled[place] = _Verdict(reason=NOT_BETTER, text=text)
+    rows = []
+    for place, row in enumerate(group.rows):
+        found = settled.get(place)
+        kept = row if found is None or found.row is None else found.row
+        rows.append(
+            replace(
+                kept,
+                trainable=found is not None and found.row is not None,
+                counted=counted[place],
+                advantage=advantages[place],
+            )
+        )
+    return tuple(rows), settled
+
+
+def _too_few(out: Mapping[int, _Verdict], answers: int) -> Fault:
+    """Describe a group with too few answers to train on, by their usual reason."""
+    if not out:
+        return Fault(TOO_FEW, f"{answers} of its answers can be trained on")
+    reason, _ = Counter(one.reason for one in out.values()).most_common(1)[0]
+    place, one = next((place, one) for place, one in out.items() if one.reason == reason)
+    what = "drift" if {one.reason for one in out.values()} == {DRIFT} else "are left out"
+    return Fault(reason, f"{len(out)} of {answers} answers {what}; answer {place}: {one.text}")

@@ -1,0 +1,242 @@
+"""Each answer is decided about alone: recomputed values, masks of the server, drift, advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from learner.grpo.answers import Judged, judge_answers
+from learner.records import CheckedAnswers, Fault, TrainingGroup
+from sidecar.settings import Learner
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeGroup, MakeRow
+
+PI = (-1.0, -2.0, -0.5, -0.1)
+"""What the trainer computes for each answer's tokens."""
+GRAMMAR = "masked_by_response_format"
+
+
+@pytest.fixture
+def answers(group: MakeGroup, row: MakeRow) -> Any:
+    """answers(logprobs of each answer, masked_by=): 4 tokens each, rewards 1, 0, 1, 0, ..."""
+
+    def make(*logprobs: Sequence[float] | None, masked_by: str | None = None) -> TrainingGroup:
+        rows = [
+            replace(
+                row([5, 6, 7, 8], (-1.0) ** place / 2, logprobs=values or (0.0,) * 4),
+                recorded=values is not None,
+            )
+            for place, values in enumerate(logprobs)
+        ]
+        return replace(group([1, 2], rows), masked_by=masked_by)
+
+    return make
+
+
+def values(group: TrainingGroup) -> Mapping[int, Sequence[float]]:
+    return dict.fromkeys(range(len(group.rows)), PI)
+
+
+def settings(**changes: Any) -> Learner:
+    return Learner(**changes)
+
+
+def judged(group: TrainingGroup, **changes: Any) -> Judged:
+    found = judge_answers(group, values(group), settings(**changes))
+    assert isinstance(found, Judged), found
+    return found
+
+
+def faulty(group: TrainingGroup, **changes: Any) -> Fault:
+    found = judge_answers(group, values(group), settings(**changes))
+    assert isinstance(found, Fault), found
+    return found
+
+
+def test_exact_answers_pass_as_they_are(answers: Any) -> None:
+    group = answers(PI, PI, PI)
+
+    found = judged(group)
+
+    assert found.group == group
+    assert found.answers == CheckedAnswers(tokens=12)
+    assert found.differences == [0.0] * 12
+
+
+def test_tokens_that_a_grammar_touched_are_left_out_and_the_others_trained(answers: Any) -> None:
+    """Recorded 0 where the grammar forced the token; the last was likely by itself."""
+    forced = (0.0, -2.0, -0.5, 0.0)
+    group = answers(forced, PI, PI, masked_by=GRAMMAR)
+
+    found = judged(group)
+
+    assert found.group.rows[0].kept == (False, True, True, True)
+    assert [row.kept for row in found.group.rows[1:]] == [(), ()]
+    assert found.answers.masked_tokens == {0: 1}
+    assert found.answers.tokens == 11
+    assert found.answers.left_out == {}
+    assert found.differences == pytest.approx([0.0, 0.0, 0.1, *[0.0] * 8])
+
+
+def test_without_a_grammar_the_same_values_are_drift(answers: Any) -> None:
+    found = judged(answers((0.0, -2.0, -0.5, 0.0), PI, PI))
+
+    assert found.answers.left_out == {0: "drift"}
+
+
+def test_an_answer_without_a_free_token_counts_in_the_baseline_and_is_not_trained(
+    answers: Any,
+) -> None:
+    group = answers((0.0,) * 4, PI, PI, masked_by=GRAMMAR)
+    group = replace(
+        group, rows=(replace(group.rows[0], logprobs=(0.0, -1.0, 0.0, 0.2)), *group.rows[1:])
+    )
+
+    found = judged(group)
+
+    assert found.answers.left_out == {0: "all_tokens_masked"}
+    assert [row.trainable for row in found.group.rows] == [False, True, True]
+    assert [row.counted for row in found.group.rows] == [True] * 3
+    assert [row.advantage for row in found.group.rows] == [0.5, -0.5, 0.5]
+
+
+def test_a_group_with_one_answer_that_has_free_tokens_is_left_out(answers: Any) -> None:
+    every = (0.0, 0.0, 0.0, 0.2)
+
+    fault = faulty(answers(every, every, PI, masked_by=GRAMMAR))
+
+    assert fault.reason == "all_tokens_masked"
+    assert fault.text == (
+        f"2 of 3 answers are left out; answer 0: no token is the policy's own ({GRAMMAR})"
+    )
+
+
+def test_a_wrong_adapter_shows_behind_a_grammar_too(answers: Any) -> None:
+    """What it makes likelier looks touched; what it makes rarer does not, and drifts."""
+    wrong = (-0.2, -3.0, -1.5, -1.1)
+
+    fault = faulty(answers(wrong, wrong, wrong, masked_by=GRAMMAR))
+
+    assert fault.reason == "drift"
+
+
+def test_the_tolerance_is_a_setting(answers: Any) -> None:
+    group = answers((-0.7, -2.0, -0.5, -0.1), PI, PI, masked_by=GRAMMAR)
+
+    assert judged(group, mask_tolerance=0.31).answers.masked_tokens == {}
+    assert judged(group, mask_tolerance=0.29).answers.masked_tokens == {0: 1}
+
+
+def test_missing_logprobs_are_recomputed_and_are_the_anchor(answers: Any) -> None:
+    found = judged(answers(None, PI, PI))
+
+    assert found.group.rows[0].logprobs == PI
+    assert [row.trainable for row in found.group.rows] == [True] * 3
+    assert found.answers == CheckedAnswers(recomputed=(0,), tokens=12)
+    assert found.differences == [0.0] * 8, "nothing of it was recorded"
+
+
+def test_a_group_of_which_nothing_was_recorded_can_be_trained(answers: Any) -> None:
+    found = judged(answers(None, None))
+
+    assert found.answers.recomputed == (0, 1)
+    assert found.differences == []
+
+
+def test_positives_trains_them_only_where_they_are_better(answers: Any) -> None:
+    found = judged(answers(None, None, PI, PI), missing_logprobs="positives")
+
+    assert found.answers.left_out == {1: "not_positive"}
+    assert found.answers.recomputed == (0,)
+    assert [row.advantage for row in found.group.rows] == [0.5, -0.5, 0.5, -0.5]
+    assert [row.counted for row in found.group.rows] == [True] * 4
+
+
+def test_drop_leaves_them_out_of_the_baseline_too(answers: Any) -> None:
+    found = judged(answers(None, PI, PI), missing_logprobs="drop")
+
+    assert found.answers.left_out == {0: "logprobs_unknown"}
+    assert [row.counted for row in found.group.rows] == [False, True, True]
+    assert [row.advantage for row in found.group.rows] == [0.0, -0.25, 0.25]
+
+
+SHIFTED = tuple(value + 0.5 for value in PI)
+
+
+@pytest.mark.parametrize(
+    ("how", "left_out", "recomputed"),
+    [
+        ("drop", {0: "drift"}, ()),
+        ("recompute", {}, (0,)),
+        ("positives", {}, (0,)),
+    ],
+)
+def test_a_doubtful_answer_is_left_out_or_anchored_anew(
+    answers: Any, how: str, left_out: Mapping[int, str], recomputed: tuple[int, ...]
+) -> None:
+    found = judged(answers(SHIFTED, PI, PI, PI), doubtful_logprobs=how)
+
+    assert found.answers.left_out == left_out
+    assert found.answers.recomputed == recomputed
+    assert found.group.rows[0].logprobs == (PI if recomputed else SHIFTED)
+    assert found.differences == [0.0] * 12
+
+
+def test_a_doubtful_worse_answer_is_not_pushed_away_with_positives(answers: Any) -> None:
+    found = judged(answers(PI, SHIFTED, PI, PI), doubtful_logprobs="positives")
+
+    assert found.answers.left_out == {1: "not_positive"}
+
+
+def test_where_most_of_a_group_drifts_nothing_is_anchored(answers: Any) -> None:
+    fault = faulty(answers(SHIFTED, SHIFTED, PI), doubtful_logprobs="recompute")
+
+    assert fault.reason == "drift"
+    assert fault.text.startswith("2 of 3 answers drift; answer 0: recorded and recomputed")
+
+
+def test_a_gone_sampler_leaves_the_better_answers_anchored_at_the_parent(answers: Any) -> None:
+    group = answers(SHIFTED, SHIFTED, SHIFTED, SHIFTED)
+
+    found = judge_answers(
+        group, values(group), settings(doubtful_logprobs="positives"), sampler=False
+    )
+
+    assert isinstance(found, Judged)
+    assert found.answers.recomputed == (0, 2)
+    assert found.answers.left_out == {1: "not_positive", 3: "not_positive"}
+
+
+def test_a_foreign_token_id_masks_its_answer_alone(answers: Any) -> None:
+    group = answers(PI, PI, PI)
+
+    foreign = Fault("token_out_of_vocabulary", "token id 48 is outside")
+    found = judge_answers(group, {0: PI, 1: foreign, 2: PI}, settings())
+
+    assert isinstance(found, Judged)
+    assert found.answers.left_out == {1: "token_out_of_vocabulary"}
+    assert [row.advantage for row in found.group.rows] == [0.0, 0.0, 0.0], "1 and 1 are left"
+    assert not found.group.rows[1].counted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_no_number_masks_its_answer_alone(answers: Any, value: float) -> None:
+    group = answers(PI, None, PI, PI)
+    computed = {**values(group), 0: (value, *PI[1:]), 1: (value, *PI[1:])}
+
+    found = judge_answers(group, computed, settings(doubtful_logprobs="recompute"))
+
+    assert isinstance(found, Judged)
+    assert found.answers.left_out == {0: "drift", 1: "logprobs_unknown"}
+
+
+def test_a_group_without_a_trainable_answer_is_a_fault(answers: Any) -> None:
+    group = answers(PI, PI)
+    group = replace(group, rows=tuple(replace(row, trainable=False) for row in group.rows))
+
+    assert isinstance(judge_answers(group, {}, settings()), Fault)
