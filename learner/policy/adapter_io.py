@@ -33,6 +33,7 @@ from learner.errors import (
 )
 from learner.explain import one_line
 from learner.policy.architecture import architecture
+from learner.policy.attention_check import use_form
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.room import limit_torch
 from learner.policy.self_test import checked
@@ -66,11 +67,14 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
         base = AutoModelForCausalLM.from_pretrained(
             base_model_path, dtype=dtype, attn_implementation="eager" if shape.eager else None
         )
+        form = use_form(base, shape, device, torch.bfloat16 if autocast else dtype)
     with _loading(f"parent {parent.name}"):
         model = _with_adapter(base, parent, settings, device)
         # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
-        policy = Policy(model=model.to(device), device=device, autocast=autocast, shape=shape)
+        policy = Policy(
+            model=model.to(device), device=device, autocast=autocast, shape=shape, form=form
+        )
     with _loading(f"base {base_model_path}"):
         return checked(policy, base_model_path)
 

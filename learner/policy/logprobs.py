@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.policy.architecture import Architecture
+from learner.policy.attention import Form, added_mask, dense_mask, plan
 from learner.policy.head import Head, target_logprobs
 from learner.policy.packing import Pack, pack_group
 from learner.records import TrainingGroup
@@ -32,6 +33,8 @@ class Policy:
     autocast: bool
     """True: matrix products in bf16; the residual stream, the head and the adapter stay fp32."""
     shape: Architecture = field(default_factory=Architecture)
+    form: Form = "dense"
+    """How attention over a pack is computed (`learner.policy.attention`)."""
 
     @property
     def vocabulary(self) -> int:
@@ -64,28 +67,41 @@ class Policy:
             output = decoder(
                 input_ids=self._tensor(pack.input_ids)[None],
                 position_ids=self._tensor(pack.positions)[None],
-                attention_mask=self._masks(pack, next(decoder.parameters()).dtype),
                 use_cache=False,
+                **self._attention(pack, next(decoder.parameters()).dtype),
             )
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH
 
-    def _masks(self, pack: Pack, dtype: torch.dtype) -> Tensor | Mapping[str, Tensor] | None:
-        """Build [1, 1, T, T] for all layers, or one by type of layer; None: the model's own.
+    def _attention(self, pack: Pack, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the decoder's arguments that say what each token attends to."""
+        if not self.shape.packs:
+            return {"attention_mask": None}  # the model's own
+        dtype = torch.bfloat16 if self.autocast else dtype
+        if self.form == "dense":
+            return {"attention_mask": self._masks(pack, dtype)}
+        # A mask of four dimensions keeps the model from making one; nobody reads it.
+        unread = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
+        windows = self.shape.windows
+        return {
+            "attention_mask": dict.fromkeys(windows, unread) if len(windows) > 1 else unread,
+            "trie": plan(pack.segments, windows, self.form, self.device, dtype),
+        }
+
+    def _masks(self, pack: Pack, dtype: torch.dtype) -> Tensor | Mapping[str, Tensor]:
+        """Build [1, 1, T, T] for all layers, or one by type of layer.
 
         They are added to the scores as they are: from a mask of booleans each layer would make one
         of numbers and keep it for its backward pass.
         """
-        if not self.shape.packs:
-            return None
-        dtype = torch.bfloat16 if self.autocast else dtype
         positions_T = self._tensor(pack.positions)
+        seen_TT = dense_mask(pack.segments, self.device)
         masks: dict[str, Tensor] = {}
         for kind, window in self.shape.windows.items():
-            seen_TT = attention_mask(self._tensor(pack.segments))
+            near_TT = seen_TT
             if window is not None:
-                seen_TT &= positions_T[:, None] - positions_T[None, :] < window
-            masks[kind] = added_mask(seen_TT, dtype)[None, None]
+                near_TT = seen_TT & (positions_T[:, None] - positions_T[None, :] < window)
+            masks[kind] = added_mask(near_TT, dtype)[None, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _head(self) -> Head:
@@ -110,22 +126,6 @@ class Policy:
 def packs_of(policy: Policy, group: TrainingGroup, max_tokens: int) -> list[Pack]:
     """Pack the trainable answers of a group as the model allows it; see `pack_group`."""
     return pack_group(group, max_tokens=max_tokens, alone=not policy.shape.packs)
-
-
-def attention_mask(segments_T: Tensor) -> Tensor:
-    """Build the attention mask: [T, T] bool, row = query, column = key, True = may attend.
-
-    A token attends to itself and to earlier tokens of the prompt (segment 0) and its own segment.
-    """
-    order_T = torch.arange(len(segments_T), device=segments_T.device)
-    past_TT = order_T[None, :] <= order_T[:, None]
-    own_TT = segments_T[None, :] == segments_T[:, None]
-    return past_TT & (own_TT | (segments_T == 0)[None, :])
-
-
-def added_mask(mask_TT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [T, T] of this type: 0 where a token may attend, minus infinity where it may not."""
-    return torch.zeros_like(mask_TT, dtype=dtype).masked_fill(~mask_TT, -torch.inf)
 
 
 def wants_autocast(precision: Precision, device: torch.device) -> bool:

@@ -2,12 +2,13 @@
 
     ids        p0 p1 p2 | a0 a1 | b0 b1 b2        the last token of an answer predicts nothing that
     positions   0  1  2 |  3  4 |  3  4  5        is trained on, so it is left out of the input
-    segments    0  0  0 |  1  1 |  2  2  2
+    segments       0    |   1   |     2
 
 A token attends to the prompt and to its own segment's past, and the positions restart behind the
 prompt, so each answer gets exactly the log-probabilities of a separate row. The first token of
 every answer is predicted from the prompt's last position. A group of 8 answers of 45 tokens behind
-a prompt of 60 costs 412 tokens instead of 832.
+a prompt of 60 costs 412 tokens instead of 832. Answers that begin alike, as those of several turns
+with one history do, share their beginnings too (`learner.policy.trie`).
 
 A token that its row does not keep (`TrainableRow.kept`) is no target. It stays in the input: the
 tokens behind it were sampled after it.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from learner.policy.trie import Segment, fold, unique_tokens
 from learner.records import TrainableRow, TrainingGroup
 
 
@@ -31,8 +33,8 @@ class Pack:
     """[T] token ids."""
     positions: tuple[int, ...]
     """[T] rotary positions."""
-    segments: tuple[int, ...]
-    """[T] 0: the prompt; k: the pack's k-th answer."""
+    segments: tuple[Segment, ...]
+    """How the T tokens attend to each other, in pre-order."""
     sources: tuple[int, ...]
     """[N] index into T whose hidden state predicts the target."""
     targets: tuple[int, ...]
@@ -54,50 +56,56 @@ def packed_length(prompt_length: int, answer_lengths: Sequence[int]) -> int:
     return prompt_length + sum(length - 1 for length in answer_lengths)
 
 
-def pack_group(group: TrainingGroup, *, max_tokens: int, alone: bool = False) -> list[Pack]:
+def pack_group(
+    group: TrainingGroup, *, max_tokens: int, alone: bool = False, least: int = 1
+) -> list[Pack]:
     """Pack the trainable answers of a group, in order, in as few packs as that order allows.
 
     alone: each answer gets a pack of its own, for models that do not pack.
+    least: as in `learner.policy.trie.fold`.
     max_tokens: longest pack. A group that does not fit is split, and each part gets the prompt. An
         answer that does not fit even alone gets its own pack: selection has already dropped groups
         that are too long.
     """
-    return [_pack(group, rows) for rows in _bins(group, 0 if alone else max_tokens)]
+    bins = _bins(group, 0 if alone else max_tokens, least)
+    return [pack_rows(group, rows, least=least) for rows in bins]
 
 
-def _bins(group: TrainingGroup, max_tokens: int) -> Iterator[list[TrainableRow]]:
+def _bins(group: TrainingGroup, max_tokens: int, least: int) -> Iterator[list[TrainableRow]]:
     taken: list[TrainableRow] = []
     for row in group.rows:
         if not row.trainable:
             continue
-        lengths = [len(other.token_ids) for other in [*taken, row]]
-        if taken and packed_length(len(group.prompt_token_ids), lengths) > max_tokens:
-            yield taken
-            taken = []
+        if taken:
+            rows = [fed(group, one) for one in (*taken, row)]
+            if max_tokens <= 0 or unique_tokens(rows, least=least) > max_tokens:
+                yield taken
+                taken = []
         taken.append(row)
     if taken:
         yield taken
 
 
-def _pack(group: TrainingGroup, rows: Sequence[TrainableRow]) -> Pack:
-    prompt = group.prompt_token_ids
-    input_ids = list(prompt)
-    positions = list(range(len(prompt)))
-    segments = [0] * len(prompt)
-    sources: list[int] = []
-    for segment, row in enumerate(rows, start=1):
-        start, fed = len(input_ids), len(row.token_ids) - 1
-        input_ids += row.token_ids[:-1]
-        positions += range(len(prompt), len(prompt) + fed)
-        segments += [segment] * fed
-        sources += row.of_kept([len(prompt) - 1, *range(start, start + fed)])
+def fed(group: TrainingGroup, row: TrainableRow) -> tuple[int, ...]:
+    """Return the tokens that are fed to predict an answer: the prompt and all but its last."""
+    return group.prompt_token_ids + row.token_ids[:-1]
+
+
+def pack_rows(group: TrainingGroup, rows: Sequence[TrainableRow], *, least: int = 1) -> Pack:
+    """Pack these rows of a group into one."""
+    trie = fold([fed(group, row) for row in rows], least=least)
+    last = len(group.prompt_token_ids) - 1
     return Pack(
         group_id=group.group_id,
         adapter=group.adapter,
-        input_ids=tuple(input_ids),
-        positions=tuple(positions),
-        segments=tuple(segments),
-        sources=tuple(sources),
+        input_ids=trie.tokens,
+        positions=trie.positions,
+        segments=trie.segments,
+        sources=tuple(
+            place
+            for row, places in zip(rows, trie.places, strict=True)
+            for place in row.of_kept(places[last:])
+        ),
         targets=tuple(token for row in rows for token in row.of_kept(row.token_ids)),
         recorded=tuple(value for row in rows for value in row.of_kept(row.logprobs)),
         advantages=tuple(row.advantage for row in rows for _ in range(row.kept_tokens)),

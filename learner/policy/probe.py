@@ -13,6 +13,7 @@ from learner.adapter_folder import PROBE, file_digest
 from learner.explain import one_line
 from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack
+from learner.policy.trie import chain
 from learner.probe_file import ProbeFile, render_probe
 
 log = structlog.get_logger()
@@ -81,7 +82,7 @@ def _pack(ids: Sequence[int], places: Sequence[int]) -> Pack:
         adapter="",
         input_ids=tuple(ids),
         positions=tuple(range(len(ids))),
-        segments=(0,) * len(ids),
+        segments=chain(len(ids)),
         sources=tuple(places),
         targets=(0,) * len(places),
         recorded=(0.0,) * len(places),

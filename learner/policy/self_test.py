@@ -1,8 +1,8 @@
 """Compare our way of computing log-probabilities with the model's own forward pass, at the start.
 
 The config says which models can be packed, but a new architecture may say it in a way that nobody
-knew. So two short answers of drawn tokens are computed both ways. A model whose pack differs is
-computed in rows; one whose rows differ too is refused.
+knew. So two short answers of drawn tokens are computed both ways. A model whose pack differs gets a
+dense mask; if it still does, it is computed in rows; one whose rows differ too is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from learner.errors import ParentError
 from learner.policy.architecture import as_rows
+from learner.policy.attention import Form
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import TrainableRow, TrainingGroup
 
 log = structlog.get_logger()
 
+DENSE: Form = "dense"
 SELF_TEST = "self-test"
 """Id of the drawn group."""
 PROMPT, ANSWERS = 24, (9, 14)
@@ -41,10 +43,13 @@ def checked(policy: Policy, model_name: str) -> Policy:
     expected = _own_logprobs(policy, group)
     first = ""
     if policy.shape.packs:
-        found = difference(policy, group, expected)
-        if found <= limit:
-            return policy
-        first = f"packed answers differ by {found:.2g} nats a token"
+        for form in dict.fromkeys((policy.form, DENSE)):
+            policy = replace(policy, form=form)
+            found = difference(policy, group, expected)
+            if found <= limit:
+                return policy
+            first = f"packed answers differ by {found:.2g} nats a token"
+            log.info("form_differs", base=model_name, form=form, nats=found)
         policy = replace(policy, shape=as_rows(policy.shape, first))
     log.info("answers_not_packed", base=model_name, why=policy.shape.why)
     found = difference(policy, group, expected)

@@ -249,6 +249,8 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.trainer",
             "grpo.warmup",
             "policy.adapter_io",
+            "policy.attention",
+            "policy.attention_check",
             "policy.head",
             "policy.logprobs",
             "policy.memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from learner.policy.adapter_io import load_policy
+from learner.policy.attention import Form
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.packing import pack_group
 from learner.records import Parent
@@ -87,13 +89,22 @@ def test_auto_takes_bf16_where_the_processor_has_it(
     assert wants_autocast(precision, CPU) is expected
 
 
+@pytest.mark.parametrize(("form", "masks"), [("segments", 0), ("dense", 1)])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_all_layers_keep_one_attention_mask(
-    tiny_base: Path, learner_settings: Learner, group: MakeGroup, row: MakeRow, precision: str
+def test_all_layers_keep_at_most_one_attention_mask(
+    tiny_base: Path,
+    learner_settings: Learner,
+    group: MakeGroup,
+    row: MakeRow,
+    precision: str,
+    form: Form,
+    masks: int,
 ) -> None:
     """Each layer kept a copy of its own for the backward pass: [T, T], 30 times on SmolLM2."""
     settings = learner_settings.model_copy(update={"precision": precision})
     policy = load_policy(str(tiny_base), Parent(name="base"), settings)
+    assert policy.form == "segments"
+    policy = replace(policy, form=form)
     (pack,) = pack_group(group(range(1, 20), [row(range(20, 40)), row([7, 8])]), max_tokens=100)
     length = len(pack.input_ids)
     kept: set[int] = set()
@@ -106,4 +117,4 @@ def test_all_layers_keep_one_attention_mask(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         policy.logprobs(pack)
 
-    assert len(kept) == 1
+    assert len(kept) == masks

@@ -12,8 +12,10 @@ import torch
 from torch.nn import functional
 
 from learner.policy.adapter_io import load_policy
-from learner.policy.logprobs import Policy, attention_mask
+from learner.policy.attention import dense_mask
+from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack, pack_group, packed_length
+from learner.policy.trie import Segment, fold
 from learner.records import Parent, TrainableRow, TrainingGroup
 from sidecar.settings import Learner
 
@@ -34,7 +36,11 @@ def test_the_answers_lie_behind_one_prompt(group: MakeGroup, row: MakeRow) -> No
         adapter="a",
         input_ids=(1, 2, 3, 10, 11, 20, 21, 22),
         positions=(0, 1, 2, 3, 4, 3, 4, 5),
-        segments=(0, 0, 0, 1, 1, 2, 2, 2),
+        segments=(
+            Segment(start=0, stop=3, last=8, parent=-1, position=0),
+            Segment(start=3, stop=5, last=5, parent=0, position=3),
+            Segment(start=5, stop=8, last=8, parent=0, position=3),
+        ),
         sources=(2, 3, 4, 2, 5, 6, 7),
         targets=(10, 11, 12, 20, 21, 22, 23),
         recorded=(-1, -2, -3, -1, -1, -1, -1),
@@ -93,7 +99,9 @@ def test_a_group_that_does_not_fit_is_split_and_each_part_has_the_prompt(
 
 
 def test_a_token_sees_the_prompt_and_its_own_past() -> None:
-    mask = attention_mask(torch.tensor([0, 0, 1, 1, 2]))
+    segments = fold([(1, 2, 3, 4), (1, 2, 5)]).segments
+
+    mask = dense_mask(segments, torch.device("cpu"))
 
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0],

@@ -1,0 +1,333 @@
+"""Attention over the segments of a pack, without a mask of all its tokens.
+
+A pack is a trie of segments in pre-order (`learner.policy.trie`). Three forms compute it:
+
+`segments`, on a CPU: each segment's own tokens attend to themselves, causally, and all tokens below
+    it attend to it without a mask: one call of torch's flash kernel each. The parts of a token's
+    attention are joined by their log-sum-exp, and the backward pass calls the kernel's own backward
+    for each part with the joined values: nothing is masked, copied or computed for nothing.
+`varlen`, on CUDA: each segment's queries attend to the gathered keys above them and to their own,
+    causally, aligned at the end, in one call of `torch.nn.attention.varlen.varlen_attn`.
+`dense`: one [T, T] mask that is added to the scores, for every other device and for models whose
+    attention is not torch's (`learner.policy.logprobs`).
+
+Layers with a window that is shorter than the pack get, in the first form, blocks of queries with
+the keys in their reach and a mask of that size.
+Sources: the trick of gathered keys is TRL's (`trl/experimental/async_grpo/packing.py`, Apache-2.0);
+joining by log-sum-exp: FlashAttention-2, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from learner.policy.trie import Segment, ancestors
+
+Form = Literal["segments", "varlen", "dense"]
+
+NAME = "segments"
+"""Name of this attention in transformers."""
+BLOCK = 256
+"""Queries of a layer with a window that share one mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Keys of each segment's path, for `varlen_attn`; int32 but for the index."""
+
+    index_K: Tensor
+    """The paths one after the other: indices into T."""
+    queries: Tensor
+    """[S + 1] boundaries of the segments in T."""
+    keys: Tensor
+    """[S + 1] boundaries of the paths in K."""
+    longest_queries: int
+    longest_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Queries [start, stop) of a layer with a window, and the keys in their reach."""
+
+    start: int
+    stop: int
+    index_K: Tensor
+    mask_QK: Tensor
+    """Added to the scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the layers need to know of a pack. Made once for all of them."""
+
+    segments: tuple[Segment, ...]
+    windows: Mapping[str, int | None]
+    """By type of layer; None: the layer sees all, or its window is not shorter than the pack."""
+    gathered: Gathered | None = None
+    blocks: Mapping[int, tuple[Block, ...]] = field(default_factory=dict)
+    """By window."""
+
+    def window_of(self, layer: Any) -> int | None:  # Any: a module of transformers, not typed
+        if len(self.windows) == 1:
+            return next(iter(self.windows.values()))
+        return self.windows[layer.config.layer_types[layer.layer_idx]]
+
+
+def plan(
+    segments: tuple[Segment, ...],
+    windows: Mapping[str, int | None],
+    form: Form,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Plan:
+    """Prepare a pack. dtype: of the queries."""
+    longest = max(one.position + one.length for one in segments)
+    short = {kind: w if w is not None and w < longest else None for kind, w in windows.items()}
+    if form == "varlen":
+        return Plan(segments=segments, windows=short, gathered=_gather(segments, device))
+    used = {window for window in short.values() if window is not None}
+    blocks = {window: _blocks(segments, window, device, dtype) for window in used}
+    return Plan(segments=segments, windows=short, blocks=blocks)
+
+
+def segment_attention(
+    module: Any,  # Any: as above
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    trie: Plan | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it. trie: None for the model's own forward pass.
+
+    query: [1, heads, T, width]; key, value: [1, fewer heads, T, width].
+    Returns: [1, T, heads, width]
+    """
+    if trie is None:
+        own: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+        return own
+    query, key, value = _in_one_type(query, key, value)
+    window = trie.window_of(module)
+    if trie.gathered is not None:
+        return varlen(query, key, value, trie.gathered, scaling, window)[None], None
+    if window is not None:
+        out = _windowed(query, key, value, trie.blocks[window], scaling)
+    else:
+        out = by_segments(query, key, value, trie.segments, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, segment_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def by_segments(
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None
+) -> Tensor:
+    """[1, heads, T, width]: the form `segments`, on a CPU."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    found: Tensor = _BySegments.apply(query, key, value, tuple(segments), scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gathered: Gathered,
+    scaling: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """[T, heads, width]: the form `varlen`, on CUDA, in half precision."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query_THD, key_THD, value_THD = (one[0].transpose(0, 1) for one in (query, key, value))
+    found = varlen_attn(
+        query_THD.contiguous(),
+        key_THD[gathered.index_K],
+        value_THD[gathered.index_K],
+        gathered.queries,
+        gathered.keys,
+        gathered.longest_queries,
+        gathered.longest_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found[0] if isinstance(found, tuple) else found
+
+
+def dense_mask(segments: Sequence[Segment], device: torch.device) -> Tensor:
+    """[T, T] bool, row = query, column = key, True = may attend."""
+    length = max(one.last for one in segments)
+    seen_TT = torch.zeros(length, length, dtype=torch.bool, device=device)
+    for one in segments:
+        own = slice(one.start, one.stop)
+        seen_TT[own, own] = torch.ones(
+            one.length, one.length, dtype=torch.bool, device=device
+        ).tril()
+        seen_TT[one.stop : one.last, own] = True
+    return seen_TT
+
+
+def added_mask(mask_QK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [Q, K] of this type: 0 where a token may attend, minus infinity where it may not."""
+    return torch.zeros_like(mask_QK, dtype=dtype).masked_fill(~mask_QK, -torch.inf)
+
+
+def _in_one_type(*tensors: Tensor) -> list[Tensor]:
+    """Cast as `scaled_dot_product_attention` does: rotary embeddings make fp32 of bf16."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        return [one.to(torch.get_autocast_dtype(kind)) for one in tensors]
+    return [one.to(tensors[-1].dtype) for one in tensors]
+
+
+class _BySegments(torch.autograd.Function):
+    """Joins a token's attention to its own segment and to those above it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: tuple[Segment, ...],
+        scale: float,
+    ) -> Tensor:
+        length, heads = query.shape[2], query.shape[1]
+        out = torch.zeros(query.shape, dtype=torch.float32)
+        # In the order in memory that the kernel's backward expects.
+        sums = torch.full((1, length, heads), -torch.inf).transpose(1, 2)
+        for rows, keys, causal in _calls(segments):
+            part, part_sums = _flash(
+                query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale
+            )
+            before = sums[:, :, rows]
+            joined = torch.logaddexp(before, part_sums)
+            kept, added = (before - joined).exp_(), (part_sums - joined).exp_()
+            out[:, :, rows] *= kept[..., None]
+            out[:, :, rows].addcmul_(part.float(), added[..., None])
+            sums[:, :, rows] = joined
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        of_out = gradients[0].contiguous()
+        found = [torch.zeros(one.shape, dtype=torch.float32) for one in (query, key, value)]
+        for rows, keys, causal in _calls(ctx.segments):
+            parts = _flash_backward(
+                of_out[:, :, rows],
+                query[:, :, rows],
+                key[:, :, keys],
+                value[:, :, keys],
+                out[:, :, rows],
+                sums[:, :, rows],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            for total, part, place in zip(found, parts, (rows, keys, keys), strict=True):
+                total[:, :, place] += part
+        return (*(one.to(query.dtype) for one in found), None, None)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _calls(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
+    """Return (queries, keys, whether causal) of each call of the kernel."""
+    found = []
+    for one in segments:
+        own = slice(one.start, one.stop)
+        found.append((own, own, True))
+        if one.last > one.stop:
+            found.append((slice(one.stop, one.last), own, False))
+    return found
+
+
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
+) -> Tensor:
+    parts = [
+        functional.scaled_dot_product_attention(
+            query[:, :, one.start : one.stop],
+            key.index_select(2, one.index_K),
+            value.index_select(2, one.index_K),
+            attn_mask=one.mask_QK,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for one in blocks
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def _path(segments: Sequence[Segment], number: int) -> list[int]:
+    """Return the indices into T of a segment's path: the tokens above it, and its own."""
+    one = segments[number]
+    return [
+        place
+        for part in (*ancestors(segments, number), one)
+        for place in range(part.start, part.stop)
+    ]
+
+
+def _blocks(
+    segments: Sequence[Segment], window: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Block, ...]:
+    masks: dict[tuple[int, int], Tensor] = {}
+    found: list[Block] = []
+    for number, one in enumerate(segments):
+        path = _path(segments, number)
+        for start in range(one.start, one.stop, BLOCK):
+            stop = min(start + BLOCK, one.stop)
+            first = one.position + start - one.start
+            reach = path[max(0, first - window + 1) : first + stop - start]
+            size = (stop - start, len(reach))
+            if size not in masks:
+                # The last query stands at the last key.
+                behind_QK = (
+                    torch.arange(size[0], device=device)[:, None]
+                    + (size[1] - size[0])
+                    - torch.arange(size[1], device=device)[None, :]
+                )
+                masks[size] = added_mask((behind_QK >= 0) & (behind_QK < window), dtype)
+            index_K = torch.tensor(reach, device=device)
+            found.append(Block(start=start, stop=stop, index_K=index_K, mask_QK=masks[size]))
+    return tuple(found)
+
+
+def _gather(segments: Sequence[Segment], device: torch.device) -> Gathered:
+    paths = [_path(segments, number) for number in range(len(segments))]
+    keys = [0]
+    for path in paths:
+        keys.append(keys[-1] + len(path))
+    return Gathered(
+        index_K=torch.tensor([place for path in paths for place in path], device=device),
+        queries=torch.tensor(
+            [0, *(one.stop for one in segments)], dtype=torch.int32, device=device
+        ),
+        keys=torch.tensor(keys, dtype=torch.int32, device=device),
+        longest_queries=max(one.length for one in segments),
+        longest_keys=max(map(len, paths)),
+    )
