@@ -9,6 +9,7 @@ it would have been, had the signal come in time. With `uniform` it is left out a
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -17,6 +18,10 @@ from ingest.grouping.selection import RATE, STAGE
 from ingest.store.exchanges import NEW, set_selection
 from sidecar.store.database import count
 from sidecar.store.models import ExchangeRow
+
+NEWEST: Final = 32
+"""Exchanges of a session that are drawn again at once, the newest: `groups.max_groups_per_session`
+makes groups of few."""
 
 
 def draw_again(session: Session, exchange_ids: Collection[str]) -> None:
@@ -32,3 +37,18 @@ def draw_again(session: Session, exchange_ids: Collection[str]) -> None:
     if names:
         set_selection(session, names, NEW)
         count(session, STAGE, RATE, -len(names))
+
+
+def draw_session_again(session: Session, session_id: str) -> None:
+    """The same for the newest exchanges of a session, for feedback on the whole of it."""
+    names = session.scalars(
+        select(ExchangeRow.exchange_id)
+        .where(
+            ExchangeRow.session_id == session_id,
+            ExchangeRow.held_out.is_(False),  # others are never drawn, and the index knows it
+            ExchangeRow.selection == RATE,
+        )
+        .order_by(ExchangeRow.seq.desc())
+        .limit(NEWEST)
+    ).all()
+    draw_again(session, names)

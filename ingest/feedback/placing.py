@@ -14,7 +14,7 @@ import msgspec
 from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
-from ingest.feedback.drawn_again import draw_again
+from ingest.feedback.drawn_again import draw_again, draw_session_again
 from ingest.sessions.arrival import NAMED
 from ingest.store.forgotten import forgotten_feedback
 from sidecar.feedback.record import Feedback
@@ -63,7 +63,7 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
 
     In the caller's write transaction, which must be alone, so that no exchange is stored meanwhile.
     What names a forgotten exchange or session is counted alone. An exchange that gets a negative
-    score is drawn again.
+    score is drawn again, and so are those of a session that does.
     Returns: what is not stored, because its id has another content.
     """
     if not records:
@@ -74,6 +74,7 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
     conflicts: list[Conflict] = []
     counts: Counter[str] = Counter()
     negative: set[str] = set()
+    sessions: set[str] = set()
     for record in records:
         if record.feedback_id in gone:
             counts[FORGOTTEN] += 1
@@ -97,9 +98,15 @@ def save_feedback(session: Session, records: Sequence[Feedback], *, now: float) 
         values["exchange_id"] = found.exchange_id if found is not None and joined else None
         values["session_id"] = found.session_id if found is not None and joined else None
         session.execute(insert_into(session, FeedbackRow).values(**values, stored_at=now))
-        if found is not None and joined and record.score is not None and record.score < 0:
+        if found is None or not joined or record.score is None or record.score >= 0:
+            continue
+        if record.target_kind == "exchange":
             negative.add(found.exchange_id)
+        else:
+            sessions.add(found.session_id)
     draw_again(session, negative)
+    for name in sorted(sessions):
+        draw_session_again(session, name)
     _count(session, counts)
     return conflicts
 

@@ -58,7 +58,7 @@ class Features:
     corrected: bool = False
     """The user asked again, corrected it or left (`ingest.feedback.signals`)."""
     negative: bool = False
-    """Somebody gave it negative feedback."""
+    """Somebody gave it, or its whole session, negative feedback."""
     earlier: int = 0
     """Groups of the same opening whose spread is known, of the newest."""
     earlier_spread: int = 0

@@ -95,6 +95,16 @@ def features_in(
             )
         )
     )
+    sessions = sorted({one.session_id for one in batch})
+    unhappy = set(
+        session.scalars(
+            select(FeedbackRow.session_id).where(
+                FeedbackRow.session_id.in_(sessions),
+                FeedbackRow.target_kind != "exchange",
+                FeedbackRow.score < 0,
+            )
+        )
+    )
     openings = {one.opening for one in keys.values()}
     earlier = {one: _earlier(session, one) for one in openings if one is not None}
     return {
@@ -102,7 +112,7 @@ def features_in(
             one.exchange,
             _object(one.exchange.request),
             signals=signals.get(one.exchange.exchange_id, ()),
-            negative=one.exchange.exchange_id in negative,
+            negative=one.exchange.exchange_id in negative or one.session_id in unhappy,
             earlier=earlier.get(keys[one.exchange.exchange_id].opening or "", (0, 0)),
         )
         for one in batch

@@ -175,7 +175,7 @@ def test_earlier_groups_of_an_opening_tell_of_the_next_one(kit: Kit) -> None:
 
 
 @pytest.mark.both_stores
-@pytest.mark.parametrize("shown", ["feedback", "signal"])
+@pytest.mark.parametrize("shown", ["feedback", "session", "signal"])
 def test_discontent_that_comes_after_the_decision_draws_the_step_again(
     kit: Kit, shown: str
 ) -> None:
@@ -196,15 +196,33 @@ def test_discontent_that_comes_after_the_decision_draws_the_step_again(
             if shown == "signal":
                 save_signals(session, [corrected(name)])
             else:
-                save_feedback(
-                    session, [make_feedback(f"f-{name}", target=name, score=-1.0)], now=3.0
-                )
+                kind = "exchange" if shown == "feedback" else "session"
+                told = make_feedback(f"f-{name}", target=name, target_kind=kind, score=-1.0)
+                save_feedback(session, [told], now=3.0)
 
     assert kit.counts("selection") == {}
     assert decide(4.0) == {"rate": 1, "chosen": 1}
     row = kit.row(group_id_of(likely))
     because = json.loads(row.chosen_because or "")["features"]
-    assert because["negative" if shown == "feedback" else "corrected"] is True
+    assert because["corrected" if shown == "signal" else "negative"] is True
+
+
+@pytest.mark.parametrize(
+    ("kind", "negative"), [("session", [True, True]), ("exchange", [True, False])]
+)
+def test_negative_feedback_on_a_session_is_about_each_step_of_it(
+    kit: Kit, kind: str, negative: list[bool]
+) -> None:
+    steps = [kit.exchange(name, session_key="m:s") for name in ("a", "b")]
+    kit.store(*steps)
+    with kit.database.write() as session:
+        told = make_feedback("f", target="a", target_kind=kind, score=-0.5)
+        save_feedback(session, [told], now=1.5)
+    rules = kit.rules(choose="prefer", uniform_share=1.0)
+    choose_new(kit.database, rules, model="smollm", limit=9, now=2.0)
+
+    because = [kit.row(group_id_of(one.exchange_id)).chosen_because or "" for one in steps]
+    assert [json.loads(one)["features"]["negative"] for one in because] == negative
 
 
 @pytest.mark.parametrize("shown", ["praise", "retry", "twice", "chosen"])
