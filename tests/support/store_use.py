@@ -193,8 +193,9 @@ def _ingest(use: _Use) -> None:
         *moved,
     ]
     told = [
-        _feedback("exchange", exchange_id(7)),
+        _feedback("exchange", exchange_id(EXCHANGES - 1_001)),
         _feedback("exchange", "never-comes"),
+        _feedback("session", exchange_id(EXCHANGES - 1_000)),
         _feedback("session", "early"),
         _feedback("session", "h:named"),
         _feedback("session", "h:never-comes"),
@@ -250,7 +251,7 @@ def _feedback(kind: TargetKind, target: str) -> Feedback:
         target=target,
         project="default",
         received_at=NOW,
-        score=1.0,
+        score=1.0 if kind == "exchange" else -1.0,
     )
 
 
