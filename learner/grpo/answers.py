@@ -96,7 +96,7 @@ def judge_answers(
         masked_tokens={
             place: hidden
             for place, row in enumerate(rows)
-            if row.trainable and (hidden := len(row.token_ids) - row.kept_tokens)
+            if row.trainable and (hidden := group.rows[place].kept_tokens - row.kept_tokens)
         },
         tokens=sum(row.kept_tokens for row in kept),
     )
@@ -123,11 +123,16 @@ def _look_at(
     differences = tuple(a - b for a, b in zip(row.logprobs, values, strict=True))
     if masked_by is not None:
         free = untouched(differences, settings.mask_tolerance)
-        if not any(free):
+        if not any(row.of_kept(free)):
             text = f"no token is the policy's own ({masked_by})"
             return _Verdict(reason=ALL_TOUCHED, text=text)
-        row = row if all(free) else replace(row, kept=free)
+        row = row if all(free) else _keep(row, free)
     return _Verdict(row=row, differences=tuple(row.of_kept(differences)))
+
+
+def _keep(row: TrainableRow, free: tuple[bool, ...]) -> TrainableRow:
+    kept = row.kept or (True,) * len(free)
+    return replace(row, kept=tuple(a and b for a, b in zip(kept, free, strict=True)))
 
 
 def _anchored(row: TrainableRow, values: Sequence[float], how: str) -> _Verdict:

@@ -76,7 +76,12 @@ def step_metrics(
         seconds=seconds,
         tokens_per_s=sums.computed_tokens / seconds,
         masked_answers=len(rows) - answers,
-        masked_tokens=sum(len(row.token_ids) - row.kept_tokens for row in rows if row.trainable),
+        masked_tokens=sum(
+            len(row.token_ids) - row.kept_tokens
+            for group in groups
+            for row in group.rows
+            if row.trainable and group.masked_by is not None
+        ),
         answer_tokens=sum(len(row.token_ids) for row in rows if row.trainable) / answers,
         drift=sums.drift / sums.tokens,
         peak_memory_bytes=peak_memory_bytes,

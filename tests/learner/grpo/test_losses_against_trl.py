@@ -2,20 +2,24 @@
 
 Both get the same model, the same adapter and the same answers; TRL pads them into rows, this
 project packs them behind one prompt. TRL divides by its own denominators: the same ones for each
-loss, but for `dr_grpo`'s constant, which is its `max_completion_length`.
+loss, but for `dr_grpo`'s constant, which is its `max_completion_length`. Answers without a part in
+the loss are left out of TRL's batch, and tokens without one are masked by its `tool_mask`.
 """
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from learner.grpo.advantages import assign
+from learner.grpo.base_kl import base_logprobs
 from learner.grpo.objective import objective
 from learner.grpo.optimizer import SignalAdamW
 from learner.grpo.trainer import accumulate, update_rule
@@ -56,6 +60,23 @@ def groups(policy: Policy) -> list[TrainingGroup]:
             rows.append(_row(ids, advantage, (0.0,) * len(ids), (0.0,) * len(ids)))
         prompt = (*PROMPT, 5 + number)
         found.append(_recorded(policy, prompt, rows, chance, f"g{number}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def masked(groups: list[TrainingGroup]) -> list[TrainingGroup]:
+    """The same groups; a third of the tokens is not kept, and one answer is left out."""
+    chance = random.Random(4)
+    found = []
+    for group in groups:
+        rows = []
+        for row in group.rows:
+            kept = [chance.random() < 0.67 for _ in row.token_ids]
+            kept[chance.randrange(len(kept))] = True
+            rows.append(replace(row, kept=tuple(kept)))
+        rows[2] = replace(rows[2], trainable=False)
+        found.append(replace(group, rows=tuple(rows)))
+    assert any(not all(row.kept) for group in found for row in group.rows)
     return found
 
 
@@ -109,9 +130,12 @@ def _recorded(
 
 
 def ours(
-    policy: Policy, groups: list[TrainingGroup], **settings: Any
+    policy: Policy, groups: Sequence[TrainingGroup], *, kl_coef: float = 0.0, **settings: Any
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and LoRA gradients of one step; small packs, so that groups are split."""
+    """Loss and LoRA gradients of one step; small packs, so that groups are split.
+
+    kl_coef: the divergence from the base has its gradient, and no part in the loss that is told.
+    """
     learner = Learner(rank=4, alpha=8, precision="float32", threads=1, pack_tokens=24, **settings)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     optimizer = SignalAdamW(parameters, update_rule(learner))
@@ -123,7 +147,7 @@ def ours(
         folder=Path("unused"),
         check_stop=lambda: None,
     )
-    sums = accumulate(policy, groups, job, objective(learner), optimizer)
+    sums = accumulate(policy, groups, job, objective(learner), optimizer, kl_coef)
     return sums.loss / sums.denominator, dict(optimizer.gradient)
 
 
@@ -167,15 +191,16 @@ def trl_trainer(policy: Policy, tiny_base: Path, tmp_path_factory: Any) -> Itera
 def theirs(
     trainer: Any,
     policy: Policy,
-    groups: list[TrainingGroup],
+    groups: Sequence[TrainingGroup],
     *,
     cap: float | None = None,
+    tis: float | None = None,
     **args: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """TRL's loss and gradients on the same answers.
 
     cap: with it, pi_0 is TRL's old policy, and its importance sampling weight is min(pi_0 / mu,
-    cap). Without it, mu is.
+    cap). Without it, mu is; tis: the same weight then.
     """
     loss_type = args.pop("loss_type")
     trainer.loss_type = loss_type
@@ -184,10 +209,14 @@ def theirs(
     trainer.epsilon_high = args.pop("high", 0.28)
     trainer.args.delta = args.pop("delta", None)
     trainer.off_policy_mask_threshold = args.pop("opsm", None)
-    trainer.use_vllm = cap is not None
-    trainer.vllm_importance_sampling_correction = cap is not None
+    most = cap if cap is not None else tis
+    trainer.use_vllm = most is not None
+    trainer.vllm_importance_sampling_correction = most is not None
+    trainer.beta = args.pop("beta", 0.0)
+    trainer.args.use_bias_correction_kl = False
+    _divide_logits(trainer, args.pop("temperature", 1.0))
     assert not args
-    rows = [(group.prompt_token_ids, row) for group in groups for row in group.rows]
+    rows = [(g.prompt_token_ids, row) for g in groups for row in g.rows if row.trainable]
     width = max(len(row.token_ids) for _, row in rows)
 
     def padded(values: list[tuple[float, ...]], kind: torch.dtype) -> torch.Tensor:
@@ -195,6 +224,7 @@ def theirs(
 
     completion = padded([row.token_ids for _, row in rows], torch.long)
     mask = padded([(1,) * len(row.token_ids) for _, row in rows], torch.long)
+    kept = padded([row.kept or (1,) * len(row.token_ids) for _, row in rows], torch.long)
     mu = padded([row.logprobs for _, row in rows], torch.float32)
     start = padded([row.start for _, row in rows], torch.float32)
     prompt = torch.tensor([ids for ids, _ in rows])
@@ -206,10 +236,13 @@ def theirs(
         "advantages": torch.tensor([row.advantage for _, row in rows]),
         "old_per_token_logps": start if cap is not None else mu,
         "sampling_per_token_logps": mu,
-        "num_items_in_batch": mask.sum(),
+        "tool_mask": kept,
+        "num_items_in_batch": (mask * kept).sum(),
     }
-    if cap is not None:
-        inputs["importance_sampling_ratio"] = (start - mu).exp().clamp(max=cap)
+    if most is not None:
+        inputs["importance_sampling_ratio"] = (start - mu).exp().clamp(max=most)
+    if trainer.beta:
+        inputs["ref_per_token_logps"] = padded(_base_values(policy, groups), torch.float32)
     policy.model.zero_grad()
     loss = trainer._compute_loss(policy.model, inputs)
     loss.backward()
@@ -220,6 +253,31 @@ def theirs(
     }
     policy.model.zero_grad()
     return float(loss), gradients
+
+
+def _divide_logits(trainer: Any, temperature: float) -> None:
+    """TRL's head divides by one temperature for the whole batch, which it is made with."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    if trainer.temperature != temperature:
+        trainer.temperature = temperature
+        add_fused_lm_head(
+            trainer.model.get_base_model(),
+            temperature=temperature,
+            cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32,
+            outputs=("log_probs", "entropy"),
+        )
+
+
+def _base_values(policy: Policy, groups: Sequence[TrainingGroup]) -> list[tuple[float, ...]]:
+    """Log-probabilities of all tokens of the trainable answers, with the adapter switched off."""
+    found = []
+    for group in groups:
+        whole = replace(group, rows=tuple(replace(row, kept=()) for row in group.rows))
+        (pack,) = pack_group(whole, max_tokens=10_000)
+        values = iter(base_logprobs(policy, pack).tolist())
+        found += [tuple(next(values) for _ in row.token_ids) for row in whole.rows if row.trainable]
+    return found
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -263,25 +321,122 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss": "ppo_decoupled", "negative_bound": 1000, "tis_cap": 1.2},
         {"loss_type": "dapo", "cap": 1.2},
     ),
+    "dapo_tis": (
+        {"loss": "dapo", "negative_bound": 1000, "tis_cap": 2.0},
+        {"loss_type": "dapo", "tis": 2.0},
+    ),
+    "grpo_tis": (
+        {"loss": "grpo", "negative_bound": 1000, "tis_cap": 1.1},
+        {"loss_type": "grpo", "tis": 1.1},
+    ),
+    "dr_grpo_stale_negatives_bounded_tis": (
+        {
+            "loss": "dr_grpo",
+            "negative_bound": 2.0,
+            "loss_length": LENGTH,
+            "tis_cap": 1.5,
+            "stale_limit": 0.02,
+        },
+        {"loss_type": "dr_grpo", "delta": 2.0, "tis": 1.5, "opsm": 0.02},
+    ),
+    "narrow_clip": (
+        {"loss": "dapo", "negative_bound": 1000, "clip_low": 0.05, "clip_high": 0.1},
+        {"loss_type": "dapo", "low": 0.05, "high": 0.1},
+    ),
 }
 
 
+def same(
+    found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
+) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    same_gradients(found[1], expected[1])
+
+
+def same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal to 1e-6 in each coordinate, and to 1e-6 of the whole gradient's length in all."""
+    assert found.keys() == expected.keys()
+    whole = torch.cat([one.flatten() for one in expected.values()])
+    ours = torch.cat([found[name].flatten() for name in expected])
+    assert whole.abs().max() > 1e-3, "a test without a gradient shows nothing"
+    torch.testing.assert_close(ours, whole, atol=1e-6, rtol=0)
+    assert (ours - whole).norm() <= 3e-6 * whole.norm()
+
+
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", ["whole", "masked"])
 @pytest.mark.filterwarnings("ignore")
 def test_values_and_gradients_equal_trls(
-    case: str, policy: Policy, groups: list[TrainingGroup], trl_trainer: Any
+    case: str,
+    batch: str,
+    policy: Policy,
+    groups: list[TrainingGroup],
+    masked: list[TrainingGroup],
+    trl_trainer: Any,
 ) -> None:
     settings, options = CASES[case]
+    used = groups if batch == "whole" else masked
 
-    expected, expected_gradients = theirs(trl_trainer, policy, groups, **options)
-    found, found_gradients = ours(policy, groups, **settings)
+    same(ours(policy, used, **settings), theirs(trl_trainer, policy, used, **options))
 
-    assert found == pytest.approx(expected, abs=1e-6)
-    assert found_gradients.keys() == expected_gradients.keys()
-    largest = max(float(one.abs().max()) for one in expected_gradients.values())
-    assert largest > 1e-3, "a test without a gradient shows nothing"
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-6, rtol=1e-4)
+
+@pytest.mark.parametrize("advantage", ["mean", "leave_one_out", "std", "rank"])
+@pytest.mark.filterwarnings("ignore")
+def test_with_every_kind_of_advantage(
+    advantage: str, policy: Policy, groups: list[TrainingGroup], trl_trainer: Any
+) -> None:
+    rewards = (0.9, 0.4, 0.4, 0.1)
+    found = assign(rewards, (True,) * 4, advantage)
+    if advantage == "std":  # TRL's `scale_rewards="group"`
+        centred = torch.tensor(rewards) - torch.tensor(rewards).mean()
+        expected = (centred / (torch.tensor(rewards).std() + 1e-4)).tolist()
+        assert found == pytest.approx(expected, abs=1e-6)
+    used = [
+        replace(
+            group,
+            rows=tuple(replace(row, advantage=a) for row, a in zip(group.rows, found, strict=True)),
+        )
+        for group in groups
+    ]
+    settings, options = CASES["dapo"]
+
+    same(ours(policy, used, **settings), theirs(trl_trainer, policy, used, **options))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_at_another_temperature(
+    policy: Policy, groups: list[TrainingGroup], trl_trainer: Any
+) -> None:
+    used = [
+        replace(group, rows=tuple(replace(row, temperature=0.7) for row in group.rows))
+        for group in groups
+    ]
+    settings, options = CASES["dapo"]
+
+    found = ours(policy, used, **settings)
+
+    same(found, theirs(trl_trainer, policy, used, temperature=0.7, **options))
+    assert found[0] != pytest.approx(ours(policy, groups, **settings)[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("batch", ["whole", "masked"])
+@pytest.mark.filterwarnings("ignore")
+def test_with_the_divergence_from_the_base(
+    batch: str,
+    policy: Policy,
+    groups: list[TrainingGroup],
+    masked: list[TrainingGroup],
+    trl_trainer: Any,
+) -> None:
+    settings, options = CASES["dapo"]
+    used = groups if batch == "whole" else masked
+
+    _, found = ours(policy, used, kl_coef=0.3, **settings)
+    _, expected = theirs(trl_trainer, policy, used, beta=0.3, **options)
+
+    same_gradients(found, expected)
+    _, without = ours(policy, used, **settings)
+    assert any((found[name] - one).abs().max() > 1e-4 for name, one in without.items())
 
 
 @pytest.mark.filterwarnings("ignore")
