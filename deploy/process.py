@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 import httpx
 import structlog
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from deploy.admin.app import create_app
 from deploy.admin.context import AdminContext
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
@@ -26,6 +25,7 @@ from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
 from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.examiner import examiner_of
+from deploy.page.mount import with_page
 from deploy.registry import audit, routing_writer
 from deploy.supervise.loops import Loop
 from ingest.judges.build import ProcessJudges
@@ -56,7 +56,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def admin_server(app: FastAPI) -> uvicorn.Server:
+def admin_server(app: ASGIApp) -> uvicorn.Server:
     """Build the admin API's server, which trusts no header about a request's source address."""
     config = uvicorn.Config(
         app,
@@ -189,7 +189,7 @@ async def _run(
         examiner=examiner_of(settings),
         loops=lambda: {loop.name: loop.view for loop in loops},
     )
-    server = admin_server(create_app(context))
+    server = admin_server(with_page(context))
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener])),
         *(asyncio.create_task(loop.run()) for loop in loops),

@@ -35,6 +35,15 @@ VERSION = "0.1.0"
 
 def create_app(context: AdminContext) -> FastAPI:
     """Build the ASGI application."""
+    app = create_routes(context)
+    # The last one that is added is the first one that a request meets.
+    app.add_middleware(Reception, tokens=context.tokens, refusals=context.refusals)
+    return app
+
+
+def create_routes(context: AdminContext) -> FastAPI:
+    """Build the application without its reception: for a caller in this process, which states the
+    `grant` and the `source` of a request itself."""
     app = FastAPI(
         telemetry={"tracing": False},
         title="Learning sidecar: admin",
@@ -57,8 +66,6 @@ def create_app(context: AdminContext) -> FastAPI:
 
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_middleware(Idempotency, database=context.database, clock=context.clock)
-    # The last one that is added is the first one that a request meets.
-    app.add_middleware(Reception, tokens=context.tokens, refusals=context.refusals)
     problems.install(app)
     app.include_router(read_router(context))
     app.include_router(record_router(context))

@@ -1,0 +1,1 @@
+"""The status page at `/` of the admin listener: rendered here, filled by the admin API."""

@@ -1,0 +1,113 @@
+"""When did users get the first reply after a rollback: measured on the traffic that was recorded.
+
+A proxy takes a new routing table at its next poll and does not tell the store when. What the store
+has is each request with the adapter that answered it and when it came in. So the first request that
+the new champion answered shows when the rollback was in effect, no earlier than traffic allows to
+see, and with the clock of the proxy; and a request that the old champion answered although it came
+in later shows the opposite. Requests that were not recorded are not seen, nor is which proxy
+relayed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import select, text
+from sqlalchemy.orm import Session
+
+from sidecar.store.models import ExchangeRow
+from sidecar.store.models.capture import COUNTED
+
+LOOKED_AT = 200
+"""Exchanges of an adapter that are read: those that were in flight at the rollback, and the first
+after it."""
+MARGIN_S = 5.0
+"""Exchanges are stored a little after they came in, by another clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstReply:
+    """What the recorded traffic shows of a rollback."""
+
+    exchange_id: str | None
+    """The first request that came in after it and that its target answered; None: none yet."""
+    after_s: float | None
+    """From the rollback until that request came in."""
+    first_byte_s: float | None
+    """From the rollback until that request's first byte left; None: not known."""
+    late_s: tuple[float, ...]
+    """From the rollback until each request that the old champion still answered, of those read."""
+
+
+def first_reply(session: Session, *, model: str, to: str, left: str, at: float) -> FirstReply:
+    """Look for the first reply by the target of a rollback. Reads a bounded number of rows.
+
+    to, left: adapters, or "base". at: the rollback, Unix seconds.
+    """
+    edge = _first_stored_after(session, at - MARGIN_S)
+    answered = _answered_after(session, model, to, edge, at)
+    late = _answered_after(session, model, left, edge, at)
+    if not answered:
+        return FirstReply(
+            exchange_id=None,
+            after_s=None,
+            first_byte_s=None,
+            late_s=tuple(came - at for came, _, _ in late),
+        )
+    came, exchange_id, first_byte_s = answered[0]
+    return FirstReply(
+        exchange_id=exchange_id,
+        after_s=came - at,
+        first_byte_s=None if first_byte_s is None else came - at + first_byte_s,
+        late_s=tuple(one - at for one, _, _ in late),
+    )
+
+
+def _answered_after(
+    session: Session, model: str, adapter: str, edge: int, at: float
+) -> list[tuple[float, str, float | None]]:
+    """Return (came in, exchange id, seconds to its first byte) of requests after `at`, in order."""
+    statement = (
+        select(ExchangeRow.started_at, ExchangeRow.exchange_id, ExchangeRow.timings)
+        .where(
+            ExchangeRow.public_model == model,
+            ExchangeRow.adapter == adapter,
+            ExchangeRow.arm == "champion",
+            ExchangeRow.seq >= edge,
+            text(COUNTED),
+        )
+        .order_by(ExchangeRow.seq)
+        .limit(LOOKED_AT)
+    )
+    rows = session.execute(statement).all()
+    return sorted(
+        (float(started_at), str(exchange_id), _first_byte(timings))
+        for started_at, exchange_id, timings in rows
+        if isinstance(started_at, int | float) and started_at >= at
+    )
+
+
+def _first_byte(timings: object) -> float | None:
+    found = timings.get("first_byte_s") if isinstance(timings, dict) else None
+    known = isinstance(found, int | float) and not isinstance(found, bool)
+    return float(found) if known and found is not None else None
+
+
+def _first_stored_after(session: Session, at: float) -> int:
+    """Return a `seq` before which nothing was stored after `at`: rows are stored in the order of
+    `seq`, so halving finds it without an index on the time."""
+    newest = select(ExchangeRow.seq).order_by(ExchangeRow.seq.desc()).limit(1)
+    low, high = 0, session.scalar(newest) or 0
+    while low < high:
+        middle = (low + high) // 2
+        found = session.execute(
+            select(ExchangeRow.seq, ExchangeRow.stored_at)
+            .where(ExchangeRow.seq > middle)
+            .order_by(ExchangeRow.seq)
+            .limit(1)
+        ).first()
+        if found is None or not isinstance(found.stored_at, int | float) or found.stored_at >= at:
+            high = middle
+        else:
+            low = found.seq
+    return low

@@ -1,0 +1,104 @@
+"""Put the status page in front of the admin API, on one listener: the API has its paths, the page
+has the others."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deploy.admin.app import create_app, create_routes
+from deploy.admin.context import AdminContext
+from deploy.page.changing import changing_views
+from deploy.page.desk import Desk, with_headers
+from deploy.page.overview import overview_views
+from deploy.page.records import record_views
+from sidecar.settings.kinds import AdminScope
+
+log = structlog.get_logger()
+
+_API: Final = ("/admin", "/healthz", "/readyz", "/metrics")
+_KEEP: Final = "public, max-age=31536000, immutable"
+"""Static files are named with the digest of their content."""
+
+_PAGES: Final[tuple[tuple[str, str, str, AdminScope | None], ...]] = (
+    ("GET", "/", "whole", "read"),
+    ("GET", "/live", "live", "read"),
+    ("POST", "/seen", "seen", "read"),
+    ("GET", "/canaries", "canaries", "read"),
+    ("GET", "/canaries/{canary_id}", "canary", "read"),
+    ("POST", "/canaries/{canary_id}/{action}", "steer_canary", "operate"),
+    ("GET", "/funnel", "funnel", "read"),
+    ("GET", "/groups", "groups", "read"),
+    ("GET", "/groups/{group_id}", "group", "content"),
+    ("GET", "/runs", "runs", "read"),
+    ("GET", "/runs/{run_id}", "run", "read"),
+    ("POST", "/learner/{action}", "learner", "train"),
+    ("GET", "/adapters", "adapters", "read"),
+    ("GET", "/audit", "audit", "read"),
+    ("GET", "/rollback", "rollback_form", "operate"),
+    ("POST", "/rollback", "roll_back", "operate"),
+    ("GET", "/rollback/last", "last", "read"),
+    ("GET", "/login", "login", None),
+    ("POST", "/login", "log_in", None),
+    ("POST", "/logout", "log_out", None),
+)
+"""Method, path, view, and the scope without which it is refused; None: it needs no login."""
+
+
+def with_page(context: AdminContext) -> ASGIApp:
+    """Return the application of the admin listener."""
+    api, page = create_app(context), create_page(context)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        own = scope["type"] == "http" and not any(
+            path == one or path.startswith(one + "/") for one in _API
+        )
+        await (page if own else api)(scope, receive, send)
+
+    return app
+
+
+def create_page(context: AdminContext) -> Starlette:
+    """Build the page alone."""
+    desk = Desk(create_routes(context), context)
+    changing = changing_views(desk)
+    views = {
+        **overview_views(desk),
+        **record_views(desk),
+        **changing,
+        "steer_canary": changing["canary"],
+        "canary": record_views(desk)["canary"],
+    }
+
+    async def static(request: Request) -> Response:
+        found = desk.templates.files.get(request.path_params["name"])
+        if found is None:
+            return desk.plain_problem(404, "there is no such file")
+        headers = {"cache-control": _KEEP}
+        return with_headers(Response(found.content, media_type=found.media_type, headers=headers))
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        detail = "no page has this address" if error.status_code == 404 else str(error.detail)
+        return desk.plain_problem(error.status_code, detail)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        log.error("admin_page_failed", path=request.scope["path"], error=repr(error))
+        return desk.plain_problem(500, "this page failed; see the log of the control process")
+
+    routes = [
+        Route(path, desk.page(views[view], needs=scope), methods=[method])
+        for method, path, view, scope in _PAGES
+    ]
+    return Starlette(
+        routes=[*routes, Route("/static/{name}", static)],
+        exception_handlers={HTTPException: refused, Exception: failed},
+    )

@@ -1,0 +1,132 @@
+"""The first screen: what users get, what happened, what needs somebody, whether the guards see."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from deploy.admin.auth import Grant
+from deploy.admin.models import AuditOut, CanaryOut, EvidenceOut, Page, StatusOut
+from deploy.admin.out import FunnelOut
+from deploy.admin.wire.scopes import EVERY_SCOPE
+from deploy.page.desk import Asked, Desk, View
+from deploy.page.shown.attention import Need, needs
+from deploy.page.shown.changes import KEPT_S, Change, Looked, changes, read_looked
+from deploy.page.shown.traffic import ArmRow, Sight, arm_rows, lost_captures, sights
+from deploy.page.shown.words import headline, serves_since, step_waits_for
+
+LOOKED: Final = "sidecar_admin_looked"
+"""Cookie of the last visit."""
+NEWEST = 200
+"""Audit rows and canaries that are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """What the first screen shows."""
+
+    status: StatusOut
+    headline: str
+    looked: Looked
+    changes: list[Change]
+    more_changes: bool
+    """Older ones than the rows that were read happened since the last visit too."""
+    needs: list[Need]
+    sights: list[Sight]
+    arms: list[ArmRow]
+    fresh: bool
+    """Nothing has been asked yet."""
+
+
+def overview_views(desk: Desk) -> dict[str, View]:
+    async def whole(asked: Asked) -> Response:
+        found = await _read(desk, asked, looks=True)
+        response = desk.html(asked, "overview.html", found=found, tag=_tag(desk, asked, found))
+        _remember(response, found.looked)
+        return response
+
+    async def live(asked: Asked) -> Response:
+        """The same without its frame, for a page that is open; 204 when nothing has changed."""
+        found = await _read(desk, asked, looks=False)
+        tag = _tag(desk, asked, found)
+        if asked.query.get("tag") == tag:
+            return Response(status_code=204)
+        return desk.html(asked, "live.html", found=found, tag=tag)
+
+    async def seen(asked: Asked) -> Response:
+        lost = lost_captures(await asked.ask.get(FunnelOut, "funnel"))
+        response = RedirectResponse("/", status_code=303)
+        _remember(response, read_looked(None, asked.now).seen(asked.now, lost))
+        return response
+
+    return {"whole": whole, "live": live, "seen": seen}
+
+
+async def read_figures(desk: Desk, request: Request, canary: CanaryOut | None) -> Mapping[str, Any]:
+    """Return the figures of a canary's evidence, for visitors who may not read what was said.
+
+    The API asks for the scope `content`, because it shows the answers of the gate in the same
+    reply. They go no further than this function.
+    """
+    if canary is None:
+        return {}
+    ask = desk.ask_as(request, Grant("page", EVERY_SCOPE))
+    found = await ask.get(EvidenceOut, "canaries", canary.canary_id, "evidence")
+    return found.evidence
+
+
+async def _read(desk: Desk, asked: Asked, *, looks: bool) -> Overview:
+    ask, now = asked.ask, asked.now
+    status = await ask.get(StatusOut, "status")
+    funnel = await ask.get(FunnelOut, "funnel")
+    audit = await ask.get(Page[AuditOut], "audit", limit=NEWEST)
+    canaries = await ask.get(Page[CanaryOut], "canaries", limit=NEWEST)
+    evidence = await read_figures(desk, asked.request, status.canary)
+    lost = lost_captures(funnel)
+    looked = read_looked(asked.request.cookies.get(LOOKED), now)
+    looked = looked.again(now, lost) if looks or looked.last <= 0.0 else looked
+    candidates = {one.canary_id: one.candidate for one in canaries.items}
+    waits = ""
+    if status.canary is not None:
+        waits = step_waits_for(status.canary, evidence, desk.context.rules)
+    rows = audit.items
+    return Overview(
+        status=status,
+        headline=headline(
+            status,
+            serves_since(status.champion, rows),
+            waits,
+            now,
+            None if status.canary is None else status.canary.next_step_earliest_at,
+        ),
+        looked=looked,
+        changes=changes(rows, candidates, looked.before),
+        more_changes=len(rows) == NEWEST and rows[-1].at > looked.before,
+        needs=needs(
+            status,
+            canaries.items[0] if canaries.items else None,
+            lost=max(0, lost - looked.lost_before),
+            now=now,
+        ),
+        sights=sights(funnel, status, now),
+        arms=arm_rows(status.canary, evidence),
+        fresh=not status.exchanges and not status.adapters,
+    )
+
+
+def _tag(desk: Desk, asked: Asked, found: Overview) -> str:
+    """Name what the live part shows, so that an unchanged one is not sent again."""
+    shown = desk.html(asked, "live.html", found=found, tag="")
+    assert isinstance(shown, HTMLResponse)
+    return hashlib.sha256(bytes(shown.body)).hexdigest()[:16]
+
+
+def _remember(response: Response, looked: Looked) -> None:
+    response.set_cookie(
+        LOOKED, looked.cookie(), max_age=KEPT_S, path="/", httponly=True, samesite="strict"
+    )

@@ -1,0 +1,219 @@
+"""What needs an operator: each with what is seen and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deploy.admin.models import CanaryOut, StatusOut
+from deploy.page.shown.times import clock, length
+from deploy.page.shown.words import count, percent, short
+from sidecar.hiding import hide_in_url
+
+LATE_S = 60.0
+"""Ingest looks at the bus every few seconds; a report that is older has no ingest behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """One thing to look at."""
+
+    level: str
+    """`act`: something stands or is lost; `look`: it goes on, and a person should know."""
+    what: str
+    why: str
+    to_do: str
+    link: str = ""
+    """A page with more; empty: none."""
+
+
+def needs(status: StatusOut, newest: CanaryOut | None, *, lost: int, now: float) -> list[Need]:
+    """Return what needs an operator, what stands first.
+
+    newest: the newest canary, active or ended. lost: captures lost since the visitor looked.
+    """
+    found = [
+        *_canary(status, newest),
+        *_engine(status),
+        *_ingest(status, now),
+        *_judge(status, now),
+        *_learner(status),
+        *_control(status),
+        *_losses(status, lost),
+    ]
+    return sorted(found, key=lambda one: one.level != "act")
+
+
+def _canary(status: StatusOut, newest: CanaryOut | None) -> Iterator[Need]:
+    canary = status.canary
+    if canary is not None and canary.paused:
+        yield Need(
+            level="act",
+            what=f"The trial of {short(canary.candidate)} is paused at {percent(canary.weight_bp)}",
+            why=canary.reason or "",
+            to_do="Resume or abort it: it decides nothing by itself.",
+            link=f"/canaries/{canary.canary_id}",
+        )
+    if canary is None and newest is not None and newest.state == "inconclusive":
+        yield Need(
+            level="look",
+            what=f"The trial of {short(newest.candidate)} ended without a result",
+            why=newest.reason or "",
+            to_do="The champion stayed. More traffic or more held-out prompts would tell.",
+            link=f"/canaries/{newest.canary_id}",
+        )
+
+
+def _engine(status: StatusOut) -> Iterator[Need]:
+    replicas = status.engine.replicas
+    for url, replica in replicas.items():
+        shown = hide_in_url(url)
+        if replica.away is not None:
+            yield Need(
+                level="act",
+                what=f"vLLM at {shown} does not answer",
+                why=replica.away,
+                to_do="The other replicas answer its users."
+                if len(replicas) > 1 and status.engine.away is None
+                else "No replica answers: start vLLM again. A rollback works all the same.",
+            )
+        for name, why in replica.refused.items():
+            yield Need(
+                level="act",
+                what=f"vLLM at {shown} refuses {short(name)}",
+                why=why,
+                to_do="Correct vLLM's flags or the adapter; another version answers meanwhile.",
+                link="/adapters",
+            )
+
+
+def _ingest(status: StatusOut, now: float) -> Iterator[Need]:
+    bus = status.bus
+    if bus is None:
+        if status.exchanges:
+            yield Need(
+                level="act",
+                what="Nothing is known of ingest",
+                why="it has not looked at the bus since this store was opened",
+                to_do="Start `sidecar ingest`; its log says why it ended.",
+            )
+        return
+    if now - bus.at > LATE_S:
+        yield Need(
+            level="act",
+            what=f"Ingest has not been heard of for {length(now - bus.at)}",
+            why=f"it looked at the bus last at {clock(bus.at, now)} UTC",
+            to_do="Start `sidecar ingest`; records wait and are not lost meanwhile.",
+        )
+    elif bus.error:
+        yield Need(
+            level="act",
+            what="Ingest cannot read the bus",
+            why=bus.error,
+            to_do="Start the brokers or make the file readable; records wait meanwhile.",
+        )
+
+
+def _judge(status: StatusOut, now: float) -> Iterator[Need]:
+    judge = status.judge
+    if judge is not None and judge.state in ("away", "rejected", "spent"):
+        since = f" since {clock(judge.since, now)} UTC"
+        what, to_do = {
+            "away": (f"The judge gives no scores{since}", "It is asked again and again."),
+            "rejected": (
+                f"The judge rejects every question{since}",
+                "Check judge.model, judge.api_base, its key and judge.params; restart score.",
+            ),
+            "spent": ("The judge's budget is spent", "Wait, or raise judge.budget."),
+        }[judge.state]
+        yield Need(
+            level="act", what=what, why=judge.error, to_do=f"{to_do} {_waits(judge.waiting)}"
+        )
+    noise = status.judge_noise
+    if noise is not None and noise.drift:
+        yield Need(
+            level="look",
+            what="The judge is not as it was",
+            why=noise.drift,
+            to_do="`sidecar judge noise` has the figures.",
+        )
+    gate = status.gate_judge
+    if gate is not None and gate.warning:
+        yield Need(
+            level="look",
+            what="The gate's judge also gives the reward",
+            why=gate.warning,
+            to_do="Name another one in [gate_judge].",
+        )
+    for one in status.verifiers:
+        if one.fails:
+            yield Need(
+                level="act",
+                what=f"The verifier {one.name} fails",
+                why=one.error,
+                to_do=_waits(one.waiting),
+            )
+    if status.sampling is not None:
+        yield Need(
+            level="look",
+            what="No further answers are sampled",
+            why=status.sampling.why,
+            to_do="They are again when this is over.",
+        )
+
+
+def _waits(groups: int) -> str:
+    return f"{count(groups, 'group')} {'waits' if groups == 1 else 'wait'} for it."
+
+
+def _learner(status: StatusOut) -> Iterator[Need]:
+    learner, run = status.learner, status.learner.last_run
+    if learner.paused:
+        yield Need(
+            level="look",
+            what="The learner is paused",
+            why="an operator paused it, or a rollback did",
+            to_do="Resume it when its next run should start.",
+            link="/runs",
+        )
+    if run is not None and run.status in ("failed", "held"):
+        held = run.status == "held"
+        yield Need(
+            level="act",
+            what="The reward watch holds the learner" if held else "The newest run failed",
+            why=run.reason or "",
+            to_do="`sidecar learner watch` has the figures."
+            if held
+            else "The runbook has the error among its symptoms; the groups wait.",
+            link=f"/runs/{run.run_id}",
+        )
+
+
+def _control(status: StatusOut) -> Iterator[Need]:
+    for name, loop in status.control.items():
+        if loop.failures:
+            yield Need(
+                level="act",
+                what=f"Control's loop {name} fails",
+                why=loop.error or "",
+                to_do=f"It failed {count(loop.failures, 'time')} in a row, and is tried again.",
+            )
+
+
+def _losses(status: StatusOut, lost: int) -> Iterator[Need]:
+    if lost > 0:
+        yield Need(
+            level="look",
+            what=f"{count(lost, 'capture')} lost since you last looked",
+            why="agents got their answers; the records of them are gone",
+            to_do="The funnel has the reasons.",
+            link="/funnel",
+        )
+    if status.dead_letters:
+        yield Need(
+            level="look",
+            what=f"{count(status.dead_letters, 'record')} could not be stored",
+            why="they are kept whole as dead letters",
+            to_do="See the runbook.",
+            link="/funnel",
+        )

@@ -1,0 +1,113 @@
+"""Figures as charts: series for the browser, and the same numbers for a table beside it. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_POINTS = 2_000
+"""A longer series is thinned out: no screen shows more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A threshold, drawn over the whole width."""
+
+    label: str
+    y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    title: str
+    x_label: str
+    x: tuple[float, ...]
+    series: Mapping[str, tuple[float | None, ...]]
+    """Label -> a value for each x; None: not known."""
+    lines: tuple[Line, ...] = ()
+    log: bool = False
+    bars: bool = False
+    """Each x is a series of its own kind, named by `names`."""
+    names: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> str:
+        """JSON for the script that draws it. It stands in an attribute, which escapes it."""
+        return json.dumps(
+            {
+                "x": self.x,
+                "xLabel": self.x_label,
+                "series": [{"label": label, "y": y} for label, y in self.series.items()],
+                "lines": [{"label": line.label, "y": line.y} for line in self.lines],
+                "log": self.log,
+                "names": self.names,
+            }
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The numbers as a table: x, then each series."""
+        names = self.names or tuple(f"{x:g}" for x in self.x)
+        return [
+            (name, *(shown(series[i]) for series in self.series.values()))
+            for i, name in enumerate(names)
+        ]
+
+
+def shown(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.4g}"
+
+
+def number(value: object) -> float | None:
+    """A finite number of stored JSON; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", (("reward_mean", "mean reward"), ("reward_spread", "spread within groups"))),
+    ("Divergence, nats a token", (("approx_kl", "from the sampler"), ("kl_base", "from the base"))),
+    ("Entropy, nats a token", (("entropy", "entropy"),)),
+    ("Loss", (("loss", "loss"),)),
+    ("Length, tokens an answer", (("answer_tokens", "tokens"),)),
+    ("Share of tokens that the clip removes", (("clip_share", "share"),)),
+)
+"""Title -> (figure of a step, its label)."""
+
+
+def run_charts(steps: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Return the curves of a run. steps: the figures of each step, the first first."""
+    kept = steps[:: max(1, math.ceil(len(steps) / MOST_POINTS))]
+    x = tuple(number(one.get("step")) or float(i + 1) for i, one in enumerate(kept))
+    found = []
+    for title, figures in CURVES:
+        series = {
+            label: tuple(number(one.get(key)) for one in kept)
+            for key, label in figures
+            if any(number(one.get(key)) is not None for one in kept)
+        }
+        if series:
+            found.append(Chart(title=title, x_label="step", x=x, series=series))
+    return found
+
+
+def difference_chart(differences: Iterable[float | None], margin: float) -> Chart | None:
+    """The mean judged difference after each comparison; None without any."""
+    known = [one for one in differences if one is not None]
+    if not known:
+        return None
+    means, total = [], 0.0
+    for place, one in enumerate(known, start=1):
+        total += one
+        means.append(total / place)
+    step = max(1, math.ceil(len(known) / MOST_POINTS))
+    return Chart(
+        title="Judged score of the candidate minus the champion's, mean so far",
+        x_label="comparison",
+        x=tuple(float(i + 1) for i in range(0, len(known), step)),
+        series={"mean difference": tuple(means[::step])},
+        lines=(Line(label="equal", y=0.0), Line(label="margin", y=-margin)),
+    )

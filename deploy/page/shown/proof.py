@@ -1,0 +1,84 @@
+"""The evidence of a canary, read as it comes: figures in rows, and e-values on a log axis. Pure.
+
+The evidence is JSON whose entries the data dictionary lists (`canary.evidence`). Nothing here knows
+which there are: a new one is shown without a change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deploy.page.shown.charts import Chart, Line, number
+
+MOST_ROWS = 300
+MOST_DEPTH = 4
+_LONGEST = 500
+"""Characters of a text that are shown."""
+
+
+def evidence_rows(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) of every figure, reason and list, names as paths: `gate / scored`."""
+    found = []
+    for path, value in _leaves(evidence, (), 0):
+        found.append((" / ".join(path), _text(value)))
+        if len(found) == MOST_ROWS:
+            break
+    return found
+
+
+def _leaves(value: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping) and depth < MOST_DEPTH:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, str(name).replace("_", " ")), depth + 1)
+    elif value is not None and value != {} and value != []:
+        yield path, value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(_text(one) for one in value)[:_LONGEST]
+    return str(value)[:_LONGEST]
+
+
+def proof_chart(evidence: Mapping[str, Any]) -> Chart | None:
+    """Return the e-values of the evidence as bars on a log axis, with their thresholds.
+
+    An e-value of E refutes what it was made against at the level 1 / E. None while the evidence has
+    none.
+    """
+    found = list(_e_values(evidence, (), 0))
+    if not found:
+        return None
+    thresholds = sorted({limit for _, _, limit in found if limit is not None})
+    return Chart(
+        title="Evidence: how strongly each claim is proven (e-value, log axis)",
+        x_label="claim",
+        x=tuple(float(i) for i in range(len(found))),
+        names=tuple(name for name, _, _ in found),
+        series={"e-value": tuple(max(value, 1e-6) for _, value, _ in found)},
+        lines=tuple(Line(label=f"proven at {limit:.4g}", y=limit) for limit in thresholds),
+        log=True,
+        bars=True,
+    )
+
+
+def _e_values(
+    value: Any, path: tuple[str, ...], depth: int
+) -> Iterator[tuple[str, float, float | None]]:
+    """Yield (name, e-value, threshold) of every object that has an `e` (or its log, `nats`)."""
+    if not isinstance(value, Mapping) or depth > MOST_DEPTH:
+        return
+    found = number(value.get("e"))
+    nats = number(value.get("nats"))
+    if found is None and nats is not None:
+        found = math.exp(min(nats, 300.0))
+    if found is not None and found >= 0.0:
+        yield " ".join(path[-2:]), found, number(value.get("threshold"))
+    for name, inner in value.items():
+        yield from _e_values(inner, (*path, str(name).replace("_", " ")), depth + 1)

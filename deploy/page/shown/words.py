@@ -1,0 +1,100 @@
+"""The first screen in words: what serves, what the candidate has, and what it waits for. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deploy.admin.models import AuditOut, CanaryOut, StatusOut
+from deploy.page.shown.times import clock
+from sidecar.records import BASE
+from sidecar.settings import Canary as CanarySettings
+
+_VERSION = re.compile(r".+--(v\d+)-[0-9a-f]{12}")
+
+
+def short(adapter: object) -> str:
+    """`v12` of `<model>--v12-<digest>`; "the base model"; another name as it is."""
+    name = str(adapter)
+    if name == BASE:
+        return "the base model"
+    match = _VERSION.fullmatch(name)
+    return match[1] if match else name
+
+
+def percent(basis_points: float) -> str:
+    return f"{basis_points / 100:g}%"
+
+
+def share(part: float) -> str:
+    """A share of 0..1; never 100.0% when something is missing."""
+    return f"{min(part, 0.999):.1%}" if part < 1.0 else "100%"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def serves_since(champion: str, newest: Iterable[AuditOut]) -> float | None:
+    """Return when the champion became champion; None when that is longer ago than the audit rows
+    at hand. newest: the newest first."""
+    for row in newest:
+        if row.action == "alias.champion":
+            return row.at if row.after.get("adapter") == champion else None
+    return None
+
+
+def headline(
+    status: StatusOut, since: float | None, waits: str, now: float, next_step_at: float | None
+) -> str:
+    """Say in one sentence what users get. waits: what the step waits for; empty: the clock."""
+    champion = status.champion if status.routing is None else status.routing.champion
+    from_when = "" if since is None else f" since {clock(since, now)} UTC"
+    first = f"{_upper(short(champion))} serves{from_when}"
+    canary = status.canary
+    if canary is None:
+        return f"{first}. No candidate is being tried."
+    return f"{first}; {_candidate(canary, waits, now, next_step_at)}."
+
+
+def _candidate(canary: CanaryOut, waits: str, now: float, next_step_at: float | None) -> str:
+    name = short(canary.candidate)
+    if canary.paused:
+        return f"{name} is paused at {percent(canary.weight_bp)}"
+    if canary.state == "loading":
+        return f"{name} is being loaded into vLLM"
+    if canary.state == "gating":
+        return f"{name} is at the gate and gets no users yet"
+    parts = [f"{name} gets {percent(canary.weight_bp)}"]
+    last = canary.step + 1 >= len(canary.steps)
+    if next_step_at is not None and next_step_at > now:
+        what = "promotion" if last else "next step"
+        parts.append(f"{what} {clock(next_step_at, now)} UTC at the earliest")
+    if waits:
+        parts.append(f"waits for {waits}")
+    return ", ".join(parts)
+
+
+def step_waits_for(canary: CanaryOut, evidence: Mapping[str, Any], rules: CanarySettings) -> str:
+    """Say how many replies, and sessions where the settings ask for them, the step still needs."""
+    if canary.state != "ramping":
+        return ""
+    step = evidence.get(f"step_{canary.step + 1}")
+    step = step if isinstance(step, dict) else {}
+    arm = step.get("candidate")
+    replies = arm.get("replies") if isinstance(arm, dict) else None
+    found = []
+    sessions = getattr(rules, "step_min_sessions", None)
+    if isinstance(sessions, int):
+        seen = step.get("sessions")
+        left = sessions - (seen if isinstance(seen, int) else 0)
+        found += [count(left, "session")] if left > 0 else []
+    left = rules.step_min_exchanges - (replies if isinstance(replies, int) else 0)
+    found += [count(left, "reply").replace("replys", "replies")] if left > 0 else []
+    return " and ".join(found)
+
+
+def _upper(text: str) -> str:
+    """`The base model`, but `v12` stays."""
+    return text[:1].upper() + text[1:] if text.startswith("the ") else text

@@ -1,0 +1,178 @@
+"""The forms: a rollback and what is seen of it, canaries, the learner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.page.first_reply import LOOKED_AT, FirstReply, first_reply
+from sidecar.records import BASE
+from sidecar.store.models import AuditRow, CanaryRow, ExchangeRow
+from support import page_history
+from tests.deploy.page.test_pages import words_of
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+    from tests.deploy.page.conftest import Browser, MakeBrowser
+
+
+async def test_a_rollback_takes_target_reason_and_confirmation_and_names_the_visitor(
+    world: World, make_browser: MakeBrowser
+) -> None:
+    page_history.tell(world)
+    browser = make_browser("boss:operate")
+    await browser.log_in("boss")
+    first = world.aliases()["previous"]
+
+    unsaid = await browser.submit("/rollback", "/rollback", to="previous", confirm="yes")
+    blank = await browser.submit("/rollback", "/rollback", to="previous", reason=" ", confirm="yes")
+    unsure = await browser.submit("/rollback", "/rollback", to="previous", reason="worse")
+    before = world.aliases()["champion"]
+    done = await browser.submit(
+        "/rollback", "/rollback", to="previous", reason="worse", confirm="yes"
+    )
+
+    assert (unsaid.status_code, blank.status_code, unsure.status_code) == (422, 422, 422)
+    assert ">worse</textarea>" in unsure.text, "what was written is not lost"
+    assert before != first
+    assert (done.status_code, done.headers["location"]) == (303, "/rollback/last")
+    assert world.aliases()["champion"] == first
+    row = next(one for one in reversed(world.rows(AuditRow)) if one.action == "rollback")
+    assert row.actor.startswith("token:")
+    assert (row.source, row.reason) == ("127.0.0.9", "worse")
+    assert len(row.request_id) == 32
+
+
+async def test_a_target_that_never_was_champion_is_refused_in_words(
+    world: World, browser: Browser
+) -> None:
+    page_history.tell(world)
+
+    reply = await browser.submit("/rollback", "/rollback", to="v2", reason="x", confirm="yes")
+
+    assert reply.status_code == 409
+    assert "has never been champion" in reply.text
+
+
+async def test_the_targets_say_where_they_are_loaded(
+    world: World, make_browser: MakeBrowser
+) -> None:
+    page_history.tell(world)
+    browser = make_browser()
+    await browser.reconciler.reconcile()
+
+    found = words_of((await browser.get("/rollback")).text)
+
+    assert "v1, the one before: loaded on 1 of 1 replicas" in found
+    assert "the base model: always loaded" in found
+
+
+async def test_after_a_rollback_the_page_shows_when_users_got_it(
+    world: World, make_browser: MakeBrowser
+) -> None:
+    page_history.tell(world)
+    browser = make_browser()
+    await browser.reconciler.reconcile()
+    old, new = world.aliases()["previous"], world.aliases()["champion"]
+    await browser.submit("/rollback", "/rollback", to="previous", reason="worse", confirm="yes")
+    at = world.clock.now
+    waits = words_of((await browser.get("/rollback/last")).text)
+    for after_s, adapter in ((0.125, new), (0.25, old), (0.5, old)):
+        world.clock.now = at + after_s
+        world.serve("s", adapter=adapter)
+
+    found = words_of((await browser.get("/rollback/last", hx_request="true")).text)
+
+    assert "No recorded request has been answered by v1 yet." in waits
+    assert "has v1 loaded" in waits
+    assert "The first request that v1 answered came in 250 ms after the rollback." in found
+    assert "1 request that came in later still got v3, the last one 125 ms after" in found
+
+
+async def test_a_second_rollback_says_that_there_is_nothing_to_undo(
+    world: World, browser: Browser
+) -> None:
+    page_history.tell(world)
+    fields = {"to": "base", "reason": "worse", "confirm": "yes"}
+    await browser.submit("/rollback", "/rollback", **fields)
+    token = (await browser.get("/runs")).text
+
+    assert "There is nothing to go back to" not in token
+    reply = await browser.submit("/runs", "/rollback", **fields)
+
+    assert reply.status_code == 200
+    assert "the base model is the champion already" in words_of(reply.text)
+
+
+def test_the_first_reply_is_found_among_many_and_not_mistaken_for_one_in_flight(
+    world: World,
+) -> None:
+    for number in range(40):
+        world.clock.now = 100.0 + number
+        world.serve("s", adapter="m--v1-00000000000a")
+    world.clock.now = 200.0
+    world.serve("s", adapter=BASE)  # it came in before the rollback, at 190
+    with world.database.write() as session:
+        newest = session.query(ExchangeRow).order_by(ExchangeRow.seq.desc()).first()
+        assert newest is not None
+        newest.started_at = 190.0
+    world.clock.now = 203.0
+    world.serve("s", adapter=BASE)
+    with world.database.write() as session:
+        newest = session.query(ExchangeRow).order_by(ExchangeRow.seq.desc()).first()
+        assert newest is not None
+        newest.started_at, newest.timings = 202.5, {"first_byte_s": 0.25}
+        expected = newest.exchange_id
+    for number in range(LOOKED_AT + 5):
+        world.clock.now = 210.0 + number
+        world.serve("s", adapter=BASE)
+
+    with world.database.read() as session:
+        found = first_reply(session, model="m", to=BASE, left="m--v1-00000000000a", at=200.0)
+        never = first_reply(session, model="m", to=BASE, left="other", at=9_000.0)
+
+    assert found == FirstReply(exchange_id=expected, after_s=2.5, first_byte_s=2.75, late_s=())
+    assert never == FirstReply(exchange_id=None, after_s=None, first_byte_s=None, late_s=())
+
+
+async def test_a_canary_is_steered_from_its_page(world: World, browser: Browser) -> None:
+    page_history.tell(world)
+    canary = next(row.canary_id for row in world.rows(CanaryRow) if row.state == "ramping")
+    page = f"/canaries/{canary}"
+
+    paused = await browser.submit(page, f"{page}/pause", reason="lunch")
+
+    assert (paused.status_code, paused.headers["location"]) == (303, page)
+    html = (await browser.get(page)).text
+    assert "Resume" in html
+    assert "paused: lunch" in html
+
+
+@pytest.mark.parametrize(("etag", "status"), [('"g1"', 412), ("", 428)])
+async def test_a_promotion_names_the_state_that_the_visitor_saw(
+    world: World, browser: Browser, etag: str, status: int
+) -> None:
+    page_history.tell(world)
+    canary = next(row.canary_id for row in world.rows(CanaryRow) if row.state == "ramping")
+    champion = world.aliases()["champion"]
+
+    reply = await browser.submit(
+        f"/canaries/{canary}", f"/canaries/{canary}/promote", etag=etag, reason="x"
+    )
+
+    assert reply.status_code == status
+    assert world.aliases()["champion"] == champion
+
+
+async def test_the_learner_is_paused_and_resumed_from_the_page_of_runs(
+    world: World, browser: Browser
+) -> None:
+    page_history.tell(world)
+
+    await browser.submit("/runs", "/learner/pause", reason="holidays")
+    html = (await browser.get("/runs")).text
+
+    assert "is paused" in html
+    assert 'formaction="/learner/resume"' in html
+    assert "learner.pause" in world.actions()
