@@ -27,7 +27,7 @@ _API: Final = ("/admin", "/healthz", "/readyz", "/metrics")
 _KEEP: Final = "public, max-age=31536000, immutable"
 """Static files are named with the digest of their content."""
 
-_PAGES: Final[tuple[tuple[str, str, str, AdminScope | None], ...]] = (
+PAGES: Final[tuple[tuple[str, str, str, AdminScope | None], ...]] = (
     ("GET", "/", "whole", "read"),
     ("GET", "/live", "live", "read"),
     ("POST", "/seen", "seen", "read"),
@@ -96,7 +96,7 @@ def create_page(context: AdminContext) -> Starlette:
 
     routes = [
         Route(path, desk.page(views[view], needs=scope), methods=[method])
-        for method, path, view, scope in _PAGES
+        for method, path, view, scope in PAGES
     ]
     return Starlette(
         routes=[*routes, Route("/static/{name}", static)],

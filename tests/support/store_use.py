@@ -33,6 +33,7 @@ from deploy.doctor.look import look
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
+from deploy.page.mount import PAGES, with_page
 from deploy.registry import routing_writer
 from ingest.best_of.groups import answers_digest
 from ingest.best_of.questions import BestOfJudge
@@ -672,6 +673,16 @@ async def _admin(use: _Use, fleet: Fleet) -> None:
             for posted in _posted(path) if "post" in methods else ():
                 reply = await client.post(posted, json={"reason": "r"}, headers={"if-match": "*"})
                 assert reply.status_code < 500, (posted, reply.text)
+    await _pages(context)
+
+
+async def _pages(context: AdminContext) -> None:
+    """Look at every page."""
+    transport = httpx.ASGITransport(app=with_page(context))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8081") as client:
+        for method, path, _, _ in PAGES:
+            if method == "GET" and path != "/login":
+                await _ok(client, path.format(**PATH))
 
 
 async def _get(

@@ -1,0 +1,107 @@
+"""The dashboard and the alert rules of docs/monitoring/ ask for metrics and labels that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy.admin.metrics import StoreCollector
+from deploy.engine.reconcile import EngineView
+from sidecar.metrics.proxy import Metrics
+from sidecar.store.database import Database
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "monitoring"
+FILES = sorted(FOLDER.iterdir())
+PARTS = {
+    "counter": ("_total",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_sum", "_count"),
+    "summary": ("_sum", "_count"),
+}
+"""Kind of a metric -> what its series are called after its name."""
+OF_PROMETHEUS = {"job", "instance", "le"}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name of each series that proxy and control export -> its metric in the data dictionary."""
+    database = Database(f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db")
+    database.upgrade()
+    families = [
+        *Metrics().registry.collect(),
+        *StoreCollector(database, "any", EngineView).collect(),
+    ]
+    database.close()
+    return {
+        one.name + part: one.name + ("_total" if one.type == "counter" else "")
+        for one in families
+        for part in PARTS[one.type]
+    }
+
+
+def expressions(path: Path) -> list[str]:
+    """Every query of a file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        panels = json.loads(text)["panels"]
+        return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    found = re.findall(r"^ +expr: (?:>-\n)?((?:.+)(?:\n +>.+)?)", text, flags=re.MULTILINE)
+    return [one.strip() for one in found]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_metric_that_is_asked_for_is_exported(path: Path, exported: dict[str, str]) -> None:
+    named = set(re.findall(r"\bsidecar_\w+", path.read_text(encoding="utf-8")))
+
+    assert len(named) > 12
+    assert named - set(exported) == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_label_that_is_asked_for_is_one_of_its_metric(
+    path: Path, exported: dict[str, str]
+) -> None:
+    dictionary = (ROOT / "docs" / "data-dictionary.md").read_text(encoding="utf-8")
+    wrong = []
+    for expression in expressions(path):
+        for name in set(re.findall(r"\bsidecar_\w+", expression)):
+            rows = re.findall(rf"^\| `{exported[name]}` \|.*$", dictionary, flags=re.MULTILINE)
+            labels = set(re.findall(r"(?:by|without) \(([^)]+)\)", expression))
+            asked = {one.strip() for part in labels for one in part.split(",")}
+            asked |= set(re.findall(rf"{name}\{{(?:[^}}]*?\b)?(\w+)=", expression))
+            wrong += [
+                (name, one)
+                for one in asked - OF_PROMETHEUS
+                if not any(f"`{one}`" in row for row in rows)
+            ]
+
+    assert wrong == []
+
+
+def test_every_alert_says_what_it_is_and_how_urgent() -> None:
+    text = (FOLDER / "alerts.yml").read_text(encoding="utf-8")
+    alerts = re.split(r"^      - alert: ", text, flags=re.MULTILINE)[1:]
+
+    assert len(alerts) == len(expressions(FOLDER / "alerts.yml")) == 17
+    for alert in alerts:
+        for part in ("expr:", "severity: ", "summary: ", "description: "):
+            assert part in alert, alert.splitlines()[0]
+
+
+def test_no_two_panels_lie_over_each_other() -> None:
+    board = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
