@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from sidecar.store.models import ExchangeRow
@@ -96,8 +96,7 @@ def _first_byte(timings: object) -> float | None:
 def _first_stored_after(session: Session, at: float) -> int:
     """Return a `seq` before which nothing was stored after `at`: rows are stored in the order of
     `seq`, so halving finds it without an index on the time."""
-    newest = select(ExchangeRow.seq).order_by(ExchangeRow.seq.desc()).limit(1)
-    low, high = 0, session.scalar(newest) or 0
+    low, high = 0, session.scalar(select(func.max(ExchangeRow.seq))) or 0
     while low < high:
         middle = (low + high) // 2
         found = session.execute(
