@@ -34,9 +34,11 @@ from learner.errors import (
 from learner.explain import one_line
 from learner.policy.architecture import architecture
 from learner.policy.attention_check import use_form
+from learner.policy.costs import Prices, prices
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.room import limit_torch
 from learner.policy.self_test import checked
+from learner.policy.sizes import sizes
 from learner.records import Parent
 from sidecar.settings import Learner
 
@@ -73,10 +75,23 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
         # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
         policy = Policy(
-            model=model.to(device), device=device, autocast=autocast, shape=shape, form=form
+            model=model.to(device),
+            device=device,
+            autocast=autocast,
+            shape=shape,
+            form=form,
+            prices=_prices(config.get_text_config()),
         )
     with _loading(f"base {base_model_path}"):
         return checked(policy, base_model_path)
+
+
+def _prices(config: Any) -> Prices:  # Any: a config of transformers, not typed
+    """What parts of a pack cost; the usual where the config does not say its sizes."""
+    try:
+        return prices(sizes(config))
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        return Prices()
 
 
 def open_device(name: str) -> torch.device:

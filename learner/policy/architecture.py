@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Form = Literal["segments", "varlen", "dense"]
+"""How attention over a pack is computed (`learner.policy.attention`)."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RECURRENT = (

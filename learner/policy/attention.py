@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from learner.policy.architecture import Form
 from learner.policy.trie import Segment, ancestors
-
-Form = Literal["segments", "varlen", "dense"]
 
 NAME = "segments"
 """Name of this attention in transformers."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from learner.explain import one_line
-from learner.policy.architecture import Architecture
-from learner.policy.attention import NAME, Form, dense_mask, plan, segment_attention
+from learner.policy.architecture import Architecture, Form
+from learner.policy.attention import NAME, dense_mask, plan, segment_attention
 from learner.policy.trie import Segment, fold
 
 log = structlog.get_logger()

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 128 * 2**20
-"""Largest fp32 logits that exist at once; the backward pass has two such tensors. The plain form
-has four of the whole size."""
+from learner.policy.sizes import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

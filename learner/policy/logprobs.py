@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from learner.policy.architecture import Architecture
-from learner.policy.attention import Form, added_mask, dense_mask, plan
+from learner.policy.architecture import Architecture, Form
+from learner.policy.attention import added_mask, dense_mask, plan
+from learner.policy.costs import Prices, cheapest
 from learner.policy.head import Head, target_logprobs
 from learner.policy.packing import Pack, pack_group
 from learner.records import TrainingGroup
@@ -35,6 +36,8 @@ class Policy:
     shape: Architecture = field(default_factory=Architecture)
     form: Form = "dense"
     """How attention over a pack is computed (`learner.policy.attention`)."""
+    prices: Prices = field(default_factory=Prices)
+    """What parts of a pack cost."""
 
     @property
     def vocabulary(self) -> int:
@@ -124,8 +127,13 @@ class Policy:
 
 
 def packs_of(policy: Policy, group: TrainingGroup, max_tokens: int) -> list[Pack]:
-    """Pack the trainable answers of a group as the model allows it; see `pack_group`."""
-    return pack_group(group, max_tokens=max_tokens, alone=not policy.shape.packs)
+    """Pack the trainable answers of a group, in order, in the cheapest way that the model allows.
+
+    max_tokens: longest pack; an answer that does not fit alone gets a pack of its own.
+    """
+    if not policy.shape.packs:
+        return pack_group(group, max_tokens=max_tokens, alone=True)
+    return cheapest(group, max_tokens=max_tokens, of=policy.prices, form=policy.form)
 
 
 def wants_autocast(precision: Precision, device: torch.device) -> bool:

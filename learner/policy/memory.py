@@ -13,85 +13,33 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import structlog
 import torch
 
-from learner.policy.head import CHUNK_BYTES
 from learner.policy.logprobs import Policy
+from learner.policy.sizes import (
+    BF16_BYTES,
+    FP32_BYTES,
+    MIXED_BYTES,
+    MOMENTS,
+    SHARE,
+    pack_bytes,
+    sizes,
+    with_allocator,
+)
 
 Checkpointing = Literal["auto", "on", "off"]
 
 log = structlog.get_logger()
 
-FP32_BYTES, MIXED_BYTES, BF16_BYTES = 4.0, 2.7, 2.0
-"""Bytes of a kept number: fp32; bf16 products beside an fp32 residual stream (measured: 0.67 of
-fp32); bf16 weights."""
-KEPT_BY_ALLOCATOR = 1.8
-"""Growth of the process over what autograd keeps, with the default thresholds of glibc's malloc."""
-ON_CUDA = 1.15
-"""The same for torch's caching allocator: an allowance for fragments, not measured."""
-MOMENTS = 7
-"""Numbers beside each trainable weight: gradient, the step's sum and squares, two moments, the
-start of the run, and a copy while a step is taken."""
-SHARE = 0.8
-"""Share of the free memory that a pack may take: other processes grow too."""
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """glibc's names in `mallopt`."""
 THRESHOLD_BYTES = 128 * 1024
 """glibc's first value of both, which it raises by itself up to 32 MB."""
 CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What the estimate needs to know of a model."""
-
-    layers: int
-    hidden: int
-    queries: int
-    """Width of all query heads together."""
-    keys: int
-    """Width of all key heads together."""
-    inner: int
-    """Width of the MLP; of the chosen experts together."""
-    masks: int = 1
-    """Attention masks of a pack."""
-
-    @property
-    def kept_in_layer(self) -> int:
-        """Numbers that a layer keeps for its backward pass, for each token."""
-        return 6 * self.hidden + 3 * self.queries + 4 * self.keys + 4 * self.inner
-
-
-def sizes(config: Any, *, masks: int = 1) -> Sizes:  # Any: a config of transformers, not typed
-    """Read the sizes from a text model's config. Raises: AttributeError when one is missing."""
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
-    return Sizes(
-        layers=int(config.num_hidden_layers),
-        hidden=int(config.hidden_size),
-        queries=heads * width,
-        keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
-        inner=inner * experts,
-        masks=masks,
-    )
-
-
-def pack_bytes(model: Sizes, tokens: int, *, number_bytes: float, checkpointing: bool) -> int:
-    """Return the bytes that one pack needs beside the weights, forwards and backwards.
-
-    number_bytes: of a kept number.
-    """
-    inputs, whole = model.layers * model.hidden, model.layers * model.kept_in_layer
-    kept = inputs + model.kept_in_layer if checkpointing else whole
-    masks = model.masks * tokens * tokens * number_bytes
-    return int(tokens * kept * number_bytes + masks + 2 * CHUNK_BYTES)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -150,19 +98,21 @@ def estimate(policy: Policy, longest: int) -> tuple[int | None, int | None]:
     included; None where the config does not say enough."""
     base = policy.model.get_base_model()
     try:
-        model = sizes(base.config.get_text_config(), masks=len(policy.shape.windows))
+        masks = len(policy.shape.windows) if policy.form == "dense" and policy.shape.packs else 0
+        model = sizes(base.config.get_text_config(), masks=masks)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None, None
     halves = next(base.parameters()).dtype != torch.float32
     number = BF16_BYTES if halves else MIXED_BYTES if policy.autocast else FP32_BYTES
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     moments = trainable * MOMENTS * 4
-    allocator = ON_CUDA if policy.device.type == "cuda" else KEPT_BY_ALLOCATOR
+    cuda = policy.device.type == "cuda"
     plain = pack_bytes(model, longest, number_bytes=number, checkpointing=False)
     saving = pack_bytes(model, longest, number_bytes=number, checkpointing=True)
-    # The C library returns freed blocks at once while layers are recomputed (`recompute_layers`).
-    kept = ON_CUDA if policy.device.type == "cuda" else 1.0
-    return int(plain * allocator) + moments, int(saving * kept) + moments
+    return (
+        with_allocator(plain, cuda=cuda, checkpointing=False) + moments,
+        with_allocator(saving, cuda=cuda, checkpointing=True) + moments,
+    )
 
 
 def recompute_layers(policy: Policy) -> None:

@@ -67,11 +67,12 @@ def pack_group(
         answer that does not fit even alone gets its own pack: selection has already dropped groups
         that are too long.
     """
-    bins = _bins(group, 0 if alone else max_tokens, least)
+    bins = in_bins(group, 0 if alone else max_tokens, least)
     return [pack_rows(group, rows, least=least) for rows in bins]
 
 
-def _bins(group: TrainingGroup, max_tokens: int, least: int) -> Iterator[list[TrainableRow]]:
+def in_bins(group: TrainingGroup, max_tokens: int, least: int) -> Iterator[list[TrainableRow]]:
+    """Yield the trainable rows of each pack of `pack_group`."""
     taken: list[TrainableRow] = []
     for row in group.rows:
         if not row.trainable:

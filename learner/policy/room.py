@@ -22,14 +22,13 @@ from transformers import AutoConfig
 from learner.base_weights import BaseSize, base_folder, base_size
 from learner.errors import NoRoomError
 from learner.policy.logprobs import wants_autocast
-from learner.policy.memory import (
+from learner.policy.memory import CGROUP, free_bytes
+from learner.policy.sizes import (
     BF16_BYTES,
-    CGROUP,
     FP32_BYTES,
     MIXED_BYTES,
     MOMENTS,
     Sizes,
-    free_bytes,
     pack_bytes,
     sizes,
 )

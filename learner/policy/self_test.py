@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from learner.errors import ParentError
-from learner.policy.architecture import as_rows
-from learner.policy.attention import Form
+from learner.policy.architecture import Form, as_rows
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import TrainableRow, TrainingGroup
 

@@ -59,12 +59,10 @@ class _Node:
 def fold(rows: Sequence[Sequence[int]], *, least: int = 1) -> Trie:
     """Fold rows, each at least one token long, into a trie.
 
-    least: rows part only behind so many shared tokens. Where fewer are alike they are computed
-        twice: a segment costs something too.
+    least: fewest tokens of a segment that others continue; shorter ones are computed once for each
+        of those: a segment costs something too.
     """
-    root = _Node(())
-    for row in rows:
-        _insert(root, row, least)
+    root = _grow(rows, least)
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []
@@ -81,9 +79,7 @@ def fold(rows: Sequence[Sequence[int]], *, least: int = 1) -> Trie:
 
 def unique_tokens(rows: Sequence[Sequence[int]], *, least: int = 1) -> int:
     """Return the number of tokens of the rows' trie, without laying it out."""
-    root = _Node(())
-    for row in rows:
-        _insert(root, row, least)
+    root = _grow(rows, least)
     count, nodes = 0, [root]
     while nodes:
         node = nodes.pop()
@@ -137,13 +133,34 @@ def _best(node: _Node, row: Sequence[int], start: int) -> tuple[_Node | None, in
     return best, most
 
 
-def _insert(root: _Node, row: Sequence[int], least: int) -> None:
+def _grow(rows: Sequence[Sequence[int]], least: int) -> _Node:
+    root = _Node(())
+    for row in rows:
+        _insert(root, row)
+    _prune(root, least)
+    return root
+
+
+def _prune(node: _Node, least: int) -> None:
+    """Give the tokens of a branch that is too short to each of those below it."""
+    kept: list[_Node] = []
+    nodes = node.below[::-1]
+    while nodes:
+        one = nodes.pop()
+        if len(one.below) > 1 and len(one.tokens) < least:
+            nodes += [_Node((*one.tokens, *child.tokens), child.below) for child in one.below[::-1]]
+        else:
+            kept.append(one)
+    node.below = kept
+    for one in kept:
+        _prune(one, least)
+
+
+def _insert(root: _Node, row: Sequence[int]) -> None:
     node, start = root, 0
     while start < len(row):
         best, alike = _best(node, row, start)
-        if best is None or (
-            alike < len(best.tokens) and start + alike < len(row) and alike < least
-        ):
+        if best is None:
             node.below.append(_Node(row[start:]))
             return
         start += alike
@@ -180,8 +197,8 @@ def _lay(
 
 
 def _places(root: _Node, row: Sequence[int], starts: dict[int, int]) -> tuple[int, ...]:
-    """Return where the row's tokens stand. Nodes beside each other have fewer tokens in common than
-    any of them holds, so the row's own is the one with most in common."""
+    """Return where the row's tokens stand. Nodes beside each other part before any of them ends, so
+    the row's own is the one with most in common."""
     found: list[int] = []
     node, start = root, 0
     while start < len(row):

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from learner.policy import attention, attention_check
-from learner.policy.attention import Form, by_segments, plan, segment_attention
+from learner.policy.architecture import Form
+from learner.policy.attention import by_segments, plan, segment_attention
 from learner.policy.attention_check import choose_form, dense, difference, drawn_segments
 from learner.policy.trie import fold
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.policy.attention import Form
+from learner.policy.architecture import Form
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
 from learner.records import TrainableRow, TrainingGroup

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from learner.policy.adapter_io import load_policy
-from learner.policy.attention import Form
+from learner.policy.architecture import Form
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.packing import pack_group
 from learner.records import Parent

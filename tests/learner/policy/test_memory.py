@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +11,20 @@ import torch
 from structlog.testing import capture_logs
 
 from learner.policy import memory
+from learner.policy import sizes as of_sizes
 from learner.policy.adapter_io import load_policy
-from learner.policy.head import CHUNK_BYTES
 from learner.policy.logprobs import Policy
-from learner.policy.memory import (
-    Sizes,
-    estimate,
-    free_bytes,
-    pack_bytes,
-    prepare,
-    recompute_layers,
-    sizes,
-)
+from learner.policy.memory import estimate, free_bytes, prepare, recompute_layers
 from learner.policy.packing import pack_group
+from learner.policy.sizes import (
+    CHUNK_BYTES,
+    MOMENTS,
+    Sizes,
+    longest_pack,
+    pack_bytes,
+    sizes,
+    with_allocator,
+)
 from learner.records import Parent, TrainingGroup
 from sidecar.settings import Learner
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 SMOLLM2 = Sizes(layers=30, hidden=576, queries=576, keys=192, inner=1536)
-LLAMA_8B = Sizes(layers=32, hidden=4096, queries=4096, keys=1024, inner=14336)
+QWEN3_8B = Sizes(layers=36, hidden=4096, queries=4096, keys=1024, inner=12288)
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_the_estimate_is_within_a_factor_of_what_autograd_keeps(
     """Factor 2: in a model so small, norms and LoRA count for as much as the rest. The layer that
     is computed again is not yet kept where this counts."""
     monkeypatch.setattr(memory, "_return_freed_blocks", lambda: None)
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(of_sizes, "CHUNK_BYTES", 0)
     if checkpointing:
         recompute_layers(policy)
     (pack,) = pack_group(answers, max_tokens=1_000)
@@ -128,14 +130,60 @@ def test_what_was_measured_on_the_shipped_model_is_what_the_estimate_says() -> N
     assert saving / 1_024 / 1_024 < 214
 
 
-def test_a_model_of_8b_with_16k_tokens_fits_80_gb_with_checkpointing_alone() -> None:
-    """With a dense mask of 0.5 GB, which CUDA's kernels take without a score of each pair."""
-    weights = 16 * 2**30
-    plain = pack_bytes(LLAMA_8B, 16_384, number_bytes=2.0, checkpointing=False)
-    saving = pack_bytes(LLAMA_8B, 16_384, number_bytes=2.0, checkpointing=True)
+def test_8_answers_to_a_prompt_of_16k_fit_80_gb_with_checkpointing_alone() -> None:
+    """Qwen3-8B: 8.19 billion weights of 2 bytes, a LoRA of rank 8 with 22 million, and one pack."""
+    prompt, answers = 16_384, 8
+    tokens = prompt + answers * 499
+    gathered = answers * prompt + tokens
+    fixed = 8_190_000_000 * 2 + 21_823_488 * 4 * (1 + MOMENTS)
 
-    assert weights + plain > 80 * 2**30
-    assert weights + saving < 40 * 2**30
+    def needed(*, checkpointing: bool, masks: int = 0) -> int:
+        pack = pack_bytes(
+            replace(QWEN3_8B, masks=masks),
+            tokens,
+            number_bytes=2.0,
+            checkpointing=checkpointing,
+            gathered=gathered,
+        )
+        return fixed + with_allocator(pack, cuda=True, checkpointing=checkpointing)
+
+    # A token keeps 36 * 4,096 inputs of layers and one layer's 6 * 4,096 + 3 * 4,096 + 4 * 1,024 +
+    # 4 * 12,288 numbers, 475,136 bytes in all; a gathered key and its value take 4,096 bytes.
+    pack = 20_376 * 475_136 + 151_448 * 4_096 + 2 * CHUNK_BYTES
+    assert needed(checkpointing=True) == fixed + int(1.15 * pack)
+    assert needed(checkpointing=True) < 32e9
+    assert needed(checkpointing=False) > 80e9
+    assert needed(checkpointing=True, masks=1) - needed(checkpointing=True) > 0.9e9
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_longest_pack_is_the_last_that_fits(cuda: bool, checkpointing: bool) -> None:
+    room = 4 * 2**30
+
+    found = longest_pack(SMOLLM2, room, number_bytes=4.0, cuda=cuda, checkpointing=checkpointing)
+
+    def needed(tokens: int) -> int:
+        pack = pack_bytes(
+            SMOLLM2,
+            tokens,
+            number_bytes=4.0,
+            checkpointing=checkpointing,
+            gathered=tokens if cuda else 0,
+        )
+        return with_allocator(pack, cuda=cuda, checkpointing=checkpointing)
+
+    assert needed(found) <= room < needed(found + 1)
+
+
+def test_nothing_fits_where_the_head_does_not() -> None:
+    assert longest_pack(SMOLLM2, CHUNK_BYTES, number_bytes=4.0, cuda=False, checkpointing=True) == 0
+
+
+def test_a_pack_has_masks_in_the_dense_form_alone(policy: Policy) -> None:
+    dense = replace(policy, form="dense")
+
+    assert estimate(dense, 1_000)[1] - estimate(policy, 1_000)[1] == 1_000 * 1_000 * 4  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +213,7 @@ def test_it_is_switched_on_by_setting_or_when_memory_is_short(
 def test_a_config_that_says_too_little_switches_nothing_on(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(config: Any, *, masks: int = 1) -> Sizes:
+    def unreadable(config: Any, *, masks: int = 0) -> Sizes:
         raise AttributeError("no layers")
 
     monkeypatch.setattr(memory, "sizes", unreadable)

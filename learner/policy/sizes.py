@@ -1,0 +1,112 @@
+"""How many bytes a pack of a model needs, by the numbers of its config. Pure, without torch.
+
+Measured on SmolLM2-135M, packs of 1,024 tokens on a CPU (docs/log.md, 2026-11-23): autograd keeps
+1,318 kB a token without and 118 kB with checkpointing, where this says 1,420 and 69.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+FP32_BYTES, MIXED_BYTES, BF16_BYTES = 4.0, 2.7, 2.0
+"""Bytes of a kept number: fp32; bf16 products beside an fp32 residual stream (measured: 0.67 of
+fp32); bf16 weights."""
+KEPT_BY_ALLOCATOR = 1.8
+"""Growth of the process over what autograd keeps, with the default thresholds of glibc's malloc."""
+ON_CUDA = 1.15
+"""The same for torch's caching allocator: an allowance for fragments, not measured."""
+MOMENTS = 7
+"""Numbers beside each trainable weight: gradient, the step's sum and squares, two moments, the
+start of the run, and a copy while a step is taken."""
+SHARE = 0.8
+"""Share of the free memory that a pack may take: other processes grow too."""
+CHUNK_BYTES = 128 * 2**20
+"""Largest fp32 logits that exist at once; the backward pass has two such tensors. The plain form
+has four of the whole size."""
+MOST_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the estimate needs to know of a model."""
+
+    layers: int
+    hidden: int
+    queries: int
+    """Width of all query heads together."""
+    keys: int
+    """Width of all key heads together."""
+    inner: int
+    """Width of the MLP; of the chosen experts together."""
+    masks: int = 0
+    """Dense attention masks of a pack."""
+
+    @property
+    def kept_in_layer(self) -> int:
+        """Numbers that a layer keeps for its backward pass, for each token."""
+        return 6 * self.hidden + 3 * self.queries + 4 * self.keys + 4 * self.inner
+
+
+def sizes(config: Any, *, masks: int = 1) -> Sizes:  # Any: a config of transformers, not typed
+    """Read the sizes from a text model's config. Raises: AttributeError when one is missing."""
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return Sizes(
+        layers=int(config.num_hidden_layers),
+        hidden=int(config.hidden_size),
+        queries=heads * width,
+        keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
+        inner=inner * experts,
+        masks=masks,
+    )
+
+
+def pack_bytes(
+    model: Sizes, tokens: int, *, number_bytes: float, checkpointing: bool, gathered: int = 0
+) -> int:
+    """Return the bytes that one pack needs beside the weights, forwards and backwards.
+
+    number_bytes: of a kept number.
+    gathered: keys that attention copies, over the pack's segments; a layer keeps them.
+    """
+    inputs, whole = model.layers * model.hidden, model.layers * model.kept_in_layer
+    kept = inputs + model.kept_in_layer if checkpointing else whole
+    copies = 2 * model.keys * gathered * (1 if checkpointing else model.layers)
+    masks = model.masks * tokens * tokens
+    return int((tokens * kept + copies + masks) * number_bytes) + 2 * CHUNK_BYTES
+
+
+def with_allocator(pack: int, *, cuda: bool, checkpointing: bool) -> int:
+    """Return what a process grows by for a pack of so many bytes.
+
+    On a CPU the C library returns freed blocks at once while layers are recomputed
+    (`learner.policy.memory.recompute_layers`).
+    """
+    return int(pack * (ON_CUDA if cuda else 1.0 if checkpointing else KEPT_BY_ALLOCATOR))
+
+
+def longest_pack(
+    model: Sizes, room: int, *, number_bytes: float, cuda: bool, checkpointing: bool
+) -> int:
+    """Return the tokens of the longest pack that needs at most so many bytes; 0: none does."""
+
+    def needed(tokens: int) -> int:
+        pack = pack_bytes(
+            model,
+            tokens,
+            number_bytes=number_bytes,
+            checkpointing=checkpointing,
+            gathered=tokens if cuda else 0,
+        )
+        return with_allocator(pack, cuda=cuda, checkpointing=checkpointing)
+
+    low, high = 0, 1
+    while needed(high) <= room and high < MOST_TOKENS:
+        low, high = high, 2 * high
+    while high - low > 1:  # `low` fits, `high` does not
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= room else (low, middle)
+    return low
