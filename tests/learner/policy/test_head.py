@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.policy import head as heads
 from learner.policy.head import Head, chunks, target_logprobs
+from learner.policy.sizes import CHUNK_BYTES
 
 N, H, V = 37, 16, 101
 
@@ -82,7 +83,7 @@ def test_targets_are_covered_once_in_pieces_of_bounded_size() -> None:
     parts = chunks(4_000, 152_000)
 
     assert [at for part in parts for at in range(4_000)[part]] == list(range(4_000))
-    assert max(len(range(4_000)[part]) for part in parts) * 152_000 * 4 <= heads.CHUNK_BYTES
+    assert max(len(range(4_000)[part]) for part in parts) * 152_000 * 4 <= CHUNK_BYTES
     assert chunks(3, 10**9) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert chunks(0, 10) == []
 
