@@ -144,6 +144,9 @@ class SignalAdamW:
         norm = math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in self._sum.values()))
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient's norm is {norm}")
+        if not all(bool(torch.isfinite(one).all()) for one in self._squares.values()):
+            # It would stay in the second moment, and no later step would move the weight.
+            raise NonFiniteError(f"the square of the gradient, whose norm is {norm:.3g}, overflows")
         scale = min(1.0, rule.max_norm / norm) if norm > 0 else 1.0
         rate = rule.rate * min(1.0, steps / (rule.warmup + 1))
         b1, b2 = rule.betas

@@ -343,5 +343,6 @@ def _trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
 
 
 def _finite(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
+    """Return True when all gradients are finite, and their squares, which the optimiser keeps."""
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    return all(bool(torch.isfinite(gradient.square()).all()) for gradient in gradients)

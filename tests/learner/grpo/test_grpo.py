@@ -370,6 +370,23 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
     assert torch.equal(parameter, before)
 
 
+@pytest.mark.parametrize("advantage", [1e30, -1e30, float("inf"), float("nan")])
+def test_a_group_whose_gradient_overflows_is_left_out_alone(
+    policy: Policy, on_policy: OnPolicy, learner_settings: Learner, advantage: float
+) -> None:
+    groups = [on_policy({GOOD: 0.5, BAD: -0.5}, group_id=name) for name in ("a", "b")]
+    huge = replace(groups[0].rows[0], advantage=advantage)
+    bad = replace(groups[0], group_id="bad", rows=(huge, groups[0].rows[1]))
+
+    outcome, state = run_steps(policy, job_of([*groups, bad], learner_settings))
+
+    assert {name: one.reason for name, one in outcome.faults.items()} == {
+        "bad": "non_finite_gradient"
+    }
+    assert outcome.metrics[0].update_norm > 0
+    assert all(bool(torch.isfinite(one).all()) for one in state.second.values())
+
+
 def test_a_run_that_is_asked_to_stop_ends_between_packs(
     policy: Policy, on_policy: OnPolicy, learner_settings: Learner
 ) -> None:

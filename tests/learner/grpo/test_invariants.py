@@ -208,7 +208,10 @@ def test_with_the_adapter_switched_off_it_is_the_base_bit_for_bit(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    bare = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    attention = policy.model.get_base_model().config._attn_implementation
+    bare = AutoModelForCausalLM.from_pretrained(
+        tiny_base, dtype=torch.float32, attn_implementation=attention
+    )
     base = replace(policy, model=_Bare(bare))
     for group in batch:
         (pack,) = pack_group(group, max_tokens=1000)

@@ -187,6 +187,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert optimizer.state.steps == 0
 
 
+def test_a_gradient_whose_square_overflows_changes_nothing_and_leaves_the_moments() -> None:
+    """An infinite second moment would stay, and no later step would move the weight."""
+    parameters = new_parameter()
+    optimizer = SignalAdamW(parameters, RULE)
+    parameters["w"].grad = torch.full((SIZE,), 1e25)
+    optimizer.add_group(0.25)
+    with pytest.raises(NonFiniteError, match=r"the square of the gradient.*overflows"):
+        optimizer.step()
+    assert not parameters["w"].any()
+    assert not optimizer.state.second["w"].any()
+
+
 def test_groups_without_a_signal_move_nothing() -> None:
     moved, _ = run([[torch.zeros(SIZE)] * 3], signal=0.0)
     assert not moved.any()
