@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ingest.judge_prompt.shown import looks, shown_answer
 from ingest.records import Answer
 from sidecar.backoff import Backoff
 
@@ -132,7 +133,8 @@ def back_off_s(rounds: int) -> float:
 
 
 def all_identical(answers: Sequence[Answer]) -> bool:
-    """Return True when all answers look equal to a judge. The ids of tool calls do not count."""
+    """Return True when all answers look equal to a judge. The ids of tool calls do not count, nor
+    how the JSON of their arguments is written."""
     return len({_as_seen(answer.message) for answer in answers}) <= 1
 
 
@@ -153,11 +155,10 @@ def _served(answers: Sequence[Answer]) -> int:
     return sum(answer.origin == "served" for answer in answers)
 
 
-def _as_seen(message: bytes) -> bytes:
+def _as_seen(message: bytes) -> str | bytes:
+    """Reasoning counts: a judge may be shown it (`judge.show_reasoning`)."""
     try:
         parsed = msgspec.json.decode(message, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return message
-    calls = [call.get("function") for call in parsed.get("tool_calls") or ()]
-    seen = [parsed.get("content") or "", parsed.get("reasoning") or "", calls]
-    return msgspec.json.encode(seen, order="sorted")
+    return looks(shown_answer(parsed, show_reasoning=True))

@@ -114,5 +114,10 @@ def test_answers_are_compared_as_a_judge_sees_them() -> None:
     spaced = Answer(index=0, origin="served", message=b'{"content": "a",  "refusal": null}')
     assert all_identical([call("1", "{}"), call("2", "{}")])
     assert not all_identical([call("1", "{}"), call("1", '{"x":1}')])
+    assert all_identical([call("1", '{"x": 1, "y": 2}'), call("2", '{"y":2,"x":1}')])
+    assert not all_identical([call("1", '{"x": 1, "y": 2}'), call("2", '{"y": 1, "x": 2}')])
+    assert not all_identical([call("1", '{"x": 1'), call("2", '{"x":1')])  # no JSON: as written
     assert all_identical([spaced, sampled("a")])
+    thought = Answer(index=0, origin="sampled", message=b'{"content": "a", "reasoning": "hm"}')
+    assert not all_identical([thought, sampled("a")])
     assert not all_identical([Answer(index=0, origin="served", message=b"not json"), sampled("a")])
