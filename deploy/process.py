@@ -27,12 +27,14 @@ from deploy.engine.vllm_control import AdapterControl, VllmControl
 from deploy.examiner import examiner_of
 from deploy.page.mount import with_page
 from deploy.registry import audit, routing_writer
+from deploy.registry.leases.holder import BEAT_S, Lease, own_id
 from deploy.supervise.loops import Loop
 from ingest.judges.build import ProcessJudges
 from ingest.privacy.judge_view import JudgeView
 from ingest.privacy.screen import Screen
 from ingest.ruler.judge import Judge
 from ingest.vllm.replicas import ReplicaSampler, open_replicas
+from sidecar.errors import StoreError
 from sidecar.processes.readiness import tell_ready
 from sidecar.settings import Settings
 from sidecar.settings.kinds import base_url
@@ -151,6 +153,7 @@ async def _run(
             loop.call_soon_threadsafe(event.set)
 
     model = settings.serving.model
+    lease = Lease(database, own_id(settings.state_dir))
     reconcilers = {
         url: Reconciler(
             database=database,
@@ -158,6 +161,7 @@ async def _run(
             model=model,
             max_loras=settings.serving.max_loras,
             replica=url,
+            acts=lambda: lease.acts,
         )
         for url, control in replicas.items()
     }
@@ -173,8 +177,14 @@ async def _run(
 
         return Loop(f"reconcile {url}", reconciler.reconcile, every_s, changed[url])
 
+    async def beat() -> None:
+        acted = lease.acts
+        if await asyncio.to_thread(lease.beat) and not acted:
+            on_change()
+
     loops = [
-        Loop("tick", controller.tick, lambda: settings.canary.poll_s),
+        Loop("lease", beat, lambda: BEAT_S),
+        Loop("tick", lease.only_acting(controller.tick), lambda: settings.canary.poll_s),
         *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
     context = AdminContext(
@@ -188,6 +198,7 @@ async def _run(
         on_change=on_change,
         examiner=examiner_of(settings),
         loops=lambda: {loop.name: loop.view for loop in loops},
+        lease=lambda: (lease.acts, lease.other),
     )
     server = admin_server(with_page(context))
     tasks = [
@@ -208,6 +219,10 @@ async def _run(
         if isinstance(result, Exception):
             raise result
     await controller.settle()
+    try:
+        await asyncio.to_thread(lease.give_back)
+    except StoreError as error:  # the next one waits LEASE_S
+        log.warning("lease_not_given_back", reason=str(error))
     log.info("control_stopped")
 
 

@@ -12,9 +12,10 @@ import structlog
 from fastapi import APIRouter, Body, Depends, Header, Response
 
 from deploy.admin.auth import Caller
+from deploy.admin.changes.bodies import NO_REASON, ReasonIn, RollbackIn, RollbackOut
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import known_query
-from deploy.admin.models import NO_REASON, CanaryOut, LearnerOut, ReasonIn, RollbackIn, RollbackOut
+from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.problems import (
     BlankReasonError,
     ConflictError,
@@ -27,7 +28,8 @@ from deploy.admin.wire.scopes import PREFIX
 from deploy.engine.reconcile import EngineView
 from deploy.errors import TransitionError
 from deploy.records import Canary
-from deploy.registry import canaries, learner_switches, transitions
+from deploy.registry import canaries, transitions
+from deploy.registry.learner import switches as learner_switches
 from deploy.registry.rollback import rollback
 from sidecar.hiding import hide_in_url
 from sidecar.records import BASE

@@ -38,6 +38,9 @@ class AdminContext:
     loops: Callable[[], Mapping[str, LoopView]] = dict
     """Returns the state of the control process's loops, by name."""
 
+    lease: Callable[[], tuple[bool, str]] = lambda: (True, "")
+    """Returns whether this control acts, and else who does, in words."""
+
     @property
     def engine(self) -> EngineView:
         return self.fleet.view()

@@ -23,7 +23,8 @@ from deploy.engine.reconcile import EngineView
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import Counters, Stage, exchanges_by_selection
 from deploy.judging.metrics import judge_metrics
-from deploy.registry import canaries, learner_switches, routing_writer
+from deploy.registry import canaries, routing_writer
+from deploy.registry.learner import switches as learner_switches
 from deploy.supervise.loops import LoopView
 from ingest.intake.bus_report import read_state
 from ingest.noise.state import read_noise_state

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from deploy.admin.out import (
     BusOut,
@@ -25,11 +26,9 @@ from deploy.admin.out import (
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterState, AdapterVersion, Canary, Phase
 from deploy.registry import transitions
-from deploy.registry.rollback import RollbackResult
 from sidecar.settings import Canary as CanarySettings
 
 T = TypeVar("T")
-NO_REASON = "no reason given"
 
 
 class Page(BaseModel, Generic[T]):
@@ -54,13 +53,20 @@ class AdapterOut(Out):
     created_at: float
     forgotten_at: float | None
     aliases: list[str]
+    banned: str | None
+    """Why its files are banned; null: they are not."""
     loaded: bool | None
     """True if every reachable vLLM had it loaded at the last check; null: none is reachable."""
 
     @classmethod
     def of(
-        cls, version: AdapterVersion, aliases: dict[str, str], loaded: frozenset[str] | None
+        cls,
+        version: AdapterVersion,
+        aliases: dict[str, str],
+        loaded: frozenset[str] | None,
+        banned: Mapping[str, str],
     ) -> AdapterOut:
+        """banned: digest -> why."""
         return cls(
             name=version.name,
             version=version.version,
@@ -73,6 +79,7 @@ class AdapterOut(Out):
             created_at=version.created_at,
             forgotten_at=version.forgotten_at,
             aliases=sorted(alias for alias, name in aliases.items() if name == version.name),
+            banned=banned.get(version.digest),
             loaded=None if loaded is None else version.name in loaded,
         )
 
@@ -330,7 +337,12 @@ class StatusOut(Out):
     learner: LearnerOut
     engine: EngineOut
     control: dict[str, LoopOut]
-    """Loops of control by name: the canary's (`tick`) and one for each vLLM (`reconcile URL`)."""
+    """Loops of control by name: its lease (`lease`), the canary's (`tick`) and one for each vLLM
+    (`reconcile URL`)."""
+    acts: bool = True
+    """False: another process of control on this store steers canaries and adapters."""
+    acts_instead: str = ""
+    """Its machine and process; empty: this one acts, or nobody does yet."""
     adapters: dict[str, int]
     """Number of versions by state."""
     groups: dict[str, int]
@@ -355,41 +367,3 @@ class StatusOut(Out):
     """Number of records that could not be stored, since the store was made."""
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
-
-
-class ReasonIn(BaseModel):
-    # Strict: `true` is not a version, and a number is not a reason.
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    reason: str = Field(default=NO_REASON, max_length=2_000)
-
-
-class RollbackIn(ReasonIn):
-    to: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)] = "previous"
-    """"previous", "base", a version or a full name."""
-
-
-class RollbackOut(Out):
-    model_config = ConfigDict(populate_by_name=True)
-
-    source: str = Field(alias="from")
-    """Adapter that was champion before, or "base"."""
-    to: str
-    changed: bool
-    """False when the target was champion already."""
-    ended_canary: str | None
-    generation: int
-    """Generation of the routing table, which every proxy applies at its next poll."""
-    note: str | None
-    """Says who answers until vLLM has loaded the target; null when it is loaded."""
-
-    @classmethod
-    def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:
-        return cls(
-            source=result.before,
-            to=result.after,
-            changed=result.changed,
-            ended_canary=result.ended_canary,
-            generation=result.generation,
-            note=note,
-        )

@@ -46,7 +46,9 @@ from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import UnknownAdapterError
 from deploy.funnel.read import read_funnel
 from deploy.funnel.stages import exchanges_by_selection, groups_by_reason, groups_by_status
-from deploy.registry import canaries, learner_switches, routing_writer, tallies, versions
+from deploy.registry import canaries, routing_writer, tallies, versions
+from deploy.registry.history import bans
+from deploy.registry.learner import switches as learner_switches
 from ingest.feedback.placing import STAGE as FEEDBACK
 from ingest.feedback.store import STAGE as SIGNAL
 from ingest.intake.bus_report import read_state
@@ -121,6 +123,8 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 control={
                     name: LoopOut.model_validate(view) for name, view in context.loops().items()
                 },
+                acts=context.lease()[0],
+                acts_instead=context.lease()[1],
                 adapters=_tally(session, AdapterRow.state, AdapterRow.model == model),
                 groups=groups,
                 exchanges=tallies.exchanges(session),
@@ -184,11 +188,12 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
             rows = session.scalars(statement).all()
+            banned = bans.reasons(session, model)
         loaded = context.loaded()
         return page_of(
             rows,
             limit,
-            show=lambda row: AdapterOut.of(versions.to_version(row), aliases, loaded),
+            show=lambda row: AdapterOut.of(versions.to_version(row), aliases, loaded, banned),
             name=lambda row: f"adapter {row.name}",
             cursor=lambda row: encode_cursor(row.version),
         )
@@ -201,7 +206,9 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
                 raise UnknownAdapterError("the base model is no adapter version")
             aliases = versions.aliases_of(session, model)
             with naming(f"adapter {name}"):
-                return AdapterOut.of(versions.find(session, name), aliases, context.loaded())
+                version_found = versions.find(session, name)
+                banned = bans.reasons(session, model)
+                return AdapterOut.of(version_found, aliases, context.loaded(), banned)
 
     @router.get("/aliases")
     def aliases() -> Page[AliasOut]:

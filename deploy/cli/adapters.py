@@ -8,7 +8,7 @@ import typer
 
 from deploy.cli.context import admin_client
 from deploy.cli.learning.importing import adapters_import
-from deploy.cli.output import Output, print_found, refuse_unknown
+from deploy.cli.output import GivenReason, Output, print_found, refuse_unknown
 from deploy.records import AdapterState
 
 adapters_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapter versions.")
@@ -25,6 +25,16 @@ def adapters_ls(
     refuse_unknown("--state", state, get_args(AdapterState))
     given = {"state": state} if state else {}
     print_found(admin_client(context).get_all("/adapters", **given), output)
+
+
+@adapters_app.command("allow")
+def adapters_allow(
+    context: typer.Context, version: str, reason: GivenReason, output: Output = "text"
+) -> None:
+    """Lift the ban of a version's files: `sidecar canary start` may try it again."""
+    client = admin_client(context)
+    found = client.post("/adapters", version, "allow", body={"reason": reason})
+    print_found(found, output)
 
 
 @adapters_app.command("show")

@@ -171,6 +171,12 @@ def rollback(
         return
     found = admin_client(context).post("/rollback", body={"to": to, "reason": reason})
     print_found(found, output)
+    _say_paused(found.get("learner_paused", False))
+
+
+def _say_paused(paused: bool) -> None:
+    if paused:
+        note("the learner is paused until `sidecar learner resume`")
 
 
 @contextmanager
@@ -206,7 +212,9 @@ def _roll_back_offline(context: typer.Context, to: str, reason: str, output: str
             now=time.time(),
         )
     shown = {"from": done.before, "to": done.after, "changed": done.changed}
-    print_found({**shown, "ended_canary": done.ended_canary}, output)
+    more = {"ended_canary": done.ended_canary, "learner_paused": done.learner_paused}
+    print_found({**shown, **more}, output)
+    _say_paused(done.learner_paused)
     if done.after != BASE:
         note(
             "vLLM was not asked: a replica without the adapter answers with the base model until "

@@ -49,6 +49,17 @@ def _act(context: typer.Context, action: str, canary: str, reason: str | None, o
     print_found(client.post("/canaries", name, action, body=body, etag=etag), output)
 
 
+@canary_app.command("start")
+def canary_start(
+    context: typer.Context, version: str, reason: Reason = None, output: Output = "text"
+) -> None:
+    """Try a version, also again: such as v7, one that ended inconclusive or was aborted.
+
+    Not the champion, and no version whose files are banned (`sidecar adapters ls` says so)."""
+    body = {"version": version} if reason is None else {"version": version, "reason": reason}
+    print_found(admin_client(context).post("/canaries", body=body), output)
+
+
 @canary_app.command("pause")
 def canary_pause(
     context: typer.Context, canary: CanaryId = "", reason: Reason = None, output: Output = "text"

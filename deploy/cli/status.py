@@ -113,6 +113,8 @@ class Status(msgspec.Struct, kw_only=True):
     learner: Learner
     engine: Engine
     control: dict[str, Loop]
+    acts: bool = True
+    acts_instead: str = ""
     adapters: dict[str, int]
     groups: dict[str, int]
     exchanges: int
@@ -149,6 +151,7 @@ def status_lines(
         *_learner(status.learner, now, schedule),
         *_engine(status.engine),
         *_control(status.control),
+        *_lease(status),
         f"Adapters: {_tally(status.adapters)}.",
         f"Recorded: {_count(status.exchanges, 'exchange')}. Groups: {_tally(status.groups)}.",
         *_told(status.feedback, status.signals),
@@ -266,6 +269,12 @@ def _control(loops: Mapping[str, Loop]) -> Iterator[str]:
     for name, loop in failing.items():
         times = _count(loop.failures, "time")
         yield f"Control: the loop `{name}` failed {times} in a row: {loop.error}"
+
+
+def _lease(status: Status) -> Iterator[str]:
+    if not status.acts:
+        who = status.acts_instead or "nobody yet"
+        yield f"Control: this one waits; {who} steers canaries and adapters."
 
 
 def _bus(bus: Bus | None, now: float) -> Iterator[str]:

@@ -5,14 +5,16 @@ and vLLM is compared with it on a timer and after every change. Wanted are the c
 target of the routing table, `previous` (so that a rollback needs no load) and the candidate once
 its canary has validated it. Other adapters stay while there is capacity: beyond `max_loras` they
 are unloaded, the oldest first, a grace period after they were last wanted, because proxies and
-requests in flight still use them. Adapters that this registry does not know are never touched.
+requests in flight still use them. The store keeps since when nothing wants them, so that a restart
+begins no grace anew. Adapters that this registry does not know are never touched. A control that
+does not hold the lease only looks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -22,6 +24,7 @@ from deploy.engine.vllm_control import AdapterControl
 from deploy.errors import AlteredAdapterError, EngineError, InvalidAdapterError, error_line
 from deploy.registry import canaries, routing_writer, versions
 from deploy.registry.altered import record_altered
+from deploy.registry.leases.unwanted import keep_since
 from sidecar.errors import StoreError
 from sidecar.records import BASE
 from sidecar.store.database import Database
@@ -116,7 +119,7 @@ def read_desired(database: Database, model: str, loaded: Collection[str] = ()) -
 
 
 class Reconciler:
-    """Reconciles one replica. It remembers only since when adapters are unwanted or altered."""
+    """Reconciles one replica. It remembers only since when adapters are altered."""
 
     def __init__(
         self,
@@ -127,8 +130,9 @@ class Reconciler:
         max_loras: int,
         replica: str = "",
         clock: Callable[[], float] = time.time,
+        acts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """replica: base URL of the replica, for the log."""
+        """replica: base URL of the replica. acts: False while another control does."""
         self._log = log.bind(replica=replica)
         self._database = database
         self._control = control
@@ -136,7 +140,7 @@ class Reconciler:
         self._max_loras = max_loras
         self._clock = clock
         self._replica = replica
-        self._unwanted_since: dict[str, float] = {}
+        self._acts = acts
         self._altered_at: dict[str, float] = {}
         """Adapter -> when its folder was last found altered, in Unix seconds."""
         self.view = EngineView()
@@ -149,9 +153,12 @@ class Reconciler:
             self._say_away(str(error))
             return Plan(load=(), unload=())
         self._say_back()
+        if not self._acts():
+            self.view.loaded = loaded
+            return Plan(load=(), unload=())
         desired = await asyncio.to_thread(read_desired, self._database, self._model, loaded)
         loaded -= await self._unload_altered(loaded)
-        plan = self._plan(desired, loaded)
+        plan = await asyncio.to_thread(self._plan, desired, loaded)
         done = [name for name in plan.load if await self._load(name, desired)]
         gone = [name for name in plan.unload if await self._unload(name)]
         self.view.loaded = (loaded | set(done)) - set(gone)
@@ -160,13 +167,13 @@ class Reconciler:
 
     def _plan(self, desired: Desired, loaded: frozenset[str]) -> Plan:
         now = self._clock()
-        unwanted: Sequence[str] = [n for n in loaded if n not in desired.wanted]
-        self._unwanted_since = {n: self._unwanted_since.get(n, now) for n in unwanted}
+        unwanted = [n for n in loaded if n in desired.paths and n not in desired.wanted]
+        since = keep_since(self._database, self._replica, unwanted, now)
         return make_plan(
             desired,
             loaded,
             max_loras=self._max_loras,
-            unwanted_since=self._unwanted_since,
+            unwanted_since=since,
             now=now,
         )
 

@@ -36,7 +36,9 @@ def retire(
         )
     done = None
     if needed:
-        done = rollback(database, model, to=target, reason=REASON, actor=ACTOR, now=now)
+        done = rollback(
+            database, model, to=target, reason=REASON, actor=ACTOR, now=now, pause_learner=False
+        )
     with database.write() as session:
         _retire_waiting(session, model)
         if _is_marked(session, versions.aliases_of(session, model).get("previous", BASE)):

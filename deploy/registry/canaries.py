@@ -126,8 +126,9 @@ def find_row(session: Session, canary_id: str) -> CanaryRow:
 
 
 def canary_of(session: Session, candidate: str) -> CanaryRow | None:
-    """Return the canary of this adapter, active or ended. An adapter has at most one."""
-    return session.scalar(select(CanaryRow).where(CanaryRow.candidate == candidate))
+    """Return the newest canary of this adapter, active or ended."""
+    statement = select(CanaryRow).where(CanaryRow.candidate == candidate)
+    return session.scalars(statement.order_by(CanaryRow.created_at.desc()).limit(1)).first()
 
 
 def etag(canary: Canary) -> str:

@@ -2,8 +2,11 @@
 
 A rollback needs only the store: no vLLM, no judge, no control process. It ends the active canary,
 moves the aliases and rewrites the routing table; proxies follow at their next poll. The adapter
-that was champion is marked `rolled_back`, and no descendant of it gets a canary; the learner's next
-run starts from the new champion.
+that was champion is marked `rolled_back`, its files and those of the ended canary are banned
+(`deploy.registry.history.bans`), and no descendant of it gets a canary. The learner is paused until
+an operator resumes it: what it learned last was taken from the users, and somebody should look why.
+Its next run starts from the new champion, with that version's own optimiser state, which stands
+beside its weights. A rollback that names a banned version lifts its ban.
 
 `previous` after a rollback is the new champion itself. So a second call, or an operator's retry
 after a lost reply, finds nothing more to undo: rolling back twice is rolling back once. To go
@@ -21,6 +24,8 @@ from sqlalchemy.orm.exc import StaleDataError
 from deploy.errors import TransitionError
 from deploy.records import ACTIVE_PHASES
 from deploy.registry import audit, canaries, routing_writer, transitions, versions
+from deploy.registry.history import bans
+from deploy.registry.learner import flags
 from sidecar.store.database import Database, count
 from sidecar.store.models import CanaryRow
 
@@ -36,16 +41,26 @@ class RollbackResult:
     """Id of the canary that the rollback ended, if any."""
     changed: bool
     """False when the target was champion already: nothing was written."""
+    learner_paused: bool
+    """This rollback paused the learner, which ran before."""
     generation: int
     """Generation of the routing table that this rollback leaves; proxies must reach it."""
 
 
 def rollback(
-    database: Database, model: str, *, to: str = "previous", reason: str, actor: str, now: float
+    database: Database,
+    model: str,
+    *,
+    to: str = "previous",
+    reason: str,
+    actor: str,
+    now: float,
+    pause_learner: bool = True,
 ) -> RollbackResult:
     """Make `to` the champion and end any canary. Idempotent.
 
     to: "previous", "base", a version or a full name. A version must have been champion before.
+    pause_learner: when the rollback changes anything.
     Raises: UnknownAdapterError; TransitionError when the version never passed a canary.
     """
     with database.write() as session:
@@ -56,11 +71,21 @@ def rollback(
                 f"{target} has never been champion; roll back to previous, base or a version that "
                 "`sidecar adapters ls` shows as champion, retired or rolled back after promotion"
             )
+        on_canary = _candidate(session, model)
         ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
         moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
         table = routing_writer.write(session, model, now=now)
         changed = moved or ended is not None
+        paused = False
         if changed:
+            lost = [before] if moved else []
+            for name in (*lost, *([on_canary] if on_canary is not None else [])):
+                bans.ban(session, name, now=now, actor=actor, reason=reason)
+            bans.lift(session, target, now=now, actor=actor, reason=reason)
+            if pause_learner:
+                paused = flags.set_paused(
+                    session, True, now=now, actor=actor, reason=f"rollback: {reason}"
+                )
             count(session, "canary", "operator_rollback")
             audit.record(
                 session,
@@ -77,8 +102,15 @@ def rollback(
             after=target,
             ended_canary=ended,
             changed=changed,
+            learner_paused=paused,
             generation=table.generation,
         )
+
+
+def _candidate(session: Session, model: str) -> str | None:
+    active = canaries.active(session, model)
+    known = active is not None and isinstance(active.candidate, str)
+    return active.candidate if active is not None and known else None
 
 
 def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: float) -> str | None:

@@ -17,12 +17,20 @@ from deploy.errors import TransitionError
 from deploy.records import AdapterState, Canary, Phase
 from deploy.registry import audit, canaries, routing_writer, versions
 from deploy.registry.canary_rule import Hold, Move
+from deploy.registry.history import bans
 from sidecar.store.database import count
 from sidecar.store.models import CanaryRow
 
 
 def begin(
-    session: Session, *, model: str, candidate: str, steps: tuple[int, ...], now: float, actor: str
+    session: Session,
+    *,
+    model: str,
+    candidate: str,
+    steps: tuple[int, ...],
+    now: float,
+    actor: str,
+    reason: str = "a registered adapter waits",
 ) -> Canary:
     """Begin the canary of a registered adapter against the current champion."""
     row = CanaryRow(
@@ -45,7 +53,7 @@ def begin(
     versions.set_state(session, candidate, "gating")
     session.flush()
     canary = canaries.to_canary(row)
-    _audit(session, None, canary, now=now, actor=actor, reason="a registered adapter waits")
+    _audit(session, None, canary, now=now, actor=actor, reason=reason)
     return canary
 
 
@@ -206,6 +214,9 @@ def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: st
     else:
         kept: AdapterState = move.candidate_state
         versions.set_state(session, row.candidate, kept, move.reason)
+        if move.to == "rolled_back" and actor == audit.CONTROL:
+            # A verdict on these files. An operator's abort is none: they may be tried again.
+            bans.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
     if move.to in ended:
         count(session, "canary", move.to)
         if move.candidate_state == "rejected":

@@ -157,7 +157,7 @@ def has_been_champion(session: Session, name: str) -> bool:
     statement = select(CanaryRow.canary_id).where(
         CanaryRow.candidate == name, CanaryRow.state == "promoted"
     )
-    return session.scalar(statement) is not None
+    return session.scalar(statement.limit(1)) is not None
 
 
 def move_alias(

@@ -108,7 +108,8 @@ def _ancestors(session: Session, model: str, champion: str, most: int) -> Iterat
 def _gain(session: Session, candidate: str) -> Gain | None:
     """Return what the gate measured of a version; None: it was not measured, or the row is
     damaged."""
-    evidence = session.scalar(select(CanaryRow.evidence).where(CanaryRow.candidate == candidate))
+    of_candidate = select(CanaryRow.evidence).where(CanaryRow.candidate == candidate)
+    evidence = session.scalar(of_candidate.order_by(CanaryRow.created_at.desc()).limit(1))
     gate = evidence.get("gate") if isinstance(evidence, dict) else None
     if not isinstance(gate, dict):
         return None

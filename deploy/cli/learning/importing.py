@@ -66,6 +66,7 @@ def import_adapter(
     """
     from deploy.engine.validation import Registered, ServingLimits, validate_folder
     from deploy.errors import InvalidAdapterError
+    from deploy.registry.history import bans
     from learner.adapter_folder import CARD, LINEAGE, folder_digest
     from learner.runs.publish import find_published, place, register, remove_folder, seal
     from sidecar.records import BASE
@@ -90,6 +91,7 @@ def import_adapter(
         (work / CARD).write_text(_card(lineage), encoding="utf-8")
         sealed = seal(work)
         with database.write() as session:
+            bans.refuse(session, serving.model, sealed.digest)
             known = find_published(session, serving.model, sealed.digest)
             if known is not None:
                 raise InvalidAdapterError(

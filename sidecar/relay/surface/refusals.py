@@ -13,7 +13,6 @@ from http import HTTPStatus
 from typing import Any
 
 from sidecar.access.denials import Denial
-from sidecar.errors import UNREADABLE_JSON
 from sidecar.records import Surface
 from sidecar.relay.http1.heads import Header, header_lines, reply_head, reply_lines
 from sidecar.relay.surface.paths import without_slash
@@ -242,13 +241,24 @@ def refusal_reply(
 
 
 def names_unknown_model(body: bytes) -> bool:
-    """Return True when this 404 of vLLM means that it does not know the model, and so the adapter.
+    """Return True when this 404, which answers an adapter's name, may mean that nobody knows it.
 
-    `/v1/responses` also has 404s for other reasons (`previous_response_id`); these name their
-    `param`. `/v1/messages` names none.
+    Any 404 may, in whatever form a version of vLLM or a gateway before it says so, but two: an
+    error that names another `param` (`/v1/responses` has one for an unknown `response_id`), and an
+    object without an error, such as `{"detail": "Not Found"}` for a path that this vLLM lacks.
+    vLLM 0.32 says `"type": "NotFoundError", "param": "model"` for chat, completions, responses,
+    tokenize and detokenize, and names no param for messages and count_tokens.
     """
     try:
-        error = json.loads(body)["error"]
-        return bool(error["type"] == "NotFoundError" and error.get("param", "model") == "model")
-    except (*UNREADABLE_JSON, LookupError, TypeError, AttributeError):
+        found = json.loads(body)
+    except RecursionError:
         return False
+    except ValueError:
+        return True
+    if not isinstance(found, dict):
+        return True
+    error = found.get("error", found)  # of an older vLLM the error is the whole object
+    if error is found and "message" not in found:
+        return False
+    param = error.get("param") if isinstance(error, dict) else None
+    return not isinstance(param, str) or param in ("", "model")

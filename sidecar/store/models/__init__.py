@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from sidecar.store.models.base import Base
 from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
-from sidecar.store.models.control import IdempotentReplyRow
+from sidecar.store.models.control import (
+    BannedDigestRow,
+    IdempotentReplyRow,
+    LeaseRow,
+    UnwantedAdapterRow,
+)
 from sidecar.store.models.deletions import ForgottenRow, GroupDigestRow
 from sidecar.store.models.feedback import FeedbackRow, SignalRow
 from sidecar.store.models.groups import (
@@ -40,6 +45,7 @@ __all__ = [
     "AnswerRow",
     "ApiKeyRow",
     "AuditRow",
+    "BannedDigestRow",
     "Base",
     "BestOfScoreRow",
     "BreakerTripRow",
@@ -58,11 +64,13 @@ __all__ = [
     "JudgeCallRow",
     "JudgeNoiseRow",
     "JudgeReplyRow",
+    "LeaseRow",
     "RescoringRow",
     "RoutingRow",
     "RunRow",
     "RunStepRow",
     "ScheduleJobRow",
     "SignalRow",
+    "UnwantedAdapterRow",
     "WatchedAnswerRow",
 ]

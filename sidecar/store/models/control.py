@@ -1,4 +1,5 @@
-"""Tables of control alone: the replies of changes by key."""
+"""Tables of control: who acts, what is still loaded and why, what must not come back, and the
+replies of changes by key."""
 
 from __future__ import annotations
 
@@ -22,3 +23,39 @@ class IdempotentReplyRow(Base):
     """HTTP status of the reply; null while the change is made."""
     etag: Mapped[str] = mapped_column(String(255), default="", server_default="")
     body: Mapped[str] = mapped_column(Text, default="", server_default="")
+
+
+class LeaseRow(Base):
+    """Who acts, of several processes on one store: the holder lets `beat` grow."""
+
+    __tablename__ = "lease"
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(64))
+    """Id of the holder's `state_dir`; empty: given back."""
+    beat: Mapped[int]
+    taken_at: Mapped[float]
+    told: Mapped[str] = mapped_column(String(255))
+    """The holder in words: machine and process."""
+
+
+class UnwantedAdapterRow(Base):
+    """An adapter that a vLLM has loaded and that nothing wants: it goes after a grace."""
+
+    __tablename__ = "unwanted_adapter"
+    replica: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """SHA-256 (hex) of the replica's base URL, which may hold a password."""
+    adapter: Mapped[str] = mapped_column(String(255), primary_key=True)
+    since: Mapped[float]
+
+
+class BannedDigestRow(Base):
+    """Adapter files that lost their traffic: no version with them is tried or registered again."""
+
+    __tablename__ = "banned_digest"
+    model: Mapped[str] = mapped_column(String(255), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(255))
+    """The version that lost it."""
+    at: Mapped[float]
+    actor: Mapped[str] = mapped_column(String(128))
+    reason: Mapped[str] = mapped_column(Text)

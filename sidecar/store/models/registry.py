@@ -37,7 +37,7 @@ class AdapterRow(Base):
 
 
 class AliasRow(Base):
-    """Where a name points now: champion, previous."""
+    """Where a name points now: champion, previous, canary, anchor."""
 
     __tablename__ = "alias"
     model: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -74,12 +74,14 @@ class CanaryRow(Base):
 
     __tablename__ = "canary"
     __table_args__ = (
+        Index("ix_canary_candidate", "candidate", "created_at"),
         Index("ix_canary_created_at", "model", "created_at", "canary_id"),
         Index("ix_canary_state", "model", "state", "created_at"),
     )
     canary_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     model: Mapped[str] = mapped_column(String(255))
-    candidate: Mapped[str] = mapped_column(String(255), unique=True)
+    candidate: Mapped[str] = mapped_column(String(255))
+    """Adapter name. One that ended without a verdict may be tried again, in a canary of its own."""
     champion: Mapped[str] = mapped_column(String(255))
     state: Mapped[str] = mapped_column(String(16))
     paused: Mapped[bool] = mapped_column(default=False)

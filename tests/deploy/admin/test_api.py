@@ -541,6 +541,7 @@ async def test_rollback_says_from_and_to(world: World, api: Api) -> None:
         "to": "base",
         "changed": True,
         "ended_canary": None,
+        "learner_paused": True,
         "generation": 4,
         "note": None,
     }
@@ -558,11 +559,10 @@ async def test_the_audit_has_the_address_that_a_change_was_asked_from(
     await api.client.post(
         "/admin/v1/rollback", json={"to": "base"}, headers={"x-forwarded-for": "8.8.8.8"}
     )
-    await api.post("/learner/pause")
 
     items = (await api.get("/audit")).json()["items"]
     assert {one["source"] for one in items if one["actor"] == "local"} == {"127.0.0.9"}
-    assert [one["action"] for one in items[:2]] == ["learner.pause", "rollback"]
+    assert [one["action"] for one in items[:2]] == ["rollback", "learner.pause"]
     assert {one["source"] for one in items if one["actor"] != "local"} == {""}
 
 
@@ -784,7 +784,7 @@ async def test_the_learner_is_paused_resumed_and_run(world: World, api: Api) -> 
 async def test_the_learner_s_flags_are_those_that_the_schedule_reads(
     world: World, api: Api
 ) -> None:
-    from deploy.registry import learner_switches
+    from deploy.registry.learner import switches as learner_switches
     from learner.schedule import loop as schedule
     from sidecar.store.database import get_flag
 

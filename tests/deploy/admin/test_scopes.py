@@ -113,7 +113,8 @@ async def test_a_reply_and_the_audit_name_the_request(world: World, api: Api) ->
     world.promote(world.register(1))
 
     own = await api.post("/rollback", {"reason": "x"}, x_request_id="deploy-17.a")
-    strange = await api.post("/learner/pause", x_request_id="no spaces\tor so")
+    etag = (await api.get("/learner")).headers["etag"]
+    strange = await api.post("/learner/resume", if_match=etag, x_request_id="no spaces\tor so")
     refused = await api.get("/nope")
 
     assert own.headers["x-request-id"] == "deploy-17.a"
@@ -121,7 +122,7 @@ async def test_a_reply_and_the_audit_name_the_request(world: World, api: Api) ->
     assert re.fullmatch(r"[0-9a-f]{32}", made)
     assert refused.headers["x-request-id"] not in ("", made)
     ids = {row.action: row.request_id for row in world.rows(AuditRow)}
-    assert (ids["rollback"], ids["learner.pause"]) == ("deploy-17.a", made)
+    assert (ids["rollback"], ids["learner.resume"]) == ("deploy-17.a", made)
     assert ids["canary.promoted"] == ""
     assert (await api.get("/audit")).json()["items"][0]["request_id"] == made
 

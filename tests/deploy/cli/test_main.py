@@ -102,6 +102,7 @@ def test_rollback_offline_needs_the_store_alone(
         "to": "base",
         "changed": True,
         "ended_canary": None,
+        "learner_paused": True,
     }
     with database.read() as session:
         entries = [(row.action, row.reason) for row in session.query(AuditRow)]

@@ -59,7 +59,12 @@ def test_back_to_the_previous_champion(world: World, served: tuple[str, ...]) ->
     result = roll_back(world)
 
     assert result == RollbackResult(
-        before=third, after=second, ended_canary=None, changed=True, generation=generation + 1
+        before=third,
+        after=second,
+        ended_canary=None,
+        changed=True,
+        learner_paused=True,
+        generation=generation + 1,
     )
     assert world.table().champion == second
     assert world.adapter(third).state == "rolled_back"

@@ -335,5 +335,6 @@ def test_ends_are_counted(world: World) -> None:
     assert counts == {
         ("canary", "rolled_back"): 1,
         ("adapter", "rejected"): 1,
+        ("adapter", "banned"): 1,
         ("canary", "inconclusive"): 1,
     }

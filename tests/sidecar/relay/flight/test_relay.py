@@ -238,13 +238,19 @@ async def test_a_changed_table_is_obeyed_by_the_next_request(
     assert models == ["smollm2-135m", "smollm2-135m--v1"]
 
 
-async def test_an_adapter_that_vllm_lost_is_answered_for_by_the_champion_then_the_base(
-    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire
-) -> None:
-    gone = (
+@pytest.mark.parametrize(
+    "gone",
+    [
         b'{"error":{"message":"The model `x` does not exist.","type":"NotFoundError",'
-        b'"param":"model","code":404}}'
-    )
+        b'"param":"model","code":404}}',
+        b'{"object":"error","message":"The model `x` does not exist.","type":"NotFoundError",'
+        b'"param":null,"code":404}',
+        b"404 page not found",
+    ],
+)
+async def test_an_adapter_that_vllm_lost_is_answered_for_by_the_champion_then_the_base(
+    recorded: Recorded, fake_vllm: FakeVllm, start_proxy: StartProxy, wire: Wire, gone: bytes
+) -> None:
     fake_vllm.script = lambda seen: [
         wire.whole_reply(gone, "404 Not Found")
         if b'"model":"smollm2-135m--' in seen.body

@@ -5,7 +5,6 @@ The learn process reads the flags by these names. A request to run stays set unt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -13,41 +12,23 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.registry import audit
+from deploy.registry.learner.flags import (
+    ON,
+    PAUSED,
+    RUN_REQUESTED,
+    Switches,
+    count_up,
+    read,
+    set_paused,
+    told,
+)
 from ingest.reward_watch.asking import Override, ask, read_override, write_override
 from sidecar.settings import Watch
-from sidecar.store.database import get_flag, set_flag
-
-PAUSED = "learner_paused"
-RUN_REQUESTED = "learner_run_requested"
-GENERATION = "learner_generation"
-"""Counts the operators' actions: a change and its reversal leave another generation."""
-ON = "1"
-OFF = "0"
+from sidecar.store.database import set_flag
 
 Action = Literal["pause", "resume", "run"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switches:
-    paused: bool
-    run_requested: bool
-    generation: int = 0
-
-    @property
-    def etag(self) -> str:
-        """The entity tag. The learner itself only takes a request to run back, which no operator's
-        action follows without a new generation: no tag returns."""
-        return (
-            f'"g{self.generation}{"p" if self.paused else ""}{"r" if self.run_requested else ""}"'
-        )
-
-
-def read(session: Session) -> Switches:
-    return Switches(
-        paused=get_flag(session, PAUSED) == ON,
-        run_requested=get_flag(session, RUN_REQUESTED) == ON,
-        generation=_generation(session),
-    )
+__all__ = ["PAUSED", "RUN_REQUESTED", "Switches", "allowed_actions", "override", "read", "switch"]
 
 
 def allowed_actions(switches: Switches) -> list[str]:
@@ -62,25 +43,13 @@ def switch(session: Session, action: Action, *, now: float, actor: str, reason: 
     """
     before = read(session)
     if action == "run":
-        set_flag(session, RUN_REQUESTED, ON, now=now)
+        if not before.run_requested:
+            set_flag(session, RUN_REQUESTED, ON, now=now)
+            count_up(session, now)
+            told(session, action, before, now=now, actor=actor, reason=reason)
     else:
-        set_flag(session, PAUSED, ON if action == "pause" else OFF, now=now)
-    session.flush()
-    after = read(session)
-    if after != before:
-        _count_up(session, now)
-        after = read(session)
-        audit.record(
-            session,
-            now=now,
-            actor=actor,
-            action=f"learner.{action}",
-            subject="learner",
-            before={"paused": before.paused, "run_requested": before.run_requested},
-            after={"paused": after.paused, "run_requested": after.run_requested},
-            reason=reason,
-        )
-    return after
+        set_paused(session, action == "pause", now=now, actor=actor, reason=reason)
+    return read(session)
 
 
 def override(
@@ -102,7 +71,7 @@ def override(
     before = read_override(session)
     write_override(session, found)
     set_flag(session, RUN_REQUESTED, ON, now=now)
-    _count_up(session, now)
+    count_up(session, now)
     audit.record(
         session,
         now=now,
@@ -114,16 +83,3 @@ def override(
         reason=reason,
     )
     return found
-
-
-def _generation(session: Session) -> int:
-    text = get_flag(session, GENERATION) or ""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
-
-
-def _count_up(session: Session, now: float) -> None:
-    # A damaged number must not hold up a pause; the time in seconds is above any count of changes.
-    known = get_flag(session, GENERATION)
-    following = _generation(session) + 1 if known is None or _generation(session) else int(now)
-    set_flag(session, GENERATION, str(following), now=now)
-    session.flush()

@@ -1,0 +1,82 @@
+"""Changes of the admin API that name a version: try it in a canary, lift its ban."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import structlog
+from fastapi import APIRouter, Depends, Response
+from pydantic import Field
+
+from deploy.admin.auth import Caller
+from deploy.admin.changes.bodies import NO_REASON, ReasonIn
+from deploy.admin.context import AdminContext
+from deploy.admin.filters import known_query
+from deploy.admin.models import AdapterOut, CanaryOut
+from deploy.admin.problems import BlankReasonError, ConflictError
+from deploy.admin.wire.scopes import PREFIX
+from deploy.errors import TransitionError, UnknownAdapterError
+from deploy.registry import canaries, candidates, transitions, versions
+from deploy.registry.history import bans
+from sidecar.records import BASE
+
+log = structlog.get_logger()
+
+
+class StartIn(ReasonIn):
+    version: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)]
+    """A version, a full name or an alias."""
+
+
+def begin_router(context: AdminContext) -> APIRouter:
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(known_query)])
+    database, model = context.database, context.model
+
+    @router.post("/canaries", status_code=201)
+    def start(asked: StartIn, response: Response, actor: Caller) -> CanaryOut:
+        """Try a version in a canary, also one that was tried before and is not banned.
+
+        It makes a new canary, so it takes no If-Match. Asked again while that canary runs, it
+        answers with it."""
+        reason = _not_blank(asked.reason)
+        with database.write() as session:
+            active = canaries.active(session, model)
+            try:
+                canary = candidates.start(
+                    session,
+                    model,
+                    str(asked.version),
+                    steps=context.rules.steps,
+                    now=context.clock(),
+                    actor=actor,
+                    reason=reason,
+                )
+            except TransitionError as error:
+                allowed = [] if active is None else transitions.allowed_actions(active)
+                raise ConflictError(str(error), allowed) from error
+        log.info("canary_began", canary=canary.canary_id, candidate=canary.candidate, actor=actor)
+        context.on_change()
+        response.headers["etag"] = canaries.etag(canary)
+        response.headers["location"] = f"{PREFIX}/canaries/{canary.canary_id}"
+        return CanaryOut.of(canary, context.rules)
+
+    @router.post("/adapters/{version}/allow")
+    def allow(version: str, actor: Caller, body: ReasonIn | None = None) -> AdapterOut:
+        """Lift the ban of a version's files. Idempotent, so it takes no If-Match."""
+        reason = NO_REASON if body is None else _not_blank(body.reason)
+        with database.write() as session:
+            name = versions.resolve(session, model, version)
+            if name == BASE:
+                raise UnknownAdapterError("the base model is no adapter version")
+            bans.lift(session, name, now=context.clock(), actor=actor, reason=reason)
+            aliases = versions.aliases_of(session, model)
+            banned = bans.reasons(session, model)
+            return AdapterOut.of(versions.find(session, name), aliases, context.loaded(), banned)
+
+    return router
+
+
+def _not_blank(reason: str) -> str:
+    if not reason.strip():
+        raise BlankReasonError("reason: is blank; say why, or leave it out")
+    return reason

@@ -1,0 +1,53 @@
+"""Bodies of the changes that operators ask for, and of a rollback's reply."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deploy.admin.out import Out
+from deploy.registry.rollback import RollbackResult
+
+NO_REASON = "no reason given"
+
+
+class ReasonIn(BaseModel):
+    # Strict: `true` is not a version, and a number is not a reason.
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: str = Field(default=NO_REASON, max_length=2_000)
+
+
+class RollbackIn(ReasonIn):
+    to: Annotated[str, Field(max_length=255)] | Annotated[int, Field(ge=0)] = "previous"
+    """"previous", "base", a version or a full name."""
+
+
+class RollbackOut(Out):
+    model_config = ConfigDict(populate_by_name=True)
+
+    source: str = Field(alias="from")
+    """Adapter that was champion before, or "base"."""
+    to: str
+    changed: bool
+    """False when the target was champion already."""
+    ended_canary: str | None
+    learner_paused: bool
+    """This rollback paused the learner; POST /learner/resume ends that."""
+    generation: int
+    """Generation of the routing table, which every proxy applies at its next poll."""
+    note: str | None
+    """Says who answers until vLLM has loaded the target; null when it is loaded."""
+
+    @classmethod
+    def of(cls, result: RollbackResult, note: str | None) -> RollbackOut:
+        return cls(
+            source=result.before,
+            to=result.after,
+            changed=result.changed,
+            ended_canary=result.ended_canary,
+            learner_paused=result.learner_paused,
+            generation=result.generation,
+            note=note,
+        )

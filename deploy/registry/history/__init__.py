@@ -1,0 +1,1 @@
+"""What must not come back, and who was champion when: append-only."""

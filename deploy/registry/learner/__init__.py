@@ -1,0 +1,1 @@
+"""The switches by which operators steer the learner."""
