@@ -22,7 +22,7 @@ WEIGHTS = "adapter_model.safetensors"
 LINEAGE = "lineage.json"
 CARD = "README.md"
 OPTIMIZER = "optimizer.safetensors"
-"""The optimiser's moments (`learner.grpo.optimizer_file`). Versions of other trainers have none."""
+"""The optimiser's moments (`learner.grpo.files`). Versions of other trainers have none."""
 PROBE = "probe.json"
 """The learner's log-probabilities after fixed prompts (`learner.probe_file`). Versions of older
 releases have none."""

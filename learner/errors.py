@@ -13,6 +13,8 @@ LearnerError
 ├── NoRoomError (RuntimeError)          a run would not fit into its share of the memory: later
 ├── DeviceError (ValueError)            learner.device does not exist here or cannot compute
 ├── OptimizerStateError (ValueError)    the parent's moments are damaged: start from nothing
+├── NotResumedError (RuntimeError)      a killed run cannot go on: end it, and begin another
+├── CheckpointError (ValueError)        a checkpoint is damaged: begin the run anew
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
@@ -86,6 +88,14 @@ class DeviceError(LearnerError, ValueError):
 
 class OptimizerStateError(LearnerError, ValueError):
     """The optimiser's moments beside an adapter are damaged, or belong to other matrices."""
+
+
+class NotResumedError(LearnerError, RuntimeError):
+    """A killed run cannot go on, because something that its weights depend on has changed."""
+
+
+class CheckpointError(LearnerError, ValueError):
+    """A checkpoint is damaged, or of another version of the learner."""
 
 
 class IncompleteAdapterError(LearnerError, ValueError):

@@ -78,7 +78,8 @@ def run_once(
         adapters_dir = settings.learner.adapters_dir
         sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}\n")
         return FAILED
-    sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}\n")
+    how = f", in run {run.run_id}, {run.resumed}" if run.resumed else ""
+    sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}{how}\n")
     return TRAINED
 
 

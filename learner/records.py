@@ -227,6 +227,11 @@ class Watch(Protocol):
         """The steps begin, or begin anew: steps that were told before do not count."""
         ...
 
+    def go_on(self, metrics: Sequence[StepMetrics]) -> None:
+        """The steps go on after these, which the run did before it was killed; told in place of
+        `begin_steps`."""
+        ...
+
     def step(self, metrics: StepMetrics) -> None:
         """An optimiser step is done."""
         ...
@@ -239,7 +244,29 @@ class Silent:
     def plan(self, stages: Sequence[Stage]) -> None: ...
     def done(self, group_id: str) -> None: ...
     def begin_steps(self) -> None: ...
+    def go_on(self, metrics: Sequence[StepMetrics]) -> None: ...
     def step(self, metrics: StepMetrics) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """Keeps what a killed run goes on from."""
+
+    def newest(self) -> Path | None:
+        """Return the folder of the newest checkpoint; None when there is none."""
+        ...
+
+    def keep(self, fill: Callable[[Path], None]) -> None:
+        """Keep another checkpoint in place of the one before; one that the disk refuses costs
+        itself (logged).
+
+        fill: writes the files into the folder that it gets.
+        Raises: RunStoppedError when the run is another process's by now.
+        """
+        ...
+
+    def discard(self, why: str) -> None:
+        """Remove every checkpoint, and log why. Raises: OSError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +290,9 @@ class TrainingJob:
     """Called with the id of the group that is computed next, and with "" outside any group. If the
     run is killed, the group that was reported last is blamed."""
     watch: Watch = field(default_factory=Silent)
+    checkpoints: Checkpoints | None = None
+    """Where the run's progress is kept after each step, and found after it was killed; None:
+    nowhere. What is found is of this job: the run compared all that its result depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

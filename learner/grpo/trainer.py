@@ -4,6 +4,9 @@ Before the first step, every group is compared with the log-probabilities of the
 sampled it (`learner.grpo.checks`); groups that disagree are left out. A group whose loss or
 gradient fails later is left out too: the weights are reset, and the run starts again without it, so
 the result equals that of a run that never had the group.
+
+After the checks, the supervised start and each step, a checkpoint is kept (`learner.grpo.files`). A
+run that was killed goes on from it, and ends with the weights that it would have had.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from learner.errors import NonFiniteError, OptimizerStateError
 from learner.explain import one_line
 from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl
 from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
+from learner.grpo.files.checkpoint import Snapshot, keep, resumed, set_weights
+from learner.grpo.files.optimizer_file import load_state, save_state
 from learner.grpo.losses import Tokens
 from learner.grpo.objective import Objective, objective
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
-from learner.grpo.optimizer_file import load_state, save_state
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
 from learner.grpo.warmup import warm_up
@@ -150,34 +154,38 @@ def run_steps(
         would break the weights; RunStoppedError between packs.
     """
     aim = objective(job.settings)
-    job.watch.plan(_stages(job, job.groups, ["checking", *_before_steps(aim), "training"]))
-    checked = check_groups(policy, job)
-    groups, faults = checked.groups, dict(checked.faults)
-    if aim.uses_start:
-        job.watch.plan(_stages(job, groups, ["anchoring", "training"]))
-        groups, failed_at_start = with_start(policy, groups, job)
-        faults |= failed_at_start
-        refuse_most(faults, len(job.groups))
     parameters = _trainable(policy)
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    metrics: list[StepMetrics] | None = None
+    kept = resumed(job, parameters)
+    if kept is None:
+        kept = _checked(policy, job, aim)
+        keep(kept, job)
+    metrics: tuple[StepMetrics, ...] | None = None
     while metrics is None:
-        optimizer = SignalAdamW(parameters, update_rule(job.settings), state)
+        groups = kept.checked.groups
+        optimizer = SignalAdamW(parameters, update_rule(job.settings), kept.moments or state)
         try:
-            warmed, failed_warm = warm_up(policy, groups, job, optimizer)
-            if failed_warm:
-                raise _GroupsFailed(dict(failed_warm))
+            if kept.warmed is None:
+                warmed, failed_warm = warm_up(policy, groups, job, optimizer)
+                if failed_warm:
+                    raise _GroupsFailed(dict(failed_warm))
+                kept = replace(kept, warmed=tuple(warmed))
+                if warmed:
+                    kept = kept.after_step(parameters, optimizer.state)
+                    keep(kept, job)
             job.watch.plan(_stages(job, groups, ["training"]))
-            job.watch.begin_steps()
-            metrics = _steps(policy, job, groups, aim, optimizer)
+            if kept.metrics:
+                job.watch.go_on(kept.metrics)
+            else:
+                job.watch.begin_steps()
+            metrics = _steps(policy, job, kept, aim, optimizer)
         except _GroupsFailed as failed:
-            faults |= failed.faults
             log_faults(failed.faults)
-            refuse_most(faults, len(job.groups))
-            groups = tuple(group for group in groups if group.group_id not in faults)
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(start[name])
+            kept = kept.without(failed.faults)
+            refuse_most(kept.faults, len(job.groups))
+            set_weights(parameters, start)
+            keep(kept, job)
+    checked, faults, groups = kept.checked, kept.faults, kept.checked.groups
     away = measure_base_kl(policy, groups, job, turn=0) if metrics else None
     adapter = policy.model.peft_config[ADAPTER]
     algorithm = {
@@ -191,18 +199,32 @@ def run_steps(
         "autocast": policy.autocast,
         "kl_to_base": None if away is None else away.nats,
         "kl_to_base_tokens": 0 if away is None else away.tokens,
-        "warmup_nats": warmed,
+        "warmup_nats": list(kept.warmed or ()),
         "quiet_groups": job.quiet,
         "packs": policy.shape.packs,
     }
     outcome = TrainingOutcome(
-        metrics=tuple(metrics),
+        metrics=metrics,
         drift=checked.drift,
         algorithm=algorithm,
         faults=faults,
         answers=checked.answers,
     )
     return outcome, optimizer.state
+
+
+def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
+    """Find out which groups can be trained on, before the first step. Raises: as `run_steps`."""
+    job.watch.plan(_stages(job, job.groups, ["checking", *_before_steps(aim), "training"]))
+    checked = check_groups(policy, job)
+    faults = dict(checked.faults)
+    if aim.uses_start:
+        job.watch.plan(_stages(job, checked.groups, ["anchoring", "training"]))
+        groups, failed_at_start = with_start(policy, checked.groups, job)
+        checked = replace(checked, groups=groups)
+        faults |= failed_at_start
+        refuse_most(faults, len(job.groups))
+    return Snapshot(checked=checked, faults=faults)
 
 
 def _before_steps(aim: Objective) -> list[StageName]:
@@ -236,13 +258,15 @@ def update_rule(settings: Learner) -> UpdateRule:
 def _steps(
     policy: Policy,
     job: TrainingJob,
-    groups: Sequence[TrainingGroup],
+    kept: Snapshot,
     aim: Objective,
     optimizer: SignalAdamW,
-) -> list[StepMetrics]:
-    """Run every step. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
-    metrics: list[StepMetrics] = []
+) -> tuple[StepMetrics, ...]:
+    """Run every step that is not done. Raises: _GroupsFailed, NonFiniteError, RunStoppedError."""
+    groups, parameters = kept.checked.groups, _trainable(policy)
     for number, dealt in enumerate(deal(groups, job.settings.steps), 1):
+        if number <= len(kept.metrics):
+            continue
         with tracer.start_as_current_span("optimiser step") as span:
             started = time.monotonic()
             away = measure_base_kl(policy, dealt, job, turn=number)
@@ -256,11 +280,13 @@ def _steps(
             done = step_metrics(number, dealt, sums, update, seconds, peak_memory(policy.device))
             if away is not None:
                 done = replace(done, kl_base=away.nats, kl_base_tokens=away.tokens)
-            metrics.append(replace(done, kl_coef=sums.kl_coef))
-            span.set_attributes(asdict(metrics[-1]))
-        log.info("step_done", **asdict(metrics[-1]))
-        job.watch.step(metrics[-1])
-    return metrics
+            done = replace(done, kl_coef=sums.kl_coef)
+            span.set_attributes(asdict(done))
+        log.info("step_done", **asdict(done))
+        job.watch.step(done)
+        kept = kept.after_step(parameters, optimizer.state, done)
+        keep(kept, job)
+    return kept.metrics
 
 
 def accumulate(

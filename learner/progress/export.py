@@ -7,7 +7,7 @@ or fails, is said once in the log and costs its curves only: the store has them 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,6 +56,10 @@ class ExportedRun:
 
     def drop_steps(self) -> None:
         self._try(self._close)
+        self._attempts += 1
+
+    def go_on(self, steps: Sequence[StepMetrics]) -> None:
+        """The tracker has these steps: the process that was killed wrote them."""
         self._attempts += 1
 
     def keep_step(self, metrics: StepMetrics) -> None:

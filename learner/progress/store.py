@@ -8,12 +8,12 @@ PostgreSQL takes no others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import structlog
-from sqlalchemy import delete, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from learner.progress.estimate import Progress
@@ -34,8 +34,10 @@ class StoredRun:
         self._run_id = run_id
         self._clock = clock
         self._unwritten: list[RunStepRow] = []
-        self._stale = False
-        """Steps of an attempt that was given up are still in the store."""
+        self._missing: list[RunStepRow] = []
+        """Steps that may be in the store already, and then keep the time that they have."""
+        self._stale_after: int | None = None
+        """Steps with a higher number, of an attempt that was given up, are still in the store."""
 
     def keep_progress(self, found: Progress) -> None:
         values = {"progress": {**asdict(found), "at": self._clock()}}
@@ -47,18 +49,30 @@ class StoredRun:
         )
 
     def drop_steps(self) -> None:
-        self._unwritten, self._stale = [], True
+        self.go_on(())
+
+    def go_on(self, steps: Sequence[StepMetrics]) -> None:
+        self._unwritten, self._missing = [], [self._row(one) for one in steps]
+        self._stale_after = len(steps)
         self._write("steps", self._flush)
 
     def keep_step(self, metrics: StepMetrics) -> None:
-        body = {key: _number(value) for key, value in asdict(metrics).items()}
-        row = RunStepRow(run_id=self._run_id, step=metrics.step, at=self._clock(), body=body)
-        self._unwritten.append(row)
+        self._unwritten.append(self._row(metrics))
         self._write("steps", self._flush)
 
+    def _row(self, metrics: StepMetrics) -> RunStepRow:
+        body = {key: _number(value) for key, value in asdict(metrics).items()}
+        return RunStepRow(run_id=self._run_id, step=metrics.step, at=self._clock(), body=body)
+
     def _flush(self, session: Session) -> None:
-        if self._stale:
-            session.execute(delete(RunStepRow).where(RunStepRow.run_id == self._run_id))
+        of_run = RunStepRow.run_id == self._run_id
+        if self._stale_after is not None:
+            session.execute(delete(RunStepRow).where(of_run, RunStepRow.step > self._stale_after))
+        if self._missing:
+            present = set(session.scalars(select(RunStepRow.step).where(of_run)))
+            for row in self._missing:
+                if row.step not in present:
+                    session.merge(row)
         for row in self._unwritten:
             session.merge(row)
 
@@ -70,7 +84,7 @@ class StoredRun:
             log.warning("progress_not_kept", run_id=self._run_id, what=what, error=str(error))
             return
         if what == "steps":
-            self._unwritten, self._stale = [], False
+            self._unwritten, self._missing, self._stale_after = [], [], None
 
 
 def _number(value: Any) -> Any:  # Any: a field of StepMetrics

@@ -37,6 +37,10 @@ class Keeper(Protocol):
         """Forget the steps that were kept."""
         ...
 
+    def go_on(self, steps: Sequence[StepMetrics]) -> None:
+        """Keep exactly these steps, which were told before the run was killed."""
+        ...
+
     def keep_step(self, metrics: StepMetrics) -> None:
         """Keep a step's figures."""
         ...
@@ -59,6 +63,7 @@ class RunWatch:
         self._stages: list[Stage] = []
         self._places: dict[str, int] = {}
         self._done = 0
+        self._skipped = 0
         self._tokens_before = 0
         self._started = clock()
         self._before = Timed(work=0.0, seconds=0.0)
@@ -90,6 +95,14 @@ class RunWatch:
         for keeper in self._keepers:
             keeper.drop_steps()
 
+    def go_on(self, metrics: Sequence[StepMetrics]) -> None:
+        for keeper in self._keepers:
+            keeper.go_on(metrics)
+        parts = self._stages[0].parts if self._stages else ()
+        self._done = self._skipped = sum(part.step <= len(metrics) for part in parts)
+        if self._stages:
+            self._tell(self._progress(), now=True)
+
     def step(self, metrics: StepMetrics) -> None:
         for keeper in self._keepers:
             keeper.keep_step(metrics)
@@ -98,18 +111,19 @@ class RunWatch:
 
     def _begin_stage(self) -> None:
         self._started = self._clock()
-        self._done = 0
+        self._done = self._skipped = 0
         self._places = {part.group_id: at for at, part in enumerate(self._stages[0].parts)}
         self._tell(self._progress(), now=True)
 
     def _leave_stage(self) -> None:
-        if self._stages and self._done:
+        if self._stages and self._done > self._skipped:
             self._before = self._measured()
+        if self._stages:
             self._tokens_before += sum(one.tokens for one in self._stages[0].parts[: self._done])
 
     def _measured(self) -> Timed:
         present = self._stages[0]
-        tokens = sum(part.tokens for part in present.parts[: self._done])
+        tokens = sum(part.tokens for part in present.parts[self._skipped : self._done])
         return Timed(work=COST[present.name] * tokens, seconds=self._clock() - self._started)
 
     def _progress(self) -> Progress:

@@ -1,11 +1,12 @@
 """Decide which groups a failed run counts against, and drop groups that failed too often.
 
 If the trainer names the failing group, or was killed while it computed one, that group is blamed,
-and dropped at the second failure. Otherwise every group of the run is suspected, or only those that
-were suspected before. Later runs take half of the suspects at a time (`learner.runs.retry`), until
-a single group is blamed. Groups that do not fit into memory are blamed together when they are most
-of a run, because another process may use the memory. Faults of the environment (disk, device,
-store, base, parent, memory for the base) count against no group.
+and dropped at the second failure. A killed run is resumed first (`learner.resume.rule`): it blames
+nobody before it died in one place three times, or cannot go on. Otherwise every group of the run is
+suspected, or only those that were suspected before. Later runs take half of the suspects at a time
+(`learner.runs.retry`), until a single group is blamed. Groups that do not fit into memory are
+blamed together when they are most of a run, because another process may use the memory. Faults of
+the environment (disk, device, store, base, parent, memory for the base) count against no group.
 
 Functions work in the caller's write transaction.
 """
@@ -58,11 +59,12 @@ def blame_for_death(session: Session, run_id: str, reason: str) -> Mapping[str, 
     return {place: Fault(FAILED_RUNS, f"the run was computing it when {reason}")}
 
 
-def blame(session: Session, run_id: str, culprits: Mapping[str, Fault]) -> None:
+def blame(session: Session, run_id: str, culprits: Mapping[str, Fault], *, times: int = 1) -> None:
     """Count a failure against claimed groups; drop those that failed too often.
 
-    culprits: group id -> fault.
+    culprits: group id -> fault. times: how often it failed, where it is a single group.
     """
+    counted = times if len(culprits) == 1 else 1
     most = ATTEMPTS if len(culprits) == 1 else ATTEMPTS_TOGETHER
     for group_id, fault in culprits.items():
         text = fault.text[:DETAIL_LENGTH]
@@ -70,7 +72,7 @@ def blame(session: Session, run_id: str, culprits: Mapping[str, Fault]) -> None:
             update(GroupRow)
             .where(GroupRow.group_id == group_id, GroupRow.run_id == run_id)
             .where(GroupRow.status == CLAIMED)
-            .values(learn_attempts=GroupRow.learn_attempts + 1, detail=text)
+            .values(learn_attempts=GroupRow.learn_attempts + counted, detail=text)
             .returning(GroupRow.learn_attempts)
         )
         if attempts is not None and attempts >= most:

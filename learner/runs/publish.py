@@ -3,23 +3,26 @@
 Files and rows cannot change in one transaction. First the files are made read-only, synced and
 hashed (`seal`), which takes long and needs no lock. Then, under the store's write lock, the folder
 is renamed to its final place under its digest (`place`), and the row is added (`register`). A crash
-before the row leaves a folder without one; it is never served, and the next publication of the same
-files replaces it.
+before the row leaves a folder without one. It is never served; the run that is resumed replaces it,
+and where none is, the next run removes it (`unplace`).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from learner.adapter_folder import CARD, LINEAGE, file_digest, folder_digest
 from learner.records import Candidate
+from learner.resume.work_folder import WorkFolder, remove_folder, sync
 from sidecar.store.models import AdapterRow, AuditRow
+
+log = structlog.get_logger()
 
 ACTOR = "learner"
 VERSIONS = 10**9
@@ -52,8 +55,8 @@ def seal(folder: Path) -> Sealed:
     """
     for path in folder.iterdir():
         path.chmod(0o444)
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
     return Sealed(
         folder=folder,
         digest=folder_digest(folder),
@@ -66,16 +69,47 @@ def place(sealed: Sealed, adapters_dir: Path) -> Path:
     """Move a sealed folder to `<adapters_dir>/<digest>`, atomically.
 
     The folder must be on the same file system as `adapters_dir`, and no row may refer to its digest
-    yet (`find_published`): a folder already at the target is an orphan and is replaced.
+    yet (`find_published`): a folder already at the target is an orphan. It is moved out of the way
+    (`replaced`), because to delete it takes long, and the write lock is held.
     Returns: the absolute path. Raises: OSError when the disk refuses.
     """
     folder, target = sealed.folder, adapters_dir.resolve() / sealed.digest
     if target.exists():
-        remove_folder(target)
+        target.chmod(0o755)  # a folder that is moved must be writable
+        target.rename(replaced(folder))
     folder.rename(target)
     target.chmod(0o555)
-    _sync(target.parent)
+    sync(target.parent)
     return target
+
+
+def replaced(folder: Path) -> Path:
+    """Return where `place` leaves an orphan; the caller removes it after the transaction."""
+    return folder.with_name(f"{folder.name}.replaced")
+
+
+def unplace(session: Session, work: WorkFolder, adapters_dir: Path) -> None:
+    """Remove the folder that a run placed, if it is not registered.
+
+    In a write transaction, which keeps others from placing the same files meanwhile.
+    Raises: OSError.
+    """
+    digest = work.placing()
+    if digest is None:
+        return
+    target = adapters_dir.resolve() / digest
+    registered = session.scalar(select(AdapterRow.name).where(AdapterRow.digest == digest))
+    if registered is None and _made_by(target, work.run_id):
+        remove_folder(target)
+        log.warning("orphan_removed", folder=str(target), run_id=work.run_id)
+
+
+def _made_by(folder: Path, run_id: str) -> bool:
+    try:
+        lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(lineage, dict) and lineage.get("run_id") == run_id
 
 
 def register(
@@ -134,12 +168,6 @@ def register(
     return _candidate(row)
 
 
-def remove_folder(folder: Path) -> None:
-    """Delete an adapter folder, read-only or not. Raises: OSError."""
-    folder.chmod(0o755)
-    shutil.rmtree(folder)
-
-
 def _candidate(row: AdapterRow) -> Candidate:
     return Candidate(
         adapter=row.name,
@@ -148,11 +176,3 @@ def _candidate(row: AdapterRow) -> Candidate:
         digest=row.digest,
         path=Path(row.path),
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,13 +1,16 @@
 """Training runs in the store: one at a time per model, by a lease that a heartbeat keeps.
 
-Functions work in the caller's write transaction unless they take the database. A run without a
-heartbeat for `LEASE_S` is dead: the next run ends it and gives its groups back.
+Functions work in the caller's write transaction unless they take the database. A run is dead when
+its process is gone, or when it had no heartbeat for `LEASE_S` and its process cannot be looked up
+from here. The next start takes a dead run over and goes on with it, if it left a work folder; else
+it ends the run and gives the groups back.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,7 +26,10 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.records import Fault, Parent
-from learner.runs.blame import blame, blame_for_death
+from learner.resume.holder import Holder, is_gone
+from learner.resume.rule import Death, why_not_again
+from learner.resume.work_folder import CLAIMED, WorkFolder
+from learner.runs.blame import ATTEMPTS, blame, blame_for_death
 from learner.runs.source import as_parent, give_back
 from sidecar.errors import StoreError
 from sidecar.records import BASE
@@ -37,6 +43,8 @@ HEARTBEAT_S = 3.0
 LEASE_S = 30.0
 """Lease of a run: ten missed heartbeats, longer than the store's busy timeout, yet short enough to
 wait for."""
+KEPT_S = 7 * 86_400.0
+"""A killed run of another model waits this long to be resumed; after that its files are removed."""
 
 EndStatus = Literal["finished", "failed", "skipped"]
 
@@ -75,9 +83,14 @@ def check_parent(parent: Parent) -> None:
         )
 
 
-def running_ids(session: Session) -> set[str]:
-    """Return the ids of runs, of any model, that have not ended."""
-    return set(session.scalars(select(RunRow.run_id).where(RunRow.status == RUNNING)))
+def kept_ids(session: Session, model: str, *, now: float) -> set[str]:
+    """Return the ids of runs whose work folders are still needed.
+
+    Those are the runs, of any model, that have not ended; but a dead one of another model than this
+    is not waited for longer than `KEPT_S`.
+    """
+    rows = session.scalars(select(RunRow).where(RunRow.status == RUNNING)).all()
+    return {row.run_id for row in rows if row.model == model or now - _heartbeat_at(row) < KEPT_S}
 
 
 def last_failed(session: Session, model: str) -> bool:
@@ -91,8 +104,10 @@ def last_failed(session: Session, model: str) -> bool:
     return session.scalar(statement) == "failed"
 
 
-def report_place(database: Database, run_id: str, place: str) -> None:
+def report_place(database: Database, run_id: str, place: str | None) -> None:
     """Record the group that a run computes now, in case the run is killed meanwhile.
+
+    place: "" for none; None: its trainer has not said yet.
 
     While the store is locked the record is skipped, and the run continues.
     """
@@ -103,6 +118,34 @@ def report_place(database: Database, run_id: str, place: str) -> None:
         log.warning("place_not_noted", run_id=run_id, place=place, error=str(error))
 
 
+def take_over(
+    session: Session, *, model: str, adapters_dir: Path, holder: Holder, now: float
+) -> RunRow | None:
+    """Give the lease of a dead run to this process, and end the dead runs that cannot go on.
+
+    Returns: the run to go on with; None when there is none.
+    Raises: RunInProgressError when a run of this model is alive.
+    """
+    taken: RunRow | None = None
+    running = _running(session, model, lock=True)
+    for row in running:
+        if not is_dead(row, now):
+            raise RunInProgressError(row.run_id, _heartbeat_at(row))
+    for row in running:
+        folder = WorkFolder(adapters_dir, row.run_id)
+        if taken is not None or folder.read(CLAIMED) is None:
+            end_dead(session, row, _why_dead(row), now=now)
+            continue
+        deaths = [*_deaths(row), _death(row, folder, now).as_json()]
+        if (why := why_not_again(deaths)) is not None:
+            end_dead(session, row, why, now=now, times=ATTEMPTS)
+            continue
+        row.deaths, row.holder = deaths, holder.as_json()
+        row.heartbeat_at, row.place = now, ""
+        taken = row
+    return taken
+
+
 def open_run(
     session: Session,
     *,
@@ -111,23 +154,16 @@ def open_run(
     parent: str,
     settings: Mapping[str, Any],
     now: float,
+    holder: Holder | None = None,
 ) -> None:
-    """Take the lease, after ending dead runs that held it.
+    """Take the lease for a new run, after ending dead runs that held it.
 
     Raises: RunInProgressError when another run of this model is alive.
     """
-    running = session.scalars(
-        select(RunRow).where(RunRow.model == model, RunRow.status == RUNNING).with_for_update()
-    ).all()
-    for row in running:
-        # A damaged time, or one in the future, must not hold the lease for good. A live run loses
-        # it and stops.
-        heartbeat_at = row.heartbeat_at if isinstance(row.heartbeat_at, int | float) else 0.0
-        if now - LEASE_S < heartbeat_at <= now + LEASE_S:
-            raise RunInProgressError(row.run_id, heartbeat_at)
-        reason = "it died: its heartbeat stood still"
-        culprits = blame_for_death(session, row.run_id, reason)
-        abandon(session, row.run_id, reason, now=now, culprits=culprits)
+    for row in _running(session, model, lock=True):
+        if not is_dead(row, now):
+            raise RunInProgressError(row.run_id, _heartbeat_at(row))
+        end_dead(session, row, _why_dead(row), now=now)
     session.add(
         RunRow(
             run_id=run_id,
@@ -135,12 +171,91 @@ def open_run(
             status=RUNNING,
             started_at=now,
             heartbeat_at=now,
+            holder=None if holder is None else holder.as_json(),
+            place="",
             parent=parent,
             settings=dict(settings),
             counts={},
             metrics=[],
         )
     )
+
+
+def is_dead(row: RunRow, now: float) -> bool:
+    """Return True when a run that has not ended does not go on by itself."""
+    # A damaged time, or one in the future, must not hold the lease for good. A live run loses it
+    # and stops.
+    return is_gone(row.holder) or not now - LEASE_S < _heartbeat_at(row) <= now + LEASE_S
+
+
+def unfinished(session: Session, model: str, now: float) -> str | None:
+    """Return the id of a dead run that the next start goes on with, or ends; None without one."""
+    dead = (row.run_id for row in _running(session, model) if is_dead(row, now))
+    return next(dead, None)
+
+
+def can_go_on(session: Session, run_id: str, adapters_dir: Path) -> bool:
+    """Return True when a run whose process is gone waits to be resumed."""
+    row = session.get(RunRow, run_id, with_for_update=True)
+    running = row is not None and row.status == RUNNING
+    return running and WorkFolder(adapters_dir, run_id).read(CLAIMED) is not None
+
+
+def taken_from(session: Session, run_id: str, token: str) -> bool:
+    """Return True when another process goes on with the run of this one.
+
+    token: of this process.
+    """
+    row = session.get(RunRow, run_id)
+    return row is not None and row.status == RUNNING and not _mine(row, token)
+
+
+def end_dead(session: Session, row: RunRow, reason: str, *, now: float, times: int = 1) -> None:
+    """End a dead run; its death counts against the group that it computed.
+
+    times: how often, where that is a single group.
+    """
+    culprits = blame_for_death(session, row.run_id, reason)
+    abandon(session, row.run_id, reason, now=now, culprits=culprits, times=times)
+
+
+def _running(session: Session, model: str, *, lock: bool = False) -> Sequence[RunRow]:
+    statement = (
+        select(RunRow)
+        .where(RunRow.model == model, RunRow.status == RUNNING)
+        .order_by(RunRow.started_at)
+    )
+    return session.scalars(statement.with_for_update() if lock else statement).all()
+
+
+def _heartbeat_at(row: RunRow) -> float:
+    return row.heartbeat_at if isinstance(row.heartbeat_at, int | float) else 0.0
+
+
+def _why_dead(row: RunRow) -> str:
+    return "its process is gone" if is_gone(row.holder) else "it died: its heartbeat stood still"
+
+
+def _deaths(row: RunRow) -> list[dict[str, Any]]:
+    stored = row.deaths if isinstance(row.deaths, list) else []
+    return [one for one in stored if isinstance(one, dict)]
+
+
+def _death(row: RunRow, folder: WorkFolder, now: float) -> Death:
+    newest, state = folder.newest(), folder.state()
+    step, steps = state.get("step"), state.get("steps")
+    return Death(
+        at=now,
+        checkpoint=0 if newest is None else int(newest.name),
+        step=step if isinstance(step, int) else 0,
+        steps=steps if isinstance(steps, int) else 0,
+        place=row.place,
+    )
+
+
+def _mine(row: RunRow, token: str | None) -> bool:
+    """token: of the process that asks; None: of nobody in particular."""
+    return token is None or (isinstance(row.holder, dict) and row.holder.get("token") == token)
 
 
 def end_run(
@@ -153,13 +268,15 @@ def end_run(
     counts: Mapping[str, int] | None = None,
     metrics: list[dict[str, Any]] | None = None,
     adapter: str | None = None,
+    token: str | None = None,
 ) -> None:
     """Move a run from `running` to its final status.
 
-    Raises: RunStoppedError when the run is no longer running: another one ended it.
+    token: of the process that ran it.
+    Raises: RunStoppedError when the run is no longer running, or another process goes on with it.
     """
     row = session.get(RunRow, run_id, with_for_update=True)
-    if row is None or row.status != RUNNING:
+    if row is None or row.status != RUNNING or not _mine(row, token):
         raise RunStoppedError(f"run {run_id} lost its lease; what it learned is not registered")
     row.status = status
     row.reason = reason
@@ -176,17 +293,21 @@ def abandon(
     *,
     now: float,
     culprits: Mapping[str, Fault] | None = None,
+    times: int = 1,
+    token: str | None = None,
 ) -> bool:
-    """End a run as failed and give its groups back. Returns: False when it has ended already.
+    """End a run as failed and give its groups back.
 
     culprits: group id -> fault, for groups that may be the cause; the failure counts against each,
-        and one that failed too often is dropped.
+        and one that failed too often is dropped. times: how often it counts against a single one.
+    token: of the process that ran it; None: of a dead one.
+    Returns: False when it has ended already, or another process goes on with it.
     """
     row = session.get(RunRow, run_id, with_for_update=True)
-    if row is None or row.status != RUNNING:
+    if row is None or row.status != RUNNING or not _mine(row, token):
         return False
     row.status, row.reason, row.ended_at = "failed", reason, now
-    blame(session, run_id, culprits or {})
+    blame(session, run_id, culprits or {}, times=times)
     returned = give_back(session, run_id)
     log.warning("run_abandoned", run_id=run_id, reason=reason, groups_returned=returned)
     return True
@@ -195,13 +316,22 @@ def abandon(
 class Heartbeat:
     """Renews a run's lease from a separate thread, however long a step takes.
 
-    `lost` is set when the run is no longer running. A locked store only skips a heartbeat.
+    `lost` is set when the run is no longer running, or another process goes on with it. A locked
+    store only skips a heartbeat.
     """
 
     def __init__(
-        self, database: Database, run_id: str, *, clock: Callable[[], float], period_s: float
+        self,
+        database: Database,
+        run_id: str,
+        *,
+        clock: Callable[[], float],
+        period_s: float,
+        token: str | None = None,
     ) -> None:
+        """token: of this process; None: it is not compared."""
         self.lost = threading.Event()
+        self._token = token
         self._database = database
         self._run_id = run_id
         self._clock = clock
@@ -227,7 +357,7 @@ class Heartbeat:
             try:
                 with self._database.write(alone=False) as session:
                     row = session.get(RunRow, self._run_id, with_for_update=True)
-                    if row is None or row.status != RUNNING:
+                    if row is None or row.status != RUNNING or not _mine(row, self._token):
                         self.lost.set()
                         return
                     row.heartbeat_at = self._clock()

@@ -4,107 +4,70 @@ The run's row is written first and holds the lease; all permanent changes (versi
 the run's own end) are one transaction at its end. A group that cannot be read or trained on is left
 out with its reason, and the others are trained on. After any other error the groups are given back,
 the row records the reason, and the failure counts against the groups that may have caused it
-(`learner.runs.blame`).
+(`learner.runs.blame`). A process that is killed records nothing: the next start takes its run over,
+and goes on from its newest checkpoint if nothing has changed that the weights depend on.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Protocol
 
 import structlog
 from opentelemetry import trace
 from sqlalchemy.orm import Session
 
-from ingest.noise.measured import measured_noise
-from ingest.records import ScoredGroup
-from ingest.store.groups import CLAIMED, SCORED
+from ingest.store.groups import CLAIMED as CLAIMED_STATUS
 from learner.adapter_folder import CARD, LINEAGE
-from learner.errors import AlteredParentError, NothingToLearnError, RunStoppedError
+from learner.errors import (
+    AlteredParentError,
+    NothingToLearnError,
+    NotResumedError,
+    RunStoppedError,
+)
 from learner.explain import explain
+from learner.origin.surroundings import library_versions
 from learner.progress.keepers import observe
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
+from learner.resume.holder import present_holder
+from learner.resume.rule import resumed_words
+from learner.resume.work_folder import CLAIMED, PLACING, RUN, WorkFolder, work_folders
 from learner.runs import retry, source
-from learner.runs.blame import FAILED_RUNS, blame, blame_for_error
+from learner.runs.blame import blame, blame_for_error
 from learner.runs.hold import check_hold
 from learner.runs.lineage import build_lineage, render_card, render_lineage
-from learner.runs.publish import find_published, place, register, remove_folder, seal
+from learner.runs.material import Material, claim, gather, gather_again, prints
+from learner.runs.publish import find_published, place, register, seal, unplace
 from learner.runs.runs import (
     HEARTBEAT_S,
     Heartbeat,
     abandon,
     check_parent,
+    end_dead,
     end_run,
     find_parent,
-    last_failed,
+    kept_ids,
     open_run,
     report_place,
-    running_ids,
+    take_over,
+    taken_from,
 )
-from learner.runs.selection import Selection, select_groups
-from learner.runs.spread_gate import Noise
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count
+from sidecar.store.models import RunRow
 
 log = structlog.get_logger()
 tracer = trace.get_tracer("learner")
-
-LIBRARIES = ("learning-sidecar", "torch", "transformers", "peft", "safetensors")
-DROPPED_AT_ONCE = 200
-"""Groups dropped in one transaction: others wait for the write lock."""
-WORK_PREFIX = ".run-"
-"""Prefix of the folder that a run writes into, beside the published ones."""
 
 
 class Trainer(Protocol):
     def train(self, job: TrainingJob) -> TrainingOutcome:
         """Write a PEFT folder into `job.folder`. Raises: LearnerError, OSError."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Material:
-    """The groups of a run, after selection."""
-
-    parent: Parent
-    scored: tuple[ScoredGroup, ...]
-    selection: Selection
-    unclaimed: Mapping[str, str]
-    """Group id -> reason, for groups that the run dropped and did not claim."""
-    dropped: Mapping[str, str]
-    """Group id -> reason, for claimed groups that the run left out."""
-    texts: Mapping[str, str]
-    """Group id -> details of the reason, if any."""
-    samplers: Mapping[str, Parent]
-    """Registered adapters that sampled the groups, by name."""
-    noise: Noise
-    """Measured noise of the judges that scored the groups."""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {"used": len(self.selection.groups), **Counter(self.left_out.values())}
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Group id -> reason, for every group that the run left out."""
-        return {**self.unclaimed, **self.dropped}
-
-    def without(self, faults: Mapping[str, Fault]) -> _Material:
-        """Return the material without the groups that the trainer left out."""
-        groups = tuple(g for g in self.selection.groups if g.group_id not in faults)
-        return replace(
-            self,
-            scored=tuple(g for g in self.scored if g.group.group_id not in faults),
-            selection=replace(self.selection, groups=groups),
-            dropped={**self.dropped, **{g: fault.reason for g, fault in faults.items()}},
-            texts={**self.texts, **{g: fault.text for g, fault in faults.items()}},
-        )
 
 
 class Run:
@@ -124,6 +87,9 @@ class Run:
         """trainer: called only when there is something to learn (torch loads slowly).
         show: prints where the run is."""
         self.run_id = run_id
+        """Of the run that goes on, where a killed one is resumed."""
+        self.resumed = ""
+        """Where it was resumed, in words; empty: it began anew."""
         self._settings = settings
         self._database = database
         self._trainer = trainer
@@ -145,27 +111,61 @@ class Run:
             NothingToLearnError when too few groups wait or none is usable (row: skipped);
             any other LearnerError, StoreError or OSError (row: failed, groups given back).
         """
-        settings = self._settings.learner
         check_hold(self._database, self._settings, self.run_id, now=self._clock())
+        new_id, (parent, dead) = self.run_id, self._open()
+        if dead is not None:
+            try:
+                return self._run(parent, dead)
+            except NotResumedError as error:
+                self._bury(dead, error)
+                self.run_id, self.resumed = new_id, ""
+                parent, _ = self._open()
+        return self._run(parent, None)
+
+    def _open(self) -> tuple[Parent, RunRow | None]:
+        """Take the lease. Returns: the parent; and the killed run to go on with, or None."""
+        model, learner = self._settings.serving.model, self._settings.learner
+        self._holder = present_holder()
         with self._database.write() as session:
-            parent = find_parent(session, self._settings.serving.model)
-            open_run(
+            parent = find_parent(session, model)
+            dead = take_over(
                 session,
-                run_id=self.run_id,
-                model=self._settings.serving.model,
-                parent=parent.name,
-                settings=settings.model_dump(mode="json"),
+                model=model,
+                adapters_dir=learner.adapters_dir,
+                holder=self._holder,
                 now=self._clock(),
             )
-        log.info("run_started", run_id=self.run_id, parent=parent.name)
+            if dead is None:
+                open_run(
+                    session,
+                    run_id=self.run_id,
+                    model=model,
+                    parent=parent.name,
+                    settings=learner.model_dump(mode="json"),
+                    now=self._clock(),
+                    holder=self._holder,
+                )
+        if dead is None:
+            log.info("run_started", run_id=self.run_id, parent=parent.name)
+        else:
+            self.run_id, self.resumed = dead.run_id, resumed_words(dead.deaths)
+            log.info("run_resumed", run_id=self.run_id, parent=parent.name, how=self.resumed)
+            self._show(f"run {self.run_id} is {self.resumed}")
+        return parent, dead
+
+    def _run(self, parent: Parent, dead: RunRow | None) -> Candidate:
         heartbeat = Heartbeat(
-            self._database, self.run_id, clock=self._clock, period_s=self._heartbeat_s
+            self._database,
+            self.run_id,
+            clock=self._clock,
+            period_s=self._heartbeat_s,
+            token=self._holder.token,
         )
         with heartbeat, tracer.start_as_current_span("training run") as span:
             span.set_attributes({"run_id": self.run_id, "parent": parent.name})
             try:
-                candidate = self._learn(parent, heartbeat)
-            except NothingToLearnError:
+                candidate = self._learn(parent, heartbeat, dead)
+            except (NothingToLearnError, NotResumedError):
                 raise
             except BaseException as error:
                 self._fail(error)
@@ -174,100 +174,74 @@ class Run:
         log.info("run_finished", run_id=self.run_id, adapter=candidate.adapter)
         return candidate
 
-    def _learn(self, parent: Parent, heartbeat: Heartbeat) -> Candidate:
+    def _bury(self, dead: RunRow, error: NotResumedError) -> None:
+        """End a killed run that cannot go on."""
+        reason = f"it was killed, and not resumed: {error}"
+        log.warning("run_not_resumed", run_id=dead.run_id, why=str(error))
+        with self._database.write() as session:
+            row = session.get(RunRow, dead.run_id, with_for_update=True)
+            if row is not None:
+                row.place = dead.deaths[-1]["place"] if dead.deaths else row.place
+                row.deaths = (dead.deaths or [])[
+                    :-1
+                ] or None  # only those that it was resumed after
+                end_dead(session, row, reason, now=self._clock())
+
+    def _learn(self, parent: Parent, heartbeat: Heartbeat, dead: RunRow | None) -> Candidate:
         check_parent(parent)
-        material = self._claim(parent)
-        folder = self._work_folder()
+        work = self._work_folder(lambda: self._check_stop(heartbeat))
+        published = False
         try:
+            material = self._material(parent, work, dead)
             job = TrainingJob(
                 base_model_path=self._settings.serving.base_model_path,
                 parent=parent,
                 groups=material.selection.groups,
                 settings=self._settings.learner,
-                folder=folder,
+                folder=work.empty_adapter(),
                 check_stop=lambda: self._check_stop(heartbeat),
                 quiet=material.selection.quiet,
                 samplers=material.samplers,
                 report=lambda place: report_place(self._database, self.run_id, place),
                 watch=observe(self._settings, self._database, self.run_id, self._clock, self._show),
+                checkpoints=work,
             )
+            report_place(self._database, self.run_id, None)
             outcome = self._trainer().train(job)
             self._check_stop(heartbeat)
             check_parent(parent)  # the trainer read the files after the first check
             material = material.without(outcome.faults)
             if not outcome.metrics:
                 self._skip(material)
-            return self._publish(material, outcome, folder)
+            candidate = self._publish(material, outcome, work)
+            published = True
+            return candidate
         finally:
-            if folder.exists():
-                remove_folder(folder)
+            if published or self._take_back(work, token=self._holder.token):
+                work.remove()
 
-    def _claim(self, parent: Parent) -> _Material:
-        settings, model = self._settings.learner, self._settings.serving.model
-        # Read before the write lock is taken: many groups may wait. What leaves `scored` meanwhile
-        # is neither dropped nor claimed.
-        with self._database.read() as session:
-            waiting = source.waiting_groups(
-                session, model=model, parent=parent.name, max_age=settings.max_age_versions
-            )
-            chosen, given_up = retry.choose(
-                waiting.fresh,
-                waiting.failures,
-                least=settings.min_groups,
-                most=settings.max_groups,
-                after_failure=last_failed(session, model),
-            )
-        left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
-        self._drop_unclaimed(left, given_up)
-        with self._database.write() as session:
-            taken = source.claim(session, self.run_id, chosen)
-        with self._database.read() as session:
-            scored, broken = source.load(session, taken, pack_tokens=settings.pack_tokens)
-            samplers = source.samplers(session, model, (g.group.adapter for g in scored))
-            noise = measured_noise(session, (g.judged_by for g in scored))
-        selection = select_groups(
-            scored,
-            min_spread=settings.min_spread,
-            pack_tokens=settings.pack_tokens,
-            noise=noise,
-            advantage=settings.advantage,
-            recompute=settings.missing_logprobs != "drop",
-        )
-        useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
-        material = _Material(
-            parent=parent,
-            scored=tuple(g for g in scored if g.group.group_id not in useless),
-            selection=selection,
-            unclaimed=left,
-            dropped=useless,
-            texts={
-                **{g: fault.text for g, fault in broken.items()},
-                **{g: gate.words for g, gate in selection.gates.items() if g in useless},
-            },
-            samplers=samplers,
-            noise=noise,
-        )
+    def _material(self, parent: Parent, work: WorkFolder, dead: RunRow | None) -> Material:
+        """Take the groups, and write down what is needed to go on with them."""
+        if dead is None:
+            claimed = claim(self._database, self._settings, self.run_id, parent)
+            work.write(CLAIMED, claimed.as_json())
+            material = gather(self._database, self._settings, claimed, parent)
+        else:
+            material = gather_again(self._database, self._settings, dead, parent, work)
+        noise = material.noise.items()
         log.info(
             "groups_claimed",
             run_id=self.run_id,
             **material.counts,
-            masked_answers=dict(selection.masked_answers),
-            judge_noise={f"{m} {r[:12]} x{n}": round(of.sd, 4) for (m, r, n), of in noise.items()},
+            masked_answers=dict(material.selection.masked_answers),
+            judge_noise={f"{m} {r[:12]} x{n}": round(of.sd, 4) for (m, r, n), of in noise},
         )
-        if not selection.groups:
-            self._skip(material, fresh=len(waiting.fresh))
+        if not material.selection.groups:
+            self._skip(material, fresh=material.claimed.fresh)
+        work.write(RUN, prints(self._settings, material))
         return material
 
-    def _drop_unclaimed(self, left: Mapping[str, str], given_up: Collection[str]) -> None:
-        """Drop waiting groups that no run will learn from, a few at a time."""
-        texts = dict.fromkeys(given_up, "too many newer groups of failed runs wait")
-        reasons = list(left.items())
-        for at in range(0, len(reasons), DROPPED_AT_ONCE):
-            with self._database.write() as session:
-                some = dict(reasons[at : at + DROPPED_AT_ONCE])
-                source.drop(session, self.run_id, some, before=SCORED, texts=texts)
-
-    def _skip(self, material: _Material, *, fresh: int | None = None) -> None:
+    def _skip(self, material: Material, *, fresh: int | None = None) -> None:
         """End the run without a result. Raises: NothingToLearnError, always.
 
         fresh: number of waiting groups, when there may be too few.
@@ -290,11 +264,12 @@ class Run:
                 now=self._clock(),
                 reason=reason,
                 counts=material.counts,
+                token=self._holder.token,
             )
         log.info("run_skipped", run_id=self.run_id, reason=reason)
         raise NothingToLearnError(reason)
 
-    def _leave_out(self, session: Session, material: _Material) -> None:
+    def _leave_out(self, session: Session, material: Material) -> None:
         """Drop the claimed groups that were not trained on, or give them back for another attempt.
 
         Groups that are dropped already are no longer claimed, and stay unchanged.
@@ -309,10 +284,10 @@ class Run:
             blame(session, self.run_id, culprits)
         source.give_back(session, self.run_id, again)
         final = {g: why for g, why in material.dropped.items() if g not in again}
-        source.drop(session, self.run_id, final, before=CLAIMED, texts=material.texts)
+        source.drop(session, self.run_id, final, before=CLAIMED_STATUS, texts=material.texts)
 
-    def _publish(self, material: _Material, outcome: TrainingOutcome, folder: Path) -> Candidate:
-        now = self._clock()
+    def _publish(self, material: Material, outcome: TrainingOutcome, work: WorkFolder) -> Candidate:
+        now, folder = self._clock(), work.adapter
         lineage = build_lineage(
             run_id=self.run_id,
             created_at=now,
@@ -325,12 +300,13 @@ class Run:
             gates=material.selection.gates,
             noise=material.noise,
             outcome=outcome,
-            libraries={name: version(name) for name in LIBRARIES},
+            libraries=library_versions(),
         )
         (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
         (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
         model = self._settings.serving.model
         sealed = seal(folder)
+        work.write(PLACING, sealed.digest)
         with self._database.write() as session:
             # The write lock prevents a second publication of the same files while they move.
             candidate = find_published(session, model, sealed.digest)
@@ -362,6 +338,7 @@ class Run:
                 counts={**material.counts, **tokens},
                 metrics=[asdict(step) for step in outcome.metrics],
                 adapter=candidate.adapter,
+                token=self._holder.token,
             )
         return candidate
 
@@ -372,25 +349,49 @@ class Run:
         try:
             with self._database.write() as session:
                 culprits = blame_for_error(session, self.run_id, error)
-                abandon(session, self.run_id, reason, now=self._clock(), culprits=culprits)
+                abandon(
+                    session,
+                    self.run_id,
+                    reason,
+                    now=self._clock(),
+                    culprits=culprits,
+                    token=self._holder.token,
+                )
                 if isinstance(error, AlteredParentError):
                     count(session, source.STAGE, "parent_altered")
         except StoreError as store_error:
             # The lease runs out by itself, and the next run gives the groups back.
             log.error("run_end_not_recorded", run_id=self.run_id, error=str(store_error))
 
-    def _work_folder(self) -> Path:
-        """Create an empty folder beside the published ones; remove those of dead runs."""
+    def _work_folder(self, check: Callable[[], None]) -> WorkFolder:
+        """Return this run's folder, and remove those of runs that will not go on."""
         adapters_dir = self._settings.learner.adapters_dir.resolve()
-        adapters_dir.mkdir(parents=True, exist_ok=True)
         with self._database.read() as session:
-            alive = running_ids(session)
-        for leftover in adapters_dir.glob(f"{WORK_PREFIX}*"):
-            if leftover.name.removeprefix(WORK_PREFIX) not in alive:
-                remove_folder(leftover)
-        folder = adapters_dir / f"{WORK_PREFIX}{self.run_id}"
-        folder.mkdir()
-        return folder
+            kept = kept_ids(session, self._settings.serving.model, now=self._clock())
+        for run_id, _ in list(work_folders(adapters_dir)):
+            leftover = WorkFolder(adapters_dir, run_id)
+            if run_id not in kept and self._take_back(leftover):
+                leftover.remove()
+        work = WorkFolder(adapters_dir, self.run_id, token=self._holder.token, check=check)
+        work.make()
+        self._take_back(work)
+        return work
+
+    def _take_back(self, work: WorkFolder, *, token: str | None = None) -> bool:
+        """Remove what a run placed and did not register.
+
+        token: of the process that works in the folder; None: it is dead.
+        Returns: False when that is not known, or another process goes on with the run.
+        """
+        try:
+            with self._database.write() as session:
+                if token is not None and taken_from(session, work.run_id, token):
+                    return False
+                unplace(session, work, self._settings.learner.adapters_dir)
+        except StoreError as error:
+            log.warning("work_folder_kept", folder=str(work.path), error=str(error))
+            return False
+        return True
 
     def _check_stop(self, heartbeat: Heartbeat) -> None:
         if self._stopping.is_set():

@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from learner.errors import ParentError
 from learner.runs.blame import blame_for_death
-from learner.runs.runs import abandon, find_parent
+from learner.runs.runs import abandon, can_go_on, find_parent, unfinished
 from learner.runs.source import count_fresh
 from learner.schedule.idle import UserRate
 from learner.schedule.rule import HELD_S, Decision, Situation, decide, hold_s
@@ -202,9 +202,11 @@ class Schedule:
             return
         reason = f"its process ended with {code}"
         with self._database.write() as session:
-            # A killed process cannot end its own run: end it here, or its lease blocks the next.
-            culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
-            abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
+            # A killed process cannot end its own run. The next start goes on with it where that is
+            # possible; else it is ended here, or its lease blocks the next.
+            if not can_go_on(session, self._run_id, self._settings.learner.adapters_dir):
+                culprits = {} if stopped else blame_for_death(session, self._run_id, reason)
+                abandon(session, self._run_id, reason, now=self._clock(), culprits=culprits)
             self._no_room = (get_flag(session, NO_ROOM_FLAG) or "") if code == NO_ROOM else ""
         self._child = None
         done = code in (TRAINED, NOTHING_TO_LEARN, HELD, NO_ROOM)
@@ -238,6 +240,7 @@ class Schedule:
             no_room=self._no_room,
             idle_below=settings.idle_below,
             users_per_minute=self._users.per_minute,
+            unfinished=unfinished(session, model, self._clock()),
         )
 
 

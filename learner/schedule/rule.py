@@ -40,6 +40,8 @@ class Situation:
     now: float
     hold_until: float
     """Unix seconds; after a failure no run starts before then, unless requested."""
+    unfinished: str | None = None
+    """A run whose process was killed: a start goes on with it, however few groups wait."""
     held: bool = False
     """True when the reward watch held the last run; it is asked again after `hold_until`."""
     no_room: str = ""
@@ -76,7 +78,7 @@ def decide(seen: Situation) -> Decision:
         return Decision("running", "a run is in progress")
     if seen.paused:
         return Decision("paused", "paused by the operator")
-    if not (seen.requested or seen.due):
+    if not (seen.requested or seen.due or seen.unfinished):
         return Decision("not_due", "the schedule has not come round")
     if seen.canary is not None:
         return Decision("canary", f"the canary of {seen.canary} is not decided")
@@ -88,6 +90,8 @@ def decide(seen: Situation) -> Decision:
         if seen.no_room:
             return Decision("no_room", seen.no_room)
         return Decision("held_back", "the last run failed; held back for a while")
+    if seen.unfinished:
+        return Decision("start", f"run {seen.unfinished} was killed")
     if seen.groups < seen.min_groups:
         return Decision("too_few_groups", f"{seen.groups} of {seen.min_groups} groups wait")
     if seen.idle_below and (busy := _busy(seen)):

@@ -89,6 +89,7 @@ def settings(
     return Settings(
         serving=Serving(model="m", base_model_path=str(tiny_base)),
         store=Store(url=database.url),
+        state_dir=tmp_path / "state",
         learner=learner_settings.model_copy(update={"adapters_dir": tmp_path / "adapters"}),
     )
 

@@ -238,12 +238,13 @@ def test_only_the_trainer_loads_torch() -> None:
         f"learner.{name}"
         for name in (
             "grpo.base_kl",
+            "grpo.files.checkpoint",
             "grpo.checks",
             "grpo.corrections",
             "grpo.losses",
             "grpo.objective",
             "grpo.optimizer",
-            "grpo.optimizer_file",
+            "grpo.files.optimizer_file",
             "grpo.start",
             "grpo.step_sums",
             "grpo.trainer",

@@ -68,7 +68,8 @@ def import_adapter(
     from deploy.errors import InvalidAdapterError
     from deploy.registry.history import bans
     from learner.adapter_folder import CARD, LINEAGE, folder_digest
-    from learner.runs.publish import find_published, place, register, remove_folder, seal
+    from learner.resume.work_folder import remove_folder
+    from learner.runs.publish import find_published, place, register, replaced, seal
     from sidecar.records import BASE
 
     serving = settings.serving
@@ -110,8 +111,8 @@ def import_adapter(
                 reason=f"imported: {reason}",
             )
     finally:
-        if work.exists():
-            remove_folder(work)
+        for one in (work, replaced(work)):
+            remove_folder(one)
 
 
 def _copy(folder: Path, work: Path) -> None:

@@ -38,6 +38,10 @@ class RunRow(Base):
     """The group that it computes now; "": none; null: its trainer does not say."""
     held: Mapped[dict[str, Any] | None]
     """Of a run that the reward watch held: `findings`, and how often it was asked (`checks`)."""
+    holder: Mapped[dict[str, Any] | None]
+    """The process that has the lease (`learner.resume.holder.Holder`); null: not known."""
+    deaths: Mapped[list[Any] | None]
+    """One object for each time that it was killed and resumed (`learner.resume.rule.Death`)."""
     progress: Mapped[dict[str, Any] | None]
     """Where it is, or was when it ended (`learner.progress.estimate.Progress`), and `at`."""
 

@@ -129,6 +129,9 @@ class Told:
     def begin_steps(self) -> None:
         self.said.append(("begin", ""))
 
+    def go_on(self, metrics: Sequence[StepMetrics]) -> None:
+        self.said.append(("go on", [one.step for one in metrics]))
+
     def step(self, metrics: StepMetrics) -> None:
         self.said.append(("step", metrics))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import select, text
@@ -30,6 +31,9 @@ class Kept:
 
     def drop_steps(self) -> None:
         self.steps.clear()
+
+    def go_on(self, steps: Sequence[StepMetrics]) -> None:
+        self.steps[:] = [one.step for one in steps]
 
     def keep_step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics.step)

@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import select
 
 from learner.adapter_folder import CARD, CONFIG, LINEAGE, WEIGHTS, file_digest, folder_digest
-from learner.runs.publish import find_published, place, register, seal
+from learner.resume.work_folder import PLACING, WorkFolder
+from learner.runs.publish import find_published, place, register, replaced, seal, unplace
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AuditRow
 
@@ -64,7 +65,47 @@ def test_an_orphan_of_a_crash_is_replaced(tmp_path: Path) -> None:
     path = place(seal(write_folder(adapters / ".run-2", lineage='{"run_id": "2"}')), adapters)
 
     assert (path / LINEAGE).read_text() == '{"run_id": "2"}'
-    assert [entry.name for entry in adapters.iterdir()] == [path.name]
+    left = replaced(adapters / ".run-2")
+    assert sorted(entry.name for entry in adapters.iterdir()) == [left.name, path.name]
+    assert (left / LINEAGE).read_text() == '{"run_id": "1"}'
+
+
+def test_what_a_run_placed_and_did_not_register_is_removed(
+    database: Database, tmp_path: Path
+) -> None:
+    adapters = tmp_path / "adapters"
+    work = WorkFolder(adapters, "r1")
+    work.make()
+    sealed = seal(write_folder(work.path / "adapter", lineage='{"run_id": "r1"}'))
+    work.write(PLACING, sealed.digest)
+    place(sealed, adapters)
+    others = WorkFolder(adapters, "r2")
+    others.make()
+    others.write(PLACING, sealed.digest)
+
+    with database.write() as session:
+        unplace(session, others, adapters)
+    assert (adapters / sealed.digest).is_dir(), "another run's folder is no orphan of this one"
+    with database.write() as session:
+        unplace(session, work, adapters)
+
+    assert not (adapters / sealed.digest).exists()
+
+
+def test_what_is_registered_stays(database: Database, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    work = WorkFolder(adapters, "r1")
+    work.make()
+    sealed = seal(write_folder(work.path / "adapter", lineage='{"run_id": "r1"}'))
+    work.write(PLACING, sealed.digest)
+    path = place(sealed, adapters)
+    with database.write() as session:
+        register(session, model="m", parent="base", run_id="r1", sealed=sealed, path=path, now=5.0)
+
+    with database.write() as session:
+        unplace(session, work, adapters)
+
+    assert folder_digest(path) == sealed.digest
 
 
 def test_a_folder_that_cannot_be_moved_leaves_nothing_under_the_digest(

@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from learner.adapter_folder import OPTIMIZER
 from learner.errors import OptimizerStateError
+from learner.grpo.files.optimizer_file import load_state, save_state
 from learner.grpo.optimizer import OptimizerState
-from learner.grpo.optimizer_file import load_state, save_state
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""What the trainer keeps on disk: moments beside an adapter, and checkpoints of a run."""

@@ -1,0 +1,175 @@
+"""The folder that a run works in: what it claimed, its newest checkpoint, its unfinished adapter.
+
+    <adapters_dir>/.run-<run_id>/
+        claimed.json    the groups, in their order; written as soon as they are claimed
+        run.json        what the result depends on; written before the trainer starts
+        000007/         the newest checkpoint; the number grows with each
+        adapter-<t>/    the files that will be published
+        placing         the digest under which the adapter is about to be published
+
+`<t>` tells processes apart: one that stood still until another went on with its run writes into no
+file of the other's. A file or a checkpoint is complete or absent: it is written under another name,
+synced, and renamed. A checkpoint replaces the one before it, so a run takes the disk of two of them
+at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger()
+
+PREFIX = ".run-"
+CLAIMED, RUN, PLACING = "claimed.json", "run.json", "placing"
+STATE = "state.json"
+"""File of a checkpoint with everything that is no tensor."""
+_ADAPTER, _UNFINISHED = "adapter-", "unfinished-"
+"""Prefixes of folders, before a part of the token."""
+_TOKEN, _DIGITS = 8, 6
+
+
+class WorkFolder:
+    """The work folder of one run. Implements `learner.records.Checkpoints`."""
+
+    def __init__(
+        self,
+        adapters_dir: Path,
+        run_id: str,
+        *,
+        token: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """token: of the process that works in it.
+        check: called before a checkpoint takes effect. Raises RunStoppedError when the run is
+            another process's by now.
+        """
+        self.run_id = run_id
+        self.path = adapters_dir.resolve() / f"{PREFIX}{run_id}"
+        self.adapter = self.path / f"{_ADAPTER}{token[:_TOKEN]}"
+        self._unfinished = self.path / f"{_UNFINISHED}{token[:_TOKEN]}"
+        self._check = check
+
+    def make(self) -> None:
+        """Create the folder if it is not there. Raises: OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def empty_adapter(self) -> Path:
+        """Return the folder for the adapter's files, empty; remove what processes left unfinished.
+
+        Raises: OSError.
+        """
+        for prefix in (_ADAPTER, _UNFINISHED):
+            for leftover in self.path.glob(f"{prefix}*"):
+                remove_folder(leftover)
+        self.adapter.mkdir()
+        return self.adapter
+
+    def remove(self) -> None:
+        """Delete it all. Raises: OSError."""
+        remove_folder(self.path)
+
+    def write(self, name: str, value: Mapping[str, Any] | str) -> None:
+        """Write a file: JSON, or a text. Raises: OSError."""
+        text = value if isinstance(value, str) else json.dumps(value, indent=1)
+        unfinished = self.path / f"{name}.new"
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        sync(unfinished)
+        unfinished.replace(self.path / name)
+        sync(self.path)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """Read a JSON object; None when it is missing, or damaged (logged)."""
+        return _read_object(self.path / name)
+
+    def placing(self) -> str | None:
+        """Return the digest under which the run was about to publish; None: it was not."""
+        try:
+            return (self.path / PLACING).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+
+    def newest(self) -> Path | None:
+        return max(self._checkpoints(), default=None, key=_number)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the newest checkpoint says beside its tensors; empty when there is none."""
+        newest = self.newest()
+        return (_read_object(newest / STATE) or {}) if newest is not None else {}
+
+    def keep(self, fill: Callable[[Path], None]) -> None:
+        try:
+            self._keep(fill)
+        except OSError as error:
+            # The run goes on: if it is killed now, it resumes from the checkpoint before.
+            why = error.strerror or str(error)
+            log.warning("checkpoint_not_written", folder=str(self.path), why=why)
+            remove_folder(self._unfinished)
+
+    def discard(self, why: str) -> None:
+        newest = self.newest()
+        log.warning("checkpoint_discarded", folder=str(newest), why=why)
+        for one in self._checkpoints():
+            remove_folder(one)
+
+    def _keep(self, fill: Callable[[Path], None]) -> None:
+        before = list(self._checkpoints())
+        number = max(map(_number, before), default=0) + 1
+        remove_folder(self._unfinished)
+        self._unfinished.mkdir()
+        fill(self._unfinished)
+        for one in self._unfinished.iterdir():
+            sync(one)
+        sync(self._unfinished)
+        self._check()
+        self._unfinished.rename(self.path / f"{number:0{_DIGITS}d}")
+        sync(self.path)
+        for one in before:
+            remove_folder(one)
+
+    def _checkpoints(self) -> Iterator[Path]:
+        if self.path.is_dir():
+            yield from (one for one in self.path.iterdir() if one.name.isdecimal())
+
+
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name)
+
+
+def work_folders(adapters_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (run id, folder) for every work folder there."""
+    for folder in adapters_dir.glob(f"{PREFIX}*"):
+        yield folder.name.removeprefix(PREFIX), folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, read-only or not, if it is there. Raises: OSError."""
+    if folder.exists():
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or the names in a folder. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("work_file_unreadable", path=str(path), why=str(error)[:200])
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,241 @@
+"""The groups of a run: which it claims, and what the trainer gets of them.
+
+A run that is resumed gathers the groups that it claimed before, with the noise of the judges as it
+was measured then: otherwise the groups that pass the gate might be others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgspec
+import structlog
+
+from ingest.noise.measured import MeasuredNoise, measured_noise
+from ingest.records import ScoredGroup
+from ingest.store.groups import SCORED
+from learner.adapter_folder import OPTIMIZER, file_digest
+from learner.errors import NotResumedError
+from learner.origin.base_digest import CACHE, base_digest
+from learner.origin.fingerprint import differences, fingerprint, settings_of_result
+from learner.origin.surroundings import code_version, library_versions
+from learner.records import Fault, Parent
+from learner.resume.work_folder import CLAIMED, RUN, WorkFolder
+from learner.runs import retry, source
+from learner.runs.blame import FAILED_RUNS
+from learner.runs.runs import last_failed
+from learner.runs.selection import Selection, select_groups
+from learner.runs.spread_gate import Noise
+from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import RunRow
+
+log = structlog.get_logger()
+
+DROPPED_AT_ONCE = 200
+"""Groups dropped in one transaction: others wait for the write lock."""
+
+MOST_DIFFERENCES = 5
+"""Differences that a run's reason names: more say no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """What a run took, before it looked at it."""
+
+    group_ids: tuple[str, ...]
+    """In the order of training."""
+    unclaimed: Mapping[str, str]
+    """Group id -> reason, for groups that the run dropped and did not claim."""
+    fresh: int = 0
+    """Groups that waited."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, stored: Mapping[str, Any]) -> Claimed:
+        """Raises: msgspec.MsgspecError."""
+        return msgspec.convert(stored, cls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """The groups of a run, after selection."""
+
+    parent: Parent
+    scored: tuple[ScoredGroup, ...]
+    selection: Selection
+    claimed: Claimed
+    dropped: Mapping[str, str]
+    """Group id -> reason, for claimed groups that the run left out."""
+    texts: Mapping[str, str]
+    """Group id -> details of the reason, if any."""
+    samplers: Mapping[str, Parent]
+    """Registered adapters that sampled the groups, by name."""
+    noise: Noise
+    """Measured noise of the judges that scored the groups."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"used": len(self.selection.groups), **Counter(self.left_out.values())}
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Group id -> reason, for every group that the run left out."""
+        return {**self.claimed.unclaimed, **self.dropped}
+
+    def without(self, faults: Mapping[str, Fault]) -> Material:
+        """Return the material without the groups that the trainer left out."""
+        groups = tuple(g for g in self.selection.groups if g.group_id not in faults)
+        return replace(
+            self,
+            scored=tuple(g for g in self.scored if g.group.group_id not in faults),
+            selection=replace(self.selection, groups=groups),
+            dropped={**self.dropped, **{g: fault.reason for g, fault in faults.items()}},
+            texts={**self.texts, **{g: fault.text for g, fault in faults.items()}},
+        )
+
+
+def claim(database: Database, settings: Settings, run_id: str, parent: Parent) -> Claimed:
+    """Choose among the waiting groups, claim those, and drop what no run will learn from."""
+    learner, model = settings.learner, settings.serving.model
+    # Read before the write lock is taken: many groups may wait. What leaves `scored` meanwhile is
+    # neither dropped nor claimed.
+    with database.read() as session:
+        waiting = source.waiting_groups(
+            session, model=model, parent=parent.name, max_age=learner.max_age_versions
+        )
+        chosen, given_up = retry.choose(
+            waiting.fresh,
+            waiting.failures,
+            least=learner.min_groups,
+            most=learner.max_groups,
+            after_failure=last_failed(session, model),
+        )
+    left = {**waiting.stale, **dict.fromkeys(given_up, FAILED_RUNS)}
+    _drop_unclaimed(database, run_id, left, given_up)
+    with database.write() as session:
+        taken = source.claim(session, run_id, chosen)
+    return Claimed(group_ids=tuple(taken), unclaimed=left, fresh=len(waiting.fresh))
+
+
+def gather(
+    database: Database,
+    settings: Settings,
+    claimed: Claimed,
+    parent: Parent,
+    noise: Noise | None = None,
+) -> Material:
+    """Load the claimed groups, and select those that can be trained on.
+
+    noise: as it was measured when the run began; None: it begins now.
+    """
+    learner = settings.learner
+    with database.read() as session:
+        scored, broken = source.load(session, claimed.group_ids, pack_tokens=learner.pack_tokens)
+        samplers = source.samplers(
+            session, settings.serving.model, (g.group.adapter for g in scored)
+        )
+        if noise is None:
+            noise = measured_noise(session, (g.judged_by for g in scored))
+    selection = select_groups(
+        scored,
+        min_spread=learner.min_spread,
+        pack_tokens=learner.pack_tokens,
+        noise=noise,
+        advantage=learner.advantage,
+        recompute=learner.missing_logprobs != "drop",
+    )
+    useless = {**{g: f.reason for g, f in broken.items()}, **selection.dropped}
+    return Material(
+        parent=parent,
+        scored=tuple(g for g in scored if g.group.group_id not in useless),
+        selection=selection,
+        claimed=claimed,
+        dropped=useless,
+        texts={
+            **{g: fault.text for g, fault in broken.items()},
+            **{g: gate.words for g, gate in selection.gates.items() if g in useless},
+        },
+        samplers=samplers,
+        noise=noise,
+    )
+
+
+def gather_again(
+    database: Database, settings: Settings, dead: RunRow, parent: Parent, work: WorkFolder
+) -> Material:
+    """Gather what a killed run had.
+
+    dead: its row. parent: what a run starts from now.
+    Raises: NotResumedError, when anything that its weights depend on has changed.
+    """
+    stored, began = work.read(CLAIMED), work.read(RUN)
+    if stored is None:
+        raise NotResumedError("what it had claimed cannot be read")
+    if dead.parent != parent.name:
+        raise NotResumedError(f"the champion was {dead.parent} and is {parent.name}")
+    try:
+        claimed = Claimed.of_json(stored)
+        noise = noise_of_json(began["noise"]) if began is not None else None
+        before = began["fingerprint"] if began is not None else _settings_of(dead)
+    except (msgspec.MsgspecError, LookupError, TypeError) as error:
+        raise NotResumedError(f"what it had written is damaged: {error}") from error
+    material = gather(database, settings, claimed, parent, noise)
+    if changed := differences(before, prints(settings, material)["fingerprint"]):
+        raise NotResumedError("; ".join(changed[:MOST_DIFFERENCES]))
+    return material
+
+
+def prints(settings: Settings, material: Material) -> dict[str, Any]:
+    """Return what the result of a run depends on, as JSON. It reads the base's files."""
+    parent, serving = material.parent, settings.serving
+    base = base_digest(serving.base_model_path, settings.state_dir / CACHE)
+    moments = parent.path / OPTIMIZER if parent.path is not None else None
+    return {
+        "noise": noise_json(material.noise),
+        "fingerprint": fingerprint(
+            settings=settings.learner,
+            base=serving.base_model_path,
+            base_digest=None if base is None else base.digest,
+            parent=parent,
+            parent_moments=file_digest(moments) if moments and moments.is_file() else None,
+            groups=material.selection.groups,
+            quiet=material.selection.quiet,
+            samplers=material.samplers,
+            libraries=library_versions(),
+            commit=code_version().commit,
+        ),
+    }
+
+
+def _settings_of(run: RunRow) -> dict[str, Any]:
+    """Return the part of a fingerprint that a run's row has."""
+    return {"settings": settings_of_result(run.settings if isinstance(run.settings, dict) else {})}
+
+
+def noise_json(noise: Noise) -> list[dict[str, Any]]:
+    """Return measured noise as JSON, in a fixed order."""
+    return [asdict(one) for _, one in sorted(noise.items())]
+
+
+def noise_of_json(stored: Sequence[Mapping[str, Any]]) -> Noise:
+    """Read what `noise_json` made. Raises: msgspec.MsgspecError."""
+    found = msgspec.convert(stored, list[MeasuredNoise])
+    return {(one.judge_model, one.rubric_hash, one.passes): one for one in found}
+
+
+def _drop_unclaimed(
+    database: Database, run_id: str, left: Mapping[str, str], given_up: Collection[str]
+) -> None:
+    """Drop waiting groups that no run will learn from, a few at a time."""
+    texts = dict.fromkeys(given_up, "too many newer groups of failed runs wait")
+    reasons = list(left.items())
+    for at in range(0, len(reasons), DROPPED_AT_ONCE):
+        with database.write() as session:
+            some = dict(reasons[at : at + DROPPED_AT_ONCE])
+            source.drop(session, run_id, some, before=SCORED, texts=texts)

@@ -1,0 +1,147 @@
+"""Runs of the real trainer on a tiny model, in processes of their own that can be killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from learner.policy.adapter_io import load_policy
+from learner.policy.packing import pack_group
+from learner.records import Parent
+from sidecar.settings import Learner, Serving, Settings, Store
+from sidecar.store.database import Database
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeAnswer, MakeGroup, MakeRow, MakeScoredGroup, PutGroup
+
+PROMPTS = ((1, 2, 3), (4, 5, 6, 7), (8, 9), (10, 11, 12), (13, 14))
+ANSWERS = ((10, 11, 12), (20, 21), (30, 31, 32, 33), (40,))
+SCORES = (1.0, 0.8, 0.2, 0.0)
+FOREIGN = "4"
+"""The group whose recorded log-probabilities are those of another model."""
+STEPS = 3
+
+Start = Callable[..., dict[str, Any]]
+World = Callable[..., Settings]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    found = Database(f"sqlite:///{tmp_path / 'template.db'}")
+    found.upgrade()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def template(
+    tmp_path: Path,
+    tiny_base: Path,
+    database: Database,
+    put_group: PutGroup,
+    scored_group: MakeScoredGroup,
+    answer: MakeAnswer,
+    group: MakeGroup,
+    row: MakeRow,
+) -> Path:
+    """A store with four groups that the base sampled, and one that it did not."""
+    settings = Learner(rank=4, alpha=8, precision="float32", threads=1)
+    base = load_policy(str(tiny_base), Parent(name="base"), settings)
+    for number, prompt in enumerate(PROMPTS):
+        training = group(prompt, [row(ids) for ids in ANSWERS])
+        (pack,) = pack_group(training, max_tokens=100)
+        with torch.no_grad():
+            recorded = base.logprobs(pack)[0].split([len(ids) for ids in ANSWERS])
+        off = 1.0 if str(number) == FOREIGN else 0.0
+        answers = [
+            answer(index, token_ids=ids, logprobs=tuple((values - off).tolist()))
+            for index, (ids, values) in enumerate(zip(ANSWERS, recorded, strict=True))
+        ]
+        put_group(
+            scored_group(SCORES, answers=answers, group_id=str(number), prompt_token_ids=prompt)
+        )
+    path = tmp_path / "whole.db"
+    with closing(sqlite3.connect(tmp_path / "template.db")) as connection:
+        connection.execute("VACUUM INTO ?", (str(path),))
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(settings, run_id, kill_at=): a run in a process of its own; how it ended.
+
+    kill_at: (name, n): SIGKILL ends it at the nth event of this name, or of any for "".
+    """
+    program = Path(__file__).with_name("killed_process.py")
+    with (
+        (tmp_path / "log").open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        asking, answers = process.stdin, process.stdout
+        assert asking is not None
+        assert answers is not None
+
+        def ask(
+            settings: Settings, run_id: str, kill_at: tuple[str, int] = ("", 0)
+        ) -> dict[str, Any]:
+            asked = {
+                "settings": settings.model_dump(mode="json"),
+                "run_id": run_id,
+                "kill_at": kill_at,
+                "events": str(tmp_path / "events"),
+            }
+            asking.write(json.dumps(asked) + "\n")
+            asking.flush()
+            line = answers.readline()
+            assert line, (tmp_path / "log").read_text()
+            return dict(json.loads(line))
+
+        yield ask
+        asking.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, template: Path, tiny_base: Path) -> Callable[..., Settings]:
+    """world(name, **learner settings): settings of a store and an adapters_dir of their own."""
+
+    def make(name: str, **changes: Any) -> Settings:
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(template, folder / "store.db")
+        values = {
+            "min_groups": 2,
+            "rank": 4,
+            "alpha": 8,
+            "precision": "float32",
+            "learning_rate": 0.02,
+            "threads": 1,
+            "steps": STEPS,
+            "loss": "ppo_decoupled",
+            "warmup": 1,
+            "adapters_dir": folder / "adapters",
+            **changes,
+        }
+        return Settings(
+            serving=Serving(model="m", base_model_path=str(tiny_base)),
+            store=Store(url=f"sqlite:///{folder / 'store.db'}"),
+            state_dir=folder,
+            learner=Learner(**values),
+        )
+
+    return make
