@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from starlette.responses import RedirectResponse, Response
 
 from deploy.admin.auth import UnauthorizedError
+from deploy.admin.changes.bodies import RollbackOut
 from deploy.admin.models import (
     AuditOut,
     CanaryOut,
     EngineOut,
     LearnerOut,
     Page,
-    RollbackOut,
     StatusOut,
 )
 from deploy.admin.reception import source_of
