@@ -36,6 +36,7 @@ from sidecar.relay.upstream.watch import ReplicaWatch
 from sidecar.routing.breaker import Breaker
 from sidecar.routing.breaker_report import TripReader, TripReporter
 from sidecar.routing.source import RoutingSource
+from sidecar.routing.taken_report import TakenReporter, proxy_name
 from sidecar.scoring.client import Picker, SocketPicker
 from sidecar.scoring.wire import socket_path
 from sidecar.settings import Settings, open_keyring
@@ -107,12 +108,19 @@ class Proxy:
             self._reporter,
             self.metrics.breaker_open.set,
         )
+        self._taken = TakenReporter(
+            settings.store.url,
+            proxy_name(settings.proxy.port, None)
+            if handover is None
+            else proxy_name(handover.port, handover.slot),
+        )
         self.routing = RoutingSource(
             settings.store.url,
             settings.serving.model,
             poll_s=settings.proxy.routing_poll_s,
             metrics=self.metrics,
             readers=(trips,) if self._keys is None else (self._keys, trips),
+            taken=self._taken.report,
         )
         timeout_s = settings.proxy.connect_timeout_s
         app = Endpoint(url="the sidecar's application", unix_path=str(self._socket_path))
@@ -219,6 +227,7 @@ class Proxy:
         await self._watch.stop()
         self.routing.stop()
         await asyncio.to_thread(self._reporter.stop)
+        await asyncio.to_thread(self._taken.stop)
         if self._limits_file is not None:
             await self._limits_file.stop()
         if not await asyncio.to_thread(self.capture.stop, CAPTURE_STOP_S):

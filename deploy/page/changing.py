@@ -26,7 +26,7 @@ from deploy.admin.reception import source_of
 from deploy.page.ask import ProblemError
 from deploy.page.desk import Asked, Desk, View
 from deploy.page.door import SESSION
-from deploy.page.first_reply import FirstReply, first_reply
+from deploy.page.first_reply import FirstReply, Took, first_reply, proxies_took
 from deploy.page.shown.words import short
 from sidecar.errors import StoreError
 from sidecar.records import BASE
@@ -85,9 +85,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
             return await _form(desk, asked, error="Confirm that users shall get it.", code=422)
         done = await asked.ask.post(RollbackOut, "rollback", body={"to": to, "reason": reason})
         if not done.changed:
-            return desk.html(
-                asked, "rolled_back.html", done=done, row=None, first=None, engine=None
-            )
+            return desk.html(asked, "rolled_back.html", done=done)
         return RedirectResponse("/rollback/last", status_code=303)
 
     async def last(asked: Asked) -> Response:
@@ -96,7 +94,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
         if row is None:
             raise ProblemError(404, "No rollback", "none is among the newest rows of the audit")
         status = await asked.ask.get(StatusOut, "status")
-        first = await asyncio.to_thread(_measure, desk, row)
+        first, took = await asyncio.to_thread(_measure, desk, row)
         part = asked.request.headers.get("hx-request") == "true"
         return desk.html(
             asked,
@@ -104,6 +102,7 @@ def changing_views(desk: Desk) -> dict[str, View]:
             done=None,
             row=row,
             first=first,
+            took=took,
             engine=status.engine,
         )
 
@@ -194,16 +193,24 @@ async def _last_rollback(asked: Asked) -> AuditOut | None:
     return next((row for row in newest.items if row.action == "rollback"), None)
 
 
-def _measure(desk: Desk, row: AuditOut) -> FirstReply | None:
-    """None: the store cannot be asked now."""
+def _measure(desk: Desk, row: AuditOut) -> tuple[FirstReply | None, list[Took]]:
+    """Return what traffic and proxies tell; None and nothing while the store cannot be asked."""
+    generation = row.after.get("generation")
     try:
         with desk.context.database.read() as session:
-            return first_reply(
+            first = first_reply(
                 session,
                 model=desk.context.model,
                 to=str(row.after.get("champion")),
                 left=str(row.before.get("champion")),
                 at=row.at,
             )
+            took = proxies_took(
+                session,
+                model=desk.context.model,
+                generation=generation if isinstance(generation, int) else 0,
+                at=row.at,
+            )
+            return first, took
     except StoreError:
-        return None
+        return None, []

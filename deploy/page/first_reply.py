@@ -1,11 +1,10 @@
-"""When did users get the first reply after a rollback: measured on the traffic that was recorded.
+"""When did users get a rollback: told by each proxy, and measured on the traffic that was recorded.
 
-A proxy takes a new routing table at its next poll and does not tell the store when. What the store
-has is each request with the adapter that answered it and when it came in. So the first request that
-the new champion answered shows when the rollback was in effect, no earlier than traffic allows to
-see, and with the clock of the proxy; and a request that the old champion answered although it came
-in later shows the opposite. Requests that were not recorded are not seen, nor is which proxy
-relayed one.
+Each process of a proxy writes when it took a routing table (`sidecar.routing.taken_report`): from
+then on every new request follows it. The recorded requests show the same from the users' side: the
+first one that the new champion answered, and those that the old one answered although they came in
+later. Requests that were not recorded are not seen, nor is which proxy relayed one. All times are
+by the clocks of the proxies.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from dataclasses import dataclass
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from sidecar.store.models import ExchangeRow
+from sidecar.store.models import ExchangeRow, TableTakenRow
 from sidecar.store.models.capture import COUNTED
 
 LOOKED_AT = 200
 """Exchanges of an adapter that are read: those that were in flight at the rollback, and the first
 after it."""
+MOST_PROXIES = 64
+"""Processes that are shown: those that took a table last."""
 MARGIN_S = 5.0
 """Exchanges are stored a little after they came in, by another clock."""
 
@@ -37,6 +38,42 @@ class FirstReply:
     """From the rollback until that request's first byte left; None: not known."""
     late_s: tuple[float, ...]
     """From the rollback until each request that the old champion still answered, of those read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """What one process of a proxy told."""
+
+    proxy: str
+    after_s: float | None
+    """From the rollback until it took that table; None: it has a later one, or not yet this one."""
+    behind: bool
+    """The newest table that it told of is older than the rollback."""
+    taken_at: float
+    """When it took its newest table."""
+
+
+def proxies_took(session: Session, *, model: str, generation: int, at: float) -> list[Took]:
+    """Say of each process of a proxy when it took the table of a rollback, the first first.
+
+    generation: of the table that the rollback wrote. at: the rollback, Unix seconds.
+    """
+    newest = (
+        select(TableTakenRow)
+        .where(TableTakenRow.model == model)
+        .order_by(TableTakenRow.taken_at.desc())
+        .limit(MOST_PROXIES)
+    )
+    found = [
+        Took(
+            proxy=row.proxy,
+            after_s=row.taken_at - at if row.generation == generation else None,
+            behind=row.generation < generation,
+            taken_at=row.taken_at,
+        )
+        for row in session.scalars(newest)
+    ]
+    return sorted(found, key=lambda one: (one.behind, one.taken_at))
 
 
 def first_reply(session: Session, *, model: str, to: str, left: str, at: float) -> FirstReply:

@@ -7,7 +7,7 @@ was read the base answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from sqlalchemy import Connection, select
@@ -31,12 +31,15 @@ class RoutingSource:
         poll_s: float,
         metrics: Metrics,
         readers: Sequence[StoreReader] = (),
+        taken: Callable[[RoutingTable], None] = lambda table: None,
     ) -> None:
-        """readers: read the store at each poll too, after the table."""
+        """readers: read the store at each poll too, after the table. taken: called with each table
+        that is in effect from now on."""
         self.table = RoutingTable(model=model)
         self._seen = False
         self._failing: str | None = None
         self._metrics = metrics
+        self._taken = taken
         self._query = select(ROUTING_TABLE.c.body).where(ROUTING_TABLE.c.model == model)
         self._watch = StoreWatch(store_url, (self, *readers), poll_s=poll_s)
 
@@ -77,6 +80,7 @@ class RoutingSource:
             self._seen = True
             self.table = found
             self._metrics.routing_generation.set(found.generation)
+            self._taken(found)
             log.info(
                 "routing_changed",
                 generation=found.generation,

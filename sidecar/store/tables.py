@@ -44,6 +44,17 @@ BREAKER_TRIP = Table(
 )
 """Canaries that the breaker of a proxy took out. Written by `sidecar.routing.breaker_report`."""
 
+TABLE_TAKEN = Table(
+    "table_taken",
+    METADATA,
+    Column("proxy", String(255), primary_key=True),
+    Column("model", String(255), nullable=False),
+    Column("generation", WIDE, nullable=False),
+    Column("taken_at", Float, nullable=False),
+)
+"""The newest routing table that each process of a proxy took, and when. Written by
+`sidecar.routing.taken_report`."""
+
 API_KEY = Table(
     "api_key",
     METADATA,

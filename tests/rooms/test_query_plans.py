@@ -31,6 +31,7 @@ SMALL = {
     "counter",  # a row for each stage and reason, and one a day
     "flag",
     "routing_table",
+    "table_taken",  # a row for each process of a proxy
 }
 """Tables that do not grow with traffic or time. Any other table counts as growing."""
 MOST_STEPS = 100_000
@@ -97,6 +98,7 @@ NOT_RUN = {
     "sidecar/access/key_source.py:KeySource.read": OF_A_FEW_ROWS,
     "sidecar/routing/breaker_report.py:TripReader.read": OF_A_FEW_ROWS,
     "sidecar/routing/breaker_report.py:TripReporter._write": OF_A_FEW_ROWS,
+    "sidecar/routing/taken_report.py:_store": OF_A_FEW_ROWS,
     "sidecar/routing/source.py:RoutingSource.read": OF_A_FEW_ROWS,
     "sidecar/store/engines.py:_open_sqlite.<locals>._prepare": CONNECTION,
     "sidecar/store/disk/write_ahead.py:empty_log": "writes the log into the file, reads no table",

@@ -26,7 +26,7 @@ from sidecar.store.models.groups import (
     JudgeReplyRow,
 )
 from sidecar.store.models.noise import JudgeNoiseRow, RescoringRow
-from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow
+from sidecar.store.models.polled import ApiKeyRow, BreakerTripRow, RoutingRow, TableTakenRow
 from sidecar.store.models.registry import (
     AdapterRow,
     AliasRow,
@@ -71,6 +71,7 @@ __all__ = [
     "RunStepRow",
     "ScheduleJobRow",
     "SignalRow",
+    "TableTakenRow",
     "UnwantedAdapterRow",
     "WatchedAnswerRow",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from sqlalchemy.orm import Mapped
 
 from sidecar.store.models.base import Base
-from sidecar.store.tables import API_KEY, BREAKER_TRIP, ROUTING_TABLE
+from sidecar.store.tables import API_KEY, BREAKER_TRIP, ROUTING_TABLE, TABLE_TAKEN
 
 
 class RoutingRow(Base):
@@ -30,6 +30,16 @@ class BreakerTripRow(Base):
     salt: Mapped[str]
     at: Mapped[float]
     reason: Mapped[str]
+
+
+class TableTakenRow(Base):
+    """When a process of a proxy took its newest routing table."""
+
+    __table__ = TABLE_TAKEN
+    proxy: Mapped[str]
+    model: Mapped[str]
+    generation: Mapped[int]
+    taken_at: Mapped[float]
 
 
 class ApiKeyRow(Base):

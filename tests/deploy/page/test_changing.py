@@ -8,7 +8,7 @@ import pytest
 
 from deploy.page.first_reply import LOOKED_AT, FirstReply, first_reply
 from sidecar.records import BASE
-from sidecar.store.models import AuditRow, CanaryRow, ExchangeRow
+from sidecar.store.models import AuditRow, CanaryRow, ExchangeRow, TableTakenRow
 from support import page_history
 from tests.deploy.page.test_pages import words_of
 
@@ -134,6 +134,28 @@ def test_the_first_reply_is_found_among_many_and_not_mistaken_for_one_in_flight(
 
     assert found == FirstReply(exchange_id=expected, after_s=2.5, first_byte_s=2.75, late_s=())
     assert never == FirstReply(exchange_id=None, after_s=None, first_byte_s=None, late_s=())
+
+
+async def test_each_proxy_is_shown_with_the_time_until_it_took_the_rollback(
+    world: World, browser: Browser
+) -> None:
+    page_history.tell(world)
+    before = world.table().generation
+    await browser.submit("/rollback", "/rollback", to="previous", reason="worse", confirm="yes")
+    at, after = world.clock.now, world.table().generation
+    told = [("a:8080", after, 0.14), ("b:8080", after + 1, 9.0), ("c:8080", before, -60.0)]
+    with world.database.write() as session:
+        for proxy, generation, seconds in told:
+            session.add(
+                TableTakenRow(proxy=proxy, model="m", generation=generation, taken_at=at + seconds)
+            )
+
+    found = words_of((await browser.get("/rollback/last")).text)
+
+    assert after > before
+    assert "a:8080 140 ms after the rollback" in found
+    assert "b:8080 has taken a later table since" in found
+    assert "c:8080 has not told so" in found
 
 
 async def test_a_canary_is_steered_from_its_page(world: World, browser: Browser) -> None:
