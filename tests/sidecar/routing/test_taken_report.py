@@ -78,6 +78,7 @@ def test_a_store_that_comes_later_is_told_with_the_time_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(taken_report, "RETRY_S", 0.01)
+    monkeypatch.setattr(taken_report, "TRIES", 100_000)
     clock = Clock(100.0)
     reporter = TakenReporter(f"sqlite:///{tmp_path}/store.db", "a:1", clock)
 
