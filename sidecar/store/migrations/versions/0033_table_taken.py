@@ -1,7 +1,7 @@
 """When each process of a proxy took its newest routing table
 
-Revision ID: 0032_table_taken
-Revises: 0031_control
+Revision ID: 0033_table_taken
+Revises: 0032_resume
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0032_table_taken"
-down_revision = "0031_control"
+revision = "0033_table_taken"
+down_revision = "0032_resume"
 branch_labels = None
 depends_on = None
 
