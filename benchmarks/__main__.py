@@ -15,6 +15,7 @@ NAMES = {
     "ruler": "benchmarks.ruler.run",
     "groups": "benchmarks.groups.run",
     "learning": "benchmarks.learning.run",
+    "learner": "benchmarks.learner.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 

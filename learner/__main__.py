@@ -29,11 +29,14 @@ def _main(argv: list[str] | None) -> int:
         action="store_true",
         help="one run now; exit 3: nothing, 4: held, 5: no room",
     )
+    parser.add_argument(
+        "--measure", action="store_true", help="tell ingest how long an input can be trained on"
+    )
     parser.add_argument("--run-id", default="", help="name of that run; default: a new one")
     parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")
     args = parser.parse_args(argv)
 
-    from learner.once import run_once
+    from learner.once import measure_in_child, run_once, with_pack_tokens
     from learner.schedule.loop import run_schedule
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
@@ -53,12 +56,17 @@ def _main(argv: list[str] | None) -> int:
         database = Database(settings.store.url, open_keyring(settings.store))
         try:
             database.upgrade()
+            if args.measure:
+                with_pack_tokens(settings, database, now=time.time())
+                return 0
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
                 return run_once(
                     settings, database, run_id=run_id, clock=time.time, stopping=stopping
                 )
             with only_one(settings.state_dir, "learn"):
+                if not settings.learner.pack_tokens:
+                    measure_in_child(args.config)
                 return run_schedule(
                     settings, database, args.config, clock=time.time, stopping=stopping
                 )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+import structlog
+
+from ingest.grouping.rules import TRAINABLE_FLAG, UNTOLD_TOKENS
 from learner.errors import (
     DeviceError,
     HeldError,
@@ -21,13 +26,18 @@ from learner.errors import (
 from learner.explain import explain
 from learner.records import Candidate
 from learner.runs.train import Run, Trainer
+from sidecar.processes.children import own_environment, own_python
 from sidecar.settings import Settings
 from sidecar.store.database import Database, set_flag
+
+log = structlog.get_logger()
 
 TRAINED, FAILED, NOTHING_TO_LEARN, HELD, NO_ROOM = 0, 1, 3, 4, 5
 NO_ROOM_FLAG = "learner_no_room"
 """Why the last run that was refused did not fit; the schedule tells it on."""
 POLL_S = 1.0
+MEASURE_S = 300.0
+"""torch takes seconds to load, and minutes on a machine that is busy."""
 TO_DO = (
     "`sidecar learner watch` has the figures (docs/reward-watch.md); "
     "`sidecar learner override --reason ...` lets runs go on"
@@ -48,6 +58,7 @@ def run_once(
     TERM and INT end the run at the next pack; its groups are given back.
     stopping: set when such a signal arrived before this call.
     """
+    settings = with_pack_tokens(settings, database, now=clock())
     run = Run(
         settings, database, _torch_trainer, run_id=run_id, clock=clock, show=_shown(sys.stderr)
     )
@@ -81,6 +92,46 @@ def run_once(
     how = f", in run {run.run_id}, {run.resumed}" if run.resumed else ""
     sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}{how}\n")
     return TRAINED
+
+
+def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> Settings:
+    """Return the settings with the longest input that the memory holds, where they say `auto`.
+
+    It is told to ingest, which then draws no group for a longer prompt.
+    """
+    if settings.learner.pack_tokens:
+        return settings
+    _prepare_torch()
+    from learner.policy.adapter_io import open_device
+    from learner.policy.reach import reach
+
+    try:
+        device = open_device(settings.learner.device)
+        found = reach(settings.serving.base_model_path, settings.learner, device)
+    except DeviceError:  # the run's own error
+        found = None
+    log.info("pack_tokens_found", tokens=found, used=found or UNTOLD_TOKENS)
+    if found:
+        with database.write(alone=False) as session:
+            set_flag(session, TRAINABLE_FLAG, str(found), now=now)
+    learner = settings.learner.model_copy(update={"pack_tokens": found or UNTOLD_TOKENS})
+    return settings.model_copy(update={"learner": learner})
+
+
+def measure_in_child(config: Path | None) -> None:
+    """Run `--measure` in a process of its own, because the schedule loads no torch. A measurement
+    that fails costs nothing but itself (logged): each run measures again."""
+    command = list(own_python("learner", "--measure"))
+    command += ["--config", str(config)] if config is not None else []
+    try:
+        done = subprocess.run(
+            command, env=own_environment(os.environ), check=False, timeout=MEASURE_S
+        )
+        code: int | None = done.returncode
+    except subprocess.TimeoutExpired:
+        code = None
+    if code != 0:
+        log.warning("pack_tokens_not_measured", exit_code=code)
 
 
 def start_when_free(start: Callable[[], Candidate], *, wait: Callable[[float], bool]) -> Candidate:

@@ -18,6 +18,11 @@ from sidecar.store.models import AliasRow, RoutingRow
 
 log = structlog.get_logger()
 
+TRAINABLE_FLAG = "learner_trainable_tokens"
+"""Row of the `flag` table: the longest input that the learner's memory holds, written by it."""
+UNTOLD_TOKENS = 2048
+"""`learner.pack_tokens = "auto"` before the learner has told what it found."""
+
 
 def rules_of(settings: Settings) -> Rules:
     """Build selection's rules from the settings."""
@@ -31,7 +36,8 @@ def rules_of(settings: Settings) -> Rules:
         logprobs_mode=settings.serving.logprobs_mode,
         sampling_defaults=settings.serving.sampling_defaults,
         facts=state(UNKNOWN, settings.serving),
-        max_trained_tokens=settings.learner.pack_tokens,
+        max_trained_tokens=settings.learner.pack_tokens or UNTOLD_TOKENS,
+        learner_tells=not settings.learner.pack_tokens,
         structured_output=settings.groups.structured_output,
         join_served=settings.groups.join_served,
         choose=settings.groups.choose,
@@ -43,9 +49,12 @@ def rules_of(settings: Settings) -> Rules:
 
 
 def rules_now(session: Session, rules: Rules) -> Rules:
-    """Add the latest facts about vLLM to the rules; unchanged while there are none."""
+    """Add the latest facts about vLLM and the learner to the rules, where there are any."""
     found = get_flag(session, FLAG)
-    return rules if found is None else replace(rules, facts=load_facts(found))
+    if found is not None:
+        rules = replace(rules, facts=load_facts(found))
+    told = get_flag(session, TRAINABLE_FLAG) if rules.learner_tells else None
+    return replace(rules, max_trained_tokens=int(told)) if told and told.isdecimal() else rules
 
 
 def live_adapters(session: Session, model: str) -> frozenset[str]:

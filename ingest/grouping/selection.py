@@ -89,6 +89,8 @@ class Rules:
     """Measured facts about vLLM."""
     max_trained_tokens: int | None = None
     """`learner.pack_tokens`: longest prompt with one answer that is trained on; None: no limit."""
+    learner_tells: bool = False
+    """True: that limit is what the learner found, once it has told."""
     structured_output: StructuredOutput = "off"
     join_served: JoinServed = "off"
     choose: Choose = "uniform"

@@ -256,6 +256,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "policy.logprobs",
             "policy.memory",
             "policy.probe",
+            "policy.reach",
             "policy.room",
             "policy.self_test",
         )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from sidecar.settings.kinds import Between, Count, Device, Folder, Interval, Line
 from sidecar.settings.training.objective import ObjectiveSection
@@ -21,6 +21,14 @@ def _export(value: str) -> str:
             "a user or password (MLflow and W&B take those from their own variables)"
         )
     return value
+
+
+AUTO_TOKENS = 0
+"""`learner.pack_tokens = "auto"`."""
+
+
+def _tokens(value: object) -> object:
+    return AUTO_TOKENS if value == "auto" else value
 
 
 class Learner(ObjectiveSection):
@@ -85,10 +93,13 @@ class Learner(ObjectiveSection):
     seed: Annotated[int, Between(0, 2**63 - 1, "torch takes no other")] = 0
     """Random seed for the matrices of an adapter that starts from the base."""
     pack_tokens: Annotated[
-        int, Between(2, 10_000_000, "a prompt and an answer must fit, and memory grows with it")
+        int,
+        Between(0, 10_000_000, "a prompt and an answer must fit, and memory grows with it"),
+        BeforeValidator(_tokens),
     ] = 2048
-    """Longest input that is computed at once; memory grows with it. A group is split over several
-    such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
+    """Longest input that is computed at once; memory grows with it. `auto` (0): what the learner
+    finds that its memory holds, which it tells ingest through the store. A group is split over
+    several such inputs; one whose prompt and longest answer do not fit is dropped and counted."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
     """Whether the layers are computed twice to save memory. `auto`: if the longest input is
     estimated to need more than 0.8 of the free memory."""

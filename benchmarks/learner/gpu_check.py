@@ -1,0 +1,176 @@
+"""`scripts/gpu_check`: what only a card can tell of the learner, in one command and one JSON.
+
+Attention over segments against torch's own with a mask, values and gradients; the estimate of a
+pack's memory against the peak; bf16 against fp32; then the benchmark on drawn weights. On a CPU
+the same path runs on small sizes, and the memory is what autograd keeps between the passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import results
+from benchmarks.learner import cells, run, sides
+from benchmarks.learner.cells import Cell
+from learner.policy.attention_check import (
+    FORMS,
+    HALF_TOLERANCE,
+    TOLERANCE,
+    WINDOW,
+    difference,
+)
+from learner.policy.logprobs import Policy
+from learner.policy.memory import recompute_layers
+from learner.policy.packing import Pack, pack_group
+from learner.policy.self_test import BF16_TOLERANCE
+from learner.policy.sizes import pack_bytes, sizes
+
+LONGEST_S = 480.0
+WIDTHS = (64, 128)
+MEMORY_CELLS = (Cell(axis="memory", group=4, prompt=2_048, answer=256),)
+SMALL_CELLS = (Cell(axis="memory", group=4, prompt=200, answer=40),)
+OFF_BY = 2.0
+"""Largest factor between a peak and its estimate."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write `gpu-check.json`. Returns: 1 when a target does not hold, 2 without the device."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("gpu_check: torch finds no CUDA device; --device cpu runs the same path small")
+        return 2
+    small = device.type == "cpu"
+    started = time.monotonic()
+    machine = {**results.machine(), **run.about(options.device, 1)}
+    rows, found = check_kernels(device)
+    with tempfile.TemporaryDirectory() as work:
+        for check in (check_memory, check_half):
+            more, targets = check(Path(work), device, small=small)
+            rows, found = [*rows, *more], [*found, *targets]
+    bench = run.measure(options.device, small=small, repeats=1 if small else 2)
+    rows += [{"check": "benchmark", **row} for row in bench]
+    if not small:
+        found += run.targets(bench, half=True)
+    found.append(results.at_most("seconds of all", time.monotonic() - started, LONGEST_S))
+    columns = ["check", "what", "value", "limit", "contender", "seconds", "tokens", "tflops"]
+    print(results.table(rows, [*columns, "peak_mb", "why"]))
+    print(f"\n{results.targets_table(found)}")
+    folder = options.out or (Path(".bench") if small else results.FOLDER)
+    print(results.write("gpu-check", rows, found, machine=machine, folder=folder))
+    return results.exit_code(found)
+
+
+Found = tuple[list[results.Row], list[results.Target]]
+
+
+def check_kernels(device: torch.device) -> Found:
+    """Compare the device's form with a dense mask, for each width and type, with windows."""
+    form = FORMS[device.type]
+    types = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
+    rows: list[results.Row] = []
+    targets: list[results.Target] = []
+    for dtype in types:
+        limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
+        for width in WIDTHS:
+            for window in (None, WINDOW):
+                what = f"{form}, {dtype}, width {width}, window {window}"
+                try:
+                    value: float | None = difference(form, device, dtype, width, window)
+                    why = ""
+                except (RuntimeError, TypeError, ImportError, ValueError, AttributeError) as error:
+                    value, why = None, f"{type(error).__name__}: {error}"
+                rows.append({"check": "kernel", "what": what, "value": value, "limit": limit})
+                targets.append(results.at_most(f"{what}: difference to a mask", value, limit, why))
+    return rows, targets
+
+
+def check_memory(folder: Path, device: torch.device, *, small: bool) -> Found:
+    """Compare what a pack takes with its estimate, without and with checkpointing."""
+    shape = sides.ON_CPU if small else {**sides.ON_CUDA, "num_hidden_layers": 8}
+    precision = "float32" if small else "bfloat16"
+    policy = sides.make_policy(folder / "memory", shape, str(device), precision)
+    model = sizes(policy.model.get_base_model().config)
+    rows: list[results.Row] = []
+    targets: list[results.Target] = []
+    (cell,) = SMALL_CELLS if small else MEMORY_CELLS
+    (pack,) = pack_group(cells.drawn(cell, policy.vocabulary), max_tokens=run.LONGEST)
+    gathered = 0
+    if policy.form == "varlen":
+        gathered = sum(one.position + one.length for one in pack.segments)
+    for checkpointing in (False, True):
+        if checkpointing:
+            recompute_layers(policy)
+        taken = _taken(policy, pack)
+        said = pack_bytes(
+            model,
+            len(pack.input_ids),
+            number_bytes=4.0 if small else 2.0,
+            checkpointing=checkpointing,
+            gathered=gathered,
+        )
+        factor = max(taken / said, said / taken)
+        what = f"{len(pack.input_ids)} tokens, checkpointing {'on' if checkpointing else 'off'}"
+        rows.append(
+            {"check": "memory", "what": what, "value": taken / 2**20, "limit": said / 2**20}
+        )
+        # On a CPU the head's allowance and the layer that is computed again are not kept.
+        if not small:
+            targets.append(results.at_most(f"{what}: factor to the estimate", factor, OFF_BY))
+    return rows, targets
+
+
+def _taken(policy: Policy, pack: Pack) -> int:
+    """Bytes of a forward and backward pass: the peak on a card, what autograd keeps on a CPU."""
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    cuda = policy.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(policy.device)
+    before = torch.cuda.memory_allocated(policy.device) if cuda else 0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.logprobs(pack)[0].sum().backward()
+    policy.model.zero_grad()
+    return torch.cuda.max_memory_allocated(policy.device) - before if cuda else sum(kept.values())
+
+
+def check_half(folder: Path, device: torch.device, *, small: bool) -> Found:
+    """Compare packed bf16 log-probabilities with fp32 rows, on the same weights."""
+    shape = sides.ON_CPU if small else {**sides.ON_CUDA, "num_hidden_layers": 8}
+    cell = Cell(axis="half", group=4, prompt=64 if small else 512, answer=32)
+    values: dict[str, torch.Tensor] = {}
+    for precision in ("float32", "bfloat16"):
+        policy = sides.make_policy(folder / "half", shape, str(device), precision)
+        group = cells.drawn(cell, policy.vocabulary)
+        exact = precision == "float32"
+        packs = pack_group(group, max_tokens=run.LONGEST, alone=exact)
+        policy = replace(policy, form="dense") if exact else policy
+        with torch.no_grad():
+            values[precision] = torch.cat([policy.logprobs(pack)[0] for pack in packs]).cpu()
+        del policy
+    drift = float((values["float32"] - values["bfloat16"]).abs().mean())
+    what = "packed bf16 against fp32 rows, nats a token"
+    row = {"check": "bf16", "what": what, "value": drift, "limit": BF16_TOLERANCE}
+    return [row], [results.at_most(what, drift, BF16_TOLERANCE)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

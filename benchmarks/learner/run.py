@@ -1,0 +1,226 @@
+"""`make bench BENCH=learner`: ours in packs and in rows, what the cost model takes, and TRL's step.
+
+All compute the same loss and gradient of the same drawn group on the same model and adapter, in
+turn (A B C A B C); each figure is the least of its repeats, and a target is a ratio of two. On a
+CPU seconds are those of its one thread, because other work on a machine stretches the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from benchmarks.learner import cells, sides
+from benchmarks.learner.cells import Cell
+from benchmarks.learner.plot import draw
+from learner.policy.logprobs import Policy, packs_of
+from learner.policy.packing import Pack, pack_group
+from learner.policy.sizes import sizes
+from learner.policy.trie import pairs
+
+NEVER_SLOWER, OVER_TRL = 0.95, 3.0
+SAME_LOSS, SAME_LOSS_HALF = 1e-5, 0.02
+"""Largest difference of two contenders' losses, in fp32 and in bf16."""
+NO_ART = "ART's own step needs a GPU and Unsloth, and computes one trajectory after the other"
+LONGEST = 10_000_000
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print tables, write the results and a plot. Returns: 1 when a target does not hold."""
+    parser = argparse.ArgumentParser(prog="benchmarks learner")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--small", action="store_true", help="tiny cells, for a test of the path")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
+    options = parser.parse_args(argv)
+    machine = {**results.machine(), **about(options.device, options.threads)}
+    rows = measure(options.device, small=options.small, repeats=options.repeats)
+    columns = ["axis", "group", "prompt", "answer", "turns", "contender", "seconds", "tokens"]
+    columns += ["tokens_per_s", "tflops", "peak_mb", "why"]
+    print(results.table(rows, columns))
+    found = targets(rows, half=options.device != "cpu")
+    print(f"\n{results.targets_table(found)}")
+    name = "learner" if options.device == "cpu" else f"learner-{options.device}"
+    print(results.write(name, rows, found, machine=machine, folder=options.out))
+    draw(rows, options.out / f"{name}.png")
+    return results.exit_code(found)
+
+
+def about(device: str, threads: int) -> dict[str, object]:
+    """Set the threads; return what else decides the figures."""
+    import peft
+    import transformers
+
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    card = torch.cuda.get_device_name() if device != "cpu" else None
+    return {
+        "device": card or "cpu",
+        "threads": threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }
+
+
+def measure(device: str, *, small: bool, repeats: int) -> list[results.Row]:
+    """Return a row for each cell and contender."""
+    chosen = cells.SMALL if small else cells.ON_CPU if device == "cpu" else cells.ON_CUDA
+    shape = sides.ON_CPU if device == "cpu" or small else sides.ON_CUDA
+    with tempfile.TemporaryDirectory() as folder:
+        precision = "float32" if device == "cpu" else "bfloat16"
+        policy = sides.make_policy(Path(folder) / "model", shape, device, precision)
+        found: list[results.Row] = []
+        for cell in chosen:
+            try:
+                trl: sides.Trl | None = sides.Trl(policy, Path(folder) / "trl", cell.answer)
+                why = ""
+            except ImportError as error:
+                trl, why = None, f"trl cannot be imported: {error}"
+            found += measure_cell(policy, cell, trl, why, repeats)
+            print(results.table(found[-4:], ["axis", "contender", "seconds", "tokens"]), flush=True)
+    return found
+
+
+def measure_cell(
+    policy: Policy, cell: Cell, trl: sides.Trl | None, why: str, repeats: int
+) -> list[results.Row]:
+    """Measure the contenders in turn. A row without seconds says why."""
+    group = cells.drawn(cell, policy.vocabulary)
+    packs = {
+        "auto": packs_of(policy, group, LONGEST),
+        "packed": pack_group(group, max_tokens=LONGEST),
+        "rows": pack_group(group, max_tokens=LONGEST, alone=True),
+    }
+    same = next((name for name in ("packed", "rows") if packs[name] == packs["auto"]), None)
+    steps: dict[str, Callable[[], float]] = {
+        name: lambda of=of: sides.ours(policy, of)  # type: ignore[misc]
+        for name, of in packs.items()
+        if not (same and name == "auto")
+    }
+    if trl is not None and cell.trl:
+        taken = trl
+        steps["trl"] = lambda: taken.step(policy, group)
+    timed: dict[str, tuple[float, float, float]] = {}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            seconds, loss, peak = timed_step(policy.device, step)
+            if name not in timed or seconds < timed[name][0]:
+                timed[name] = seconds, loss, peak
+    if same:
+        timed["auto"] = timed[same]  # the same packs: not measured twice
+    shown = [
+        _row(cell, name, timed[name], policy, packs.get(name))
+        for name in (*packs, "trl")
+        if name in timed
+    ]
+    if "trl" not in timed:
+        padded = f"{cell.padded_tokens} padded tokens at once"
+        shown.append({**_place(cell), "contender": "trl", "why": why or padded})
+    return shown
+
+
+def timed_step(device: torch.device, step: Callable[[], float]) -> tuple[float, float, float]:
+    """Return seconds, the loss, and on a GPU the peak in bytes."""
+    if device.type == "cpu":
+        started = time.process_time()
+        loss = step()
+        return time.process_time() - started, loss, 0.0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    loss = step()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - started, loss, float(torch.cuda.max_memory_allocated(device))
+
+
+def _place(cell: Cell) -> dict[str, object]:
+    names = ("axis", "group", "prompt", "answer", "turns")
+    return {name: getattr(cell, name) for name in names}
+
+
+def _row(
+    cell: Cell,
+    name: str,
+    timed: tuple[float, float, float],
+    policy: Policy,
+    packs: Sequence[Pack] | None,
+) -> results.Row:
+    seconds, loss, peak = timed
+    tokens = sum(len(pack.input_ids) for pack in packs) if packs else cell.padded_tokens
+    return {
+        **_place(cell),
+        "contender": name,
+        "seconds": round(seconds, 4),
+        "loss": loss,
+        "tokens": tokens,
+        "packs": len(packs) if packs else 1,
+        "tokens_per_s": round(tokens / seconds),
+        "tflops": round(flops(policy, packs) / seconds / 1e12, 4) if packs else None,
+        "peak_mb": round(peak / 2**20) if peak else None,
+    }
+
+
+def flops(policy: Policy, packs: Sequence[Pack]) -> float:
+    """Operations of the frozen base, forwards and backwards (4 for a weight and token), attention's
+    (14 for a pair and number of a query), and the head's. LoRA's own are left out."""
+    config: Any = policy.model.get_base_model().config
+    of = sizes(config)
+    layer = of.hidden * (2 * of.queries + 2 * of.keys + 3 * of.inner)
+    total = 0.0
+    for pack in packs:
+        total += 4.0 * of.layers * layer * len(pack.input_ids)
+        total += 14.0 * of.layers * of.queries * pairs(pack.segments)
+        total += 4.0 * of.hidden * policy.vocabulary * len(pack.targets)
+    return total
+
+
+def targets(rows: Sequence[results.Row], *, half: bool) -> list[results.Target]:
+    """Return what must hold."""
+    least = min(ratios(rows, "rows").values(), default=None)
+    at_target = [one for key, one in ratios(rows, "trl").items() if key[0] == "target"]
+    by_cell: dict[tuple[object, ...], list[float]] = {}
+    for row in rows:
+        if "loss" in row:
+            by_cell.setdefault(key_of(row), []).append(float(str(row["loss"])))
+    apart = max((max(losses) - min(losses) for losses in by_cell.values()), default=None)
+    return [
+        results.at_least("rows' seconds over auto's, the least of all cells", least, NEVER_SLOWER),
+        results.at_least(
+            "TRL's seconds over auto's, prompt 3,000 and 8 answers of 500",
+            min(at_target, default=None),
+            OVER_TRL,
+            "" if at_target else "TRL was not measured",
+        ),
+        results.at_most(
+            "difference of the contenders' losses, the largest of all cells",
+            apart,
+            SAME_LOSS_HALF if half else SAME_LOSS,
+        ),
+    ]
+
+
+def key_of(row: results.Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("axis", "group", "prompt", "answer", "turns"))
+
+
+def ratios(rows: Sequence[results.Row], contender: str) -> dict[tuple[object, ...], float]:
+    """Return a contender's seconds over those of `auto`, by cell."""
+    seconds = {
+        (key_of(row), row["contender"]): float(str(row["seconds"]))
+        for row in rows
+        if "seconds" in row
+    }
+    return {
+        key: value / seconds[key, "auto"]
+        for (key, name), value in seconds.items()
+        if name == contender
+    }

@@ -1,0 +1,81 @@
+"""How long an input can be trained on here, for `learner.pack_tokens = "auto"`.
+
+The weights of the base and the adapter with its moments are taken from the memory that a run may
+take; a share of the rest holds one pack, with its layers computed twice where the settings allow
+it. The estimate of a pack is that of `learner.policy.sizes`.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig
+
+from learner.base_weights import BaseSize, base_folder, base_size
+from learner.policy.logprobs import wants_autocast
+from learner.policy.room import room_of
+from learner.policy.sizes import (
+    BF16_BYTES,
+    FP32_BYTES,
+    MIXED_BYTES,
+    MOMENTS,
+    SHARE,
+    Sizes,
+    longest_pack,
+    sizes,
+)
+from sidecar.settings import Learner
+
+
+def longest_input(
+    base: BaseSize,
+    model: Sizes,
+    budget: int,
+    *,
+    rank: int,
+    cuda: bool,
+    autocast: bool,
+    checkpointing: bool,
+) -> int:
+    """Return the tokens of the longest pack; 0 where the weights leave no room. Pure.
+
+    budget: bytes that a run may take. autocast: matrix products in bf16.
+    """
+    halves = autocast and cuda
+    weights = int(base.numbers * (BF16_BYTES if halves else FP32_BYTES))
+    adapter = rank * base.widths * 4 * (1 + MOMENTS)
+    return longest_pack(
+        model,
+        int(SHARE * (budget - weights - adapter)),
+        number_bytes=BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES,
+        cuda=cuda,
+        checkpointing=checkpointing,
+    )
+
+
+def reach(base_model_path: str, settings: Learner, device: torch.device) -> int | None:
+    """Measure the memory, and return the longest input; None where too little is known.
+
+    No attention mask of all pairs is counted: models that need one reach less far, and what does
+    not fit is left out (`out_of_memory`).
+    """
+    folder = base_folder(base_model_path) if base_model_path else None
+    base = base_size(folder) if folder is not None else None
+    room = room_of(device, settings.memory_fraction)
+    if base is None or room is None:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        model = sizes(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+    found = longest_input(
+        base,
+        model,
+        room.budget,
+        rank=settings.rank,
+        cuda=device.type == "cuda",
+        autocast=wants_autocast(settings.precision, device),
+        checkpointing=settings.checkpointing != "off",
+    )
+    positions = getattr(config, "max_position_embeddings", None)
+    return min(found, int(positions)) if positions else found

@@ -1,0 +1,96 @@
+"""`learner.pack_tokens = "auto"`: how long an input can be trained on, and who is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingest.grouping.rules import TRAINABLE_FLAG, UNTOLD_TOKENS, rules_now, rules_of
+from learner.base_weights import BaseSize
+from learner.once import with_pack_tokens
+from learner.policy import reach as of_reach
+from learner.policy.reach import longest_input, reach
+from learner.policy.room import Room
+from learner.policy.sizes import CHUNK_BYTES, Sizes
+from sidecar.settings import Learner, Settings
+from sidecar.store.database import Database, get_flag, set_flag
+
+CPU = torch.device("cpu")
+QWEN3_8B = Sizes(layers=36, hidden=4096, queries=4096, keys=1024, inner=12288)
+BASE_8B = BaseSize(numbers=8_190_000_000, in_blocks=6_950_000_000, widths=2_727_936)
+
+
+def test_what_the_memory_holds_beside_the_weights_by_hand() -> None:
+    """One layer of width 1: a token keeps 1 input and 6 + 3 + 4 + 4 numbers of 4 bytes, 72 bytes;
+    10 weights and a LoRA of rank 1 over widths 2, of 4 bytes, take 40 + 64. 0.8 of 1,000 remain."""
+    model = Sizes(layers=1, hidden=1, queries=1, keys=1, inner=1)
+    base = BaseSize(numbers=10, in_blocks=8, widths=2)
+
+    found = longest_input(
+        base,
+        model,
+        40 + 64 + 1_000 + int(2 * CHUNK_BYTES / 0.8) + 1,
+        rank=1,
+        cuda=False,
+        autocast=False,
+        checkpointing=True,
+    )
+
+    assert found == 800 // 72
+
+
+def test_a_card_of_80_gb_trains_16k_tokens_of_an_8b_model_with_checkpointing_alone() -> None:
+    def found(*, checkpointing: bool) -> int:
+        return longest_input(
+            BASE_8B,
+            QWEN3_8B,
+            int(79e9),
+            rank=8,
+            cuda=True,
+            autocast=True,
+            checkpointing=checkpointing,
+        )
+
+    assert found(checkpointing=True) > 16_384 + 8 * 499
+    assert found(checkpointing=False) < 16_384
+
+
+def test_no_model_is_trained_beyond_its_positions(
+    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**12, free=10**12, share=1))
+    assert reach(str(tiny_base), learner_settings, CPU) == 128
+
+    monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**9, free=10**6, share=1))
+    assert reach(str(tiny_base), learner_settings, CPU) == 0
+
+
+@pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])
+def test_what_is_not_known_is_none(broken: str, learner_settings: Learner) -> None:
+    assert reach(broken, learner_settings, CPU) is None
+
+
+def test_auto_is_told_to_ingest_through_the_store(settings: Settings, database: Database) -> None:
+    learner = Learner.model_validate({**settings.learner.model_dump(), "pack_tokens": "auto"})
+    settings = settings.model_copy(update={"learner": learner})
+    rules = rules_of(settings)
+    with database.read() as session:
+        assert rules_now(session, rules).max_trained_tokens == UNTOLD_TOKENS
+
+    used = with_pack_tokens(settings, database, now=1.0).learner.pack_tokens
+
+    assert used == 128  # the positions of the tiny base
+    with database.read() as session:
+        assert get_flag(session, TRAINABLE_FLAG) == "128"
+        assert rules_now(session, rules).max_trained_tokens == 128
+
+
+def test_a_number_is_taken_as_it_is(settings: Settings, database: Database) -> None:
+    with database.write() as session:
+        set_flag(session, TRAINABLE_FLAG, "9", now=1.0)
+
+    assert with_pack_tokens(settings, database, now=1.0) is settings
+    with database.read() as session:
+        assert rules_now(session, rules_of(settings)).max_trained_tokens == 2048
