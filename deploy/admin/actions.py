@@ -9,18 +9,16 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import structlog
-from fastapi import APIRouter, Body, Depends, Header, Response
+from fastapi import APIRouter, Body, Depends, Response
 
 from deploy.admin.auth import Caller
-from deploy.admin.changes.bodies import NO_REASON, ReasonIn, RollbackIn, RollbackOut
+from deploy.admin.changes.bodies import ReasonIn, RollbackIn, RollbackOut
+from deploy.admin.changes.conditions import IfMatch, check_match, not_blank, reason_in
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import known_query
 from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.problems import (
-    BlankReasonError,
     ConflictError,
-    PreconditionRequiredError,
-    StaleError,
 )
 from deploy.admin.reads import read_learner
 from deploy.admin.records import naming
@@ -38,7 +36,6 @@ log = structlog.get_logger()
 
 CanaryAction = Literal["pause", "resume", "promote", "abort"]
 LearnerAction = Literal["pause", "resume", "run", "override"]
-IfMatch = Annotated[str | None, Header()]
 Reason = Annotated[ReasonIn | None, Body()]
 
 
@@ -67,7 +64,7 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
             context.database,
             context.model,
             to=str(wanted.to),
-            reason=_not_blank(wanted.reason),
+            reason=not_blank(wanted.reason),
             actor=actor,
             now=context.clock(),
         )
@@ -83,17 +80,6 @@ def _add_rollback(router: APIRouter, context: AdminContext) -> None:
             note=note,
         )
         return RollbackOut.of(result, note)
-
-
-def _reason_in(body: ReasonIn | None) -> str:
-    return NO_REASON if body is None else _not_blank(body.reason)
-
-
-def _not_blank(reason: str) -> str:
-    """Raises: BlankReasonError, because the audit would not say why."""
-    if not reason.strip():
-        raise BlankReasonError("reason: is blank; say why, or leave it out")
-    return reason
 
 
 def until_loaded(adapter: str, engine: EngineView) -> str | None:
@@ -124,7 +110,7 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         if_match: IfMatch = None,
     ) -> CanaryOut:
         """Pause, resume, promote or abort a canary."""
-        reason = _reason_in(body)
+        reason = reason_in(body)
         canary = _act(context, canary_id, action, reason, actor, if_match)
         context.on_change()
         response.headers["etag"] = canaries.etag(canary)
@@ -150,7 +136,7 @@ def _act(
         row = canaries.find_row(session, canary_id)
         before = canaries.to_canary(row)
         if action in ("resume", "promote"):
-            _check_match(if_match, canaries.etag(before))
+            check_match(if_match, canaries.etag(before))
         try:
             return do(session, row, reason=reason, now=context.clock(), actor=actor)
         except TransitionError as error:
@@ -168,11 +154,11 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
     ) -> LearnerOut:
         """Pause or resume the learner, request a run now, or let it go on though the reward watch
         holds it (`override`). The ETag comes from GET /learner."""
-        reason = _reason_in(body)
+        reason = reason_in(body)
         with context.database.write() as session:
             switches = learner_switches.read(session)
             if action != "pause":
-                _check_match(if_match, switches.etag)
+                check_match(if_match, switches.etag)
             if action in ("run", "override") and switches.paused:
                 raise ConflictError(
                     "the learner is paused", learner_switches.allowed_actions(switches)
@@ -197,11 +183,3 @@ def _add_learner_actions(router: APIRouter, context: AdminContext) -> None:
                 )
             response.headers["etag"] = learner_switches.read(session).etag
             return read_learner(session, context.model)
-
-
-def _check_match(if_match: str | None, etag: str) -> None:
-    if if_match is None:
-        raise PreconditionRequiredError("send If-Match with the ETag of the resource's GET")
-    tags = {tag.strip() for tag in if_match.split(",")}
-    if "*" not in tags and etag not in tags:
-        raise StaleError(f"the ETag is {etag} now, not {if_match}; GET it again, then decide")

@@ -71,6 +71,10 @@ class AdminClient:
         headers = {"if-match": etag} if etag else {}
         return _read(self._request("POST", path, json=body, headers=headers))
 
+    def put(self, *path: str, body: dict[str, Any], etag: str) -> Any:
+        """Change a resource. As `post`. Raises: AdminApiError."""
+        return _read(self._request("PUT", path, json=body, headers={"if-match": etag}))
+
     def etag(self, *path: str) -> str:
         """Return a resource's current ETag, for a conditional change. Raises: AdminApiError."""
         return str(self._request("GET", path).headers.get("etag", ""))

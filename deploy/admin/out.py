@@ -106,7 +106,8 @@ class SessionOut(Out):
 
 class AliasOut(Out):
     alias: str
-    adapter: str
+    adapter: str | None
+    """Adapter name or "base"; null: it points nowhere."""
     generation: int
 
 

@@ -24,7 +24,6 @@ from deploy.admin.models import (
     StatusOut,
 )
 from deploy.admin.out import (
-    AliasOut,
     BusOut,
     ComparisonOut,
     FunnelOut,
@@ -70,7 +69,6 @@ from sidecar.records import BASE
 from sidecar.store.database import DAMAGE, get_flag
 from sidecar.store.models import (
     AdapterRow,
-    AliasRow,
     CanaryRow,
     CounterRow,
     GateComparisonRow,
@@ -209,21 +207,6 @@ def _add_adapters(router: APIRouter, context: AdminContext) -> None:
                 version_found = versions.find(session, name)
                 banned = bans.reasons(session, model)
                 return AdapterOut.of(version_found, aliases, context.loaded(), banned)
-
-    @router.get("/aliases")
-    def aliases() -> Page[AliasOut]:
-        with database.read() as session:
-            statement = select(AliasRow).where(AliasRow.model == model).order_by(AliasRow.alias)
-            rows = session.scalars(statement).all()
-        return page_of(
-            rows,
-            len(rows),
-            show=lambda row: AliasOut(
-                alias=row.alias, adapter=row.adapter, generation=row.generation
-            ),
-            name=lambda row: f"alias {row.alias}",
-            cursor=lambda row: encode_cursor(row.alias),
-        )
 
 
 def _add_canaries(router: APIRouter, context: AdminContext) -> None:

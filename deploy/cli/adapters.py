@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, get_args
 
 import typer
@@ -19,12 +20,44 @@ adapters_app.command("import")(adapters_import)
 def adapters_ls(
     context: typer.Context,
     state: Annotated[str, typer.Option(help="such as champion, retired or rejected")] = "",
+    at: Annotated[
+        str, typer.Option(help="a time, such as 2026-03-01T09:30Z: who held which alias then")
+    ] = "",
     output: Output = "text",
 ) -> None:
-    """Every version, newest first."""
+    """Every version, newest first; with --at, which one was champion at that time."""
+    if at:
+        print_found(admin_client(context).get("/aliases", at=str(_seconds(at))), output)
+        return
     refuse_unknown("--state", state, get_args(AdapterState))
     given = {"state": state} if state else {}
     print_found(admin_client(context).get_all("/adapters", **given), output)
+
+
+def _seconds(at: str) -> float:
+    """Read an ISO time, in UTC where it names no zone. Raises: typer.BadParameter."""
+    try:
+        moment = datetime.fromisoformat(at)
+    except ValueError as error:
+        raise typer.BadParameter(
+            "is no time; write one such as 2026-03-01T09:30Z", param_hint="--at"
+        ) from error
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+
+
+@adapters_app.command("alias")
+def adapters_alias(
+    context: typer.Context,
+    alias: str,
+    version: str,
+    reason: GivenReason,
+    output: Output = "text",
+) -> None:
+    """Point an alias at a version: `anchor`, or `champion` by the rules of a rollback."""
+    client = admin_client(context)
+    etag = client.etag("/aliases", alias)
+    body = {"adapter": version, "reason": reason}
+    print_found(client.put("/aliases", alias, body=body, etag=etag), output)
 
 
 @adapters_app.command("allow")

@@ -30,6 +30,7 @@ from deploy.cli.keys import keys_app
 from deploy.cli.learning.learner import learner_app
 from deploy.cli.learning.runs import runs_app
 from deploy.cli.output import GivenReason, Output, note, print_found, require_store, say, say_json
+from deploy.cli.store.audit import audit_app
 from deploy.cli.store.encryption import store_app
 from deploy.supervise.processes import MODULES
 
@@ -44,6 +45,7 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
+app.add_typer(audit_app, name="audit")
 judge_app.command("sessions")(judge_sessions)
 app.add_typer(judge_app, name="judge")
 app.add_typer(learner_app, name="learner")
@@ -239,13 +241,3 @@ def lineage(context: typer.Context, adapter: str, output: Output = "text") -> No
         return
     for line in render_lineage(traced).split("\n"):
         say(line)
-
-
-@app.command()
-def audit(
-    context: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 20,
-    output: Output = "text",
-) -> None:
-    """Who changed what, when, from which address and why."""
-    print_found(admin_client(context).get("/audit", limit=limit), output)

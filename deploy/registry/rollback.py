@@ -64,47 +64,69 @@ def rollback(
     Raises: UnknownAdapterError; TransitionError when the version never passed a canary.
     """
     with database.write() as session:
-        before = versions.champion(session, model)
-        target = versions.resolve(session, model, to)
-        if not versions.has_been_champion(session, target):
-            raise TransitionError(
-                f"{target} has never been champion; roll back to previous, base or a version that "
-                "`sidecar adapters ls` shows as champion, retired or rolled back after promotion"
-            )
-        on_canary = _candidate(session, model)
-        ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
-        moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
-        table = routing_writer.write(session, model, now=now)
-        changed = moved or ended is not None
-        paused = False
-        if changed:
-            lost = [before] if moved else []
-            for name in (*lost, *([on_canary] if on_canary is not None else [])):
-                bans.ban(session, name, now=now, actor=actor, reason=reason)
-            bans.lift(session, target, now=now, actor=actor, reason=reason)
-            if pause_learner:
-                paused = flags.set_paused(
-                    session, True, now=now, actor=actor, reason=f"rollback: {reason}"
-                )
-            count(session, "canary", "operator_rollback")
-            audit.record(
-                session,
-                now=now,
-                actor=actor,
-                action="rollback",
-                subject=model,
-                before={"champion": before, "canary": ended},
-                after={"champion": target, "canary": None, "generation": table.generation},
-                reason=reason,
-            )
-        return RollbackResult(
-            before=before,
-            after=target,
-            ended_canary=ended,
-            changed=changed,
-            learner_paused=paused,
-            generation=table.generation,
+        return roll_back_in(
+            session,
+            model,
+            to=to,
+            reason=reason,
+            actor=actor,
+            now=now,
+            pause_learner=pause_learner,
         )
+
+
+def roll_back_in(
+    session: Session,
+    model: str,
+    *,
+    to: str,
+    reason: str,
+    actor: str,
+    now: float,
+    pause_learner: bool = True,
+) -> RollbackResult:
+    """Do as `rollback`, in the caller's write transaction."""
+    before = versions.champion(session, model)
+    target = versions.resolve(session, model, to)
+    if not versions.has_been_champion(session, target):
+        raise TransitionError(
+            f"{target} has never been champion; roll back to previous, base or a version that "
+            "`sidecar adapters ls` shows as champion, retired or rolled back after promotion"
+        )
+    on_canary = _candidate(session, model)
+    ended = _end_canary(session, model, reason=reason, actor=actor, now=now)
+    moved = _move_aliases(session, model, before, target, reason=reason, actor=actor, now=now)
+    table = routing_writer.write(session, model, now=now)
+    changed = moved or ended is not None
+    paused = False
+    if changed:
+        lost = [before] if moved else []
+        for name in (*lost, *([on_canary] if on_canary is not None else [])):
+            bans.ban(session, name, now=now, actor=actor, reason=reason)
+        bans.lift(session, target, now=now, actor=actor, reason=reason)
+        if pause_learner:
+            paused = flags.set_paused(
+                session, True, now=now, actor=actor, reason=f"rollback: {reason}"
+            )
+        count(session, "canary", "operator_rollback")
+        audit.record(
+            session,
+            now=now,
+            actor=actor,
+            action="rollback",
+            subject=model,
+            before={"champion": before, "canary": ended},
+            after={"champion": target, "canary": None, "generation": table.generation},
+            reason=reason,
+        )
+    return RollbackResult(
+        before=before,
+        after=target,
+        ended_canary=ended,
+        changed=changed,
+        learner_paused=paused,
+        generation=table.generation,
+    )
 
 
 def _candidate(session: Session, model: str) -> str | None:
@@ -127,6 +149,9 @@ def _end_canary(session: Session, model: str, *, reason: str, actor: str, now: f
         active = (CanaryRow.model == model, CanaryRow.state.in_(ACTIVE_PHASES))
         ended = {"state": "rolled_back", "reason": f"rollback: {reason}", "ended_at": now}
         session.execute(update(CanaryRow).where(*active).values(**ended))
+        versions.drop_alias(
+            session, model=model, alias="canary", now=now, actor=actor, reason=reason
+        )
     return canary_id
 
 

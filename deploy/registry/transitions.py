@@ -52,6 +52,9 @@ def begin(
     session.add(row)
     versions.set_state(session, candidate, "gating")
     session.flush()
+    versions.move_alias(
+        session, model=model, alias="canary", to=candidate, now=now, actor=actor, reason=reason
+    )
     canary = canaries.to_canary(row)
     _audit(session, None, canary, now=now, actor=actor, reason=reason)
     return canary
@@ -218,6 +221,9 @@ def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: st
             # A verdict on these files. An operator's abort is none: they may be tried again.
             bans.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
     if move.to in ended:
+        versions.drop_alias(
+            session, model=row.model, alias="canary", now=now, actor=actor, reason=move.reason
+        )
         count(session, "canary", move.to)
         if move.candidate_state == "rejected":
             count(session, "adapter", "rejected")

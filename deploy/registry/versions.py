@@ -6,6 +6,9 @@ name is used once and never again; the aliases move:
 - `champion` answers every session that no canary takes; it is "base" when no adapter does.
 - `previous` is the target of a rollback without one: the champion that the current one replaced.
   After a rollback it equals the champion (`deploy.registry.rollback` gives the reason).
+- `canary` is the candidate that is tried now; it points nowhere while none is.
+- `anchor` is what every candidate is held to beside the champion, so that many small losses do not
+  add up; an operator sets it.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from sqlalchemy.orm import Session
 from deploy.errors import UnknownAdapterError
 from deploy.records import AdapterState, AdapterVersion
 from deploy.registry import audit
+from deploy.registry.history import aliases as history
 from learner.adapter_folder import CARD, LINEAGE
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation
-from sidecar.store.models import AdapterRow, AliasRow, AuditRow, CanaryRow
+from sidecar.store.models import AdapterRow, AliasEventRow, AliasRow, AuditRow, CanaryRow
 
 _VERSION = re.compile(r"v?([0-9]{1,9})")
 MAX_ANCESTORS = 10_000
@@ -58,7 +62,8 @@ def find(session: Session, name: str) -> AdapterVersion:
 def resolve(session: Session, model: str, reference: str) -> str:
     """Resolve an operator's reference to an adapter name or "base".
 
-    reference: "base", an alias ("champion", "previous"), a version ("12", "v12") or a full name.
+    reference: "base", an alias ("champion", "previous", "canary", "anchor"), a version ("12",
+        "v12") or a full name.
     Raises: UnknownAdapterError.
     """
     if reference == BASE:
@@ -172,23 +177,79 @@ def move_alias(
     if before == to:
         return False
     if row is None:
-        row = AliasRow(model=model, alias=alias, adapter=to, generation=0)
+        row = AliasRow(
+            model=model, alias=alias, adapter=to, generation=last_generation(session, model, alias)
+        )
         session.add(row)
     row.adapter = to
-    # A damaged number must not hold up a rollback; nobody compares an alias's generations.
-    known = row.generation
-    row.generation = known + 1 if is_generation(known) else 1
+    row.generation = _next(row.generation)
+    _told(session, row, before, to, now=now, actor=actor, reason=reason)
+    return True
+
+
+def drop_alias(
+    session: Session, *, model: str, alias: str, now: float, actor: str, reason: str
+) -> bool:
+    """Let an alias point nowhere. Returns: False, with nothing written, when it does already."""
+    row = session.get(AliasRow, (model, alias))
+    if row is None:
+        return False
+    row.generation = _next(row.generation)
+    _told(session, row, row.adapter, None, now=now, actor=actor, reason=reason)
+    session.delete(row)
+    session.flush()
+    return True
+
+
+def _next(generation: int) -> int:
+    # A damaged number must not hold up a rollback.
+    return generation + 1 if is_generation(generation) else 1
+
+
+def last_generation(session: Session, model: str, alias: str) -> int:
+    """Return the generation of an alias that pointed nowhere until now: none comes twice."""
+    statement = (
+        select(AliasEventRow.generation)
+        .where(AliasEventRow.model == model, AliasEventRow.alias == alias)
+        .order_by(AliasEventRow.seq.desc())
+    )
+    found = session.scalar(statement.limit(1))
+    return found if found is not None and is_generation(found) else 0
+
+
+def _told(
+    session: Session,
+    row: AliasRow,
+    before: str | None,
+    after: str | None,
+    *,
+    now: float,
+    actor: str,
+    reason: str,
+) -> None:
+    history.add(
+        session,
+        at=now,
+        model=row.model,
+        alias=row.alias,
+        before=before,
+        after=after,
+        generation=row.generation,
+        actor=actor,
+        reason=reason,
+    )
+    if row.alias == "canary":
+        return  # the canary's own rows of the audit say it
     audit.record(
         session,
         now=now,
         actor=actor,
-        action=f"alias.{alias}",
-        subject=model,
+        action=f"alias.{row.alias}",
+        subject=row.model,
         before={"adapter": before},
-        after={"adapter": to, "generation": row.generation},
+        after={"adapter": after, "generation": row.generation},
         reason=reason,
     )
-    return True
 
 
 def set_state(session: Session, name: str, state: AdapterState, reason: str | None = None) -> None:

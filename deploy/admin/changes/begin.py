@@ -9,11 +9,12 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import Field
 
 from deploy.admin.auth import Caller
-from deploy.admin.changes.bodies import NO_REASON, ReasonIn
+from deploy.admin.changes.bodies import ReasonIn
+from deploy.admin.changes.conditions import not_blank, reason_in
 from deploy.admin.context import AdminContext
 from deploy.admin.filters import known_query
 from deploy.admin.models import AdapterOut, CanaryOut
-from deploy.admin.problems import BlankReasonError, ConflictError
+from deploy.admin.problems import ConflictError
 from deploy.admin.wire.scopes import PREFIX
 from deploy.errors import TransitionError, UnknownAdapterError
 from deploy.registry import canaries, candidates, transitions, versions
@@ -38,7 +39,7 @@ def begin_router(context: AdminContext) -> APIRouter:
 
         It makes a new canary, so it takes no If-Match. Asked again while that canary runs, it
         answers with it."""
-        reason = _not_blank(asked.reason)
+        reason = not_blank(asked.reason)
         with database.write() as session:
             active = canaries.active(session, model)
             try:
@@ -63,7 +64,7 @@ def begin_router(context: AdminContext) -> APIRouter:
     @router.post("/adapters/{version}/allow")
     def allow(version: str, actor: Caller, body: ReasonIn | None = None) -> AdapterOut:
         """Lift the ban of a version's files. Idempotent, so it takes no If-Match."""
-        reason = NO_REASON if body is None else _not_blank(body.reason)
+        reason = reason_in(body)
         with database.write() as session:
             name = versions.resolve(session, model, version)
             if name == BASE:
@@ -74,9 +75,3 @@ def begin_router(context: AdminContext) -> APIRouter:
             return AdapterOut.of(versions.find(session, name), aliases, context.loaded(), banned)
 
     return router
-
-
-def _not_blank(reason: str) -> str:
-    if not reason.strip():
-        raise BlankReasonError("reason: is blank; say why, or leave it out")
-    return reason

@@ -48,6 +48,8 @@ NEEDED: dict[tuple[str, str], AdminScope | None] = {
     **{("GET", PREFIX + path): "read" for path in _READS},
     **{("GET", PREFIX + path): "content" for path in _CONTENT},
     ("POST", PREFIX + "/rollback"): "operate",
+    ("GET", PREFIX + "/aliases/{name}"): "read",
+    ("PUT", PREFIX + "/aliases/{name}"): "operate",
     ("POST", PREFIX + "/canaries"): "operate",
     ("POST", PREFIX + "/canaries/{canary_id}/{action}"): "operate",
     ("POST", PREFIX + "/adapters/{version}/allow"): "admin",

@@ -1,1 +1,1 @@
-"""What must not come back, and who was champion when: append-only."""
+"""What must not come back, and who held which alias when: append-only."""

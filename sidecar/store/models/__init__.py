@@ -11,6 +11,7 @@ from __future__ import annotations
 from sidecar.store.models.base import Base
 from sidecar.store.models.capture import ChoiceRow, DeadLetterRow, ExchangeRow
 from sidecar.store.models.control import (
+    AliasEventRow,
     BannedDigestRow,
     IdempotentReplyRow,
     LeaseRow,
@@ -41,6 +42,7 @@ from sidecar.store.models.watch import AdapterProfileRow, WatchedAnswerRow
 __all__ = [
     "AdapterProfileRow",
     "AdapterRow",
+    "AliasEventRow",
     "AliasRow",
     "AnswerRow",
     "ApiKeyRow",

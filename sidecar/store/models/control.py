@@ -3,10 +3,11 @@ replies of changes by key."""
 
 from __future__ import annotations
 
-from sqlalchemy import String, Text
+from sqlalchemy import Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sidecar.store.models.base import Base
+from sidecar.store.tables import WIDE
 
 
 class IdempotentReplyRow(Base):
@@ -46,6 +47,25 @@ class UnwantedAdapterRow(Base):
     """SHA-256 (hex) of the replica's base URL, which may hold a password."""
     adapter: Mapped[str] = mapped_column(String(255), primary_key=True)
     since: Mapped[float]
+
+
+class AliasEventRow(Base):
+    """Append-only: every move of an alias, chained by hashes."""
+
+    __tablename__ = "alias_event"
+    __table_args__ = (Index("ix_alias_event_alias", "model", "at"),)
+    seq: Mapped[int] = mapped_column(WIDE, primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    model: Mapped[str] = mapped_column(String(255))
+    alias: Mapped[str] = mapped_column(String(32))
+    before: Mapped[str | None] = mapped_column(String(255))
+    after: Mapped[str | None] = mapped_column(String(255))
+    """Adapter name or "base"; null: the alias points nowhere."""
+    generation: Mapped[int] = mapped_column(WIDE)
+    actor: Mapped[str] = mapped_column(String(128))
+    reason: Mapped[str] = mapped_column(Text)
+    prev_hash: Mapped[str] = mapped_column(String(64))
+    hash: Mapped[str] = mapped_column(String(64))
 
 
 class BannedDigestRow(Base):

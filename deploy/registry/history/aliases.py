@@ -1,0 +1,135 @@
+"""The history of every alias: append-only, each move with the hash of the move before it.
+
+It answers who was champion at any time by one query, and shows an edit of the past: a changed,
+removed or inserted row breaks the chain, and a removed end disagrees with the aliases themselves
+(`verify`). It is no proof against somebody who may write the store and computes all hashes anew:
+keep the last hash elsewhere (`sidecar audit verify` prints it) for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from sidecar.store.models import AliasEventRow, AliasRow
+
+START = "0" * 64
+"""`prev_hash` of the first move."""
+_HASHED = ("at", "model", "alias", "before", "after", "generation", "actor", "reason")
+"""Columns that the hash covers, with `prev_hash`; `seq` is given by the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where an alias pointed."""
+
+    alias: str
+    adapter: str | None
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a walk over the whole history found."""
+
+    events: int
+    last_hash: str
+    broken: tuple[str, ...]
+    """What does not fit, in words; empty: the history is whole."""
+
+
+def add(
+    session: Session,
+    *,
+    at: float,
+    model: str,
+    alias: str,
+    before: str | None,
+    after: str | None,
+    generation: int,
+    actor: str,
+    reason: str,
+) -> None:
+    """Append a move, in the caller's write transaction. before, after: None: it points nowhere."""
+    session.flush()
+    newest = select(AliasEventRow.hash).order_by(AliasEventRow.seq.desc()).limit(1)
+    known = session.scalar(newest)
+    # A damaged hash must not hold up a rollback; `verify` finds the break.
+    prev_hash = known if isinstance(known, str) else START
+    row = AliasEventRow(
+        at=at,
+        model=model,
+        alias=alias,
+        before=_text(before),
+        after=_text(after),
+        generation=generation,
+        actor=actor,
+        reason=reason,
+        prev_hash=prev_hash,
+        hash="",
+    )
+    row.hash = hash_of(row)
+    session.add(row)
+    session.flush()
+
+
+def hash_of(row: AliasEventRow) -> str:
+    """Return the SHA-256 (hex) of a move and of the hash before it."""
+    values = [getattr(row, name) for name in _HASHED]
+    text = json.dumps([row.prev_hash, *values], separators=(",", ":"), default=repr)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def held_at(session: Session, model: str, at: float) -> list[Held]:
+    """Return where each alias pointed at a time (Unix seconds), by alias."""
+    rows = session.execute(
+        select(AliasEventRow.alias, AliasEventRow.after, AliasEventRow.generation)
+        .where(AliasEventRow.model == model, AliasEventRow.at <= at)
+        .order_by(AliasEventRow.seq)
+    )
+    newest = {alias: Held(alias, adapter, generation) for alias, adapter, generation in rows}
+    return [one for _, one in sorted(newest.items()) if one.adapter is not None]
+
+
+def verify(session: Session) -> Verified:
+    """Walk over the history: it grows by a row for each promotion and rollback."""
+    number, last = 0, START
+    broken: list[str] = []
+    ends: dict[tuple[str, str], tuple[str | None, int]] = {}
+    for row in session.scalars(select(AliasEventRow).order_by(AliasEventRow.seq)):
+        number += 1
+        if row.prev_hash != last:
+            broken.append(f"move {row.seq}: the one before it was changed, removed or inserted")
+        if row.hash != hash_of(row):
+            broken.append(f"move {row.seq}: it was changed after it was written")
+        last = row.hash
+        ends[row.model, row.alias] = (row.after, row.generation)
+    broken += _disagree(session, ends)
+    return Verified(events=number, last_hash=last, broken=tuple(broken))
+
+
+def _disagree(
+    session: Session, ends: dict[tuple[str, str], tuple[str | None, int]]
+) -> Iterator[str]:
+    present = {
+        (row.model, row.alias): (row.adapter, row.generation)
+        for row in session.scalars(select(AliasRow))
+    }
+    for key in sorted({*ends, *present}):
+        found = ends.get(key, (None, 0))
+        now = present.get(key, (None, found[1]))
+        if found != now:
+            yield (
+                f"alias {key[1]} of {key[0]}: points to {now[0]} (move {now[1]}), and its history "
+                f"ends with {found[0]} (move {found[1]})"
+            )
+
+
+def _text(value: object) -> str | None:
+    """A damaged name of the store, such as bytes, must not stop the move."""
+    return value if value is None or isinstance(value, str) else repr(value)[:255]

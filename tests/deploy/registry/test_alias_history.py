@@ -1,0 +1,147 @@
+"""Who was champion when, and a past that cannot be edited unseen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import text
+
+from deploy.registry.history.aliases import START, held_at, verify
+from deploy.registry.rollback import rollback
+from sidecar.store.database import MIGRATIONS
+
+if TYPE_CHECKING:
+    from deploy.registry.history.aliases import Verified
+    from tests.deploy.conftest import World
+
+
+@pytest.fixture
+def served(world: World) -> tuple[str, str]:
+    """v1 promoted at 1,100 s, v2 at 1,200, rolled back at 1,300."""
+    names = world.register(1), world.register(2, values=(0.3, 0.1))
+    for name, at in zip(names, (1_100.0, 1_200.0), strict=True):
+        world.clock.now = at
+        world.promote(name)
+    rollback(world.database, "m", reason="rude", actor="me", now=1_300.0)
+    return names
+
+
+def champion_at(world: World, at: float) -> str | None:
+    with world.database.read() as session:
+        held = {one.alias: one.adapter for one in held_at(session, "m", at)}
+    return held.get("champion")
+
+
+def verified(world: World) -> Verified:
+    with world.database.read() as session:
+        return verify(session)
+
+
+@pytest.mark.both_stores
+def test_who_was_champion_at_any_time(world: World, served: tuple[str, str]) -> None:
+    first, second = served
+
+    found = [champion_at(world, at) for at in (-1.0, 0.0, 1_099.9, 1_100.0, 1_250.0, 1_300.0)]
+
+    assert found == [None, "base", "base", first, second, first]
+
+
+def test_the_canary_alias_points_at_a_candidate_while_it_is_tried(world: World) -> None:
+    name = world.register(1)
+    world.clock.now = 2_000.0
+    world.promote(name)
+
+    assert "canary" not in world.aliases()
+    assert verified(world).broken == ()
+
+
+@pytest.mark.both_stores
+def test_a_whole_history_is_whole(world: World, served: tuple[str, str]) -> None:
+    found = verified(world)
+
+    assert found.broken == ()
+    # 2 at the first start; v1: canary, champion, canary gone (`previous` stays base); v2: the same
+    # and `previous`; the rollback: champion (`previous` is v1 already)
+    assert found.events == 2 + 3 + 4 + 1
+
+
+EDITS = {
+    "changed": ("UPDATE alias_event SET after = 'x' WHERE seq = 4", "move 4: it was changed"),
+    "removed": ("DELETE FROM alias_event WHERE seq = 4", "move 5: the one before it"),
+    "end removed": (
+        "DELETE FROM alias_event WHERE seq = (SELECT max(seq) FROM alias_event)",
+        "alias champion of m: points to",
+    ),
+    "hash anew": (
+        f"UPDATE alias_event SET hash = '{START}' WHERE seq = 4",
+        "move 5: the one before it",
+    ),
+    "alias": ("UPDATE alias SET adapter = 'x' WHERE alias = 'champion'", "alias champion of m"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_the_past_is_seen(world: World, served: tuple[str, str], edit: str) -> None:
+    statement, words = EDITS[edit]
+    with world.database.write() as session:
+        session.execute(text(statement))
+
+    assert any(words in one for one in verified(world).broken)
+
+
+@pytest.mark.both_stores
+def test_an_older_store_brings_its_moves_along(world: World, served: tuple[str, str]) -> None:
+    """They are read from the audit, which had them all the time."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with world.database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0033_table_taken")
+        command.upgrade(config, "head")
+
+    after = verified(world)
+
+    assert (after.events, after.broken) == (6, ())  # 10 without the four of `canary`
+    assert champion_at(world, 1_250.0) == served[1]
+
+
+async def test_the_api_shows_a_time_and_moves_the_anchor_by_its_etag(
+    world: World, served: tuple[str, str], api: Any
+) -> None:
+    first, second = served
+    then = (await api.get("/aliases", at=1_250.0)).json()["items"]
+    nowhere = await api.get("/aliases/anchor")
+    path, body = "/admin/v1/aliases/anchor", {"adapter": "v1", "reason": "known good"}
+
+    without = await api.client.put(path, json=body)
+    moved = await api.client.put(path, json=body, headers={"if-match": nowhere.headers["etag"]})
+    stale = await api.client.put(path, json=body, headers={"if-match": nowhere.headers["etag"]})
+
+    assert {"alias": "champion", "adapter": second, "generation": 3} in then
+    assert (nowhere.json()["adapter"], nowhere.headers["etag"]) == (None, '"g0"')
+    assert (without.status_code, moved.status_code, stale.status_code) == (428, 200, 412)
+    assert (moved.json()["adapter"], moved.headers["etag"]) == (first, '"g1"')
+    assert world.aliases()["anchor"] == first
+
+
+async def test_the_champion_is_put_by_the_rules_of_a_rollback(
+    world: World, served: tuple[str, str], api: Any
+) -> None:
+    third = world.register(3, values=(0.2, 0.2))
+
+    async def put(name: str, adapter: str) -> Any:
+        etag = (await api.get(f"/aliases/{name}")).headers["etag"]
+        return await api.client.put(
+            f"/admin/v1/aliases/{name}", json={"adapter": adapter}, headers={"if-match": etag}
+        )
+
+    never, done = await put("champion", third), await put("champion", "base")
+    previous, canary = await put("previous", "base"), await put("canary", "v1")
+
+    assert [one.status_code for one in (never, done, previous, canary)] == [409, 200, 409, 409]
+    assert world.table().champion == "base"
+    assert world.adapter(served[0]).state == "rolled_back"
+    assert (await api.get("/aliases/latest")).status_code == 422
