@@ -16,6 +16,7 @@ NAMES = {
     "groups": "benchmarks.groups.run",
     "learning": "benchmarks.learning.run",
     "learner": "benchmarks.learner.run",
+    "rollback": "benchmarks.rollback.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 

@@ -1,0 +1,1 @@
+"""How fast, and at what cost to users, a rollback takes effect on several proxies under load."""
