@@ -20,7 +20,7 @@ import torch
 from benchmarks import results
 from benchmarks.learner import cells, run, sides
 from benchmarks.learner.cells import Cell
-from learner.policy.attention_check import (
+from learner.policy.attention.check import (
     FORMS,
     HALF_TOLERANCE,
     TOLERANCE,

@@ -20,10 +20,10 @@ from benchmarks import results
 from benchmarks.learner import cells, sides
 from benchmarks.learner.cells import Cell
 from benchmarks.learner.plot import draw
+from learner.policy.attention.trie import pairs
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.packing import Pack, pack_group
 from learner.policy.sizes import sizes
-from learner.policy.trie import pairs
 
 NEVER_SLOWER, OVER_TRL = 0.95, 3.0
 SAME_LOSS, SAME_LOSS_HALF = 1e-5, 0.02

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
+import structlog
 import torch
 
 from learner.grpo.checks import attempt
+from learner.policy.joint import joint_groups, joint_pack, parts
 from learner.policy.logprobs import Policy, packs_of
-from learner.records import Fault, TrainableRow, TrainingGroup, TrainingJob
+from learner.records import Fault, Silent, TrainableRow, TrainingGroup, TrainingJob
+
+log = structlog.get_logger()
 
 
 def with_start(
@@ -19,19 +24,53 @@ def with_start(
 ) -> tuple[tuple[TrainingGroup, ...], dict[str, Fault]]:
     """Compute every group once under the policy, before its first step.
 
+    Groups that begin alike are computed together. Where that fails, or a value is not finite, each
+    of them is computed alone, so that a fault is that of one group.
     Returns: the groups with `TrainableRow.start`, and the faults of those that failed.
     Raises: RunStoppedError between packs.
     """
-    found: list[TrainingGroup] = []
+    found: dict[int, TrainingGroup] = {}
     faults: dict[str, Fault] = {}
-    for group in groups:
-        one = attempt(group.group_id, job, partial(_start, policy, group, job))
-        if isinstance(one, Fault):
-            faults[group.group_id] = one
-        else:
-            found.append(one)
+    joint = joint_groups(groups, max_tokens=job.settings.pack_tokens if policy.shape.packs else 0)
+    for together in joint:
+        left = together
+        if len(together) > 1:
+            found |= _together(policy, groups, together, job)
+            left = [number for number in together if number not in found]
+        for number in left:
+            group = groups[number]
+            one = attempt(group.group_id, job, partial(_start, policy, group, job))
+            if isinstance(one, Fault):
+                faults[group.group_id] = one
+            else:
+                found[number] = one
     job.report("")
-    return tuple(found), faults
+    return tuple(found[number] for number in sorted(found)), faults
+
+
+def _together(
+    policy: Policy, groups: Sequence[TrainingGroup], together: Sequence[int], job: TrainingJob
+) -> dict[int, TrainingGroup]:
+    """Compute groups in one pack. Returns: none of them where it fails (logged)."""
+    members = [groups[number] for number in together]
+
+    def compute() -> list[float]:
+        with torch.no_grad():
+            found: list[float] = policy.logprobs(joint_pack(members))[0].tolist()
+        return found
+
+    # Nobody is named while they are computed: none of them is to blame if the process dies.
+    values = attempt("", replace(job, watch=Silent()), compute)
+    if isinstance(values, Fault) or not all(map(math.isfinite, values)):
+        why = values.text if isinstance(values, Fault) else "a value is not finite"
+        log.info("joint_pack_failed", groups=len(members), why=why)
+        return {}
+    rest = iter(values)
+    done: dict[int, TrainingGroup] = {}
+    for number, group, part in zip(together, members, parts(members), strict=True):
+        done[number] = _with_values(group, islice(rest, part))
+        job.watch.done(group.group_id)
+    return done
 
 
 def _start(policy: Policy, group: TrainingGroup, job: TrainingJob) -> TrainingGroup:
@@ -40,9 +79,12 @@ def _start(policy: Policy, group: TrainingGroup, job: TrainingJob) -> TrainingGr
         job.check_stop()
         with torch.no_grad():
             values += policy.logprobs(pack)[0].tolist()
-    rest = iter(values)
+    return _with_values(group, iter(values))
+
+
+def _with_values(group: TrainingGroup, values: Iterator[float]) -> TrainingGroup:
     rows = tuple(
-        replace(row, start=_spread(row, islice(rest, row.kept_tokens))) if row.trainable else row
+        replace(row, start=_spread(row, islice(values, row.kept_tokens))) if row.trainable else row
         for row in group.rows
     )
     return replace(group, rows=rows)

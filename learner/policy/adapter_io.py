@@ -33,7 +33,7 @@ from learner.errors import (
 )
 from learner.explain import one_line
 from learner.policy.architecture import architecture
-from learner.policy.attention_check import use_form
+from learner.policy.attention.check import use_form
 from learner.policy.costs import Prices, prices
 from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.room import limit_torch

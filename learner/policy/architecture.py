@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Form = Literal["segments", "varlen", "dense"]
-"""How attention over a pack is computed (`learner.policy.attention`)."""
+"""How attention over a pack is computed (`learner.policy.attention.segments`)."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RECURRENT = (

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from learner.policy.architecture import Form
+from learner.policy.attention.trie import Segment, fold, pairs
 from learner.policy.packing import Pack, fed, in_bins, pack_rows
 from learner.policy.sizes import Sizes
-from learner.policy.trie import Segment, fold, pairs
 from learner.records import TrainableRow, TrainingGroup
 
 PER_PACK = 27.0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.policy.architecture import Architecture, Form
-from learner.policy.attention import added_mask, dense_mask, plan
+from learner.policy.attention.segments import added_mask, dense_mask, plan
 from learner.policy.costs import Prices, cheapest
 from learner.policy.head import Head, target_logprobs
 from learner.policy.packing import Pack, pack_group
@@ -35,7 +35,7 @@ class Policy:
     """True: matrix products in bf16; the residual stream, the head and the adapter stay fp32."""
     shape: Architecture = field(default_factory=Architecture)
     form: Form = "dense"
-    """How attention over a pack is computed (`learner.policy.attention`)."""
+    """How attention over a pack is computed (`learner.policy.attention.segments`)."""
     prices: Prices = field(default_factory=Prices)
     """What parts of a pack cost."""
 

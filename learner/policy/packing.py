@@ -8,7 +8,7 @@ A token attends to the prompt and to its own segment's past, and the positions r
 prompt, so each answer gets exactly the log-probabilities of a separate row. The first token of
 every answer is predicted from the prompt's last position. A group of 8 answers of 45 tokens behind
 a prompt of 60 costs 412 tokens instead of 832. Answers that begin alike, as those of several turns
-with one history do, share their beginnings too (`learner.policy.trie`).
+with one history do, share their beginnings too (`learner.policy.attention.trie`).
 
 A token that its row does not keep (`TrainableRow.kept`) is no target. It stays in the input: the
 tokens behind it were sampled after it.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from learner.policy.trie import Segment, fold, unique_tokens
+from learner.policy.attention.trie import Segment, fold, unique_tokens
 from learner.records import TrainableRow, TrainingGroup
 
 
@@ -62,7 +62,7 @@ def pack_group(
     """Pack the trainable answers of a group, in order, in as few packs as that order allows.
 
     alone: each answer gets a pack of its own, for models that do not pack.
-    least: as in `learner.policy.trie.fold`.
+    least: as in `learner.policy.attention.trie.fold`.
     max_tokens: longest pack. A group that does not fit is split, and each part gets the prompt. An
         answer that does not fit even alone gets its own pack: selection has already dropped groups
         that are too long.
@@ -94,18 +94,23 @@ def fed(group: TrainingGroup, row: TrainableRow) -> tuple[int, ...]:
 
 def pack_rows(group: TrainingGroup, rows: Sequence[TrainableRow], *, least: int = 1) -> Pack:
     """Pack these rows of a group into one."""
-    trie = fold([fed(group, row) for row in rows], least=least)
-    last = len(group.prompt_token_ids) - 1
+    return pack_members([(group, row) for row in rows], least=least)
+
+
+def pack_members(members: Sequence[tuple[TrainingGroup, TrainableRow]], *, least: int = 1) -> Pack:
+    """Pack rows, of one group or of several, into one; its names are those of the first."""
+    trie = fold([fed(group, row) for group, row in members], least=least)
+    rows = [row for _, row in members]
     return Pack(
-        group_id=group.group_id,
-        adapter=group.adapter,
+        group_id=members[0][0].group_id,
+        adapter=members[0][0].adapter,
         input_ids=trie.tokens,
         positions=trie.positions,
         segments=trie.segments,
         sources=tuple(
             place
-            for row, places in zip(rows, trie.places, strict=True)
-            for place in row.of_kept(places[last:])
+            for (group, row), places in zip(members, trie.places, strict=True)
+            for place in row.of_kept(places[len(group.prompt_token_ids) - 1 :])
         ),
         targets=tuple(token for row in rows for token in row.of_kept(row.token_ids)),
         recorded=tuple(value for row in rows for value in row.of_kept(row.logprobs)),

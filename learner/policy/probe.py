@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from learner.adapter_folder import PROBE, file_digest
 from learner.explain import one_line
+from learner.policy.attention.trie import chain
 from learner.policy.logprobs import Policy
 from learner.policy.packing import Pack
-from learner.policy.trie import chain
 from learner.probe_file import ProbeFile, render_probe
 
 log = structlog.get_logger()

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from learner.policy import attention, attention_check
 from learner.policy.architecture import Form
-from learner.policy.attention import by_segments, plan, segment_attention
-from learner.policy.attention_check import choose_form, dense, difference, drawn_segments
-from learner.policy.trie import fold
+from learner.policy.attention import check as attention_check
+from learner.policy.attention import segments as attention
+from learner.policy.attention.check import choose_form, dense, difference, drawn_segments
+from learner.policy.attention.segments import by_segments, plan, segment_attention
+from learner.policy.attention.trie import fold
 
 CPU = torch.device("cpu")
 

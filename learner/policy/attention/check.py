@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from learner.explain import one_line
 from learner.policy.architecture import Architecture, Form
-from learner.policy.attention import NAME, dense_mask, plan, segment_attention
-from learner.policy.trie import Segment, fold
+from learner.policy.attention.segments import NAME, dense_mask, plan, segment_attention
+from learner.policy.attention.trie import Segment, fold
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """Attention over the segments of a pack, without a mask of all its tokens.
 
-A pack is a trie of segments in pre-order (`learner.policy.trie`). Three forms compute it:
+A pack is a trie of segments in pre-order (`learner.policy.attention.trie`). Three forms compute it:
 
 `segments`, on a CPU: each segment's own tokens attend to themselves, causally, and all tokens below
     it attend to it without a mask: one call of torch's flash kernel each. The parts of a token's
@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from learner.policy.architecture import Form
-from learner.policy.trie import Segment, ancestors
+from learner.policy.attention.trie import Segment, ancestors
 
 NAME = "segments"
 """Name of this attention in transformers."""

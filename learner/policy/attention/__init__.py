@@ -1,0 +1,1 @@
+"""Tries of tokens, and attention over them."""
