@@ -44,7 +44,7 @@ STEP = {
     "missing_in_a_row": 0,
 }
 PROOF = {
-    "proof": {
+    "quality": {
         "no_worse": {"nats": 2.1, "threshold": 20.0},
         "anchored": {"nats": 3.4, "threshold": 20.0},
         "harm": {"nats": -1.2, "threshold": 20.0},

@@ -45,7 +45,7 @@ class Looked:
 def read_looked(cookie: str | None, now: float) -> Looked:
     """Read the cookie, which anybody may have written."""
     parts = (cookie or "").split(".")
-    if len(parts) != 4 or not all(part.isdigit() and len(part) < 16 for part in parts):
+    if len(parts) != 4 or not all(map(_is_number, parts)):
         return Looked()
     before, last, lost_before, lost_last = map(int, parts)
     if max(before, last) > now:
@@ -53,6 +53,10 @@ def read_looked(cookie: str | None, now: float) -> Looked:
     return Looked(
         before=float(before), last=float(last), lost_before=lost_before, lost_last=lost_last
     )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

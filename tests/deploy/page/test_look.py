@@ -98,9 +98,9 @@ def test_charts_are_drawn_with_their_thresholds_and_have_their_numbers_beside_th
 
     assert painted > 0.05
     assert rows == [
-        "proof no worse 8.166",
-        "proof anchored 29.96",
-        "proof harm 0.3012",
+        "quality no worse 8.166",
+        "quality anchored 29.96",
+        "quality harm 0.3012",
         "guards failed 0.6703",
         "guards cut 1.35",
     ]

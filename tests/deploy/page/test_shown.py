@@ -1,0 +1,293 @@
+"""What the page says, word by word: times, sentences, visits, shares, charts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from deploy.admin.models import AuditOut, CanaryOut, EngineOut, LearnerOut, StatusOut
+from deploy.admin.out import FunnelOut, StageOut
+from deploy.page.shown.changes import AWAY_S, Looked, changes, differences, read_looked
+from deploy.page.shown.charts import MOST_POINTS, difference_chart, run_charts
+from deploy.page.shown.proof import MOST_ROWS, evidence_rows, proof_chart
+from deploy.page.shown.times import clock, iso, length, short_length
+from deploy.page.shown.traffic import lost_captures, sights
+from deploy.page.shown.words import headline, share, short, step_waits_for
+from sidecar.settings import Canary as CanarySettings
+
+NOON = 1_767_268_800.0
+"""2026-01-01 12:00 UTC."""
+V2, V3 = "shop--v2-0123456789ab", "shop--v3-0123456789ab"
+
+
+def canary(**changed: Any) -> CanaryOut:
+    fields: dict[str, Any] = {
+        "canary_id": "c1",
+        "candidate": V3,
+        "champion": V2,
+        "state": "ramping",
+        "paused": False,
+        "reason": None,
+        "step": 0,
+        "steps": [2_000, 5_000],
+        "weight_bp": 2_000,
+        "created_at": NOON,
+        "step_started_at": NOON,
+        "next_step_earliest_at": NOON + 3_600.0,
+        "ended_at": None,
+        "generation": 1,
+        "allowed_actions": [],
+    }
+    return CanaryOut.model_validate({**fields, **changed})
+
+
+def status(**changed: Any) -> StatusOut:
+    learner = LearnerOut(paused=False, run_requested=False, last_run=None, allowed_actions=[])
+    engine = EngineOut(away=None, loaded=[], refused={}, replicas={})
+    fields: dict[str, Any] = {
+        "model": "shop",
+        "champion": V2,
+        "previous": "base",
+        "routing": None,
+        "canary": None,
+        "learner": learner,
+        "engine": engine,
+        "control": {},
+        "adapters": {},
+        "groups": {},
+        "exchanges": 0,
+        "feedback": {},
+        "signals": {},
+        "bus": None,
+        "token_check": "on",
+    }
+    return StatusOut.model_validate({**fields, **changed})
+
+
+def audit(action: str, at: float = NOON, **changed: Any) -> AuditOut:
+    fields: dict[str, Any] = {
+        "seq": 1,
+        "at": at,
+        "actor": "control",
+        "source": "",
+        "request_id": "",
+        "action": action,
+        "subject": "c1",
+        "before": {},
+        "after": {},
+        "reason": "because",
+    }
+    return AuditOut.model_validate({**fields, **changed})
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (NOON - 60.0, "11:59"),
+        (NOON + 86_400.0, "2 Jan 12:00"),
+        (NOON - 86_400.0, "31 Dec 2025 12:00"),
+        (math.inf, "an unreadable time"),
+        (math.nan, "an unreadable time"),
+        (None, "an unreadable time"),
+        ("<b>", "an unreadable time"),
+    ],
+)
+def test_a_time_is_as_short_as_it_is_clear(at: object, said: str) -> None:
+    assert clock(at, NOON) == said
+    assert (iso(at) == "") is (said == "an unreadable time")
+
+
+def test_lengths_have_whole_units_and_measurements_their_own() -> None:
+    assert [length(s) for s in (0.4, 1, 59.9, 60, 7_200, 100_000, 200_000)] == [
+        "less than a second", "1 second", "59 seconds", "1 minute", "2 hours", "27 hours", "2 days",
+    ]  # fmt: skip
+    assert [short_length(s) for s in (0.0412, 0.9994, 1.25, 75.0, -1.0)] == [
+        "41 ms", "999 ms", "1.2 s", "1 minute", "0 ms",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "waits", "said"),
+    [
+        (None, "", "v2 serves since 11:00 UTC. No candidate is being tried."),
+        (
+            {},
+            "7 sessions",
+            "v3 gets 20%, next step 13:00 UTC at the earliest, waits for 7 sessions.",
+        ),
+        ({"step": 1, "weight_bp": 5_000}, "", "v3 gets 50%, promotion 13:00 UTC at the earliest."),
+        ({"next_step_earliest_at": NOON}, "", "v3 gets 20%."),
+        ({"paused": True}, "7 sessions", "v3 is paused at 20%."),
+        ({"state": "loading"}, "", "v3 is being loaded into vLLM."),
+        ({"state": "gating"}, "", "v3 is at the gate and gets no users yet."),
+    ],
+)
+def test_the_headline_says_what_users_get(
+    changed: dict[str, Any] | None, waits: str, said: str
+) -> None:
+    one = None if changed is None else canary(**changed)
+    found = headline(
+        status(canary=one),
+        NOON - 3_600.0,
+        waits,
+        NOON,
+        None if one is None else one.next_step_earliest_at,
+    )
+
+    assert found.endswith(said)
+    assert found.startswith("v2 serves since 11:00 UTC")
+
+
+def test_names_are_short_where_they_are_of_our_form() -> None:
+    names = (V2, "base", "shop--v2-0123456789AB", "", 7)
+
+    assert [short(one) for one in names] == ["v2", "the base model", *map(str, names[2:])]
+
+
+def test_a_step_waits_for_the_replies_that_it_lacks() -> None:
+    rules = CanarySettings(step_min_exchanges=20)
+    evidence = {"step_1": {"candidate": {"replies": 13}, "sessions": 500}}
+    whole = {"step_1": {"candidate": {"replies": 20}, "sessions": 500}}
+    sessions = getattr(rules, "step_min_sessions", None)
+    also = "" if sessions is None else f"{sessions} sessions and "
+
+    assert step_waits_for(canary(), evidence, rules) == "7 replies"
+    assert step_waits_for(canary(), whole, rules) == ""
+    assert step_waits_for(canary(), {"step_1": "damaged"}, rules) == f"{also}20 replies"
+    assert step_waits_for(canary(state="gating"), evidence, rules) == ""
+
+
+def test_a_visit_ends_when_its_visitor_was_away() -> None:
+    first = Looked().again(100.0, lost=5)
+    reloaded = first.again(100.0 + AWAY_S, lost=7)
+    back = reloaded.again(100.0 + 2 * AWAY_S + 1.0, lost=9)
+
+    assert first == Looked(before=0.0, last=100.0, lost_before=5, lost_last=5)
+    assert reloaded == Looked(before=0.0, last=1_000.0, lost_before=5, lost_last=7)
+    assert back == Looked(before=1_000.0, last=1_901.0, lost_before=7, lost_last=9)
+    assert read_looked(back.cookie(), 2_000.0) == back
+
+
+@pytest.mark.parametrize(
+    "cookie",
+    [None, "", "1.2.3", "1.2.3.x", "1.9999.0.0", "-1.2.3.4", "٣.1.1.1", "1" * 99 + ".1.1.1"],
+)
+def test_a_cookie_that_somebody_made_up_is_a_first_visit(cookie: str | None) -> None:
+    assert read_looked(cookie, 100.0) == Looked()
+
+
+def test_changes_name_the_candidate_and_tell_a_rejection_from_a_rollback() -> None:
+    rows = [
+        audit("rollback", before={"champion": V3}, after={"champion": V2}),
+        audit("canary.rolled_back", before={"phase": "ramping", "weight_bp": 2_000}),
+        audit("canary.rolled_back", before={"phase": "gating", "weight_bp": 0}),
+        audit("canary.promoted"),
+        audit("canary.ramping"),
+        audit("canary.promoted", at=NOON - 10.0),
+    ]
+
+    found = changes(rows, {"c1": V3}, NOON - 10.0)
+
+    assert [one.text for one in found] == [
+        "rollback from v3 to v2",
+        "v3 was rolled back at 20%",
+        "v3 was rejected",
+        "v3 was promoted",
+    ]
+
+
+def test_an_audit_row_says_what_it_changed() -> None:
+    row = audit(
+        "x",
+        before={"weight_bp": 0, "phase": "gating", "same": 1},
+        after={"weight_bp": 2_000, "phase": "ramping", "same": 1, "paused": True, "canary_id": "c"},
+    )
+
+    assert differences(row) == "weight: 0% → 20%; phase: gating → ramping; paused: yes"
+
+
+def test_a_share_is_whole_only_when_nothing_is_missing() -> None:
+    assert [share(one) for one in (1.0, 0.99999, 0.5, 0.0)] == ["100%", "99.9%", "50.0%", "0.0%"]
+
+
+def test_what_is_lost_is_told_apart_from_what_is_left_out() -> None:
+    ended = {"lost_queue_full": 3, "lost_disk_full": 1, "skipped_header": 6}
+    stage = StageOut(
+        name="requests",
+        unit="requests",
+        passed_as="captured",
+        entered=100,
+        passed=90,
+        ended=ended,
+        waiting={},
+        unreported=0,
+    )
+    funnel = FunnelOut(
+        stages=[stage],
+        exchanges={},
+        groups={},
+        groups_by_reason={},
+        runs={},
+        canaries={},
+        counters={},
+        token_check="on",
+    )
+
+    captured = sights(funnel, status(), NOON)[0]
+
+    assert lost_captures(funnel) == 4
+    assert (captured.figure, captured.good) == ("90.0% of 100 requests", False)
+    assert captured.note == "4 lost, 6 left out on purpose, since the store was made"
+
+
+def test_e_values_stand_on_a_log_axis_with_their_thresholds() -> None:
+    found = proof_chart(
+        {
+            "quality": {"no_worse": {"nats": math.log(8.0), "threshold": 20.0}, "groups": 12},
+            "guards": {"failed": {"nats": 0.0, "threshold": 100.0}, "cut": {"nats": "?"}},
+            "steps": [2_000],
+        }
+    )
+
+    assert found is not None
+    assert found.names == ("quality no worse", "guards failed")
+    assert found.series["e-value"] == pytest.approx((8.0, 1.0))
+    assert [line.y for line in found.lines] == [20.0, 100.0]
+    assert found.log
+    assert proof_chart({"gate": {"scored": 3}}) is None
+
+
+def test_evidence_of_any_shape_becomes_rows_and_not_too_many() -> None:
+    deep: dict[str, Any] = {"end": 1}
+    for _ in range(50):
+        deep = {"x": deep}
+    wide = {f"k{number}": number for number in range(2 * MOST_ROWS)}
+
+    rows = evidence_rows({"gate": {"passed": True, "low": 0.123456, "none": None}, "deep": deep})
+
+    assert rows[:2] == [("gate / passed", "yes"), ("gate / low", "0.1235")]
+    assert len(rows[2][1]) <= 500
+    assert len(evidence_rows(wide)) == MOST_ROWS
+
+
+def test_curves_leave_out_what_no_step_has_and_thin_out_what_is_long() -> None:
+    steps = [{"step": n, "reward_mean": n / 10, "loss": math.nan} for n in range(1, 5)]
+
+    charts = run_charts(steps)
+    long = run_charts([{"step": n, "loss": 1.0} for n in range(3 * MOST_POINTS)])
+
+    assert [one.title for one in charts] == ["Reward"]
+    assert charts[0].series == {"mean reward": (0.1, 0.2, 0.3, 0.4)}
+    assert charts[0].rows()[0] == ("1", "0.1")
+    assert len(long[0].x) == MOST_POINTS
+
+
+def test_the_judged_difference_is_the_mean_so_far() -> None:
+    found = difference_chart([0.2, None, -0.1, 0.5], 0.05)
+
+    assert found is not None
+    assert found.series["mean difference"] == pytest.approx((0.2, 0.05, 0.2))
+    assert [(line.label, line.y) for line in found.lines] == [("equal", 0.0), ("margin", -0.05)]
+    assert difference_chart([None], 0.05) is None
