@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import Depends, FastAPI, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import select
 
@@ -119,6 +119,6 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
         }
         return JSONResponse(body, status_code=200 if ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(_caller: Caller) -> Response:
         return Response(render(collector), media_type=CONTENT_TYPE_LATEST)
