@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -155,6 +156,12 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     query_THD, key_THD, value_THD = (one[0].transpose(0, 1) for one in (query, key, value))
+    grouped: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:
+        grouped["enable_gqa"] = True
+    elif query.shape[1] != key.shape[1]:  # the kernel takes as many heads of keys as of queries
+        times = query.shape[1] // key.shape[1]
+        key_THD, value_THD = (one.repeat_interleave(times, 1) for one in (key_THD, value_THD))
     found = varlen_attn(
         query_THD.contiguous(),
         key_THD[gathered.index_K],
@@ -165,7 +172,7 @@ def varlen(
         gathered.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return found[0] if isinstance(found, tuple) else found
 

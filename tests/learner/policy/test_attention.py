@@ -83,7 +83,7 @@ def reference_varlen(*, bottom_right: bool) -> Any:
         *,
         scale: float | None,
         window_size: tuple[int, int],
-        enable_gqa: bool,
+        enable_gqa: bool = False,
     ) -> Tensor:
         parts = []
         for number in range(len(queries) - 1):
@@ -138,6 +138,30 @@ def test_a_kernel_that_aligns_otherwise_or_fails_is_not_taken(
     assert form == ("dense" if why else "varlen")
     assert said.startswith(why)
     assert bool(said) is bool(why)
+
+
+def test_a_kernel_that_does_not_group_heads_gets_each_key_as_often_as_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in torch 2.11."""
+    grouping = reference_varlen(bottom_right=True)
+
+    def varlen_attn(
+        query_THD: Tensor,
+        key_KHD: Tensor,
+        value_KHD: Tensor,
+        *lengths: Any,
+        scale: float | None,
+        window_size: tuple[int, int],
+    ) -> Any:
+        assert query_THD.shape[1] == key_KHD.shape[1]
+        return grouping(
+            query_THD, key_KHD, value_KHD, *lengths, scale=scale, window_size=window_size
+        )
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+
+    assert difference("varlen", CPU, torch.float32, 16, None) < 1e-5
 
 
 def test_other_devices_take_the_dense_form() -> None:
