@@ -28,7 +28,7 @@ from learner.records import Candidate
 from learner.runs.train import Run, Trainer
 from sidecar.processes.children import own_environment, own_python
 from sidecar.settings import Settings
-from sidecar.store.database import Database, set_flag
+from sidecar.store.database import Database, get_flag, set_flag
 
 log = structlog.get_logger()
 
@@ -110,11 +110,14 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
         found = reach(settings.serving.base_model_path, settings.learner, device)
     except DeviceError:  # the run's own error
         found = None
-    log.info("pack_tokens_found", tokens=found, used=found or UNTOLD_TOKENS)
-    if found:
+    used = UNTOLD_TOKENS
+    if found is not None and found.safe:
         with database.write(alone=False) as session:
-            set_flag(session, TRAINABLE_FLAG, str(found), now=now)
-    learner = settings.learner.model_copy(update={"pack_tokens": found or UNTOLD_TOKENS})
+            told = get_flag(session, TRAINABLE_FLAG) or ""
+            used = found.told(int(told) if told.isdecimal() else 0)
+            set_flag(session, TRAINABLE_FLAG, str(used), now=now)
+    log.info("pack_tokens_found", holds=found.holds if found is not None else None, used=used)
+    learner = settings.learner.model_copy(update={"pack_tokens": used})
     return settings.model_copy(update={"learner": learner})
 
 

@@ -7,6 +7,8 @@ it. The estimate of a pack is that of `learner.policy.sizes`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from transformers import AutoConfig
 
@@ -52,8 +54,26 @@ def longest_input(
     )
 
 
-def reach(base_model_path: str, settings: Learner, device: torch.device) -> int | None:
-    """Measure the memory, and return the longest input; None where too little is known.
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Longest inputs, in tokens."""
+
+    holds: int
+    """What the memory holds now."""
+    safe: int
+    """What it still holds when a quarter less is free."""
+
+    def told(self, before: int) -> int:
+        """Return what is told to ingest and used; before: the last time, 0: never.
+
+        It stays while it is held and no less than half of what is safe: a run that was killed goes
+        on with the inputs that it had (`learner.origin.fingerprint`).
+        """
+        return before if before <= self.holds and self.safe <= 2 * before else self.safe
+
+
+def reach(base_model_path: str, settings: Learner, device: torch.device) -> Reach | None:
+    """Measure the memory, and return the longest inputs; None where too little is known.
 
     No attention mask of all pairs is counted: models that need one reach less far, and what does
     not fit is left out (`out_of_memory`).
@@ -77,5 +97,5 @@ def reach(base_model_path: str, settings: Learner, device: torch.device) -> int 
         autocast=wants_autocast(settings.precision, device),
         checkpointing=settings.checkpointing != "off",
     )
-    positions = getattr(config, "max_position_embeddings", None)
-    return min(found, int(positions)) if positions else found
+    most = int(getattr(config, "max_position_embeddings", None) or found)
+    return Reach(holds=min(found, most), safe=min(found * 3 // 4, most))

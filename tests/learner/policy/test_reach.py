@@ -11,7 +11,7 @@ from ingest.grouping.rules import TRAINABLE_FLAG, UNTOLD_TOKENS, rules_now, rule
 from learner.base_weights import BaseSize
 from learner.once import with_pack_tokens
 from learner.policy import reach as of_reach
-from learner.policy.reach import longest_input, reach
+from learner.policy.reach import Reach, longest_input, reach
 from learner.policy.room import Room
 from learner.policy.sizes import CHUNK_BYTES, Sizes
 from sidecar.settings import Learner, Settings
@@ -61,10 +61,10 @@ def test_no_model_is_trained_beyond_its_positions(
     tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**12, free=10**12, share=1))
-    assert reach(str(tiny_base), learner_settings, CPU) == 128
+    assert reach(str(tiny_base), learner_settings, CPU) == Reach(128, 128)
 
     monkeypatch.setattr(of_reach, "room_of", lambda *_: Room(total=10**9, free=10**6, share=1))
-    assert reach(str(tiny_base), learner_settings, CPU) == 0
+    assert reach(str(tiny_base), learner_settings, CPU) == Reach(0, 0)
 
 
 @pytest.mark.parametrize("broken", ["nobody/nothing-of-this-name", ""])
@@ -85,6 +85,23 @@ def test_auto_is_told_to_ingest_through_the_store(settings: Settings, database: 
     with database.read() as session:
         assert get_flag(session, TRAINABLE_FLAG) == "128"
         assert rules_now(session, rules).max_trained_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        (0, 750),  # never told
+        (750, 750),
+        (1_000, 1_000),  # still held
+        (1_001, 750),
+        (375, 375),
+        (374, 750),  # half of what is safe
+    ],
+)
+def test_what_was_told_stays_while_it_is_held_and_not_much_too_small(
+    before: int, told: int
+) -> None:
+    assert Reach(holds=1_000, safe=750).told(before) == told
 
 
 def test_a_number_is_taken_as_it_is(settings: Settings, database: Database) -> None:
