@@ -32,11 +32,15 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument(
         "--measure", action="store_true", help="tell ingest how long an input can be trained on"
     )
+    parser.add_argument(
+        "--replay", metavar="RUN", help="a run id or a version: train it again, publish nothing"
+    )
     parser.add_argument("--run-id", default="", help="name of that run; default: a new one")
     parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")
     args = parser.parse_args(argv)
 
-    from learner.once import measure_in_child, run_once, with_pack_tokens
+    from learner.once import measure_in_child, run_once, torch_trainer, with_pack_tokens
+    from learner.replay import replay
     from learner.schedule.loop import run_schedule
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
@@ -59,6 +63,8 @@ def _main(argv: list[str] | None) -> int:
             if args.measure:
                 with_pack_tokens(settings, database, now=time.time())
                 return 0
+            if args.replay is not None:
+                return replay(settings, database, args.replay, trainer=torch_trainer)
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
                 return run_once(

@@ -25,6 +25,7 @@ from learner.errors import (
 )
 from learner.explain import explain
 from learner.records import Candidate
+from learner.resume.rule import resumed_words
 from learner.runs.train import Run, Trainer
 from sidecar.processes.children import own_environment, own_python
 from sidecar.settings import Settings
@@ -60,7 +61,7 @@ def run_once(
     """
     settings = with_pack_tokens(settings, database, now=clock())
     run = Run(
-        settings, database, _torch_trainer, run_id=run_id, clock=clock, show=_shown(sys.stderr)
+        settings, database, torch_trainer, run_id=run_id, clock=clock, show=_shown(sys.stderr)
     )
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
@@ -89,7 +90,7 @@ def run_once(
         adapters_dir = settings.learner.adapters_dir
         sys.stderr.write(f"learner: {explain(error, adapters_dir=adapters_dir)}\n")
         return FAILED
-    how = f", in run {run.run_id}, {run.resumed}" if run.resumed else ""
+    how = f", in run {run.run_id}, {resumed_words(run.deaths)}" if run.deaths else ""
     sys.stdout.write(f"trained {candidate.adapter} from {candidate.parent}{how}\n")
     return TRAINED
 
@@ -189,7 +190,8 @@ def _prepare_torch() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _torch_trainer() -> Trainer:
+def torch_trainer() -> Trainer:
+    """Return the real trainer."""
     _prepare_torch()
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 

@@ -209,6 +209,8 @@ class RunOut(Out):
     held: dict[str, Any] | None
     """Of a run that the reward watch held: `findings` with their figures, and `checks`, how often
     it was asked; else null."""
+    deaths: list[Any] | None
+    """One object for each time that it was killed and resumed; null: never."""
     progress: dict[str, Any] | None
     """Where it is or was last, `at` that time; null before its trainer said so."""
 

@@ -130,9 +130,14 @@ def score(context: typer.Context) -> None:
 def learn(
     context: typer.Context,
     once: Annotated[bool, typer.Option("--once", help="one run now, then stop")] = False,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="train a run or version again, and compare the weights"),
+    ] = None,
 ) -> None:
     """Run the learner on its schedule, or once now (exit 3: nothing, 4: held, 5: no room)."""
-    _run_process(context, "learn", *(("--once",) if once else ()))
+    extra = ("--once",) if once else ()
+    _run_process(context, "learn", *(("--replay", replay) if replay is not None else extra))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from deploy.cli.learning.judges import (
     gate_judge_lines,
     judge_lines,
 )
-from deploy.cli.learning.runs import progress_words
+from deploy.cli.learning.runs import killed_words, progress_words, resumed_words
 from deploy.cli.learning.verifiers import Verifier, verifier_lines
 from deploy.cli.times import shown_age, shown_time
 from sidecar.records import BASE
@@ -51,6 +51,8 @@ class Run(msgspec.Struct):
     ended_at: float | None
     adapter: str | None
     progress: dict[str, Any] | None = None
+    deaths: list[Any] | None = None
+    heartbeat_at: float | None = None
 
 
 class Schedule(msgspec.Struct):
@@ -229,10 +231,14 @@ def _learner(learner: Learner, now: float, schedule: str) -> Iterator[str]:
     when = shown_time(run.started_at if run.ended_at is None else run.ended_at, now)
     word = "runs since" if run.ended_at is None else f"{run.status}"
     yield f"  Last run {run.run_id}: {word} {when}{made}{why}."
+    if resumed := resumed_words(run.deaths):
+        yield f"  It was killed, and resumed {resumed}."
+    if killed := killed_words({"status": run.status, "heartbeat_at": run.heartbeat_at}, now):
+        yield f"  It was KILLED: {killed}."
     if run.ended_at is None and (where := progress_words(run.progress)):
         at = (run.progress or {}).get("at")
         seen = f" ({shown_age(now - at)})" if isinstance(at, int | float) else ""
-        yield f"  It is {where}{seen}."
+        yield f"  It {'was' if killed else 'is'} {where}{seen}."
 
 
 SILENT_S = 180.0

@@ -1,4 +1,4 @@
-"""The digest of a base model's files: its config and its weights.
+"""The digests of what a run starts from: a base model's config and weights, a parent's moments.
 
 Hashing them takes as long as reading them, so the hash of each file is kept beside the file's size
 and time of change, and a file that has both still is not read again.
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import structlog
 
-from learner.adapter_folder import file_digest
+from learner.adapter_folder import OPTIMIZER, file_digest
+from learner.records import Parent
 
 log = structlog.get_logger()
 
@@ -69,6 +70,12 @@ def base_digest(base_model_path: str, cache: Path) -> BaseDigest | None:
     return BaseDigest(
         digest=hashlib.sha256(canonical.encode()).hexdigest(), revision=_revision(folder)
     )
+
+
+def moments_digest(parent: Parent) -> str | None:
+    """Return the SHA-256 of the moments that a run went on from; None when there were none."""
+    path = parent.path / OPTIMIZER if parent.path is not None else None
+    return file_digest(path) if path is not None and path.is_file() else None
 
 
 def _folder(base_model_path: str) -> Path | None:

@@ -12,12 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ingest.records import ScoredGroup
-from learner.records import CheckedAnswers, Parent, TrainingOutcome
+from learner.records import CheckedAnswers, TrainingOutcome
 from learner.runs.selection import mask_reason
 from learner.runs.spread_gate import Noise, SpreadGate
 from sidecar.settings import Learner
 
-FORMAT = 1
+ACTOR = "learner"
+FORMAT = 2
+"""1 had no `base`, `window`, `code`, `hardware`, `reward`, `kl` and `curves`."""
 
 
 def build_lineage(
@@ -25,29 +27,33 @@ def build_lineage(
     run_id: str,
     created_at: float,
     model: str,
-    base_model_path: str,
-    parent: Parent,
+    origin: Mapping[str, Any],
     groups: Sequence[ScoredGroup],
     dropped: Mapping[str, str],
     settings: Learner,
     gates: Mapping[str, SpreadGate],
     noise: Noise,
     outcome: TrainingOutcome,
-    libraries: Mapping[str, str],
+    curves: str | None = None,
+    resumed: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Build the record that explains an adapter and allows to reproduce it.
 
     created_at: Unix seconds. groups: the groups trained on. dropped: group id -> reason, for the
     groups that the run left out. gates: group id -> the least spread of its scores. noise: of the
-    judges, as it was measured when the groups were selected.
+    judges, as it was measured when the groups were selected. origin: base, parent, window,
+    libraries, code and hardware (`learner.runs.origins`). curves: file of the steps' figures, in
+    the folder. resumed: where the run was killed, and went on.
     """
+    first, last = outcome.metrics[0], outcome.metrics[-1]
     return {
         "format": FORMAT,
         "run_id": run_id,
         "created_at": created_at,
         "model": model,
-        "base_model": base_model_path,
-        "parent": {"name": parent.name, "version": parent.version, "digest": parent.digest},
+        "actor": ACTOR,
+        "base_model": origin["base"]["model"],
+        **origin,
         "groups": [
             _describe(
                 group,
@@ -62,7 +68,11 @@ def build_lineage(
         "settings": settings.model_dump(mode="json"),
         "seed": settings.seed,
         "algorithm": dict(outcome.algorithm),
-        "libraries": dict(libraries),
+        "reward": {"before": first.reward_mean, "after": None},
+        "kl": {"to_behaviour": last.approx_kl, "to_base": outcome.algorithm.get("kl_to_base")},
+        "evaluation": None,
+        "curves": curves,
+        "resumed": [dict(one) for one in resumed],
         "drift": asdict(outcome.drift) if outcome.drift is not None else None,
         "metrics": [asdict(step) for step in outcome.metrics],
     }

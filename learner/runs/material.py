@@ -17,9 +17,8 @@ import structlog
 from ingest.noise.measured import MeasuredNoise, measured_noise
 from ingest.records import ScoredGroup
 from ingest.store.groups import SCORED
-from learner.adapter_folder import OPTIMIZER, file_digest
 from learner.errors import NotResumedError
-from learner.origin.base_digest import CACHE, base_digest
+from learner.origin.base_digest import CACHE, base_digest, moments_digest
 from learner.origin.fingerprint import differences, fingerprint, settings_of_result
 from learner.origin.surroundings import code_version, library_versions
 from learner.records import Fault, Parent
@@ -87,6 +86,15 @@ class Material:
     def left_out(self) -> Mapping[str, str]:
         """Group id -> reason, for every group that the run left out."""
         return {**self.claimed.unclaimed, **self.dropped}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the log has beside the counts."""
+        noise = self.noise.items()
+        return {
+            "masked_answers": dict(self.selection.masked_answers),
+            "judge_noise": {f"{m} {r[:12]} x{n}": round(of.sd, 4) for (m, r, n), of in noise},
+        }
 
     def without(self, faults: Mapping[str, Fault]) -> Material:
         """Return the material without the groups that the trainer left out."""
@@ -195,7 +203,6 @@ def prints(settings: Settings, material: Material) -> dict[str, Any]:
     """Return what the result of a run depends on, as JSON. It reads the base's files."""
     parent, serving = material.parent, settings.serving
     base = base_digest(serving.base_model_path, settings.state_dir / CACHE)
-    moments = parent.path / OPTIMIZER if parent.path is not None else None
     return {
         "noise": noise_json(material.noise),
         "fingerprint": fingerprint(
@@ -203,7 +210,7 @@ def prints(settings: Settings, material: Material) -> dict[str, Any]:
             base=serving.base_model_path,
             base_digest=None if base is None else base.digest,
             parent=parent,
-            parent_moments=file_digest(moments) if moments and moments.is_file() else None,
+            parent_moments=moments_digest(parent),
             groups=material.selection.groups,
             quiet=material.selection.quiet,
             samplers=material.samplers,

@@ -14,14 +14,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from opentelemetry import trace
 from sqlalchemy.orm import Session
 
 from ingest.store.groups import CLAIMED as CLAIMED_STATUS
-from learner.adapter_folder import CARD, LINEAGE
+from learner.adapter_folder import CARD, CURVES, LINEAGE
 from learner.errors import (
     AlteredParentError,
     NothingToLearnError,
@@ -29,7 +29,6 @@ from learner.errors import (
     RunStoppedError,
 )
 from learner.explain import explain
-from learner.origin.surroundings import library_versions
 from learner.progress.keepers import observe
 from learner.records import Candidate, Fault, Parent, TrainingJob, TrainingOutcome
 from learner.resume.holder import present_holder
@@ -40,6 +39,7 @@ from learner.runs.blame import blame, blame_for_error
 from learner.runs.hold import check_hold
 from learner.runs.lineage import build_lineage, render_card, render_lineage
 from learner.runs.material import Material, claim, gather, gather_again, prints
+from learner.runs.origins import origin_of
 from learner.runs.publish import find_published, place, register, seal, unplace
 from learner.runs.runs import (
     HEARTBEAT_S,
@@ -88,8 +88,8 @@ class Run:
         show: prints where the run is."""
         self.run_id = run_id
         """Of the run that goes on, where a killed one is resumed."""
-        self.resumed = ""
-        """Where it was resumed, in words; empty: it began anew."""
+        self.deaths: list[dict[str, Any]] = []
+        """Where it was killed, and resumed; empty: it was not (`learner.resume.rule.Death`)."""
         self._settings = settings
         self._database = database
         self._trainer = trainer
@@ -118,7 +118,7 @@ class Run:
                 return self._run(parent, dead)
             except NotResumedError as error:
                 self._bury(dead, error)
-                self.run_id, self.resumed = new_id, ""
+                self.run_id, self.deaths = new_id, []
                 parent, _ = self._open()
         return self._run(parent, None)
 
@@ -148,9 +148,10 @@ class Run:
         if dead is None:
             log.info("run_started", run_id=self.run_id, parent=parent.name)
         else:
-            self.run_id, self.resumed = dead.run_id, resumed_words(dead.deaths)
-            log.info("run_resumed", run_id=self.run_id, parent=parent.name, how=self.resumed)
-            self._show(f"run {self.run_id} is {self.resumed}")
+            self.run_id, self.deaths = dead.run_id, list(dead.deaths or [])
+            how = resumed_words(self.deaths)
+            log.info("run_resumed", run_id=self.run_id, parent=parent.name, how=how)
+            self._show(f"run {self.run_id} is {how}")
         return parent, dead
 
     def _run(self, parent: Parent, dead: RunRow | None) -> Candidate:
@@ -228,14 +229,7 @@ class Run:
             material = gather(self._database, self._settings, claimed, parent)
         else:
             material = gather_again(self._database, self._settings, dead, parent, work)
-        noise = material.noise.items()
-        log.info(
-            "groups_claimed",
-            run_id=self.run_id,
-            **material.counts,
-            masked_answers=dict(material.selection.masked_answers),
-            judge_noise={f"{m} {r[:12]} x{n}": round(of.sd, 4) for (m, r, n), of in noise},
-        )
+        log.info("groups_claimed", run_id=self.run_id, **material.counts, **material.told)
         if not material.selection.groups:
             self._skip(material, fresh=material.claimed.fresh)
         work.write(RUN, prints(self._settings, material))
@@ -292,15 +286,15 @@ class Run:
             run_id=self.run_id,
             created_at=now,
             model=self._settings.serving.model,
-            base_model_path=self._settings.serving.base_model_path,
-            parent=material.parent,
+            origin=origin_of(self._database, self._settings, material),
             groups=material.scored,
             dropped=material.left_out,
             settings=self._settings.learner,
             gates=material.selection.gates,
             noise=material.noise,
             outcome=outcome,
-            libraries=library_versions(),
+            curves=CURVES if (folder / CURVES).is_file() else None,
+            resumed=self.deaths,
         )
         (folder / LINEAGE).write_text(render_lineage(lineage), encoding="utf-8")
         (folder / CARD).write_text(render_card(lineage), encoding="utf-8")
@@ -349,14 +343,8 @@ class Run:
         try:
             with self._database.write() as session:
                 culprits = blame_for_error(session, self.run_id, error)
-                abandon(
-                    session,
-                    self.run_id,
-                    reason,
-                    now=self._clock(),
-                    culprits=culprits,
-                    token=self._holder.token,
-                )
+                now, token = self._clock(), self._holder.token
+                abandon(session, self.run_id, reason, now=now, culprits=culprits, token=token)
                 if isinstance(error, AlteredParentError):
                     count(session, source.STAGE, "parent_altered")
         except StoreError as store_error:

@@ -53,7 +53,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     stopping: threading.Event,
 ) -> Callable[[], int]:
-    monkeypatch.setattr(once, "_torch_trainer", lambda: fake_trainer)
+    monkeypatch.setattr(once, "torch_trainer", lambda: fake_trainer)
     return lambda: run_once(settings, database, run_id="r1", clock=clock, stopping=stopping)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from deploy.cli.context import admin_client
 from deploy.cli.output import Output, found_lines, note, print_found, say, say_json
+from deploy.cli.times import shown_length
 
 runs_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Training runs and their optimiser steps."
@@ -18,8 +19,10 @@ runs_app = typer.Typer(
 
 Figures = Mapping[str, Any]
 RunId = Annotated[str, typer.Argument(help="default: the newest run")]
-LONG = ("settings", "metrics", "progress", "held")
+LONG = ("settings", "metrics", "progress", "held", "deaths")
 """Fields of a run that the listing leaves out, or says in words."""
+SILENT_S = 30.0
+"""A run without a heartbeat for so long was killed (`learner.runs.runs.LEASE_S`)."""
 WIDTH = 10
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "reward": ("reward_mean", "{:.3f}".format),
@@ -115,8 +118,13 @@ def _read(context: typer.Context, run_id: str) -> tuple[dict[str, Any], list[dic
 
 def _short(run: Figures) -> dict[str, Any]:
     kept = {key: value for key, value in run.items() if key not in LONG}
-    said = progress_words(run.get("progress"))
-    return {**kept, "progress": said} if said else kept
+    killed = killed_words(run, time.time())
+    words = {
+        "progress": progress_words(run.get("progress")),
+        "resumed": resumed_words(run.get("deaths")),
+        "killed": killed,
+    }
+    return {**kept, **{key: said for key, said in words.items() if said}}
 
 
 def progress_words(found: object) -> str:
@@ -129,6 +137,21 @@ def progress_words(found: object) -> str:
         return words(Progress(**{key: value for key, value in found.items() if key != "at"}))
     except (TypeError, ValueError):  # of another version, or damaged
         return str(found.get("phase", ""))
+
+
+def resumed_words(deaths: object) -> str:
+    """Say where a run was resumed; "" when it never was. deaths: JSON of the admin API. Pure."""
+    from learner.resume.rule import resumed_words as said
+
+    return said(deaths).removeprefix("resumed ")
+
+
+def killed_words(run: Figures, now: float) -> str:
+    """Say that a run which has not ended stands still; "" when it does not. now: Unix seconds."""
+    beat = run.get("heartbeat_at")
+    if run.get("status") != "running" or not isinstance(beat, int | float) or now - beat < SILENT_S:
+        return ""
+    return f"no sign of it for {shown_length(now - beat)}; the next start goes on with it"
 
 
 def step_lines(steps: Sequence[Figures]) -> Iterator[str]:

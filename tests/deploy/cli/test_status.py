@@ -314,6 +314,7 @@ def run(**changes: Any) -> RunOut:
         "counts": {},
         "metrics": [],
         "held": None,
+        "deaths": None,
         "progress": None,
     }
     return RunOut(**{**fields, **changes})
@@ -333,6 +334,30 @@ def test_a_quiet_sidecar() -> None:
         "Bus: 3 records waiting to be stored, 4 s ago.",
         NO_JUDGE,
     ]
+
+
+def learner_of(last: RunOut) -> LearnerOut:
+    return LearnerOut(paused=False, run_requested=False, last_run=last, allowed_actions=[])
+
+
+def test_a_run_that_was_killed_and_resumed() -> None:
+    death = {"at": NOW - 100, "checkpoint": 3, "step": 2, "steps": 4, "place": "g"}
+    going = run(status="running", ended_at=None, adapter=None, heartbeat_at=NOW - 2, deaths=[death])
+
+    lines = status_lines(status(learner=learner_of(going)), NOW)
+
+    assert lines is not None
+    assert "  It was killed, and resumed from step 2 of 4." in lines
+    assert not any("KILLED" in line for line in lines)
+
+
+def test_a_run_that_stands_still_was_killed() -> None:
+    still = run(status="running", ended_at=None, adapter=None, heartbeat_at=NOW - 180)
+
+    lines = status_lines(status(learner=learner_of(still)), NOW)
+
+    assert lines is not None
+    assert "  It was KILLED: no sign of it for 3 min; the next start goes on with it." in lines
 
 
 def test_a_learner_that_runs_by_hand_follows_no_schedule() -> None:
@@ -466,7 +491,9 @@ def test_a_run_that_goes_on_says_where_it_is_and_how_long_it_takes() -> None:
         "left_s": 130.0,
         "at": NOW - 4.0,
     }
-    last = run(status="running", ended_at=None, adapter=None, progress=progress)
+    last = run(
+        status="running", ended_at=None, adapter=None, heartbeat_at=NOW - 2, progress=progress
+    )
     learner = LearnerOut(paused=False, run_requested=False, last_run=last, allowed_actions=[])
 
     lines = status_lines(status(learner=learner), NOW)

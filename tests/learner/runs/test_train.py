@@ -656,6 +656,24 @@ def test_a_crash_between_folder_and_row_is_made_good(
 
 
 @pytest.mark.usefixtures("two_groups")
+def test_others_write_while_the_adapter_is_hashed_and_synced(
+    new_run: NewRun, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large adapter it takes seconds. A writer that had to wait would give up."""
+
+    def seal(folder: Path) -> publish.Sealed:
+        with database.write() as session:
+            set_flag(session, "written_meanwhile", "1", now=1.0)
+        return publish.seal(folder)
+
+    monkeypatch.setattr(train, "seal", seal)
+
+    new_run("r1").start()
+
+    assert len(versions(database)) == 1
+
+
+@pytest.mark.usefixtures("two_groups")
 def test_leftovers_of_killed_runs_are_removed(new_run: NewRun, settings: Settings) -> None:
     (settings.learner.adapters_dir / ".run-dead").mkdir(parents=True)
 

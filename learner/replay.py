@@ -1,0 +1,246 @@
+"""Train a run again from its lineage, and say whether the same weights come out.
+
+The groups come from the store, the settings, the noise and the order from `lineage.json`, and the
+files go to a temporary folder. Nothing is claimed, recorded or published.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import msgspec
+from pydantic import ValidationError
+from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
+
+from learner.adapter_folder import LINEAGE, folder_digest
+from learner.errors import LearnerError
+from learner.explain import one_line
+from learner.origin.base_digest import CACHE, base_digest, moments_digest
+from learner.origin.fingerprint import differences, groups_digest
+from learner.origin.surroundings import code_version, library_versions
+from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
+from learner.runs import source
+from learner.runs.lineage import FORMAT
+from learner.runs.material import noise_of_json
+from learner.runs.runs import check_parent
+from learner.runs.selection import select_groups
+from learner.runs.train import Trainer
+from sidecar.records import BASE
+from sidecar.settings import Learner, Settings
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, GroupDigestRow, RunRow
+
+SAME, DIFFERENT = 0, 1
+
+
+class _NotPossibleError(Exception):
+    """The run cannot be replayed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """What a run was made of."""
+
+    adapter: str
+    digest: str
+    """Of the weights that came out."""
+    lineage: Mapping[str, Any]
+    settings: Learner
+    parent: Parent
+    groups: tuple[TrainingGroup, ...]
+    samplers: Mapping[str, Parent]
+
+
+def replay(
+    settings: Settings,
+    database: Database,
+    reference: str,
+    *,
+    trainer: Callable[[], Trainer],
+    out: TextIO | None = None,
+) -> int:
+    """Replay a run, and print what came out.
+
+    reference: a run's id, or a version: its number, with or without `v`, or its name.
+    trainer: makes the trainer, once it is known that there is something to train.
+    Returns: 0: the same weights; 1: others, or it is not possible.
+    """
+    stream = sys.stdout if out is None else out
+    try:
+        with database.read() as session:
+            recipe = _recipe(session, settings, reference)
+        stream.write(
+            f"replaying run {recipe.lineage['run_id']}, which made {recipe.adapter}: "
+            f"{len(recipe.groups)} groups, from {recipe.parent.name}\n"
+        )
+        with tempfile.TemporaryDirectory(prefix="sidecar-replay-") as folder:
+            outcome = trainer().train(_job(recipe, Path(folder)))
+            digest = folder_digest(Path(folder)) if outcome.metrics else ""
+    except (_NotPossibleError, LearnerError, OSError) as error:
+        stream.write(f"not possible: {one_line(error)}\n")
+        return DIFFERENT
+    if digest == recipe.digest:
+        stream.write(f"the same weights: digest {digest}\n")
+        return SAME
+    stream.write(f"other weights: digest {digest or 'none'}, the version has {recipe.digest}\n")
+    for line in _reasons(recipe, outcome):
+        stream.write(f"  {line}\n")
+    return DIFFERENT
+
+
+def _recipe(session: Session, settings: Settings, reference: str) -> _Recipe:
+    """Raises: _NotPossibleError, LearnerError, OSError."""
+    row = _adapter(session, settings.serving.model, reference)
+    lineage = _lineage(row)
+    try:
+        learner = Learner.model_validate(lineage["settings"])
+        noise = noise_of_json(lineage["judge_noise"])
+        ids = [str(group["group_id"]) for group in lineage["groups"]]
+        parent = _parent(session, lineage["parent"])
+        _check_base(settings, lineage["base"])
+        content = lineage["window"]["groups_sha256"]
+    except ValidationError as error:
+        _impossible(f"its settings are not known to this version: {error.errors()[0]['loc']}")
+    except (LookupError, TypeError, msgspec.MsgspecError) as error:
+        _impossible(f"its {LINEAGE} is damaged ({type(error).__name__}: {error})")
+    scored, broken = source.load(session, ids, pack_tokens=learner.pack_tokens)
+    if broken:
+        _impossible(_gone(session, broken))
+    selection = select_groups(
+        scored,
+        min_spread=learner.min_spread,
+        pack_tokens=learner.pack_tokens,
+        noise=noise,
+        advantage=learner.advantage,
+        recompute=learner.missing_logprobs != "drop",
+    )
+    if selection.dropped:
+        group_id, why = next(iter(selection.dropped.items()))
+        _impossible(
+            f"{len(selection.dropped)} of its groups would be left out now; group {group_id}: {why}"
+        )
+    if groups_digest(selection.groups) != content:
+        _impossible("the content of its groups was changed in the store")
+    names = (group.adapter for group in selection.groups)
+    return _Recipe(
+        adapter=row.name,
+        digest=row.digest,
+        lineage=lineage,
+        settings=learner,
+        parent=parent,
+        groups=selection.groups,
+        samplers=source.samplers(session, settings.serving.model, names),
+    )
+
+
+def _adapter(session: Session, model: str, reference: str) -> AdapterRow:
+    number = reference.removeprefix("v")
+    version = int(number) if number.isdecimal() and len(number) < 10 else -1
+    named = or_(
+        AdapterRow.run_id == reference,
+        AdapterRow.name == reference,
+        AdapterRow.version == version,
+    )
+    row = session.scalar(select(AdapterRow).where(AdapterRow.model == model, named).limit(1))
+    if row is not None:
+        return row
+    run = session.get(RunRow, reference)
+    if run is None:
+        _impossible(f"there is no run and no version {reference}; `sidecar runs ls` has the runs")
+    if run.adapter:
+        _impossible(f"run {reference} made no version: {run.reason}; replay {run.adapter}")
+    _impossible(f"run {reference} is {run.status}, and made no version")
+
+
+def _lineage(row: AdapterRow) -> dict[str, Any]:
+    path = Path(row.path) / LINEAGE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        _impossible(f"{path} is gone")
+    except (OSError, ValueError) as error:
+        _impossible(f"{path} cannot be read: {error}")
+    if not isinstance(found, dict) or found.get("imported"):
+        _impossible(f"{row.name} was trained elsewhere")
+    if found.get("format") != FORMAT:
+        _impossible(f"{row.name} is of an older release, whose lineage lacks what a replay needs")
+    return found
+
+
+def _parent(session: Session, stored: Mapping[str, Any]) -> Parent:
+    if stored["name"] == BASE:
+        return Parent(name=BASE)
+    row = session.get(AdapterRow, stored["name"])
+    if row is None:
+        _impossible(f"its parent {stored['name']} is not in the store any more")
+    parent = source.as_parent(row)
+    check_parent(parent)
+    if parent.digest != stored["digest"]:
+        _impossible(f"its parent {parent.name} has other weights now")
+    if moments_digest(parent) != stored["moments_sha256"]:
+        _impossible(f"the optimiser's moments beside its parent {parent.name} are not as they were")
+    return parent
+
+
+def _check_base(settings: Settings, stored: Mapping[str, Any]) -> None:
+    found = base_digest(str(stored["model"]), settings.state_dir / CACHE)
+    if found is None:
+        _impossible(f"its base {stored['model']} is not there")
+    if stored["digest"] not in (None, found.digest):
+        _impossible(
+            f"the files of its base {stored['model']} were changed (digest "
+            f"{str(stored['digest'])[:12]}, now {found.digest[:12]})"
+        )
+
+
+def _gone(session: Session, broken: Mapping[str, Any]) -> str:
+    deleted = session.scalars(
+        select(GroupDigestRow.forgotten).where(GroupDigestRow.group_id.in_(list(broken)))
+    ).all()
+    forgotten = sum(map(bool, deleted))
+    parts = [
+        f"{len(deleted) - forgotten} deleted by retention" if len(deleted) > forgotten else "",
+        f"{forgotten} forgotten" if forgotten else "",
+    ]
+    how = ", ".join(part for part in parts if part)
+    if not how:
+        group_id, fault = next(iter(broken.items()))
+        how = f"group {group_id}: {fault.text}"
+    return f"{len(broken)} of its groups cannot be read any more ({how})"
+
+
+def _job(recipe: _Recipe, folder: Path) -> TrainingJob:
+    return TrainingJob(
+        base_model_path=str(recipe.lineage["base"]["model"]),
+        parent=recipe.parent,
+        groups=recipe.groups,
+        settings=recipe.settings,
+        folder=folder,
+        check_stop=lambda: None,
+        quiet=int(recipe.lineage["algorithm"].get("quiet_groups", 0)),
+        samplers=recipe.samplers,
+    )
+
+
+def _reasons(recipe: _Recipe, outcome: TrainingOutcome) -> Sequence[str]:
+    """Say what is not as it was when the run trained, a line each."""
+    lineage = recipe.lineage
+    before = {"libraries": lineage.get("libraries"), "commit": lineage["code"].get("commit")}
+    now = {"libraries": library_versions(), "commit": code_version().commit}
+    found = differences(before, now)
+    if lineage["code"].get("dirty") or code_version().dirty:
+        found.append("the learner's code has changes that its commit does not tell of")
+    for group_id, fault in outcome.faults.items():
+        found.append(f"group {group_id} is left out now: {fault.text}")
+    return found or ["nothing that is recorded differs; another processor rounds otherwise"]
+
+
+def _impossible(why: str) -> NoReturn:
+    raise _NotPossibleError(why)

@@ -1,0 +1,233 @@
+"""A run is trained again from its lineage, and the lineage has all that the dictionary lists."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import delete, func, select
+
+from learner.adapter_folder import CONFIG, LINEAGE
+from learner.grpo.trainer import GrpoTrainer
+from learner.origin.fingerprint import ids_digest
+from learner.replay import replay
+from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
+
+if TYPE_CHECKING:
+    from tests.learner.resume.conftest import Start, World
+
+pytestmark = pytest.mark.timeout(1800)
+DICTIONARY = Path(__file__).resolve().parents[3] / "docs" / "data-dictionary.md"
+
+
+@dataclass
+class Trained:
+    """A finished run, and its store."""
+
+    settings: Settings
+    database: Database
+
+    @property
+    def folder(self) -> Path:
+        with self.database.read() as session:
+            return Path(session.scalars(select(AdapterRow.path)).one())
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / LINEAGE).read_text()))
+
+    def change_lineage(self, **changes: Any) -> None:
+        path = self.folder / LINEAGE
+        path.chmod(0o644)
+        path.write_text(json.dumps({**self.lineage, **changes}))
+
+    def replay(self, reference: str = "r1") -> tuple[int, list[str]]:
+        out = io.StringIO()
+        code = replay(self.settings, self.database, reference, trainer=GrpoTrainer, out=out)
+        return code, out.getvalue().splitlines()
+
+
+@pytest.fixture
+def trained(start: Start, world: World) -> Iterator[Trained]:
+    settings = world("one", loss="dppo_tv", warmup=0)
+    start(settings, "r1")
+    database = Database(settings.store.url)
+    yield Trained(settings, database)
+    database.close()
+
+
+@pytest.mark.parametrize("reference", ["r1", "v1", "1"])
+def test_the_same_weights_come_out_and_nothing_is_left(trained: Trained, reference: str) -> None:
+    before = sorted(trained.settings.learner.adapters_dir.rglob("*"))
+
+    code, said = trained.replay(reference)
+
+    digest = trained.folder.name
+    assert (code, said[-1]) == (0, f"the same weights: digest {digest}")
+    assert said[0].startswith(f"replaying run r1, which made m--v1-{digest[:12]}: 4 groups")
+    assert sorted(trained.settings.learner.adapters_dir.rglob("*")) == before
+    with trained.database.read() as session:
+        assert session.scalar(select(func.count()).select_from(RunRow)) == 1
+
+
+def test_a_run_that_was_killed_and_resumed_is_replayed_too(start: Start, world: World) -> None:
+    settings = world("one", loss="dppo_tv", warmup=0)
+    start(settings, "r1", kill_at=("step", 2))
+    start(settings, "r2")
+    database = Database(settings.store.url)
+    resumed = Trained(settings, database)
+
+    assert resumed.replay()[0] == 0
+    assert [death["step"] for death in resumed.lineage["resumed"]] == [1]
+    database.close()
+
+
+def test_other_weights_are_told_with_what_differs(trained: Trained) -> None:
+    """As if another release of torch had trained it, with another rate."""
+    lineage = trained.lineage
+    trained.change_lineage(
+        settings={**lineage["settings"], "learning_rate": 0.01},
+        libraries={**lineage["libraries"], "torch": "1.0"},
+    )
+
+    code, said = trained.replay()
+
+    assert code == 1
+    assert said[1].startswith("other weights: digest ")
+    assert said[1].endswith(f"the version has {trained.folder.name}")
+    assert re.fullmatch(r"  torch was 1\.0 and is [\d.]+\S*", said[2])
+
+
+def delete_a_group(one: Trained) -> None:
+    with one.database.write() as session:
+        session.execute(delete(AnswerRow).where(AnswerRow.group_id == "2"))
+        session.execute(delete(GroupRow).where(GroupRow.group_id == "2"))
+
+
+def change_a_score(one: Trained) -> None:
+    with one.database.write() as session:
+        answers = select(AnswerRow).where(AnswerRow.group_id == "2", AnswerRow.index == 0)
+        session.scalars(answers).one().score = 0.9
+
+
+def change_the_base(one: Trained) -> None:
+    one.change_lineage(base={**one.lineage["base"], "digest": "0" * 64})
+
+
+def lose_the_base(one: Trained) -> None:
+    one.change_lineage(base={**one.lineage["base"], "model": "/nowhere"})
+
+
+def lose_the_parent(one: Trained) -> None:
+    one.change_lineage(parent={**one.lineage["parent"], "name": "m--v0-gone"})
+
+
+def damage(one: Trained) -> None:
+    one.change_lineage(groups=[{}])
+
+
+def age(one: Trained) -> None:
+    one.change_lineage(format=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (delete_a_group, "1 of its groups cannot be read any more (group 2: scores are missing)"),
+        (change_a_score, "the content of its groups was changed in the store"),
+        (change_the_base, "were changed (digest 000000000000, now "),
+        (lose_the_base, "its base /nowhere is not there"),
+        (lose_the_parent, "its parent m--v0-gone is not in the store any more"),
+        (damage, "its lineage.json is damaged (KeyError: 'group_id')"),
+        (age, "is of an older release, whose lineage lacks what a replay needs"),
+    ],
+)
+def test_what_cannot_be_replayed_says_why(
+    trained: Trained, change: Callable[[Trained], None], why: str
+) -> None:
+    change(trained)
+
+    code, said = trained.replay()
+
+    assert code == 1
+    assert said[0].startswith("not possible: ")
+    assert why in said[0]
+
+
+def test_a_parent_whose_folder_is_gone(trained: Trained, tmp_path: Path) -> None:
+    with trained.database.write() as session:
+        session.add(
+            AdapterRow(
+                name="m--v9-x",
+                model="m",
+                version=9,
+                digest="d",
+                path=str(tmp_path / "gone"),
+                parent="base",
+                state="retired",
+                created_at=1.0,
+            )
+        )
+    trained.change_lineage(parent={**trained.lineage["parent"], "name": "m--v9-x"})
+
+    code, said = trained.replay()
+
+    assert code == 1
+    assert said[0].startswith(f"not possible: parent m--v9-x: {tmp_path / 'gone'}")
+
+
+@pytest.mark.parametrize("reference", ["v7", "nowhere", "9" * 30, ""])
+def test_a_run_that_is_not_there(trained: Trained, reference: str) -> None:
+    code, said = trained.replay(reference)
+
+    assert (code, said) == (
+        1,
+        [
+            f"not possible: there is no run and no version {reference}; `sidecar runs ls` has the "
+            "runs"
+        ],
+    )
+
+
+def test_the_lineage_has_every_key_of_the_dictionary_and_no_other(trained: Trained) -> None:
+    lineage = trained.lineage
+
+    documented = keys_of("### `lineage.json`")
+    assert list(lineage) == [key for key in documented if key != "imported"]
+    assert lineage["format"] == 2
+    assert lineage["base"]["model"] == trained.settings.serving.base_model_path
+    assert re.fullmatch(r"[0-9a-f]{64}", lineage["base"]["digest"])
+    assert lineage["parent"] == {
+        "name": "base",
+        "version": 0,
+        "digest": "",
+        "moments_sha256": None,
+    }
+    window = lineage["window"]
+    ids = [group["group_id"] for group in lineage["groups"]]
+    assert (window["groups"], window["group_ids_sha256"]) == (4, ids_digest(ids))
+    assert window["first_exchange"]["started_at"] <= window["last_exchange"]["started_at"]
+    assert window["filters"]["min_groups"] == 2
+    assert lineage["reward"] == {"before": pytest.approx(0.5), "after": None}
+    assert lineage["kl"]["to_base"] == lineage["algorithm"]["kl_to_base"]
+    assert lineage["curves"] == "curves.png"
+    assert (trained.folder / lineage["curves"]).is_file()
+    assert (trained.folder / CONFIG).is_file()
+    assert set(lineage["code"]) == {"commit", "dirty"}
+    assert set(lineage["hardware"]) == {"system", "processor", "device"}
+    assert lineage["resumed"] == []
+
+
+def keys_of(heading: str) -> list[str]:
+    """Return the first cells of the table below a heading of the dictionary."""
+    _, _, after = DICTIONARY.read_text(encoding="utf-8").partition(f"{heading}\n")
+    table = after.partition("\n#")[0]
+    return re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
