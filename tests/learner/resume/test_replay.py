@@ -38,7 +38,8 @@ class Trained:
     @property
     def folder(self) -> Path:
         with self.database.read() as session:
-            return Path(session.scalars(select(AdapterRow.path)).one())
+            first = select(AdapterRow.path).where(AdapterRow.version == 1)
+            return Path(session.scalars(first).one())
 
     @property
     def lineage(self) -> dict[str, Any]:
