@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from deploy.admin.context import AdminContext
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
+from deploy.engine.champion_guard import CHECK_S, ChampionGuard
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
 from deploy.engine.validation import ServingLimits
@@ -182,9 +183,11 @@ async def _run(
         if await asyncio.to_thread(lease.beat) and not acted:
             on_change()
 
+    guard = ChampionGuard(database, model, fleet.view, on_change=on_change)
     loops = [
         Loop("lease", beat, lambda: BEAT_S),
         Loop("tick", lease.only_acting(controller.tick), lambda: settings.canary.poll_s),
+        Loop("guard", lease.only_acting(guard.check), lambda: CHECK_S),
         *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
     context = AdminContext(

@@ -339,8 +339,8 @@ class StatusOut(Out):
     learner: LearnerOut
     engine: EngineOut
     control: dict[str, LoopOut]
-    """Loops of control by name: its lease (`lease`), the canary's (`tick`) and one for each vLLM
-    (`reconcile URL`)."""
+    """Loops of control by name: its lease (`lease`), the canary's (`tick`), the champion's
+    (`guard`) and one for each vLLM (`reconcile URL`)."""
     acts: bool = True
     """False: another process of control on this store steers canaries and adapters."""
     acts_instead: str = ""

@@ -46,5 +46,5 @@ def record(session: Session, canary: Canary, error: Exception, *, now: float) ->
             reason=f"{tries} tries in a row ended with an error, the last with {reason}",
         )
     evidence = {"tick_errors": {"count": tries, "at": now, "last": reason}}
-    applied = transitions.apply(session, canary, decision, evidence=evidence, now=now)
+    applied = transitions.apply(session, canary, decision, evidence=evidence, now=now, ban=False)
     return applied and isinstance(decision, Move)

@@ -41,4 +41,4 @@ def record_altered(
             return
         state: AdapterState = "rolled_back" if canary.phase == "ramping" else "rejected"
         move = Move(to="rolled_back", candidate_state=state, reason=f"altered: {reason}")
-        transitions.apply(session, canary, move, evidence={}, now=now)
+        transitions.apply(session, canary, move, evidence={}, now=now, ban=False)

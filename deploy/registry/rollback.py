@@ -56,11 +56,13 @@ def rollback(
     actor: str,
     now: float,
     pause_learner: bool = True,
+    ban: bool = True,
 ) -> RollbackResult:
     """Make `to` the champion and end any canary. Idempotent.
 
     to: "previous", "base", a version or a full name. A version must have been champion before.
     pause_learner: when the rollback changes anything.
+    ban: False when what it takes away is not known to be bad.
     Raises: UnknownAdapterError; TransitionError when the version never passed a canary.
     """
     with database.write() as session:
@@ -72,6 +74,7 @@ def rollback(
             actor=actor,
             now=now,
             pause_learner=pause_learner,
+            ban=ban,
         )
 
 
@@ -84,6 +87,7 @@ def roll_back_in(
     actor: str,
     now: float,
     pause_learner: bool = True,
+    ban: bool = True,
 ) -> RollbackResult:
     """Do as `rollback`, in the caller's write transaction."""
     before = versions.champion(session, model)
@@ -101,7 +105,7 @@ def roll_back_in(
     paused = False
     if changed:
         lost = [before] if moved else []
-        for name in (*lost, *([on_canary] if on_canary is not None else [])):
+        for name in (*lost, *([on_canary] if on_canary is not None else [])) if ban else ():
             bans.ban(session, name, now=now, actor=actor, reason=reason)
         bans.lift(session, target, now=now, actor=actor, reason=reason)
         if pause_learner:

@@ -68,6 +68,7 @@ def apply(
     evidence: Mapping[str, Any],
     now: float,
     actor: str = audit.CONTROL,
+    ban: bool = True,
 ) -> bool:
     """Write a decision on `canary` and its evidence.
 
@@ -87,7 +88,7 @@ def apply(
     if isinstance(decision, Hold):
         _hold(row, decision, now)
     else:
-        _move(session, row, decision, now=now, actor=actor)
+        _move(session, row, decision, now=now, actor=actor, ban=ban)
     return True
 
 
@@ -201,7 +202,9 @@ def _hold(row: CanaryRow, hold: Hold, now: float) -> None:
         _start_clock(row, now)
 
 
-def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: str) -> None:
+def _move(
+    session: Session, row: CanaryRow, move: Move, *, now: float, actor: str, ban: bool = True
+) -> None:
     before = canaries.to_canary(row)
     ended: tuple[Phase, ...] = ("promoted", "rolled_back", "inconclusive")
     row.state = move.to
@@ -217,7 +220,7 @@ def _move(session: Session, row: CanaryRow, move: Move, *, now: float, actor: st
     else:
         kept: AdapterState = move.candidate_state
         versions.set_state(session, row.candidate, kept, move.reason)
-        if move.to == "rolled_back" and actor == audit.CONTROL:
+        if ban and move.to == "rolled_back" and actor == audit.CONTROL:
             # A verdict on these files. An operator's abort is none: they may be tried again.
             bans.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
     if move.to in ended:

@@ -1,0 +1,92 @@
+"""Roll back by itself when no vLLM can serve the champion: refused everywhere, or altered on disk.
+
+Until then the base answers the champion's users, and nobody may be watching. After MISSING_S in
+which every vLLM that answers refused to load the champion and none has it, the previous champion
+takes over, if one of them has that loaded. Nothing is banned: the files may be sound, and an
+operator who restores them names the version in a rollback. The learner is paused, as by any
+rollback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from deploy.engine.reconcile import EngineView
+from deploy.registry import audit, versions
+from deploy.registry.rollback import rollback
+from sidecar.records import BASE
+from sidecar.store.database import Database, count
+
+log = structlog.get_logger()
+
+MISSING_S = 30.0
+"""As long as an operator's restored folder takes to be looked at again (`ALTERED_RETRY_S`)."""
+CHECK_S = 2.0
+
+
+class ChampionGuard:
+    """Checks one model. Only a control that acts calls it."""
+
+    def __init__(
+        self,
+        database: Database,
+        model: str,
+        view: Callable[[], EngineView],
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """view: the combined view of all replicas."""
+        self._database = database
+        self._model = model
+        self._view = view
+        self._on_change = on_change
+        self._clock = clock
+        self._missing: tuple[str, float] | None = None
+        """The champion that nobody serves, and since when."""
+
+    async def check(self) -> bool:
+        """Check once. Returns: True when it rolled back. Raises: StoreError."""
+        return await asyncio.to_thread(self._check)
+
+    def _check(self) -> bool:
+        with self._database.read() as session:
+            aliases = versions.aliases_of(session, self._model)
+        champion, previous = aliases.get("champion", BASE), aliases.get("previous", BASE)
+        view, now = self._view(), self._clock()
+        if champion == BASE or not _nobody_serves(view, champion):
+            self._missing = None
+            return False
+        if self._missing is None or self._missing[0] != champion:
+            self._missing = (champion, now)
+        if now - self._missing[1] < MISSING_S:
+            return False
+        has_it = any(previous in one.loaded for one in view.replicas.values())
+        if previous in (BASE, champion) or not has_it:
+            return False  # nothing better than the base, which answers already
+        why = f"no vLLM can serve {champion}: {view.refused.get(champion, 'it is not loaded')}"
+        done = rollback(
+            self._database,
+            self._model,
+            to=previous,
+            reason=why,
+            actor=audit.CONTROL,
+            now=now,
+            ban=False,
+        )
+        with self._database.write() as session:
+            count(session, "canary", "automatic_rollback")
+        log.error("rolled_back_by_itself", before=done.before, after=done.after, reason=why)
+        self._missing = None
+        self._on_change()
+        return True
+
+
+def _nobody_serves(view: EngineView, champion: str) -> bool:
+    """True when some vLLM answers, each that does refuses the champion, and none has it. Pure."""
+    up = [one for one in view.replicas.values() if one.away is None]
+    return bool(up) and all(champion in one.refused and champion not in one.loaded for one in up)
