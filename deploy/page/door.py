@@ -83,9 +83,17 @@ class Door:
         return self._new(who=who)
 
     def log_out(self, session: Session) -> None:
+        """End a login. A session that nobody logged in to is not remembered: anybody makes one."""
+        if not session.who:
+            return
         now = self._clock()
         self._ended = {name: ends for name, ends in self._ended.items() if ends > now}
         self._ended[session.name] = session.ends_at
+
+    @property
+    def ended(self) -> int:
+        """Number of sessions that are remembered because a logout ended them early."""
+        return len(self._ended)
 
     def form_token(self, visitor: Visitor) -> str:
         return signing.form_token(self._key, visitor.session)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.page import signing
-from deploy.page.door import FORM, SESSION
+from deploy.page.door import FORM, SESSION, Door
 from deploy.page.signing import SESSION_S, Session
 from sidecar.store.models import AuditRow, CanaryRow
 from support import page_history
@@ -82,6 +82,16 @@ async def test_a_session_that_was_logged_out_is_not_taken_again(make_browser: Ma
     browser.client.cookies.set(SESSION, kept, domain="127.0.0.1", path="/")
 
     assert (await browser.get("/")).status_code == 303
+
+
+async def test_strangers_who_log_out_take_no_memory(make_browser: MakeBrowser) -> None:
+    door = Door(make_browser("secret").context)
+
+    for number in range(3):
+        door.log_out(Session(name=f"n{number}", who="", ends_at=9e9))
+    door.log_out(Session(name="n", who="somebody", ends_at=9e9))
+
+    assert door.ended == 1
 
 
 async def test_a_session_of_another_process_is_not_taken(make_browser: MakeBrowser) -> None:
