@@ -643,9 +643,16 @@ PATH = {
     "version": str(VERSIONS - 1),
     "canary_id": CANARY,
     "run_id": "own-1",
+    "name": "champion",
 }
 """A value for each parameter in a path of the admin API."""
-QUERY = {"status": "set_aside", "state": "retired", "reason": "unreadable", "limit": "200"}
+QUERY = {
+    "status": "set_aside",
+    "state": "retired",
+    "reason": "unreadable",
+    "limit": "200",
+    "at": str(NOW),
+}
 """A value for each parameter in a query; `cursor` is taken from the page before."""
 ACTIONS = {
     "canary_id": ("pause", "resume", "promote", "abort"),
