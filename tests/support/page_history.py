@@ -39,6 +39,7 @@ GATE = {
 }
 STEP = {
     "weight_bp": 2_000,
+    "sessions": 13,
     "candidate": {"replies": 13, "errors": 0, "cuts": 1, "short": 0},
     "champion": {"replies": 61, "errors": 1, "cuts": 2, "short": 3},
     "missing_in_a_row": 0,
