@@ -47,6 +47,8 @@ RECONCILE_S = 2.0
 """Interval of reconciling a reachable vLLM's adapters with the store."""
 RECONCILE_AWAY_S = 0.25
 """Interval while vLLM is unreachable: until the champion is loaded again, its users get errors."""
+STREAMS_END_S = 2
+"""Longest time that a stop waits for replies: a stream of events may go on for an hour."""
 KEEPALIVE_S = 2.0
 """Idle time after which we close a connection, before vLLM does (5 s)."""
 
@@ -68,6 +70,7 @@ def admin_server(app: ASGIApp) -> uvicorn.Server:
         lifespan="off",
         http="h11",  # it limits the size of a request's head; httptools does not
         ws="none",
+        timeout_graceful_shutdown=STREAMS_END_S,
         proxy_headers=False,  # any local caller could write another source into the audit
     )
     return _Server(config)

@@ -53,6 +53,10 @@ class KeyInUseError(DeployError):
     """The first request with this `Idempotency-Key` is still being answered."""
 
 
+class TooManyStreamsError(DeployError):
+    """As many streams of events are open as may be."""
+
+
 class ConflictError(DeployError):
     """The state does not allow the action; `allowed_actions` lists what it allows."""
 
@@ -83,6 +87,7 @@ _KINDS: dict[type[Exception], tuple[int, str, str]] = {
     PreconditionRequiredError: (428, "if-match-needed", "If-Match is required"),
     DamagedRecordError: (500, "damaged-record", "The stored record is damaged"),
     EngineError: (502, "engine-away", "vLLM cannot be reached"),
+    TooManyStreamsError: (503, "too-many-streams", "Too many streams are open"),
     StoreError: (503, "store-away", "The store cannot be reached"),
 }
 _BY_STATUS = {404: "no-such-path", 405: "no-such-method", 422: "bad-request"}

@@ -75,7 +75,8 @@ def note_usage(error: Any) -> None:  # Any: a `USAGE_ERROR`
 def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API, or like it
     """Print one record, or the `items` of a listing: an empty line stands between two of them.
 
-    Rows of a listing that are damaged in the store are named on stderr.
+    Rows of a listing that are damaged in the store are named on stderr, and a listing that does not
+    show all of them says so there.
     output: `text` or `json`.
     """
     if output == "json":
@@ -85,6 +86,8 @@ def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API,
         say(line)
     for damaged in found.get("damaged", []) if "items" in found else []:
         note(damaged)
+    if "items" in found and found.get("next_cursor"):
+        note(f"there are more than these {len(found['items'])}; --limit shows up to 200")
 
 
 def found_lines(found: Mapping[str, Any], now: float) -> list[str]:

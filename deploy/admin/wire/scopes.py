@@ -49,6 +49,7 @@ NEEDED: dict[tuple[str, str], AdminScope | None] = {
     **{("GET", PREFIX + path): "content" for path in _CONTENT},
     ("POST", PREFIX + "/rollback"): "operate",
     ("GET", PREFIX + "/aliases/{name}"): "read",
+    ("GET", PREFIX + "/events"): "read",
     ("PUT", PREFIX + "/aliases/{name}"): "operate",
     ("POST", PREFIX + "/canaries"): "operate",
     ("POST", PREFIX + "/canaries/{canary_id}/{action}"): "operate",

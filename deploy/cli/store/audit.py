@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import Output, note, print_found, require_store
+from deploy.cli.output import Output, print_found, require_store
 
 audit_app = typer.Typer(rich_markup_mode=None, help="Who changed what, when and why.")
 
@@ -24,8 +24,6 @@ def audit(
         return
     found = admin_client(context).get("/audit", limit=limit)
     print_found(found, output)
-    if output != "json" and found.get("next_cursor"):
-        note(f"these are the newest {limit}; --limit shows up to 200, the API all of them")
 
 
 @audit_app.command("verify")
