@@ -21,27 +21,34 @@ def main(argv: list[str] | None = None) -> int:
         return _main(argv)
 
 
-def _main(argv: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="learner", description=__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(prog="learner", description=__doc__)
+    made.add_argument("--config", type=Path, help="TOML file; default ./sidecar.toml")
+    made.add_argument(
         "--once",
         action="store_true",
         help="one run now; exit 3: nothing, 4: held, 5: no room",
     )
-    parser.add_argument(
+    made.add_argument(
         "--measure", action="store_true", help="tell ingest how long an input can be trained on"
     )
-    parser.add_argument(
+    made.add_argument(
         "--replay", metavar="RUN", help="a run id or a version: train it again, publish nothing"
     )
-    parser.add_argument("--run-id", default="", help="name of that run; default: a new one")
-    parser.add_argument("--nice", type=int, default=0, help="lower this process's priority")
-    args = parser.parse_args(argv)
+    made.add_argument("--run-id", default="", help="name of that run; default: a new one")
+    made.add_argument("--nice", type=int, default=0, help="lower this process's priority")
+    return made
 
+
+def _main(argv: list[str] | None) -> int:
+    args = parser().parse_args(argv)
+
+    from learner.distributed.place import given_place
     from learner.once import measure_in_child, run_once, torch_trainer, with_pack_tokens
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
+    from learner.together import follow, lead
     from sidecar.errors import SettingsError, StateLockError, StoreError
     from sidecar.logs import configure_logging
     from sidecar.processes.state_lock import only_one
@@ -56,6 +63,9 @@ def _main(argv: list[str] | None) -> int:
     try:
         settings = load_settings(args.config)
         configure_logging(settings.telemetry, "learn")
+        place = given_place(os.environ) if args.once else None
+        if place is not None and place.rank > 0:
+            return follow(settings.learner, place)
         tracing = configure_tracing(settings.telemetry, "learn")
         database = Database(settings.store.url, open_keyring(settings.store))
         try:
@@ -67,8 +77,18 @@ def _main(argv: list[str] | None) -> int:
                 return replay(settings, database, args.replay, trainer=torch_trainer)
             if args.once:
                 run_id = args.run_id or uuid.uuid4().hex
-                return run_once(
-                    settings, database, run_id=run_id, clock=time.time, stopping=stopping
+                return lead(
+                    settings.learner,
+                    args.config,
+                    place,
+                    lambda trainer: run_once(
+                        settings,
+                        database,
+                        run_id=run_id,
+                        clock=time.time,
+                        stopping=stopping,
+                        trainer=trainer,
+                    ),
                 )
             with only_one(settings.state_dir, "learn"):
                 if not settings.learner.pack_tokens:

@@ -7,7 +7,9 @@ LearnerError
 ├── FaultyGroupsError                   most groups of a run fail: the cause may lie outside them
 │   ├── DriftError (ValueError)         recorded and recomputed log-probabilities disagree
 │   ├── NonFiniteError (ArithmeticError) a loss, gradient or weight is not finite
-│   └── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
+│   ├── OutOfMemoryError (MemoryError)  the base, or every single group, has too little memory
+│   ├── RankFailedError (RuntimeError)  another process of the run failed, which the text says
+│   └── RankLostError (OSError)         another process of the run is gone, or hangs
 ├── ParentError (OSError)               the parent adapter or the base cannot be loaded
 │   └── AlteredParentError              its folder was changed after registration: refuse
 ├── NoRoomError (RuntimeError)          a run would not fit into its share of the memory: later
@@ -15,6 +17,7 @@ LearnerError
 ├── OptimizerStateError (ValueError)    the parent's moments are damaged: start from nothing
 ├── NotResumedError (RuntimeError)      a killed run cannot go on: end it, and begin another
 ├── CheckpointError (ValueError)        a checkpoint is damaged: begin the run anew
+├── RanksDisagreeError (RuntimeError)   the processes of the run have not the same weights or files
 ├── IncompleteAdapterError (ValueError) a LoRA matrix is missing or foreign: nothing is registered
 ├── RunInProgressError (RuntimeError)   another run of this model is alive: wait for its end
 └── RunStoppedError (RuntimeError)      asked to stop, or the lease is lost: the groups go back
@@ -74,6 +77,17 @@ class OutOfMemoryError(FaultyGroupsError, MemoryError):
     """No group of the run fits into memory, or not even the base; then no group is named."""
 
 
+class RankFailedError(FaultyGroupsError, RuntimeError):
+    """Another process of the run failed; the text has its error. Nothing is registered."""
+
+
+class RankLostError(FaultyGroupsError, OSError):
+    """Another process of the run is gone, or did not answer in time; nothing is registered.
+
+    A group is named only if that process is known to have been killed while it computed it.
+    """
+
+
 class ParentError(LearnerError, OSError):
     """The base model or the parent adapter is missing, unreadable or of another shape."""
 
@@ -100,6 +114,10 @@ class CheckpointError(LearnerError, ValueError):
 
 class IncompleteAdapterError(LearnerError, ValueError):
     """An adapter folder lacks a LoRA matrix of its own config, or holds one too many."""
+
+
+class RanksDisagreeError(LearnerError, RuntimeError):
+    """The processes of a run have other weights, moments or files; nothing is registered."""
 
 
 class RunInProgressError(LearnerError, RuntimeError):

@@ -52,16 +52,23 @@ def run_once(
     run_id: str,
     clock: Callable[[], float],
     stopping: threading.Event,
+    trainer: Callable[[], Trainer] | None = None,
 ) -> int:
     """Train now, print one line, return the exit code: 0 trained, 1 failed, 3 nothing to learn, 4
     held by the reward watch, 5 no room in memory.
 
     TERM and INT end the run at the next pack; its groups are given back.
     stopping: set when such a signal arrived before this call.
+    trainer: made when there is something to learn; None: one process alone.
     """
     settings = with_pack_tokens(settings, database, now=clock())
     run = Run(
-        settings, database, torch_trainer, run_id=run_id, clock=clock, show=_shown(sys.stderr)
+        settings,
+        database,
+        trainer or torch_trainer,
+        run_id=run_id,
+        clock=clock,
+        show=_shown(sys.stderr),
     )
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
@@ -102,7 +109,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
     """
     if settings.learner.pack_tokens:
         return settings
-    _prepare_torch()
+    prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.reach import reach
 
@@ -172,7 +179,7 @@ def _shown(stream: TextIO) -> Callable[[str], None]:
 
 def _check_room(settings: Settings) -> None:
     """Raises: NoRoomError. A device that cannot be opened is the run's own error."""
-    _prepare_torch()
+    prepare_torch()
     from learner.policy.adapter_io import open_device
     from learner.policy.room import check_room
 
@@ -183,7 +190,8 @@ def _check_room(settings: Settings) -> None:
     check_room(settings.serving.base_model_path, settings.learner, device)
 
 
-def _prepare_torch() -> None:
+def prepare_torch() -> None:
+    """Set what torch reads at its import."""
     # torch reads this at import. Threads that spin while they wait for each other take CPU time
     # from vLLM, and stall when they are preempted: on two busy cores a step ran 5 times faster with
     # this setting, on idle cores 1.2 times slower.
@@ -192,7 +200,7 @@ def _prepare_torch() -> None:
 
 def torch_trainer() -> Trainer:
     """Return the real trainer."""
-    _prepare_torch()
+    prepare_torch()
     from learner.grpo.trainer import GrpoTrainer  # here, because torch takes seconds to load
 
     return GrpoTrainer()

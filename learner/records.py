@@ -8,6 +8,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
+from learner.ranks import Alone, Ranks
 from sidecar.settings import Learner
 
 T = TypeVar("T")
@@ -293,6 +294,8 @@ class TrainingJob:
     checkpoints: Checkpoints | None = None
     """Where the run's progress is kept after each step, and found after it was killed; None:
     nowhere. What is found is of this job: the run compared all that its result depends on."""
+    ranks: Ranks = field(default_factory=Alone)
+    """The processes that compute it together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

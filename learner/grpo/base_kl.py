@@ -79,19 +79,20 @@ def measure_base_kl(
     no number. Raises: RunStoppedError.
     """
     job = replace(job, watch=Silent())  # it is no pass over the step's groups
-    total, tokens = 0.0, 0
-    for group in sample_answers(groups, turn):
-        found = attempt(group.group_id, job, partial(_values, policy, group, job))
-        if not isinstance(found, Fault):
-            total += float(found.sum())
-            tokens += len(found)
+    found = job.ranks.each(
+        sample_answers(groups, turn),
+        lambda group: attempt(group.group_id, job, partial(_values, policy, group, job)),
+    )
     job.report("")
-    mean = total / tokens if tokens else float("nan")
+    measured = [one for one in found if not isinstance(one, Fault)]
+    tokens = sum(len(values) for values in measured)
+    mean = sum(map(sum, measured)) / tokens if tokens else float("nan")
     return BaseKl(mean, tokens) if abs(mean) < float("inf") else None
 
 
-def _values(policy: Policy, group: TrainingGroup, job: TrainingJob) -> Tensor:
+def _values(policy: Policy, group: TrainingGroup, job: TrainingJob) -> list[float]:
     packs = packs_of(policy, group, job.settings.pack_tokens)
     with torch.no_grad():
         found = [k3(policy.logprobs(pack)[0], base_logprobs(policy, pack)) for pack in packs]
-    return torch.cat(found)
+    values: list[float] = torch.cat(found).tolist()
+    return values

@@ -126,6 +126,15 @@ def attempt(group_id: str, job: TrainingJob, compute: Callable[[], T]) -> T | Fa
     return fault
 
 
+def faults_of(groups: Sequence[TrainingGroup], found: Sequence[object]) -> dict[str, Fault]:
+    """Return the faults among what was found of each group, by the group's id."""
+    return {
+        group.group_id: one
+        for group, one in zip(groups, found, strict=True)
+        if isinstance(one, Fault)
+    }
+
+
 def log_faults(faults: Mapping[str, Fault]) -> None:
     """Log why each group is left out."""
     for group_id, fault in faults.items():
@@ -176,7 +185,8 @@ def _check_members(
     """Check the groups that one adapter sampled, loading it if needed."""
     try:
         with _under(policy, job, name):
-            return {group.group_id: _check(policy, group, job) for group in members}
+            found = job.ranks.each(members, lambda group: _check(policy, group, job))
+            return {group.group_id: one for group, one in zip(members, found, strict=True)}
     except ParentError as error:
         gone = Fault(UNCHECKED, one_line(error))
     return {group.group_id: _without_sampler(policy, group, job, gone) for group in members}

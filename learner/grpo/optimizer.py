@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from learner.errors import NonFiniteError
+from learner.ranks import Ranks
 
 EPSILON = 1e-8
 """As in torch.optim.AdamW."""
@@ -64,6 +65,12 @@ class OptimizerState:
     """Parameter name -> running mean of the gradient."""
     second: Mapping[str, Tensor]
     """Parameter name -> running mean of the groups' squares."""
+
+    def beside(self, parameters: Mapping[str, Parameter]) -> OptimizerState:
+        """Return the moments on the devices of their parameters."""
+        first = {name: m.to(parameters[name].device) for name, m in self.first.items()}
+        second = {name: v.to(parameters[name].device) for name, v in self.second.items()}
+        return OptimizerState(steps=self.steps, first=first, second=second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +137,12 @@ class SignalAdamW:
             self._sum[name] += parameter.grad
             self._squares[name] += (parameter.grad * max(1.0, weak)) ** 2
             parameter.grad = None
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Add up the groups of all processes, each of which took its own: all then step alike."""
+        groups = torch.tensor([float(self._groups)], dtype=torch.float64)
+        ranks.add([*self._sum.values(), *self._squares.values(), groups])
+        self._groups = round(groups.item())
 
     def add_quiet(self, groups: float) -> None:
         """Count groups without a signal in this step; a part of one where steps share them."""

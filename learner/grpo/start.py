@@ -29,23 +29,37 @@ def with_start(
     Returns: the groups with `TrainableRow.start`, and the faults of those that failed.
     Raises: RunStoppedError between packs.
     """
-    found: dict[int, TrainingGroup] = {}
-    faults: dict[str, Fault] = {}
     joint = joint_groups(groups, max_tokens=job.settings.pack_tokens if policy.shape.packs else 0)
-    for together in joint:
-        left = together
-        if len(together) > 1:
-            found |= _together(policy, groups, together, job)
-            left = [number for number in together if number not in found]
-        for number in left:
-            group = groups[number]
-            one = attempt(group.group_id, job, partial(_start, policy, group, job))
-            if isinstance(one, Fault):
-                faults[group.group_id] = one
-            else:
-                found[number] = one
+    firsts = [replace(groups[unit[0]]) for unit in joint]  # copies: one group may come twice
+    units = {id(first): unit for first, unit in zip(firsts, joint, strict=True)}
+
+    def compute(first: TrainingGroup) -> dict[int, TrainingGroup | Fault]:
+        return _unit(policy, groups, units[id(first)], job)
+
+    known = job.ranks.each(firsts, compute)
     job.report("")
-    return tuple(found[number] for number in sorted(found)), faults
+    found = {number: one for of_unit in known for number, one in of_unit.items()}
+    in_order = [found[number] for number in range(len(groups))]
+    faults = {
+        group.group_id: one
+        for group, one in zip(groups, in_order, strict=True)
+        if isinstance(one, Fault)
+    }
+    return tuple(one for one in in_order if not isinstance(one, Fault)), faults
+
+
+def _unit(
+    policy: Policy, groups: Sequence[TrainingGroup], unit: Sequence[int], job: TrainingJob
+) -> dict[int, TrainingGroup | Fault]:
+    """Compute groups that begin alike, or one group: together if possible, else each alone."""
+    found: dict[int, TrainingGroup | Fault] = {}
+    if len(unit) > 1:
+        found |= _together(policy, groups, unit, job)
+    for number in unit:
+        if number not in found:
+            group = groups[number]
+            found[number] = attempt(group.group_id, job, partial(_start, policy, group, job))
+    return found
 
 
 def _together(

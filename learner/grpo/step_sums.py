@@ -13,6 +13,7 @@ from learner.grpo.advantages import spread
 from learner.grpo.objective import PackSums
 from learner.grpo.optimizer import Update
 from learner.policy.packing import Pack
+from learner.ranks import Ranks
 from learner.records import StepMetrics, TrainingGroup
 
 
@@ -33,6 +34,14 @@ class StepSums:
     computed_tokens: int = 0
     kl_coef: float = 0.0
     """Weight of the divergence from the base in the step's loss."""
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Add up the sums of all processes, each of which added its own packs."""
+        names = ("loss", "ratio", "clipped", "kl", "drift", "entropy", "computed_tokens")
+        values = torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
+        ranks.add([values])
+        for name, value in zip(names, values.tolist(), strict=True):
+            setattr(self, name, type(getattr(self, name))(value))
 
     def add(self, found: PackSums, entropy: float, pack: Pack) -> None:
         """Add a pack. entropy: nats, summed over its trainable tokens."""

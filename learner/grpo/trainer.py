@@ -16,32 +16,35 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import structlog
 import torch
 from opentelemetry import trace
 
-from learner.adapter_folder import CURVES, OPTIMIZER, file_digest
 from learner.errors import NonFiniteError, OptimizerStateError
-from learner.explain import one_line
 from learner.grpo.base_kl import BaseKl, base_logprobs, k3, measure_base_kl
-from learner.grpo.checks import NON_FINITE, attempt, check_groups, log_faults, refuse_most
+from learner.grpo.checks import (
+    NON_FINITE,
+    attempt,
+    check_groups,
+    faults_of,
+    log_faults,
+    refuse_most,
+)
 from learner.grpo.files.checkpoint import Snapshot, keep, resumed, set_weights
-from learner.grpo.files.optimizer_file import load_state, save_state
+from learner.grpo.files.optimizer_file import load_state
+from learner.grpo.files.saving import save
 from learner.grpo.losses import Tokens
 from learner.grpo.objective import Objective, objective
 from learner.grpo.optimizer import OptimizerState, SignalAdamW, UpdateRule
 from learner.grpo.start import with_start
 from learner.grpo.step_sums import StepSums, peak_memory, step_metrics
 from learner.grpo.warmup import warm_up
-from learner.policy.adapter_io import ADAPTER, load_policy, save_adapter
+from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, packs_of
 from learner.policy.memory import prepare
 from learner.policy.packing import Pack
-from learner.policy.probe import write_probe
 from learner.progress.estimate import stage
-from learner.progress.plot import draw
 from learner.records import (
     Fault,
     Parent,
@@ -81,8 +84,9 @@ class GrpoTrainer:
         job.report("")
         if job.settings.threads:
             torch.set_num_threads(job.settings.threads)
-        policy = load_policy(job.base_model_path, job.parent, job.settings)
+        policy = load_policy(job.base_model_path, job.parent, job.settings, job.ranks)
         state = parents_state(policy, job.parent)
+        _require_same(policy, job, state)
         saving = prepare(
             policy,
             job.settings.checkpointing,
@@ -95,31 +99,23 @@ class GrpoTrainer:
         if not outcome.metrics:
             return outcome
         job.watch.phase("saving")
-        save_adapter(policy, job.folder)
-        save_state(state, job.folder)
-        _draw_curves(outcome, job.folder)
-        digests = {
-            "optimizer_sha256": file_digest(job.folder / OPTIMIZER),
-            "probe_sha256": write_probe(
-                policy, job.base_model_path, job.folder, tolerance=job.settings.max_drift
-            ),
-        }
+        _require_same(policy, job, state)
+        digests = job.ranks.first(lambda: save(policy, job, outcome, state))
         return replace(outcome, algorithm={**outcome.algorithm, **digests})
+
+
+def _require_same(policy: Policy, job: TrainingJob, state: OptimizerState | None) -> None:
+    """Raises: RanksDisagreeError when a process has other weights or moments."""
+    tensors: dict[str, torch.Tensor] = dict(_trainable(policy))
+    for prefix, of in (("m.", state.first), ("v.", state.second)) if state is not None else ():
+        tensors |= {prefix + name: tensor for name, tensor in of.items()}
+    job.ranks.require_same(tensors)
 
 
 def _longest(policy: Policy, job: TrainingJob) -> int:
     """Return the length of the longest pack, in tokens."""
     packs = (packs_of(policy, group, job.settings.pack_tokens) for group in job.groups)
     return max((len(pack.input_ids) for of_group in packs for pack in of_group), default=0)
-
-
-def _draw_curves(outcome: TrainingOutcome, folder: Path) -> None:
-    """Draw the steps where matplotlib is installed. A plot that fails costs the plot (logged)."""
-    try:
-        draw([asdict(one) for one in outcome.metrics], folder / CURVES, title="optimiser steps")
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
-        (folder / CURVES).unlink(missing_ok=True)
-        log.info("no_curves", why=one_line(error))
 
 
 def parents_state(policy: Policy, parent: Parent) -> OptimizerState | None:
@@ -156,7 +152,8 @@ def run_steps(
     aim = objective(job.settings)
     parameters = _trainable(policy)
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    kept = resumed(job, parameters)
+    # The first process has the checkpoints; what it found is everywhere.
+    kept = _placed(job.ranks.first(lambda: resumed(job, parameters)), parameters)
     if kept is None:
         kept = _checked(policy, job, aim)
         keep(kept, job)
@@ -211,6 +208,15 @@ def run_steps(
         answers=checked.answers,
     )
     return outcome, optimizer.state
+
+
+def _placed(kept: Snapshot | None, parameters: Mapping[str, torch.nn.Parameter]) -> Snapshot | None:
+    """Set the weights of a run that goes on, and put its moments onto their devices."""
+    if kept is None:
+        return None
+    if kept.weights is not None:
+        set_weights(parameters, kept.weights)
+    return kept if kept.moments is None else replace(kept, moments=kept.moments.beside(parameters))
 
 
 def _checked(policy: Policy, job: TrainingJob, aim: Objective) -> Snapshot:
@@ -302,7 +308,7 @@ def accumulate(
     kl_coef: weight of the divergence from the base, as a mean over the step's tokens.
     Raises: _GroupsFailed, after all groups were tried; RunStoppedError.
     """
-    packs = [packs_of(policy, group, job.settings.pack_tokens) for group in groups]
+    packs = (packs_of(policy, group, job.settings.pack_tokens) for group in groups)
     all_packs = [pack for of_group in packs for pack in of_group]
     sums = StepSums(
         tokens=sum(len(pack.targets) for pack in all_packs),
@@ -310,18 +316,22 @@ def accumulate(
         kl_coef=kl_coef,
     )
     parameters = _trainable(policy)
-    faults: dict[str, Fault] = {}
-    for group, of_group in zip(groups, packs, strict=True):
-        add = partial(_add_group, policy, of_group, job, aim, sums)
-        fault = attempt(group.group_id, job, add)
+
+    def add(group: TrainingGroup) -> Fault | None:
+        of_group = packs_of(policy, group, job.settings.pack_tokens)
+        fault = attempt(group.group_id, job, partial(_add_group, policy, of_group, job, aim, sums))
         if fault is None and not _finite(parameters):
             fault = Fault(NON_FINITE, "its gradient is not finite")
-        if fault is not None:  # the step is discarded: later groups are only checked for faults
-            faults[group.group_id] = fault
         optimizer.add_group(_signal(of_group))
+        return fault
+
+    found = job.ranks.each(groups, add)
     job.report("")
-    if faults:
+    # With one fault the step is discarded; the others were only looked for.
+    if faults := faults_of(groups, found):
         raise _GroupsFailed(faults)
+    optimizer.add_ranks(job.ranks)
+    sums.add_ranks(job.ranks)
     return sums
 
 
@@ -342,12 +352,12 @@ def _add_group(
                 answers_N=torch.tensor(pack.answers, device=policy.device),
             )
         )
-        if not bool(torch.isfinite(found.loss)):
-            return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
         loss = found.loss / sums.denominator
         if base_N is not None:
             loss = loss + sums.kl_coef * k3(logprobs_N, base_N).sum() / sums.tokens
-        loss.backward()
+        job.ranks.backward(loss)
+        if not bool(torch.isfinite(found.loss)):
+            return Fault(NON_FINITE, f"its loss is {found.loss.item()}")
         sums.add(found, entropy, pack)
     return None
 

@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 import torch
 
-from learner.grpo.checks import NON_FINITE, attempt
+from learner.grpo.checks import NON_FINITE, attempt, faults_of
 from learner.grpo.optimizer import SignalAdamW
 from learner.policy.logprobs import Policy, packs_of
 from learner.records import Fault, Silent, TrainingGroup, TrainingJob
@@ -56,20 +56,19 @@ def warm_up(
     job.watch.phase("warming up")
     job = replace(job, watch=Silent())  # its passes are not those that the watch counts
     for number in range(1, wanted_steps(job) + 1):
-        total = 0.0
-        faults: dict[str, Fault] = {}
-        for group in chosen:
-            found = attempt(group.group_id, job, partial(_add, policy, group, job, tokens))
-            if isinstance(found, Fault):
-                faults[group.group_id] = found
-            else:
-                total += found
+
+        def add(group: TrainingGroup) -> float | Fault:
+            one = attempt(group.group_id, job, partial(_add, policy, group, job, tokens))
             optimizer.add_group(job.settings.reference_spread)
+            return one
+
+        found = job.ranks.each(chosen, add)
         job.report("")
-        if faults:
+        if faults := faults_of(chosen, found):
             return losses, faults
+        optimizer.add_ranks(job.ranks)
         optimizer.step()
-        losses.append(total / tokens)
+        losses.append(sum(one for one in found if not isinstance(one, Fault)) / tokens)
         log.info("warmup_step_done", step=number, nats_a_token=losses[-1])
     return losses, {}
 
@@ -80,8 +79,8 @@ def _add(policy: Policy, group: TrainingGroup, job: TrainingJob, tokens: int) ->
     for pack in packs_of(policy, group, job.settings.pack_tokens):
         job.check_stop()
         loss = -policy.logprobs(pack)[0].sum()
+        job.ranks.backward(loss / tokens)
         if not bool(torch.isfinite(loss)):
             return Fault(NON_FINITE, f"its loss is {loss.item()}")
-        (loss / tokens).backward()
         total += loss.item()
     return total

@@ -39,6 +39,7 @@ from learner.policy.logprobs import Policy, wants_autocast
 from learner.policy.room import limit_torch
 from learner.policy.self_test import checked
 from learner.policy.sizes import sizes
+from learner.ranks import Alone, Ranks
 from learner.records import Parent
 from sidecar.settings import Learner
 
@@ -48,8 +49,12 @@ SAMPLER = "sampler"
 """Name in peft of another adapter, while the answers that it sampled are checked."""
 
 
-def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Policy:
+def load_policy(
+    base_model_path: str, parent: Parent, settings: Learner, ranks: Ranks | None = None
+) -> Policy:
     """Load the base with the parent's adapter, or with a fresh one that has no effect yet.
+
+    ranks: put the model onto the device; None: it is this process's alone.
 
     Raises: DeviceError; OutOfMemoryError; ParentError when the base or the parent is missing,
         broken, quantised or of another shape.
@@ -74,8 +79,9 @@ def load_policy(base_model_path: str, parent: Parent, settings: Learner) -> Poli
         model = _with_adapter(base, parent, settings, device)
         # peft writes the path of the base; the config must name it as vLLM does.
         model.peft_config[ADAPTER].base_model_name_or_path = base_model_path
+        model = (ranks or Alone()).place(model, device)
         policy = Policy(
-            model=model.to(device),
+            model=model,
             device=device,
             autocast=autocast,
             shape=shape,

@@ -12,7 +12,7 @@ they are known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -103,6 +103,8 @@ def check_room(base_model_path: str, settings: Learner, device: torch.device) ->
     """
     needed, room = _needed(base_model_path, settings, device), None
     if needed is not None:
+        # Without cards the processes of a run have one memory, and each reads the base.
+        needed *= settings.processes if device.type == "cpu" else 1
         room = room_of(device, settings.memory_fraction)
     if needed is None or room is None:
         log.info("room_not_known", base=base_model_path, device=str(device))
@@ -124,6 +126,9 @@ def _needed(base_model_path: str, settings: Learner, device: torch.device) -> in
     autocast = wants_autocast(settings.precision, device)
     halves = autocast and device.type == "cuda"
     number = BF16_BYTES if halves else MIXED_BYTES if autocast else FP32_BYTES
+    if settings.shard_base and device.type == "cuda":
+        away = base.in_blocks - base.in_blocks // settings.processes
+        base = replace(base, numbers=base.numbers - away)
     return least_bytes(
         base,
         model,

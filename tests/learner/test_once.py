@@ -237,6 +237,11 @@ def test_only_the_trainer_loads_torch() -> None:
     with_torch = {
         f"learner.{name}"
         for name in (
+            "distributed.exchange",
+            "distributed.ranks",
+            "distributed.sharded",
+            "distributed.start",
+            "distributed.trainer",
             "grpo.base_kl",
             "grpo.files.checkpoint",
             "grpo.checks",
@@ -245,6 +250,7 @@ def test_only_the_trainer_loads_torch() -> None:
             "grpo.objective",
             "grpo.optimizer",
             "grpo.files.optimizer_file",
+            "grpo.files.saving",
             "grpo.start",
             "grpo.step_sums",
             "grpo.trainer",

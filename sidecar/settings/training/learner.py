@@ -107,6 +107,15 @@ class Learner(ObjectiveSection):
     """`auto`: bf16 matrix products where the processor has instructions for them."""
     device: Device = "cpu"
     """A torch device. This release is tested on the CPU only."""
+    processes: Annotated[int, Between(1, 64, "they are of one machine")] = 1
+    """Processes that compute a run together on this machine; each has the base, and a card where
+    there are cards."""
+    shard_base: bool = False
+    """Whether the processes share the base's blocks, for a base that does not fit on one card."""
+    processes_timeout_s: Annotated[
+        float, Between(1, 604_800, "a process that hangs would hold the run for ever", "s")
+    ] = 1800.0
+    """How long the processes of a run wait for one of them."""
     memory_fraction: Annotated[
         float, Between(0, 1, "it is a share of the device's memory", above_low=True)
     ] = 1.0

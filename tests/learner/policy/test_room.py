@@ -92,6 +92,46 @@ def test_a_run_that_takes_more_than_its_share_is_refused_in_words(
     )
 
 
+def test_processes_without_cards_need_as_many_times_the_memory(
+    tiny_base: Path, learner_settings: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fits into three times the buffers of the head, and two do not."""
+    free = 3 * 2 * CHUNK_BYTES // 2
+    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=10**12, free=free, share=1.0))
+
+    check_room(str(tiny_base), learner_settings, CPU)
+
+    two = learner_settings.model_copy(update={"processes": 2})
+    with pytest.raises(NoRoomError):
+        check_room(str(tiny_base), two, CPU)
+
+
+@pytest.mark.parametrize(("shared", "weights"), [(False, 1000), (True, 100 + 900 // 3)])
+def test_a_card_has_its_part_of_a_shared_base(
+    tiny_base: Path,
+    learner_settings: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+    weights: int,
+) -> None:
+    asked: list[int] = []
+
+    def least(base: BaseSize, *_: object, **__: object) -> int:
+        asked.append(base.numbers)
+        return 0
+
+    monkeypatch.setattr(
+        room, "base_size", lambda _: BaseSize(numbers=1000, in_blocks=900, widths=1)
+    )
+    monkeypatch.setattr(room, "least_bytes", least)
+    monkeypatch.setattr(room, "room_of", lambda *_: Room(total=1, free=1, share=1.0))
+    settings = learner_settings.model_copy(update={"processes": 3, "shard_base": shared})
+
+    check_room(str(tiny_base), settings, torch.device("cuda", 0))
+
+    assert asked == [weights]
+
+
 @pytest.mark.parametrize(
     ("device", "to_do"),
     [

@@ -1,0 +1,1 @@
+"""Several processes that compute one run: dealing, exchange, shares of the base, their start."""

@@ -1,0 +1,118 @@
+"""A run over several processes: the first sends the work, and all train alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import structlog
+from transformers import AutoConfig
+
+from learner.base_weights import base_folder, base_size
+from learner.distributed.dealing import attention_share
+from learner.distributed.exchange import Exchange
+from learner.distributed.place import Place
+from learner.distributed.ranks import DataParallel
+from learner.distributed.sharded import Sharded
+from learner.distributed.start import device_of, threads_of
+from learner.grpo.trainer import GrpoTrainer
+from learner.policy.sizes import sizes
+from learner.records import Parent, TrainingGroup, TrainingJob, TrainingOutcome
+from sidecar.settings import Learner
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the first process sends of a job: all that needs no store."""
+
+    base_model_path: str
+    parent: Parent
+    groups: tuple[TrainingGroup, ...]
+    settings: Learner
+    quiet: int
+    samplers: Mapping[str, Parent]
+
+
+class RankedTrainer:
+    """Implements `Trainer` in the first process."""
+
+    def __init__(self, connect: Callable[[], AbstractContextManager[Exchange]], place: Place):
+        """connect: opens the connections to the other processes."""
+        self._connect = connect
+        self._place = place
+
+    def train(self, job: TrainingJob) -> TrainingOutcome:
+        """Train with the others. Raises: what `GrpoTrainer.train` raises, RankFailedError,
+        RankLostError, RanksDisagreeError."""
+        work = _Work(
+            base_model_path=job.base_model_path,
+            parent=job.parent,
+            groups=job.groups,
+            settings=job.settings,
+            quiet=job.quiet,
+            samplers=job.samplers,
+        )
+        with self._connect() as exchange:
+            exchange.from_first(work)
+            outcome = _train(job, exchange, self._place)
+        return replace(outcome, algorithm={**outcome.algorithm, "processes": exchange.size})
+
+
+def dismiss(connect: Callable[[], AbstractContextManager[Exchange]]) -> None:
+    """Tell the processes that wait for work that there is none."""
+    with connect() as exchange:
+        exchange.from_first(None)
+
+
+def work(connect: Callable[[], AbstractContextManager[Exchange]], place: Place) -> bool:
+    """Compute what the first process sends, as another one.
+
+    Returns: False when there was nothing to do. Raises: as `RankedTrainer.train`.
+    """
+    with connect() as exchange, TemporaryDirectory(prefix="learner-") as folder:
+        found: _Work | None = exchange.from_first(None)
+        if found is None:
+            return False
+        job = TrainingJob(
+            base_model_path=found.base_model_path,
+            parent=found.parent,
+            groups=found.groups,
+            settings=found.settings,
+            folder=Path(folder),
+            check_stop=lambda: None,
+            quiet=found.quiet,
+            samplers=found.samplers,
+        )
+        _train(job, exchange, place)
+    log.info("rank_done", rank=place.rank)
+    return True
+
+
+def _train(job: TrainingJob, exchange: Exchange, place: Place) -> TrainingOutcome:
+    kind = Sharded if job.settings.shard_base else DataParallel
+    ranks = kind(exchange, job.settings.pack_tokens, _attention_share(job.base_model_path))
+    settings = job.settings.model_copy(
+        update={
+            "device": device_of(job.settings.device, place.local_rank),
+            "threads": threads_of(job.settings, place.local_size),
+        }
+    )
+    return GrpoTrainer().train(replace(job, ranks=ranks, settings=settings))
+
+
+def _attention_share(base_model_path: str) -> float:
+    """Read c of `learner.distributed.dealing` from a base; 0 where its files do not say it."""
+    folder = base_folder(base_model_path)
+    size = base_size(folder) if folder is not None else None
+    if size is None:
+        return 0.0
+    try:
+        model = sizes(AutoConfig.from_pretrained(folder).get_text_config())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return 0.0
+    return attention_share(layers=model.layers, queries=model.queries, weights=size.in_blocks)

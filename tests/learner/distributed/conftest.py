@@ -1,0 +1,144 @@
+"""Runs of one process and of several, on the same groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from learner.adapter_folder import OPTIMIZER, WEIGHTS
+from learner.distributed.place import Place
+from learner.distributed.start import started
+from learner.distributed.trainer import RankedTrainer
+from learner.grpo.trainer import GrpoTrainer
+from learner.policy.adapter_io import load_policy
+from learner.policy.logprobs import packs_of
+from learner.records import Parent, TrainableRow, TrainingGroup, TrainingJob, TrainingOutcome
+from sidecar.settings import Learner
+
+VOCABULARY = 48
+LENGTHS = ((3, 4), (9, 2), (5, 5, 5), (2, 3), (12, 1, 6), (4, 4), (3, 7))
+"""Answers of each group, in tokens."""
+
+
+@pytest.fixture
+def several(learner_settings: Learner) -> Learner:
+    """Settings of a run with most parts: two steps, a start, a supervised step, a term for KL."""
+    return learner_settings.model_copy(
+        update={
+            "steps": 2,
+            "processes": 2,
+            "processes_timeout_s": 120.0,
+            "pack_tokens": 24,
+            "loss": "ppo_decoupled",
+            "warmup": 1,
+            "kl_coef": 0.05,
+            "kl_budget": 0.0,
+        }
+    )
+
+
+@pytest.fixture
+def groups(tiny_base: Path, learner_settings: Learner) -> tuple[TrainingGroup, ...]:
+    """Groups whose recorded log-probabilities are the base's."""
+    policy = load_policy(str(tiny_base), Parent(name="base"), learner_settings)
+    draw = Random(5)
+
+    def ids(number: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(VOCABULARY) for _ in range(number))
+
+    found: list[TrainingGroup] = []
+    for number, lengths in enumerate(LENGTHS):
+        scores = [draw.random() for _ in lengths]
+        mean = sum(scores) / len(scores)
+        rows = tuple(
+            TrainableRow(
+                token_ids=ids(length),
+                logprobs=(0.0,) * length,
+                advantage=score - mean,
+                temperature=1.0,
+                trainable=True,
+            )
+            for length, score in zip(lengths, scores, strict=True)
+        )
+        group = TrainingGroup(
+            group_id=f"g{number}",
+            adapter="base",
+            prompt_token_ids=ids(4),
+            rows=rows,
+            scores=tuple(scores),
+        )
+        with torch.no_grad():
+            packs = packs_of(policy, group, 10_000)
+            values = [v for pack in packs for v in policy.logprobs(pack)[0].tolist()]
+        rest = iter(values)
+        rows = tuple(
+            replace(row, logprobs=tuple(next(rest) for _ in row.token_ids)) for row in rows
+        )
+        found.append(replace(group, rows=rows))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    outcome: TrainingOutcome
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+
+
+Train = Callable[..., Trained]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "sidecar.toml"
+    path.write_text('[serving]\nmodel = "m"\n[learner]\nprocesses_timeout_s = 120\n')
+    return path
+
+
+@pytest.fixture
+def job(tiny_base: Path, tmp_path: Path) -> Callable[..., TrainingJob]:
+    """job(groups, settings, **fields): with a folder of its own."""
+
+    def make(groups: tuple[TrainingGroup, ...], settings: Learner, **fields: Any) -> TrainingJob:
+        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
+        folder.mkdir()
+        return TrainingJob(
+            **{
+                "base_model_path": str(tiny_base),
+                "parent": Parent(name="base"),
+                "groups": groups,
+                "settings": settings,
+                "folder": folder,
+                "check_stop": lambda: None,
+                **fields,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def train(job: Callable[..., TrainingJob], config: Path) -> Train:
+    """train(groups, settings, **fields): as many processes as the settings say."""
+
+    def run(groups: tuple[TrainingGroup, ...], settings: Learner, **fields: Any) -> Trained:
+        made = job(groups, settings, **fields)
+        if settings.processes == 1:
+            outcome = GrpoTrainer().train(made)
+        else:
+            place = Place(0, settings.processes, 0, settings.processes)
+            outcome = RankedTrainer(lambda: started(settings, config), place).train(made)
+        if not outcome.metrics:
+            return Trained(outcome, {}, {})
+        return Trained(
+            outcome, load_file(made.folder / WEIGHTS), load_file(made.folder / OPTIMIZER)
+        )
+
+    return run

@@ -1,0 +1,75 @@
+"""The jobs that docs/several-processes.md shows: bash, YAML, and arguments that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from torch.distributed.run import get_args_parser
+
+from learner.__main__ import parser
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "several-processes.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+def require_true(command: list[str]) -> Any:
+    """Parse a command as torchrun and the learner do. Returns: torchrun's arguments."""
+    assert command[0] == "torchrun"
+    found = get_args_parser().parse_args(command[1:])
+    assert found.module
+    assert found.training_script == "learner"
+    given = parser().parse_args(found.training_script_args)
+    assert given.once
+    assert given.config is not None
+    return found
+
+
+def test_the_command_by_hand_is_true() -> None:
+    (line,) = re.findall(r"^    (torchrun .*)$", PAGE.read_text(), flags=re.MULTILINE)
+
+    assert require_true(shlex.split(line)).nproc_per_node == "2"
+
+
+def test_the_slurm_script_is_bash_and_starts_a_run() -> None:
+    (script,) = blocks("bash")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=30)
+    line = re.search(r"^srun (torchrun .*)", script.replace("\\\n", " "), flags=re.MULTILINE)
+    assert line is not None
+    values = {"$SLURM_NNODES": "2", "$SLURM_JOB_ID": "7", "$first:29500": "node1:29500"}
+    words = [values.get(word, word) for word in shlex.split(line[1])]
+
+    found = require_true(words)
+
+    assert (found.nnodes, found.nproc_per_node, found.rdzv_endpoint) == ("2", "4", "node1:29500")
+    gpus = re.search(r"--gpus-per-node=(\d+)", script)
+    assert gpus is not None
+    assert gpus[1] == found.nproc_per_node
+
+
+def test_the_kubernetes_job_is_yaml_and_starts_a_run() -> None:
+    (text,) = blocks("yaml")
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "CronJob")
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    (container,) = pod["containers"]
+
+    found = require_true(container["command"])
+
+    assert int(found.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("language", ["bash", "yaml"])
+def test_each_kind_of_job_is_shown_once(language: str) -> None:
+    assert len(blocks(language)) == 1

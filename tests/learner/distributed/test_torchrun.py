@@ -1,0 +1,137 @@
+"""`torchrun -m learner --once` and `learner.processes`, from a store to a registered version."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from safetensors.torch import load_file
+from sqlalchemy import select
+
+from learner.adapter_folder import WEIGHTS
+from learner.records import TrainingGroup
+from sidecar.settings import Settings
+from sidecar.store.database import Database
+from sidecar.store.models import AdapterRow, GroupRow, RunRow
+
+if TYPE_CHECKING:
+    from tests.learner.conftest import MakeAnswer, MakeScoredGroup, PutGroup
+
+ROOT = Path(__file__).resolve().parents[3]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def config(settings: Settings, tmp_path: Path) -> Callable[..., Path]:
+    """config(**learner settings): a settings file."""
+
+    def write(**learner: object) -> Path:
+        values = {
+            "min_groups": 2,
+            "rank": 4,
+            "alpha": 8,
+            "precision": "float32",
+            "steps": 2,
+            "learning_rate": 0.02,
+            "threads": 1,
+            "adapters_dir": str(settings.learner.adapters_dir),
+            "processes_timeout_s": 100,
+            **learner,
+        }
+        lines = [
+            "[serving]",
+            'model = "m"',
+            f'base_model_path = "{settings.serving.base_model_path}"',
+            "[store]",
+            f'url = "{settings.store.url}"',
+            "[learner]",
+            *(
+                f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+                for name, value in values.items()
+            ),
+        ]
+        path = tmp_path / "together.toml"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def stored_groups(
+    groups: tuple[TrainingGroup, ...],
+    scored_group: MakeScoredGroup,
+    put_group: PutGroup,
+    answer: MakeAnswer,
+) -> None:
+    """The groups of the other tests, in the store."""
+    for group in groups:
+        answers = [
+            replace(answer(place), token_ids=row.token_ids, logprobs=row.logprobs)
+            for place, row in enumerate(group.rows)
+        ]
+        put_group(
+            scored_group(
+                group.scores,
+                answers=answers,
+                group_id=group.group_id,
+                prompt_token_ids=group.prompt_token_ids,
+            )
+        )
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("stored_groups")
+@pytest.mark.parametrize("shared", [False, True])
+def test_torchrun_trains_and_registers_one_version(
+    config: Callable[..., Path], database: Database, shared: bool
+) -> None:
+    path = str(config(shard_base=shared))
+
+    done = run(*TORCHRUN, "-m", "learner", "--once", "--config", path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("trained m--v1-") == 1
+    with database.read() as session:
+        (version,) = session.scalars(select(AdapterRow)).all()
+        (row,) = session.scalars(select(RunRow)).all()
+        assert (row.status, row.adapter) == ("finished", version.name)
+        assert set(session.scalars(select(GroupRow.status))) == {"trained"}
+    assert load_file(Path(version.path) / WEIGHTS)
+
+
+@pytest.mark.usefixtures("stored_groups")
+def test_the_setting_starts_the_processes(config: Callable[..., Path], database: Database) -> None:
+    path = str(config(processes=2))
+
+    done = run(sys.executable, "-m", "learner", "--once", "--config", path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("trained m--v1-")
+    with database.read() as session:
+        (row,) = session.scalars(select(RunRow)).all()
+        assert row.status == "finished"
+
+
+def test_nothing_to_learn_is_no_failure_of_a_job(config: Callable[..., Path]) -> None:
+    done = run(*TORCHRUN, "-m", "learner", "--once", "--config", str(config()))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("nothing to learn: 0 fresh scored groups wait")

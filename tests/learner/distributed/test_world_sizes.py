@@ -1,0 +1,206 @@
+"""Two processes train what one trains: loss, gradients, moments, adapter. With gloo, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from learner.distributed import start
+from learner.distributed.sharded import Sharded, blocks_of
+from learner.errors import FaultyGroupsError, RankLostError, RunStoppedError
+from learner.grpo.answers import OUT_OF_VOCABULARY
+from learner.records import TrainingGroup
+from sidecar.settings import Learner
+
+if TYPE_CHECKING:
+    from tests.learner.distributed.conftest import Train, Trained
+
+NOT_COMPARED = ("seconds", "tokens_per_s", "peak_memory_bytes")
+
+
+def require_equal(one: Trained, two: Trained) -> None:
+    assert len(one.outcome.metrics) == len(two.outcome.metrics) == 2
+    for alone, together in zip(one.outcome.metrics, two.outcome.metrics, strict=True):
+        assert {
+            name: value for name, value in asdict(together).items() if name not in NOT_COMPARED
+        } == pytest.approx(
+            {name: value for name, value in asdict(alone).items() if name not in NOT_COMPARED},
+            rel=1e-4,
+            abs=1e-6,
+        )
+    assert one.weights.keys() == two.weights.keys()
+    for name, expected in one.weights.items():
+        torch.testing.assert_close(two.weights[name], expected, atol=1e-6, rtol=1e-4)
+    for name, expected in one.moments.items():
+        torch.testing.assert_close(two.moments[name], expected, atol=1e-7, rtol=1e-4)
+
+
+def settings_of(several: Learner, *, shared: bool) -> tuple[Learner, Learner]:
+    """One process, and two of them."""
+    return (
+        several.model_copy(update={"processes": 1}),
+        several.model_copy(update={"shard_base": shared}),
+    )
+
+
+@pytest.mark.parametrize(("shared", "checkpointing"), [(False, "off"), (True, "off"), (True, "on")])
+def test_two_processes_train_what_one_trains(
+    train: Train,
+    groups: tuple[TrainingGroup, ...],
+    several: Learner,
+    shared: bool,
+    checkpointing: str,
+) -> None:
+    several = several.model_copy(update={"checkpointing": checkpointing})
+    one, two = settings_of(several, shared=shared)
+
+    expected, found = train(groups, one, quiet=3), train(groups, two, quiet=3)
+
+    require_equal(expected, found)
+    moved = max(float(w.abs().max()) for n, w in expected.weights.items() if "lora_B" in n)
+    assert moved > 1e-3
+    assert found.outcome.algorithm["processes"] == 2
+    assert found.outcome.drift is not None
+    assert found.outcome.drift == expected.outcome.drift
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_group_that_fails_in_one_process_is_left_out_by_all(
+    train: Train, groups: tuple[TrainingGroup, ...], several: Learner, shared: bool
+) -> None:
+    """Its token is found before its pass begins."""
+    bad = groups[3]
+    rows = (replace(bad.rows[0], token_ids=(1, 999)), *bad.rows[1:])
+    broken = (*groups[:3], replace(bad, rows=rows), *groups[4:])
+    one, two = settings_of(several, shared=shared)
+
+    expected = train((*groups[:3], *groups[4:]), one)
+    found = train(broken, two)
+
+    assert {g: fault.reason for g, fault in found.outcome.faults.items()} == {
+        "g3": OUT_OF_VOCABULARY
+    }
+    require_equal(expected, found)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_loss_that_is_no_number_costs_its_group_in_all_processes(
+    train: Train, groups: tuple[TrainingGroup, ...], several: Learner, shared: bool
+) -> None:
+    """The fault comes in a step, after the other process has computed its groups."""
+    bad = groups[4]
+    rows = tuple(replace(row, advantage=float("inf")) for row in bad.rows)
+    broken = (*groups[:4], replace(bad, rows=rows), *groups[5:])
+    one, two = settings_of(several.model_copy(update={"warmup": 0}), shared=shared)
+
+    expected = train((*groups[:4], *groups[5:]), one)
+    found = train(broken, two)
+
+    assert list(found.outcome.faults) == ["g4"]
+    assert "its loss is" in found.outcome.faults["g4"].text
+    require_equal(expected, found)
+
+
+def test_most_groups_failing_ends_the_run_with_its_words(
+    train: Train, groups: tuple[TrainingGroup, ...], several: Learner
+) -> None:
+    broken = tuple(
+        replace(group, rows=tuple(replace(row, token_ids=(999, 1)) for row in group.rows))
+        for group in groups
+    )
+    _, two = settings_of(several, shared=False)
+
+    with pytest.raises(FaultyGroupsError, match="7 of 7 groups fail"):
+        train(broken, two)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_stop_ends_all_processes(
+    train: Train, groups: tuple[TrainingGroup, ...], several: Learner, shared: bool
+) -> None:
+    calls = 0
+
+    def stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 6:
+            raise RunStoppedError("asked to stop")
+
+    _, two = settings_of(several, shared=shared)
+
+    with pytest.raises(RunStoppedError):
+        train(groups, two, check_stop=stop)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_process_that_is_killed_ends_the_run_with_words(
+    train: Train,
+    groups: tuple[TrainingGroup, ...],
+    several: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+) -> None:
+    """Far within the time that is waited for a process that hangs."""
+    launched: list[subprocess.Popen[bytes]] = []
+    launch = start._launch
+
+    def remember(*given: Any) -> subprocess.Popen[bytes]:
+        launched.append(launch(*given))
+        return launched[-1]
+
+    monkeypatch.setattr(start, "_launch", remember)
+    calls = 0
+
+    def kill() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            launched[0].kill()
+
+    _, two = settings_of(several, shared=shared)
+    began = time.monotonic()
+
+    with pytest.raises(RankLostError, match="process 1 was killed by signal 9") as lost:
+        train(groups, two, check_stop=kill)
+
+    assert time.monotonic() - began < several.processes_timeout_s
+    # What it computed is suspected; it may have been between two groups.
+    assert set(lost.value.faults) <= {group.group_id for group in groups}
+    assert launched[0].returncode == -9
+
+
+def test_a_pass_that_fails_in_its_middle_ends_a_run_that_shares_the_base(
+    train: Train,
+    groups: tuple[TrainingGroup, ...],
+    several: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first process fails in a block of its second group; the other waits in that pass."""
+    passes = 0
+
+    def fail(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 12:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
+
+    place = Sharded.place
+
+    def breaking(self: Sharded, model: Any, device: torch.device) -> Any:
+        placed = place(self, model, device)
+        blocks_of(placed.get_base_model().get_decoder())[1].register_forward_pre_hook(fail)
+        return placed
+
+    monkeypatch.setattr(Sharded, "place", breaking)
+    _, two = settings_of(several, shared=True)
+
+    with pytest.raises(FaultyGroupsError, match="failed in a pass that all processes") as ended:
+        train(groups, two)
+
+    (fault,) = ended.value.faults.values()
+    assert fault.reason == "out_of_memory"
