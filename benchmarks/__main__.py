@@ -17,6 +17,7 @@ NAMES = {
     "learning": "benchmarks.learning.run",
     "learner": "benchmarks.learner.run",
     "rollback": "benchmarks.rollback.run",
+    "canary": "benchmarks.canary.run",
 }
 """Name -> the module whose `main(argv)` runs it and returns the exit code."""
 

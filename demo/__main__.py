@@ -65,7 +65,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "steps": [4000, 8000],
         "step_min_s": 4.0,
         "step_min_exchanges": 4,
-        # Of four replies two are cut short by chance alone: a third of the base's are.
+        "step_min_sessions": 2,
+        # A proof takes hundreds of judged groups, and this has minutes: a mean over eight prompts
+        # decides, which states no level (docs/canary.md).
+        "promote_on": "quick",
+        # Of four answers two are cut short by chance alone: a third of the base's are.
         "max_truncated_excess": 0.75,
         "step_max_s": 120.0,
         "gate_prompts": 8,

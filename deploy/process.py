@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 from deploy.admin.context import AdminContext
 from deploy.canary.controller import Controller
 from deploy.canary.gate import Gate
+from deploy.canary.shadow import EVERY_S as SHADOW_S
+from deploy.canary.shadow import Shadow
 from deploy.engine.champion_guard import CHECK_S, ChampionGuard
 from deploy.engine.fleet import Fleet
 from deploy.engine.reconcile import Reconciler
@@ -173,7 +175,9 @@ async def _run(
     serving = settings.serving.upstreams
     fleet = Fleet({url: reconcilers[url] for url in serving})
     controls = {url: replicas[url] for url in serving}
-    controller = make_controller(settings, database, controls, sampler, judge, on_change)
+    gate = make_gate(settings, database, sampler, judge)
+    controller = make_controller(settings, database, controls, gate, on_change)
+    shadow = Shadow(database, gate, model)
 
     def keep(url: str, reconciler: Reconciler) -> Loop:
         def every_s() -> float:
@@ -191,6 +195,7 @@ async def _run(
         Loop("lease", beat, lambda: BEAT_S),
         Loop("tick", lease.only_acting(controller.tick), lambda: settings.canary.poll_s),
         Loop("guard", lease.only_acting(guard.check), lambda: CHECK_S),
+        Loop("shadow", lease.only_acting(shadow.tick), lambda: SHADOW_S),
         *(keep(url, reconciler) for url, reconciler in reconcilers.items()),
     ]
     context = AdminContext(
@@ -232,28 +237,34 @@ async def _run(
     log.info("control_stopped")
 
 
-def make_controller(
-    settings: Settings,
-    database: Database,
-    replicas: Mapping[str, AdapterControl],
-    sampler: ReplicaSampler,
-    judge: Judge,
-    on_change: Callable[[], None],
-) -> Controller:
-    """Build the controller from the settings."""
-    rules, serving = settings.canary, settings.serving
-    gate = Gate(
+def make_gate(
+    settings: Settings, database: Database, sampler: ReplicaSampler, judge: Judge
+) -> Gate:
+    """Build the gate, which also judges beside the ramp, from the settings."""
+    rules = settings.canary
+    return Gate(
         database=database,
         sampler=sampler,
         judge=judge,
         rules=rules,
         judging=settings.judge_of_gate,
         room=sampler,
-        parallel=max(1, settings.groups.concurrency // (2 * rules.gate_answers)),
+        parallel=max(1, settings.groups.concurrency // (3 * rules.gate_answers)),
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),
         judge_gives_reward=not examiner_of(settings).own_judge,
     )
+
+
+def make_controller(
+    settings: Settings,
+    database: Database,
+    replicas: Mapping[str, AdapterControl],
+    gate: Gate,
+    on_change: Callable[[], None],
+) -> Controller:
+    """Build the controller from the settings."""
+    rules, serving = settings.canary, settings.serving
     bases = {serving.base_model_path, serving.model} if serving.base_model_path else set()
     return Controller(
         database=database,

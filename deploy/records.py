@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sidecar.records import BASE
+
 AdapterState = Literal[
     "registered", "gating", "ramping", "champion", "retired", "rejected", "rolled_back"
 ]
@@ -74,6 +76,15 @@ class Canary:
     """Time of the last such tick, in Unix seconds."""
     gate_judges: tuple[str, ...] = ()
     """Judge models and rubric hashes that scored its gate, as the evidence names them."""
+    anchor: str = BASE
+    """Adapter name that does not move with promotions, or "base"; fixed when the canary began."""
+    ramp_began_at: float = 0.0
+    """Unix seconds from which on users' sessions count: the first step, or a resume under a new
+    salt."""
+    ramp_after_seq: int = 0
+    """Exchanges of the ramp have larger numbers."""
+    proven: frozenset[str] = frozenset()
+    """Claims that judged groups have proven (`deploy.registry.proof_rule`): they stay so."""
     judge_gives_reward: bool | None = None
     """True when the gate's judge also scores what the candidate learned from; None: not known."""
 

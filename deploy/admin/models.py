@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 
 from deploy.admin.out import (
     BusOut,
-    ComparisonOut,
     FeedbackOut,
     GateJudgeOut,
     JudgeNoiseOut,
@@ -133,13 +132,6 @@ class CanaryOut(Out):
             generation=canary.generation,
             allowed_actions=transitions.allowed_actions(canary),
         )
-
-
-class EvidenceOut(Out):
-    canary_id: str
-    state: Phase
-    evidence: dict[str, Any]
-    comparisons: list[ComparisonOut]
 
 
 class GroupOut(Out):

@@ -166,23 +166,6 @@ class GateJudgeOut(Out):
     """Says that the reward marks its own exam; empty when it does not."""
 
 
-class ComparisonOut(Out):
-    """One held-out prompt of a gate, answered by both arms."""
-
-    comparison_id: str
-    exchange_id: str
-    status: str
-    difference: float | None
-    judge_model: str | None
-    """Null when the judge was not asked, and in comparisons of older versions."""
-    rubric_hash: str | None
-    disagreement: float | None
-    """How far the judge's passes differ, mean over the answers; null after a single pass."""
-    flipped_pairs: float | None
-    """Share of the pairs of answers that two passes put in opposite order."""
-    answers: list[dict[str, Any]]
-
-
 class JudgeNoiseOut(Out):
     """The judge's noise, as groups that were scored twice show it. Score units; null: unknown."""
 

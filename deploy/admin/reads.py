@@ -13,19 +13,18 @@ from sqlalchemy.orm import Session
 
 from deploy.admin.auth import caller
 from deploy.admin.context import AdminContext
+from deploy.admin.evidence.out import ComparisonOut, EvidenceOut
 from deploy.admin.filters import ADAPTER_STATES, known_query, refuse_unknown
 from deploy.admin.models import (
     AdapterOut,
     CanaryOut,
     EngineOut,
-    EvidenceOut,
     LearnerOut,
     Page,
     StatusOut,
 )
 from deploy.admin.out import (
     BusOut,
-    ComparisonOut,
     FunnelOut,
     GateJudgeOut,
     JudgeNoiseOut,
@@ -78,6 +77,8 @@ from sidecar.store.models import (
 
 log = structlog.get_logger()
 Out = TypeVar("Out")
+SHOWN_COMPARISONS = 200
+"""Newest judged prompts of a canary in one reply: a ramp has hundreds, with all answers."""
 
 
 def read_router(context: AdminContext) -> APIRouter:
@@ -239,16 +240,20 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
     def evidence(canary_id: str) -> EvidenceOut:
         with database.read() as session:
             row = canaries.find_row(session, canary_id)
+            of_canary = GateComparisonRow.canary_id == canary_id
             made = session.scalars(
                 select(GateComparisonRow)
-                .where(GateComparisonRow.canary_id == canary_id)
-                .order_by(GateComparisonRow.comparison_id)
+                .where(of_canary)
+                .order_by(GateComparisonRow.place.desc(), GateComparisonRow.comparison_id)
+                .limit(SHOWN_COMPARISONS)
             )
+            every = session.scalar(select(func.count()).where(of_canary)) or 0
             with naming(f"the evidence of canary {canary_id}"):
                 return EvidenceOut(
                     canary_id=canary_id,
                     state=canaries.to_canary(row).phase,
                     evidence=canaries.evidence_of(row),
+                    comparisons_made=every,
                     comparisons=[
                         ComparisonOut(
                             comparison_id=one.comparison_id,
@@ -259,6 +264,9 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
                             rubric_hash=one.rubric_hash,
                             disagreement=one.disagreement,
                             flipped_pairs=one.flipped_pairs,
+                            place=one.place,
+                            anchor_difference=one.anchor_difference,
+                            fault=one.fault,
                             answers=opened_answers(session, one),
                         )
                         for one in made

@@ -1,7 +1,9 @@
 """The canary controller: every tick reads the active canary and advances it by one decision.
 
 A canary's phase, clock and evidence are in the store, so a restarted controller continues where a
-killed one stopped. Each tick gathers evidence (disk, vLLM, judge, store), applies the pure rule
+killed one stopped; what it keeps in memory is read from the store again, with the same result.
+
+Each tick gathers evidence (disk, vLLM, judge, store), applies the pure rule
 (`deploy.registry.canary_rule`) and writes the decision in one transaction. The decision is
 discarded when an operator changed the canary meanwhile.
 """
@@ -11,13 +13,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import structlog
+from sqlalchemy import func, select
 
 from deploy.canary import ramp_counts, tick_errors
+from deploy.canary.facts import guard_facts, quality_facts, step_facts
 from deploy.canary.gate import Gate
+from deploy.canary.judged import Judged
+from deploy.canary.live_turns import LiveTurns
 from deploy.canary.loading import Facts, load_everywhere
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl
@@ -36,6 +42,7 @@ from deploy.registry.canary_rule import (
 )
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
+from sidecar.store.models import ExchangeRow
 
 log = structlog.get_logger()
 
@@ -63,6 +70,8 @@ class Controller:
         self._rules = rules
         self._limits = limits
         self._model = model
+        self._judged = Judged(rules)
+        self._turns = LiveTurns(rules)
         self._on_change = on_change
         self._clock = clock
         self._last_hold: tuple[object, ...] = ()
@@ -162,16 +171,32 @@ class Controller:
             return await self._load(canary)
         if canary.phase == "gating":
             gate = await self._gate.advance(canary)
-            return gate, {"gate": _gate_facts(gate)}
-        counts = await asyncio.to_thread(self._count_ramp, canary)
-        facts = {"weight_bp": canary.weight_bp, **asdict(counts)}
-        return counts, {f"step_{canary.step + 1}": facts}
+            quality = quality_facts(gate.quality, canary.proven, self._rules)
+            return gate, {"gate": _gate_facts(gate), "quality": quality}
+        return await asyncio.to_thread(self._read_ramp, canary)
 
-    def _count_ramp(self, canary: Canary) -> Evidence:
+    def _read_ramp(self, canary: Canary) -> tuple[Evidence, Facts]:
+        open_from, rules = self._gate.open_from(canary), self._rules
         with self._database.read() as session:
-            return ramp_counts.count_ramp(
-                session, canary, step_min_exchanges=self._rules.step_min_exchanges
+            counts = ramp_counts.count_ramp(
+                session, canary, step_min_exchanges=rules.step_min_exchanges
             )
+            quality = self._judged.read(session, canary, open_from=open_from)
+            live, behind = self._turns.read(session, canary)
+        evidence = replace(
+            counts,
+            guards=live.guards,
+            mismatch=live.mismatch,
+            behind=behind,
+            quality=quality,
+            proven=canary.proven,
+            away=self._gate.away(canary),
+        )
+        return evidence, {
+            f"step_{canary.step + 1}": step_facts(canary, evidence),
+            "guards": guard_facts(live, behind, rules),
+            "quality": quality_facts(quality, canary.proven, rules),
+        }
 
     async def _load(self, canary: Canary) -> tuple[LoadEvidence, Facts]:
         version, registered, loading = await asyncio.to_thread(self._candidate, canary)
@@ -209,9 +234,11 @@ class Controller:
         if isinstance(decision, Hold) and hold == self._last_hold:
             return False
         with self._database.write() as session:
-            applied = transitions.apply(
-                session, canary, decision, evidence=facts, now=self._clock()
-            )
+            now = self._clock()
+            if isinstance(decision, Move) and (canary.phase, decision.to) == ("gating", "ramping"):
+                newest = session.scalar(select(func.max(ExchangeRow.seq))) or 0
+                facts = {**facts, "ramp": {"began_at": now, "after_seq": newest}}
+            applied = transitions.apply(session, canary, decision, evidence=facts, now=now)
         self._last_hold = hold
         if not applied:
             log.info("canary_changed_meanwhile", canary=canary.canary_id)

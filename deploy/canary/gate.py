@@ -1,10 +1,17 @@
-"""The gate: fresh answers of candidate and champion on held-out prompts, judged blind in one group.
+"""Fresh answers of candidate, champion and anchor to one prompt, judged blind in one group.
 
-The pure rule is in `gate_rule`. Each call of `advance` makes a few of the missing comparisons and
-stores each when it ends (`gate_keeping`), so a restarted process continues with the rest. While
-the judge or vLLM is unreachable, only the reason is recorded. A comparison without a usable answer
-is set aside and counted; so is a prompt that the judge fails on repeatedly although it answers the
-probe.
+`advance` serves the gate, on held-out prompts; `shadow` goes on during the ramp, also on prompts of
+users' sessions that began after the canary did, so the candidate was not trained on them. No user
+sees these answers. Each call makes a few comparisons and stores each when it ends (`gate_keeping`),
+so a restarted process continues with the rest. While the judge or vLLM is unreachable, only the
+reason is recorded.
+
+Prompts are drawn in an order that is fixed before they are asked: no further one is drawn before
+all that were drawn have ended, and `open_from` says which places may not be counted yet. So neither
+the speed nor the failures of an answer decide when it counts.
+
+A comparison without a usable answer is set aside and counted; so is a prompt that the judge fails
+on repeatedly although it answers the probe. Then `fault` says whose answers were the cause.
 """
 
 from __future__ import annotations
@@ -19,12 +26,15 @@ from dataclasses import dataclass, replace
 import structlog
 
 from deploy.canary import gate_store
-from deploy.canary.gate_answers import Answered, FreshAnswers, seed_of
+from deploy.canary.gate_answers import Answered, ArmFailedError, FreshAnswers, seed_of
+from deploy.canary.gate_draw import Drawing, Prompts
 from deploy.canary.gate_keeping import SCORED, Ended, Keeper
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
+from deploy.evidence.quality import Fault
 from deploy.records import Canary
+from deploy.registry import proof_rule
 from deploy.registry.canary_rule import GateEvidence
-from deploy.registry.gate_rule import judge_gate
+from deploy.registry.gate_rule import judge_gate, quality_of
 from ingest.errors import (
     AWAY,
     JudgeBusyError,
@@ -50,8 +60,6 @@ from sidecar.store.database import Database
 
 log = structlog.get_logger()
 
-SPARE_PROMPTS = 2
-"""Most prompts to try, as a multiple of `gate_prompts`: some comparisons are set aside."""
 WAITS = Backoff(first_s=1.0, last_s=60.0)
 """Waits between attempts while the judge or vLLM is unreachable."""
 ATTEMPTS = 3
@@ -59,6 +67,11 @@ ATTEMPTS = 3
 _AWAY = (*AWAY, JudgeBusyError, JudgeWithheldError)
 """Errors that concern no answer: retry later. The reconciler reloads a lost adapter; a budget that
 is spent is renewed."""
+
+_NO_SCORE = (JudgeUnavailableError, JudgeRefusalError, NotRedactedError, JudgeReplyError)
+"""Errors by which the judge gives no score for some answers."""
+_ARM_FAULT: dict[str, Fault] = {"candidate": "candidate", "champion": "champion"}
+"""Arm whose answers vLLM fails to give -> whose fault it is; of another arm, nobody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +119,7 @@ class Gate:
         judge_gives_reward: bool = False,
     ) -> None:
         """judging: the settings of the gate's judge.
-        parallel: comparisons made at once, each with 2 `gate_answers` requests in flight.
+        parallel: comparisons made at once, each with up to 3 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
         None: the default one. judge_gives_reward: the judge also scores the groups that are learned
         from."""
@@ -128,25 +141,42 @@ class Gate:
         self._parallel = parallel
         self._clock = clock
         self._retry = Retry()
+        self._drawing = Drawing(database, rules, parallel=parallel, clock=clock)
         self._attempts: Counter[str] = Counter()
         """Failed attempts by comparison id, in memory: a restart counts from zero."""
         self._calls: dict[str, list[JudgeCall]] = {}
         """Answered calls by comparison id, also of attempts that failed: they are paid for."""
 
     async def advance(self, canary: Canary) -> GateEvidence:
-        """Make up to `parallel` missing comparisons, then sum up all comparisons."""
-        prompts, missing = await asyncio.to_thread(self._prompts, canary)
+        """Make up to `parallel` comparisons of the gate, then sum up all comparisons."""
+        prompts = await asyncio.to_thread(self._drawing.for_gate, canary)
         away: str | None = None
-        if missing and len(prompts) >= self._rules.gate_min_prompts:
-            away = await self._make(canary, missing)
+        if prompts.sessions >= self._rules.gate_min_prompts:
+            away = await self._make(canary, prompts)
         return await asyncio.to_thread(self._evidence, canary, away)
+
+    async def shadow(self, canary: Canary) -> None:
+        """Make up to `parallel` comparisons of the ramp, at the rate of `groups_per_hour`."""
+        prompts = await asyncio.to_thread(self._drawing.for_shadow, canary)
+        await self._make(canary, prompts)
+
+    def away(self, canary: Canary) -> str | None:
+        """Return why comparisons cannot be made now; None: they can, or nobody tried."""
+        return self._retry.reason or None if self._drawing.is_for(canary) else None
+
+    def open_from(self, canary: Canary) -> int | None:
+        """Return the first place that is drawn and has not ended; None without any."""
+        return self._drawing.open_from(canary)
 
     async def settle(self) -> None:
         """Wait, as long as a stop may take, for what the store has not taken yet."""
         await self._keeper.settle()
 
-    async def _make(self, canary: Canary, missing: list[HeldOutPrompt]) -> str | None:
+    async def _make(self, canary: Canary, prompts: Prompts) -> str | None:
         """Make a batch of comparisons. Returns: why they cannot be made now, or None."""
+        due = self._drawing.draw(canary, prompts)
+        if not due:
+            return None
         if not self._judge.model:
             return "no judge is set: name one in judge.model"
         if self._clock() < self._retry.at:
@@ -157,9 +187,8 @@ class Gate:
         except SamplingError as error:
             return self._wait(canary, str(error))
         # After an outage, a single comparison tests whether it is over.
-        missing = sorted(missing, key=lambda prompt: self._attempts[comparison_id(canary, prompt)])
-        batch = missing[: 1 if self._retry.reason else self._parallel]
-        ends = await asyncio.gather(*(self._compare(canary, one) for one in batch))
+        batch = due[: 1 if self._retry.reason else self._parallel]
+        ends = await asyncio.gather(*(self._compare(canary, one.prompt) for one in batch))
         unjudged = [end for end in ends if isinstance(end, Unjudged)]
         away = next((end for end in ends if isinstance(end, str)), None)
         if unjudged and away is None:
@@ -194,33 +223,27 @@ class Gate:
         log.warning(
             "gate_set_aside", exchange=one.prompt.exchange_id, status=one.reason, reason=one.detail
         )
-        await self._keep(canary, one.prompt, Ended(status=one.reason, answered=one.answered))
+        fault = await self._fault(canary, one.prompt, one.answered)
+        ended = Ended(status=one.reason, answered=one.answered, fault=fault)
+        await self._keep(canary, one.prompt, ended)
 
     def _wait(self, canary: Canary, reason: str) -> str:
         self._retry = self._retry.later(self._clock(), reason)
         log.warning("gate_waits", canary=canary.canary_id, reason=reason)
         return reason
 
-    def _prompts(self, canary: Canary) -> tuple[set[str], list[HeldOutPrompt]]:
-        """Return the keys of all sessions that take part, and the prompts not compared yet."""
-        limit = SPARE_PROMPTS * self._rules.gate_prompts
-        with self._database.read() as session:
-            done = gate_store.compared_sessions(session, canary)
-            newest = gate_store.held_out_prompts(session, canary.model, limit=limit)
-            made = gate_store.comparisons(session, canary.canary_id)
-        scored = [one for one in made if one.difference is not None]
-        missing = [prompt for prompt in newest if prompt.session_id not in done]
-        room = min(limit - len(done), self._rules.gate_prompts - len(scored))
-        return done | {p.session_id for p in newest}, missing[: max(0, room)]
-
     def _evidence(self, canary: Canary, away: str | None) -> GateEvidence:
-        prompts, missing = self._prompts(canary)
+        prompts = self._drawing.for_gate(canary)
+        open_from = self.open_from(canary)
         with self._database.read() as session:
             made = gate_store.comparisons(session, canary.canary_id)
+            judged = gate_store.judged_since(session, canary.canary_id, place=0)
+        counted = [one for one in judged if open_from is None or one.place < open_from]
         return GateEvidence(
-            prompts=len(prompts),
-            pending=len(missing),
+            prompts=prompts.sessions,
+            pending=len(prompts.missing),
             verdict=judge_gate(made, self._rules, seed=seed_of(canary, "bootstrap")),
+            quality=quality_of(counted, proof_rule.limits_of(self._rules)),
             away=away,
             judge_gives_reward=self._judge_gives_reward,
         )
@@ -234,28 +257,15 @@ class Gate:
         answered: list[Answered] = []
         if not prompt.request:
             log.warning("gate_set_aside", exchange=prompt.exchange_id, status="unreadable")
-            unread = Ended(status="unreadable", answered=answered, asked=False)
+            unread = Ended(status="unreadable", answered=answered, asked=False, fault="unknown")
             await self._keep(canary, prompt, unread)
             return None
-        calls = self._calls.setdefault(comparison_id(canary, prompt), [])
         status = SCORED
         judgement: Judgement | None = None
+        fault: Fault | None = None
         try:
             answered = await self._answers.get(canary, prompt)
-            with replies_kept_for(prompt.exchange_id):
-                judgement = await score_answers(
-                    self._judge,
-                    context=prompt.request["messages"],
-                    tools=prompt.request.get("tools") or (),
-                    answers=[one.message for one in answered],
-                    rubric=self._judging.rubric,
-                    passes=self._judging.passes,
-                    seed=seed_of(canary, f"judge\x00{prompt.exchange_id}"),
-                    on_call=calls.append,
-                    subject=comparison_id(canary, prompt),
-                    view=self._view,
-                    show_reasoning=self._judging.show_reasoning,
-                )
+            judgement = await self._score(canary, prompt, answered)
         except _AWAY as error:
             return str(error)
         except (JudgeUnavailableError, JudgeRefusalError) as error:
@@ -271,6 +281,7 @@ class Gate:
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         except SamplingError as error:
             status = "sampling_failed"
+            fault = _ARM_FAULT.get(error.arm) if isinstance(error, ArmFailedError) else None
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
         except NotRedactedError as error:
             status = NOT_REDACTED
@@ -278,15 +289,63 @@ class Gate:
         except JudgeReplyError as error:
             status = "judge_rubbish"
             log.warning("gate_set_aside", exchange=prompt.exchange_id, reason=str(error))
+        if status != SCORED and fault is None:
+            fault = await self._fault(canary, prompt, answered)
         asked = status not in ("sampling_failed", NOT_REDACTED, TOO_LONG)
-        ended = Ended(status=status, answered=answered, judgement=judgement, asked=asked)
+        ended = Ended(
+            status=status, answered=answered, judgement=judgement, asked=asked, fault=fault
+        )
         await self._keep(canary, prompt, ended)
         return None
+
+    async def _score(
+        self, canary: Canary, prompt: HeldOutPrompt, answered: list[Answered], *, part: str = ""
+    ) -> Judgement:
+        """Ask the judge. part: names the subset of the answers, when it is one."""
+        calls = self._calls.setdefault(comparison_id(canary, prompt), [])
+        with replies_kept_for(prompt.exchange_id):
+            return await score_answers(
+                self._judge,
+                context=prompt.request["messages"],
+                tools=prompt.request.get("tools") or (),
+                answers=[one.message for one in answered],
+                rubric=self._judging.rubric,
+                passes=self._judging.passes,
+                seed=seed_of(canary, f"judge\x00{prompt.exchange_id}{part}"),
+                on_call=calls.append,
+                subject=comparison_id(canary, prompt),
+                view=self._view,
+                show_reasoning=self._judging.show_reasoning,
+            )
+
+    async def _fault(
+        self, canary: Canary, prompt: HeldOutPrompt, answered: list[Answered]
+    ) -> Fault:
+        """Find whose answers kept the judge from scoring a group: it is asked again without the
+        candidate's and without the champion's. One of both must work, and the other must not.
+        """
+        if self._rules.promote_on == "quick" or not answered:
+            return "unknown"
+        works = {}
+        for arm in ("candidate", "champion"):
+            rest = [one for one in answered if one.arm != arm]
+            try:
+                await self._score(canary, prompt, rest, part=f"\x00without {arm}")
+                works[arm] = True
+            except _AWAY:
+                return "unknown"
+            except _NO_SCORE:
+                works[arm] = False
+        if works["candidate"] == works["champion"] or await self._probe() is not None:
+            return "unknown"
+        return "candidate" if works["candidate"] else "champion"
 
     async def _keep(self, canary: Canary, prompt: HeldOutPrompt, ended: Ended) -> None:
         """Store the end of a comparison with all calls that were made for it."""
         name = comparison_id(canary, prompt)
-        ended = replace(ended, calls=list(self._calls.get(name, ())))
+        calls, place = list(self._calls.get(name, ())), self._drawing.place_of(name)
+        ended = replace(ended, calls=calls, place=place)
         await self._keeper.keep(canary, prompt, ended)
         self._answers.forget(canary, prompt)
         self._calls.pop(name, None)
+        self._drawing.end(name)

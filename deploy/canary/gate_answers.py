@@ -1,4 +1,4 @@
-"""Fresh answers for the gate: one prompt, both arms, in random order.
+"""Fresh answers for the gate: one prompt, all arms, in random order.
 
 They are kept in memory until they are judged, so an outage of the judge costs vLLM no new samples.
 """
@@ -9,19 +9,22 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deploy.canary.answer_shape import is_short
+from deploy.canary.answer_shape import flaws_of, is_short
 from deploy.canary.gate_store import HeldOutPrompt, comparison_id
 from deploy.records import Canary
-from ingest.errors import AWAY
+from ingest.errors import AWAY, SamplingError
 from ingest.privacy.screen import Screen
 from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.vllm.sampler import SampledAnswer, Sampler, SampleRequest
 from sidecar.routing.table import upstream_model
 from sidecar.settings import Canary as CanarySettings
+
+MOST_ANSWERS = 8
+"""Answers that a judge is shown at once, as RULER's authors advise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +32,32 @@ class Answered:
     """One fresh answer and the arm that gave it."""
 
     arm: str
-    """Either "candidate" or "champion"."""
+    """One of "candidate", "champion" and "anchor"."""
     adapter: str
     message: dict[str, Any]
     finish_reason: str | None
+
+
+class ArmFailedError(SamplingError):
+    """vLLM gave no usable answer of one arm, and of that alone."""
+
+    def __init__(self, message: str, *, arm: str) -> None:
+        super().__init__(message)
+        self.arm = arm
+
+
+def has_anchor(canary: Canary, rules: CanarySettings) -> bool:
+    """Return True when the anchor is an adapter of its own, and is asked."""
+    return rules.promote_on != "quick" and canary.anchor != canary.champion
+
+
+def arms_of(canary: Canary, rules: CanarySettings) -> list[tuple[str, str]]:
+    """Return (arm, adapter) of each answer to a prompt."""
+    asked, most = rules.gate_answers, MOST_ANSWERS
+    arms = [("candidate", canary.candidate), ("champion", canary.champion)] * asked
+    if has_anchor(canary, rules):
+        arms += [("anchor", canary.anchor)] * max(1, min(asked, most - 2 * asked))
+    return arms
 
 
 class FreshAnswers:
@@ -44,7 +69,11 @@ class FreshAnswers:
         self._kept: dict[str, list[Answered]] = {}
 
     async def get(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
-        """Return `gate_answers` answers of each arm, shuffled. Raises: as `Sampler.sample`."""
+        """Return `gate_answers` answers of each arm, shuffled; fewer of the anchor's when a judge
+        would see more than `MOST_ANSWERS`.
+
+        Raises: as `Sampler.sample`; ArmFailedError when the answers of one arm alone fail.
+        """
         key = comparison_id(canary, prompt)
         if key not in self._kept:
             self._kept[key] = await self._sample_all(canary, prompt)
@@ -55,8 +84,7 @@ class FreshAnswers:
         self._kept.pop(comparison_id(canary, prompt), None)
 
     async def _sample_all(self, canary: Canary, prompt: HeldOutPrompt) -> list[Answered]:
-        arms = [("candidate", canary.candidate), ("champion", canary.champion)]
-        asked = [pair for pair in arms for _ in range(self._rules.gate_answers)]
+        asked = arms_of(canary, self._rules)
         random.Random(seed_of(canary, f"order\x00{prompt.exchange_id}")).shuffle(asked)
         sampled = await asyncio.gather(
             *(self._sample(canary, prompt, adapter) for _, adapter in asked), return_exceptions=True
@@ -64,6 +92,17 @@ class FreshAnswers:
         errors = [one for one in sampled if isinstance(one, BaseException)]
         # An engine that is down or has lost an adapter causes the other errors: raise that one.
         for error in sorted(errors, key=lambda one: not isinstance(one, AWAY)):
+            failed = {
+                arm
+                for (arm, _), one in zip(asked, sampled, strict=True)
+                if isinstance(one, BaseException)
+            }
+            if (
+                len(failed) == 1
+                and isinstance(error, SamplingError)
+                and not isinstance(error, AWAY)
+            ):
+                raise ArmFailedError(str(error), arm=failed.pop()) from error
             raise error
         return [
             Answered(
@@ -95,8 +134,11 @@ def as_rows(
     *,
     screen: Screen,
     project: str,
+    request: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Convert answers to the store's JSON; without scores when the judge gave none.
+
+    request: what they answer.
 
     An answer that the project's privacy policy keeps out of the store is stored without what it
     says: its score counts all the same, since the judge saw it redacted. What the judge says about
@@ -118,6 +160,7 @@ def as_rows(
             **({} if stored[place] else {"left_out": "private"}),
             "finish_reason": one.finish_reason,
             "short": is_short(one.message, one.finish_reason),
+            "flaws": sorted(flaws_of(one.message, one.finish_reason, request)),
             "score": scores[place] if scores else None,
             "disagreement": apart.by_answer[place] if apart is not None else None,
             "explanation": told[place] if told else None,

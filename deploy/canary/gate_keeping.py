@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from deploy.canary import gate_store
 from deploy.canary.gate_answers import Answered, as_rows, storable_calls
 from deploy.canary.gate_store import HeldOutPrompt, Kept, comparison_id
+from deploy.evidence.quality import Fault
 from deploy.records import Canary
 from deploy.registry.gate_rule import mean_difference
 from ingest.privacy.screen import Screen
@@ -46,6 +47,10 @@ class Ended:
     judgement: Judgement | None = None
     asked: bool = True
     """False when the judge was not asked."""
+    fault: Fault | None = None
+    """Whose answers kept the judge from scoring it; None when it is scored."""
+    place: int = 0
+    """Its number in the order of drawing."""
     calls: list[JudgeCall] = field(default_factory=list)
 
 
@@ -106,14 +111,22 @@ class Keeper:
         name, project = comparison_id(canary, prompt), prompt.project
         judgement = ended.judgement
         rows = await asyncio.to_thread(
-            as_rows, ended.answered, judgement, screen=self._screen, project=project
+            as_rows,
+            ended.answered,
+            judgement,
+            screen=self._screen,
+            project=project,
+            request=prompt.request,
         )
         calls = await asyncio.to_thread(
             storable_calls, ended.calls, screen=self._screen, project=project
         )
         kept = Kept(
             status=ended.status,
-            difference=_difference(rows) if ended.status == SCORED else None,
+            difference=_difference(rows, "champion") if ended.status == SCORED else None,
+            anchor_difference=_difference(rows, "anchor") if ended.status == SCORED else None,
+            fault=ended.fault,
+            place=ended.place,
             answers=rows,
             judge_model=self._judge_of(ended),
             rubric_hash=self._rubric_hash if ended.asked else None,
@@ -170,9 +183,12 @@ class Keeper:
         save_judge_calls(session, subject, calls, rubric_hash=self._rubric_hash, now=self._clock())
 
 
-def _difference(rows: Sequence[dict[str, Any]]) -> float:
+def _difference(rows: Sequence[dict[str, Any]], other: str) -> float | None:
+    """Return the mean score of the candidate minus another arm's; None without its answers."""
     scores = {
         arm: [one["score"] for one in rows if one["arm"] == arm and one["score"] is not None]
-        for arm in ("candidate", "champion")
+        for arm in ("candidate", other)
     }
-    return mean_difference(**scores)
+    if not scores[other]:
+        return None
+    return mean_difference(scores["candidate"], scores[other])

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
-from sqlalchemy import ColumnElement, select, text
+from sqlalchemy import ColumnElement, func, select, text
 from sqlalchemy.orm import Session
 
+from deploy.canary.answer_shape import excess
+from deploy.evidence.quality import FLAWS, Fault
 from deploy.records import Canary
 from deploy.registry.gate_rule import Comparison, judge_name
+from ingest.grouping.selection import TURN_DECIDED
 from ingest.records import Disagreement
 from ingest.store.sealed_answers import seal_answer
 from sidecar.store.contents import Contents, keyring_of, load_contents
 from sidecar.store.database import DAMAGE, count, insert_into
 from sidecar.store.models import CanaryRow, ExchangeRow, GateComparisonRow
-from sidecar.store.models.capture import EXAMINED
+from sidecar.store.models.capture import COUNTED, EXAMINED
 
 EXAMINED_AT_MOST = 20_000
 """Newest held-out exchanges among which the gate looks for sessions: a session of any length must
 not make it read them all. With ten exchanges a session these are 2,000 sessions."""
 PAGE = 500
+LIVE_EXAMINED = 2_000
+"""Newest exchanges of the champion among which the ramp looks for sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,12 @@ class Kept:
     """`scored`, or the reason for setting it aside, which is counted; the row says `set_aside`."""
     difference: float | None
     """Mean score of the candidate's answers minus the champion's; None unless scored."""
+    anchor_difference: float | None
+    """The same for the anchor; None also when the champion is the anchor."""
+    fault: Fault | None
+    """Whose answers kept the judge from scoring it; None when it is scored."""
+    place: int
+    """Its number in the order of drawing."""
     answers: Sequence[dict[str, Any]]
     judge_model: str | None
     rubric_hash: str | None
@@ -60,20 +71,29 @@ def comparison_id(canary: Canary, prompt: HeldOutPrompt) -> str:
     return "c-" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def held_out_prompts(session: Session, model: str, *, limit: int) -> list[HeldOutPrompt]:
+def held_out_prompts(
+    session: Session, model: str, *, limit: int, known: Collection[str] = ()
+) -> list[HeldOutPrompt]:
     """List the newest good exchange of each of the newest held-out sessions, the newest first.
+
+    known: sessions to leave out.
 
     Sessions whose last exchange is older than the newest `EXAMINED_AT_MOST` are left out.
     """
     newest: dict[str, int] = {}
     """Session -> `seq` of its newest exchange."""
     for seq, session_id in _newest_examined(session, model):
-        newest.setdefault(session_id, seq)
+        if session_id not in known:
+            newest.setdefault(session_id, seq)
         if len(newest) == limit:
             break
+    return _prompts(session, newest.values())
+
+
+def _prompts(session: Session, seqs: Collection[int]) -> list[HeldOutPrompt]:
     statement = (
         select(ExchangeRow.exchange_id, ExchangeRow.session_id, ExchangeRow.project)
-        .where(ExchangeRow.seq.in_(newest.values()))
+        .where(ExchangeRow.seq.in_(seqs))
         .order_by(ExchangeRow.seq.desc())
     )
     found = [
@@ -140,11 +160,11 @@ def comparisons(session: Session, canary_id: str) -> list[Comparison]:
 
 
 def save_comparison(session: Session, canary: Canary, prompt: HeldOutPrompt, kept: Kept) -> bool:
-    """Store one comparison, unless the canary has left its gate or holds the comparison already,
+    """Store one comparison, unless the canary has ended or holds the comparison already,
     or the exchange was deleted meanwhile. Returns: True when it is stored by this."""
     state = session.scalar(select(CanaryRow.state).where(CanaryRow.canary_id == canary.canary_id))
     known = select(ExchangeRow.seq).where(ExchangeRow.exchange_id == prompt.exchange_id)
-    if state != "gating" or session.scalar(known) is None:
+    if state not in ("gating", "ramping") or session.scalar(known) is None:
         return False
     apart = kept.disagreement
     statement = (
@@ -156,6 +176,10 @@ def save_comparison(session: Session, canary: Canary, prompt: HeldOutPrompt, kep
             exchange_id=prompt.exchange_id,
             status="scored" if kept.difference is not None else "set_aside",
             difference=kept.difference,
+            anchor_difference=kept.anchor_difference,
+            fault=kept.fault,
+            place=kept.place,
+            flaws=_excess(kept.answers),
             answers=[
                 seal_answer(keyring_of(session), comparison_id(canary, prompt), place, answer)
                 for place, answer in enumerate(kept.answers)
@@ -172,6 +196,101 @@ def save_comparison(session: Session, canary: Canary, prompt: HeldOutPrompt, kep
     return True
 
 
+def judged_since(session: Session, canary_id: str, *, place: int) -> list[Comparison]:
+    """List the canary's comparisons with larger places, in the order of drawing, without their
+    answers."""
+    row = GateComparisonRow
+    statement = (
+        select(row.place, row.difference, row.anchor_difference, row.fault, row.flaws)
+        .where(row.canary_id == canary_id, row.place > place)
+        .order_by(row.place, row.comparison_id)
+    )
+    return [
+        Comparison(
+            difference=_difference(difference),
+            anchor_difference=_difference(anchor),
+            fault=_fault(fault),
+            flaws=_flaws(flaws),
+            place=at,
+        )
+        for at, difference, anchor, fault, flaws in session.execute(statement)
+    ]
+
+
+def drawn(session: Session, canary_id: str) -> int:
+    """Return the largest place of the canary's comparisons; 0 without any."""
+    row = GateComparisonRow
+    largest = session.scalar(select(func.max(row.place)).where(row.canary_id == canary_id))
+    return largest if isinstance(largest, int) else 0
+
+
+def made(session: Session, canary_id: str) -> int:
+    """Return the number of the canary's comparisons, scored or set aside."""
+    row = GateComparisonRow
+    return session.scalar(select(func.count()).where(row.canary_id == canary_id)) or 0
+
+
+def live_prompts(
+    session: Session, canary: Canary, *, after: float, limit: int, known: Collection[str]
+) -> list[HeldOutPrompt]:
+    """List the newest good exchange of each of the champion's newest sessions, the newest first.
+
+    after: Unix seconds; earlier exchanges may have been learned from. known: sessions to leave out.
+    """
+    row = ExchangeRow
+    newest: dict[str, int] = {}
+    rows = session.execute(
+        select(
+            row.seq, row.session_id, row.started_at, row.surface, row.status, row.outcome,
+            row.selection,
+        )
+        .where(
+            row.public_model == canary.model,
+            row.adapter == canary.champion,
+            row.arm == "champion",
+            text(COUNTED),
+        )
+        .order_by(row.seq.desc())
+        .limit(LIVE_EXAMINED)
+    )  # fmt: skip
+    for seq, session_id, started_at, surface, status, outcome, selection in rows:
+        good = (surface, status, outcome) == ("chat", 200, "ok") and selection in TURN_DECIDED
+        if not good or session_id in known or not _is_after(started_at, after):
+            continue
+        newest.setdefault(session_id, seq)
+        if len(newest) == limit:
+            break
+    return _prompts(session, newest.values())
+
+
+def _is_after(started_at: object, after: float) -> bool:
+    return isinstance(started_at, int | float) and started_at > after  # damaged: of no time
+
+
+def _excess(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    flaws = {
+        arm: [one["flaws"] for one in answers if one["arm"] == arm]
+        for arm in ("candidate", "champion")
+    }
+    return excess(**flaws)
+
+
+def _difference(stored: object) -> float | None:
+    """Return a difference of -1..1; None for none and for a damaged one."""
+    known = isinstance(stored, int | float) and -1.0 <= stored <= 1.0
+    return float(stored) if known else None  # type: ignore[arg-type]
+
+
+def _fault(stored: str | None) -> Fault | None:
+    return cast(Fault, stored) if stored in get_args(Fault) else None
+
+
+def _flaws(stored: object) -> dict[str, float]:
+    found = stored if isinstance(stored, dict) else {}
+    read = {kind: _difference(found.get(kind)) for kind in FLAWS}
+    return {kind: value for kind, value in read.items() if value is not None}
+
+
 def _to_comparison(row: GateComparisonRow) -> Comparison:
     candidate = [answer for answer in row.answers if answer["arm"] == "candidate"]
     champion = [answer for answer in row.answers if answer["arm"] == "champion"]
@@ -184,6 +303,10 @@ def _to_comparison(row: GateComparisonRow) -> Comparison:
         judge=judge_name(row.judge_model, row.rubric_hash or "") if row.judge_model else "",
         disagreement=_share(row.disagreement),
         flipped=_share(row.flipped_pairs),
+        anchor_difference=_difference(row.anchor_difference),
+        fault=_fault(row.fault),
+        flaws=_flaws(row.flaws),
+        place=row.place or 0,
     )
 
 

@@ -65,6 +65,7 @@ class Seen(NamedTuple):
     status: int
     fallback_from: str
     started_at: float
+    session_key: str
 
     @property
     def missing(self) -> bool:
@@ -96,7 +97,8 @@ _ASKED_FOR = msgspec.json.Decoder(_AskedFor)
 
 
 def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> RampEvidence:
-    """Return both arms' counts in the present step of a ramping canary."""
+    """Return both arms' counts in the present step of a ramping canary, as progress and for the
+    reader: what they prove is `deploy.canary.live_turns`."""
     window = max(WINDOW, MOST_TRIES * step_min_exchanges)
     champion_window = max(CHAMPION_WINDOW, window)
     candidate = _window(session, canary, canary.candidate, "canary", window)
@@ -128,6 +130,7 @@ def count_ramp(session: Session, canary: Canary, *, step_min_exchanges: int) -> 
         champion=_counts(session, beside, text_edge),
         champion_before=_counts(session, earlier, _text_edge(earlier)),
         seen=len(_turns(answered)),
+        sessions=len({one.session_key for one in answered}),
         missing_in_a_row=sum(1 for _ in takewhile(lambda one: one.missing, answered)),
     )
 
@@ -216,7 +219,7 @@ def _counts(session: Session, seen: Sequence[Seen], text_edge: int) -> ArmCounts
     ]
     said_something: set[str] = set()
     short: set[str] = set()
-    for choice in _given(session, complete):
+    for choice in given_choices(session, complete):
         try:
             message = opened_reply(session, choice, "message_body")
         except ValueError as error:  # its key is missing: nobody knows whether it is short
@@ -237,7 +240,7 @@ def _counts(session: Session, seen: Sequence[Seen], text_edge: int) -> ArmCounts
     )
 
 
-def _given(session: Session, exchange_ids: Sequence[str]) -> list[ChoiceRow]:
+def given_choices(session: Session, exchange_ids: Sequence[str]) -> list[ChoiceRow]:
     """Return the choices of these exchanges that users received."""
     found = select(ChoiceRow).where(ChoiceRow.exchange_id.in_(exchange_ids))
     choices = session.scalars(found).all()

@@ -108,6 +108,8 @@ def read_desired(database: Database, model: str, loaded: Collection[str] = ()) -
         if canary is not None and canary.phase != "loading":
             names.append(canary.candidate)
         names.append(aliases.get("previous", BASE))
+        if canary is not None and canary.phase != "loading":
+            names.append(canary.anchor)  # the last: users do not wait for it
         wanted = tuple(dict.fromkeys(name for name in names if name != BASE))
         registered = versions.named(session, model, {*wanted, *loaded})
     return Desired(

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from deploy.admin.auth import Grant
-from deploy.admin.models import AuditOut, CanaryOut, EvidenceOut, Page, StatusOut
+from deploy.admin.evidence.out import EvidenceOut
+from deploy.admin.models import AuditOut, CanaryOut, Page, StatusOut
 from deploy.admin.out import FunnelOut
 from deploy.admin.wire.scopes import EVERY_SCOPE
 from deploy.page.desk import Asked, Desk, View

@@ -6,13 +6,13 @@ from typing import Any
 
 from starlette.responses import Response
 
+from deploy.admin.evidence.out import EvidenceOut
 from deploy.admin.filters import GROUP_STATUSES
 from deploy.admin.learning.runs import RunStepOut
 from deploy.admin.models import (
     AdapterOut,
     AuditOut,
     CanaryOut,
-    EvidenceOut,
     ExchangeOut,
     GroupDetailOut,
     GroupOut,

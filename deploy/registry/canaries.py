@@ -1,7 +1,8 @@
 """Read canaries from the store. Only this module knows the layout of a `canary` row.
 
 Values without a column of their own are in the row's `evidence` object, under the keys `steps`,
-`clock`, `probe`, `loading`, `gate`, `step_<n>`, `breaker` and `tick_errors`.
+`anchor`, `clock`, `probe`, `loading`, `gate`, `ramp`, `quality`, `guards`, `step_<n>`, `breaker`
+and `tick_errors`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import UnknownCanaryError
 from deploy.records import ACTIVE_PHASES, Canary, Phase
-from sidecar.routing.table import BUCKETS
+from sidecar.records import BASE
+from sidecar.routing.table import BUCKETS, is_adapter_name
 from sidecar.store.models import BreakerTripRow, CanaryRow
 
 _LARGEST = 2**53
@@ -28,6 +30,7 @@ def to_canary(row: CanaryRow) -> Canary:
     """
     evidence, clock, errors = evidence_of(row), entry(row, "clock"), entry(row, "tick_errors")
     stopped_at, gate = clock.get("stopped_at"), entry(row, "gate")
+    ramp, anchor = entry(row, "ramp"), evidence.get("anchor")
     gives = gate.get("judge_gives_reward")
     return Canary(
         canary_id=row.canary_id,
@@ -49,6 +52,10 @@ def to_canary(row: CanaryRow) -> Canary:
         taken_out=evidence.get("breaker"),
         tick_errors=_whole(errors.get("count"), 0),
         tick_error_at=_number(errors.get("at")),
+        anchor=str(anchor) if is_adapter_name(anchor) else BASE,
+        ramp_began_at=_number(ramp.get("began_at")),
+        ramp_after_seq=_whole(ramp.get("after_seq"), 0),
+        proven=frozenset(_names(entry(row, "quality").get("proven"))),
         gate_judges=_names(gate.get("judges")),
         judge_gives_reward=gives if isinstance(gives, bool) else None,
     )

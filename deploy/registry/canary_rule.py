@@ -6,24 +6,25 @@ In plain words:
    It passes when replies carry its name and its log-probabilities on a fixed prompt differ from
    the base's. An invalid adapter, or one without effect, is rejected. While vLLM is unreachable
    the canary waits.
-2. **gating** Candidate and champion answer the same held-out prompts; a judge scores both blind in
-   one group. With `gate_prompts` of them scored (or all there are, `gate_min_prompts` at least)
-   the candidate passes when its mean difference is above `-gate_margin` and its share of truncated
-   or empty answers exceeds the champion's by at most `max_truncated_excess`; else it is rejected.
-   With too few prompts, or the judge or vLLM unreachable, it waits and its clock stops. When the
-   clock reaches `gate_timeout_s`, the prompts scored by then decide; with fewer than
-   `gate_min_prompts` the canary is inconclusive.
-3. **ramping** The candidate answers a share of the sessions, which grows step by step. Three guards
-   compare it with the champion: the share of failed replies, of replies that the client cut, and
-   of truncated or empty replies. The candidate is rolled back as soon as one of its shares exceeds
-   the champion's by more than the guard's limit. A guard applies once the candidate has
-   `step_min_exchanges` replies or `BREAKER_FAILURES` bad ones. Both arms are compared over the same
-   span of time, and the candidate must be worse both in that span and when the champion's earlier
-   replies are added. A request counts as failed when the candidate failed it or vLLM did not know
-   the adapter, also if another adapter then answered it; while the newest `BREAKER_FAILURES`
-   requests all met an unknown adapter, the step does not end. Otherwise a step ends after
-   `step_min_s` and `step_min_exchanges`, and after the last step the candidate is promoted.
-   A step that reaches `step_max_s` first is inconclusive.
+2. **gating** Candidate, champion and anchor answer the same held-out prompts; a judge scores all
+   blind in one group (`deploy.evidence.quality`). The gate refuses the clearly bad: a candidate
+   that is proven worse than the champion, or whose answers are flawed more often. After
+   `gate_prompts` of them (or all there are, `gate_min_prompts` at least) the candidate goes on, and
+   the groups count as evidence in the ramp. With too few prompts, or the judge or vLLM unreachable,
+   it waits and its clock stops. When the clock reaches `gate_timeout_s`, the groups so far decide;
+   with fewer than `gate_min_prompts` the canary is inconclusive.
+3. **ramping** The candidate answers a share of the sessions, which grows step by step, and further
+   groups are judged beside it. It is rolled back as soon as a guard (`deploy.evidence.live`) or the
+   groups prove harm. It is held while users' sessions are not split by the weight. A step ends
+   after `step_min_s`, `step_min_exchanges` and `step_min_sessions`; while the newest
+   `BREAKER_FAILURES` requests all met an unknown adapter, it does not end. A step that reaches
+   `step_max_s` first is inconclusive. After the last step the candidate is promoted, if the groups
+   prove what `promote_on` asks for and no guard is suspicious. Until then it waits, up to
+   `max_groups` or `evidence_max_s`; then the canary is inconclusive.
+
+The levels of these proofs are settings, and docs/canary.md states what they add up to. With
+`promote_on = "quick"` nothing must be proven: the mean difference over the gate's prompts decides
+at the gate, and the ramp asks for no proof. The guards hold in both.
 
 When the proxy's breaker (`sidecar.routing.breaker`) takes a candidate out, the canary is rolled
 back at once. A paused canary instead stays paused, without traffic, until an operator resumes or
@@ -33,16 +34,19 @@ the candidate. An ended canary never changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from deploy.evidence.live import GuardState
+from deploy.evidence.quality import Quality
 from deploy.records import AdapterState, Canary, Phase
+from deploy.registry import proof_rule
 from deploy.registry.gate_rule import GateVerdict
 from sidecar.backoff import Backoff
 from sidecar.settings import Canary as CanarySettings
 
 BREAKER_FAILURES = 5
-"""Bad replies after which the guards apply, although the step lacks its minimum of exchanges."""
+"""Newest requests that all met an unknown adapter: the step does not end then."""
 MAX_LOAD_FAILURES = 8
 """Failed loads (vLLM is up and answers with a server error) after which an adapter is rejected."""
 LOAD_WAITS = Backoff(first_s=2.0)
@@ -93,7 +97,9 @@ class GateEvidence:
     pending: int
     """Held-out prompts not compared yet; part of `prompts`."""
     verdict: GateVerdict
-    """The verdict if the gate ended now."""
+    """The verdict of `quick` if the gate ended now."""
+    quality: Quality = field(default_factory=Quality)
+    """What the groups say so far."""
     away: str | None = None
     """Reason why the judge or vLLM could not be reached."""
     judge_gives_reward: bool = False
@@ -113,19 +119,6 @@ class ArmCounts:
     """Turns in which the client disconnected before the end of the reply."""
     looked_at: int | None = None
     """Number of the newest turns whose reply text was read; None: all."""
-
-    @property
-    def error_share(self) -> float:
-        return self.errors / self.replies if self.replies else 0.0
-
-    @property
-    def short_share(self) -> float:
-        looked_at = self.replies if self.looked_at is None else self.looked_at
-        return self.short / looked_at if looked_at else 0.0
-
-    @property
-    def cut_share(self) -> float:
-        return self.cuts / self.replies if self.replies else 0.0
 
     def __add__(self, other: ArmCounts) -> ArmCounts:
         mine, its = self.looked_at, other.looked_at
@@ -153,6 +146,21 @@ class RampEvidence:
     """Number of the candidate's turns in the whole step; None: as in `candidate`."""
     missing_in_a_row: int = 0
     """Consecutive newest requests of the candidate for which vLLM did not know the adapter."""
+    sessions: int = 0
+    """Number of the candidate's sessions in the step."""
+    guards: Mapping[str, GuardState] = field(default_factory=dict)
+    """What the whole ramp's sessions say, by guard."""
+    mismatch: float = 0.0
+    """Evidence in nats that sessions are not split by the weight."""
+    behind: bool = False
+    """True while exchanges of the ramp wait to be read: then nothing is concluded from their
+    absence."""
+    quality: Quality = field(default_factory=Quality)
+    """What the judged groups say, the gate's among them."""
+    proven: frozenset[str] = frozenset()
+    """Claims that were proven by an earlier look (`proof_rule.CLAIMS`)."""
+    away: str | None = None
+    """Reason why no further group can be judged now."""
 
 
 Evidence = LoadEvidence | GateEvidence | RampEvidence
@@ -207,15 +215,17 @@ def _after_loading(evidence: LoadEvidence) -> Decision:
 def _after_gating(
     canary: Canary, evidence: GateEvidence, rules: CanarySettings, now: float
 ) -> Decision:
-    verdict, wanted = evidence.verdict, min(rules.gate_prompts, evidence.prompts)
-    enough = verdict.scored >= rules.gate_min_prompts
+    verdict, quality = evidence.verdict, evidence.quality
+    wanted = min(rules.gate_prompts, evidence.prompts)
     timed_out = elapsed_s(canary, now) >= rules.gate_timeout_s
+    if rules.promote_on != "quick" and (harm := proof_rule.harm(quality, rules)) is not None:
+        return _reject(f"gate: {harm}")
     if evidence.away is not None:
         return Hold(reason=f"gate waits: {evidence.away}", stops_clock=True)
-    if enough and (verdict.scored >= wanted or evidence.pending == 0 or timed_out):
-        if not verdict.passed:
-            return _reject(verdict.reason)
-        return Move(to="ramping", candidate_state="ramping", reason=verdict.reason)
+    judged = verdict.scored if rules.promote_on == "quick" else quality.groups
+    enough = judged >= rules.gate_min_prompts
+    if enough and (judged >= wanted or evidence.pending == 0 or timed_out):
+        return _leave_gate(evidence, rules)
     if evidence.prompts < rules.gate_min_prompts:
         return Hold(
             reason=f"gate waits for held-out prompts: {evidence.prompts} of the "
@@ -227,77 +237,86 @@ def _after_gating(
             f"gate: {verdict.scored} comparisons scored, {verdict.set_aside} set aside in "
             f"{rules.gate_timeout_s:g} s; it needs {rules.gate_min_prompts}"
         )
-    return Hold(reason=f"gate: {verdict.scored} of {wanted} prompts judged")
+    return Hold(reason=f"gate: {judged} of {wanted} prompts judged")
+
+
+def _leave_gate(evidence: GateEvidence, rules: CanarySettings) -> Decision:
+    """Decide when the gate has the groups that it asks for."""
+    verdict, quality = evidence.verdict, evidence.quality
+    if rules.promote_on == "quick" and not verdict.passed:
+        return _reject(verdict.reason)
+    if quality.unknown_share > rules.max_missing:
+        return _inconclusive(f"gate: {proof_rule.too_many_missing(quality)}")
+    reason = verdict.reason
+    if rules.promote_on != "quick":
+        reason = f"gate: no harm shown on {quality.groups} prompts; {proof_rule.describe(quality)}"
+    return Move(to="ramping", candidate_state="ramping", reason=reason)
 
 
 def _after_ramping(
     canary: Canary, evidence: RampEvidence, rules: CanarySettings, now: float
 ) -> Decision:
-    tripped = _tripped_guard(evidence, rules)
-    if tripped is not None:
-        return Move(to="rolled_back", candidate_state="rolled_back", reason=tripped)
+    harm = proof_rule.guard_harm(evidence.guards, rules) or (
+        None if rules.promote_on == "quick" else proof_rule.harm(evidence.quality, rules)
+    )
+    if harm is not None:
+        return Move(to="rolled_back", candidate_state="rolled_back", reason=harm)
     seen = evidence.candidate.replies if evidence.seen is None else evidence.seen
     spent_s = elapsed_s(canary, now)
+    step = f"step {canary.step + 1}"
+    if evidence.mismatch >= proof_rule.threshold(rules.split_level):
+        split = f"{step} stands: sessions are not split by the weight"
+        if spent_s >= rules.step_max_s:
+            return _inconclusive(split)
+        return Hold(reason=f"{split}; look for a proxy that routes by another table")
     missing = evidence.missing_in_a_row >= BREAKER_FAILURES
-    if seen >= rules.step_min_exchanges and spent_s >= rules.step_min_s and not missing:
-        return _next_step(canary, seen)
+    enough = seen >= rules.step_min_exchanges and evidence.sessions >= rules.step_min_sessions
+    if enough and spent_s >= rules.step_min_s and not missing and not evidence.behind:
+        return _after_step(canary, evidence, rules, seen=seen, spent_s=spent_s)
     if spent_s >= rules.step_max_s:
         return _inconclusive(
-            f"step {canary.step + 1}: {seen} of {rules.step_min_exchanges} exchanges in "
-            f"{rules.step_max_s:g} s"
+            f"{step}: {seen} of {rules.step_min_exchanges} exchanges and {evidence.sessions} of "
+            f"{rules.step_min_sessions} sessions in {rules.step_max_s:g} s"
         )
     if missing:
         # Good replies from before must not end the step while vLLM does not know the adapter.
         return Hold(
-            reason=f"step {canary.step + 1} stands: vLLM did not know the adapter for its last "
+            reason=f"{step} stands: vLLM did not know the adapter for its last "
             f"{evidence.missing_in_a_row} requests"
         )
     return Hold(
-        reason=f"step {canary.step + 1} of {len(canary.steps)} at {canary.weight_bp / 100:g}%: "
-        f"{seen} of {rules.step_min_exchanges} exchanges"
+        reason=f"{step} of {len(canary.steps)} at {canary.weight_bp / 100:g}%: "
+        f"{seen} of {rules.step_min_exchanges} exchanges, {evidence.sessions} of "
+        f"{rules.step_min_sessions} sessions"
     )
 
 
-def _next_step(canary: Canary, seen: int) -> Move:
+def _after_step(
+    canary: Canary, evidence: RampEvidence, rules: CanarySettings, *, seen: int, spent_s: float
+) -> Decision:
+    """Decide when a step has lasted long enough and seen enough."""
     following = canary.step + 1
-    if following == len(canary.steps):
+    if following < len(canary.steps):
         return Move(
-            to="promoted",
-            candidate_state="champion",
-            reason=f"passed all {following} steps of the ramp",
+            to="ramping",
+            candidate_state="ramping",
+            step=following,
+            reason=f"step {following} of {len(canary.steps)} passed with {seen} exchanges",
         )
-    return Move(
-        to="ramping",
-        candidate_state="ramping",
-        step=following,
-        reason=f"step {following} of {len(canary.steps)} passed with {seen} exchanges",
-    )
-
-
-def _tripped_guard(evidence: RampEvidence, rules: CanarySettings) -> str | None:
-    candidate, champion = evidence.candidate, evidence.champion
-    longer = champion + evidence.champion_before
-    guards: tuple[tuple[str, int, Callable[[ArmCounts], float], float], ...] = (
-        ("failed", candidate.errors, lambda arm: arm.error_share, rules.max_error_excess),
-        ("were cut by the client", candidate.cuts, lambda arm: arm.cut_share, rules.max_cut_excess),
-        (
-            "were cut short or empty",
-            candidate.short,
-            lambda arm: arm.short_share,
-            rules.max_truncated_excess,
-        ),
-    )
-    for what, bad, share_of, limit in guards:
-        looked_at = candidate.replies >= rules.step_min_exchanges or bad >= BREAKER_FAILURES
-        share = share_of(candidate)
-        base = champion if share_of(champion) > share_of(longer) else longer
-        if looked_at and share - share_of(base) > limit:
-            return (
-                f"{share:.0%} of the canary's {candidate.replies} replies {what}, "
-                f"{share_of(base):.0%} of the champion's {base.replies}: "
-                f"over by more than {limit:.0%}"
-            )
-    return None
+    quality = evidence.quality
+    lacking = proof_rule.lacking(quality, evidence.proven, rules)
+    lacking = lacking or proof_rule.suspicion(evidence.guards)
+    if lacking is None:
+        passed = f"passed all {following} steps of the ramp"
+        if rules.promote_on != "quick":
+            passed = f"{passed}; {proof_rule.describe(quality)}"
+        return Move(to="promoted", candidate_state="champion", reason=passed)
+    waits = f"{lacking}; {proof_rule.describe(quality)}"
+    if quality.groups + quality.unknown >= rules.max_groups or spent_s >= rules.evidence_max_s:
+        return _inconclusive(f"the proof is still missing: {waits}")
+    if evidence.away is not None:
+        return Hold(reason=f"the evidence waits: {evidence.away}", stops_clock=True)
+    return Hold(reason=f"all {following} steps passed; waits for {waits}")
 
 
 def _reject(reason: str) -> Move:

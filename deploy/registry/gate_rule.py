@@ -1,18 +1,21 @@
-"""Arithmetic of the gate: is the candidate no worse than the champion on held-out prompts? Pure.
+"""Arithmetic of judged prompts: what one comparison is, and the quick rule of the gate. Pure.
 
 One comparison is one prompt: the mean judge score of the candidate's answers minus the mean score
-of the champion's. All are scored in one blind group, because RULER's scores cannot be compared
-across groups. The mean of these differences decides; its bootstrap interval is only shown.
-A non-inferiority margin alone lets quality slide over many releases (Feng, Emerson and Simon 2021,
-"Approval policies for modifications to machine learning-based software"), so keep it small.
+of the champion's, and minus the anchor's. All are scored in one blind group, because RULER's scores
+cannot be compared across groups. What the comparisons prove is `deploy.evidence.quality`, fed in
+the order in which the prompts were drawn.
+
+`judge_gate` is the rule of `canary.promote_on = "quick"`: the mean of the differences decides. It
+states no level; its bootstrap interval is only shown.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from deploy.evidence.quality import Fault, Group, Limits, Quality, add_group
 from sidecar.settings import Canary as CanarySettings
 
 RESAMPLES = 2_000
@@ -25,6 +28,14 @@ class Comparison:
 
     difference: float | None
     """Mean score of the candidate minus the champion's, -1..1; None: no usable score."""
+    anchor_difference: float | None = None
+    """The same for the anchor; None: no usable score, or no anchor was asked."""
+    fault: Fault | None = None
+    """Whose answers kept the judge from scoring it; None when it is scored."""
+    flaws: Mapping[str, float] = field(default_factory=dict)
+    """Kind of flaw -> the candidate's share of such answers minus the champion's, -1..1."""
+    place: int = 0
+    """Its number in the order in which the canary's prompts were drawn."""
     candidate_answers: int = 0
     candidate_short: int = 0
     """Number of the candidate's answers that hit the token limit or are empty."""
@@ -80,6 +91,24 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
     means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES))
     tail = int(RESAMPLES * (1 - LEVEL) / 2)
     return means[tail], means[RESAMPLES - 1 - tail]
+
+
+def quality_of(
+    comparisons: Iterable[Comparison], limits: Limits, *, start: Quality | None = None
+) -> Quality:
+    """Return what comparisons say, read in the order given. start: what earlier ones said."""
+    quality = Quality() if start is None else start
+    for one in comparisons:
+        # Without an anchor of its own the champion is the anchor.
+        anchor = one.difference if one.anchor_difference is None else one.anchor_difference
+        group = Group(
+            champion=one.difference,
+            anchor=anchor,
+            fault=one.fault or (None if one.difference is not None else "unknown"),
+            flaws=one.flaws,
+        )
+        quality = add_group(quality, group, limits)
+    return quality
 
 
 def judge_gate(

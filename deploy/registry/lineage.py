@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from deploy.evidence.live import GUARDS
 from deploy.records import AdapterVersion
 from deploy.registry import canaries, versions
 from deploy.registry.gate_rule import judge_name
@@ -28,6 +29,9 @@ from sidecar.store.models import (
     RunRow,
 )
 from sidecar.visible import visible
+
+SHOWN_PROMPTS = 40
+"""Judged prompts of a canary that are rendered; a ramp has hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,10 +309,13 @@ def _render_canary(canary: LineageCanary) -> list[str]:
         lines += [f"    gate judged by {judge}" for judge in canary.gate_judges]
         if canary.judge_gives_reward:
             lines.append("    that judge also gave the reward that it was trained on")
-    for exchange_id, difference in zip(
-        canary.gate_exchange_ids, canary.gate_differences, strict=True
-    ):
-        lines.append(f"    gate prompt {exchange_id}: {_number(difference, '+.3f', 'set aside')}")
+    compared = list(zip(canary.gate_exchange_ids, canary.gate_differences, strict=True))
+    for exchange_id, difference in compared[:SHOWN_PROMPTS]:
+        lines.append(f"    judged prompt {exchange_id}: {_number(difference, '+.3f', 'set aside')}")
+    if len(compared) > SHOWN_PROMPTS:
+        lines.append(f"    and {len(compared) - SHOWN_PROMPTS} more judged prompts")
+    lines += _render_evidence("quality", evidence, _render_quality)
+    lines += _render_evidence("guards", evidence, _render_guards)
     for key in evidence:
         if key.startswith("step_"):
             lines += _render_evidence(key, evidence, partial(_render_step, key.replace("_", " ")))
@@ -338,6 +345,33 @@ def _render_gate(gate: dict[str, Any]) -> str:
     low, high = gate["low"], gate["high"]
     interval = "" if low is None else f"; 95% interval {low:+.3f} to {high:+.3f}"
     return f"{gate['reason']}{interval}"
+
+
+_PROVEN = {
+    "no_worse": "no worse than the champion",
+    "anchored": "no worse than the anchor",
+    "better": "better than the champion",
+}
+
+
+def _render_quality(quality: dict[str, Any]) -> str:
+    proven = ", ".join(_PROVEN[claim] for claim in quality["proven"]) or "nothing"
+    return (
+        f"{quality['groups']} judged groups prove: {proven}; difference to the champion "
+        f"{quality['low']:+.3f} to {quality['high']:+.3f} at all looks; "
+        f"{quality['lost']} lost by the candidate, {quality['unknown']} not scored"
+    )
+
+
+def _render_guards(guards: dict[str, Any]) -> str:
+    met = guards["sessions"]
+    bad = ", ".join(
+        f"{kind} {guards[kind]['canary']}:{guards[kind]['champion']}" for kind in GUARDS
+    )
+    return (
+        f"{met['canary']} sessions of the canary, {met['champion']} of the champion; "
+        f"with a bad turn, canary to champion: {bad}"
+    )
 
 
 def _render_step(name: str, step: dict[str, Any]) -> str:

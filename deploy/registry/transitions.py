@@ -18,6 +18,7 @@ from deploy.records import AdapterState, Canary, Phase
 from deploy.registry import audit, canaries, routing_writer, versions
 from deploy.registry.canary_rule import Hold, Move
 from deploy.registry.history import bans
+from sidecar.records import BASE
 from sidecar.store.database import count
 from sidecar.store.models import CanaryRow
 
@@ -46,7 +47,10 @@ def begin(
         created_at=now,
         step_started_at=now,
         ended_at=None,
-        evidence={"steps": list(steps)},
+        evidence={
+            "steps": list(steps),
+            "anchor": versions.aliases_of(session, model).get("anchor", BASE),
+        },
         generation=1,
     )
     session.add(row)
@@ -146,7 +150,9 @@ def resume(session: Session, row: CanaryRow, *, reason: str, now: float, actor: 
             key: value for key, value in canaries.evidence_of(row).items() if key != "breaker"
         }
         row.step_started_at = now  # the replies that tripped the breaker are not judged again
-        canaries.add_evidence(row, clock={})
+        # Other sessions meet it from now on: what the earlier ones said is not added to theirs.
+        ramp = {**canaries.entry(row, "ramp"), "began_at": now}
+        canaries.add_evidence(row, clock={}, ramp=ramp)
     _start_clock(row, now)
     return _changed(session, row, before, now=now, actor=actor, reason=reason)
 

@@ -23,6 +23,7 @@ ADVISED_SIZES = (4, 8)
 answers differ by little."""
 
 
+Level = Annotated[float, Between(1e-6, 0.5, "a chance of error; 0 would never decide")]
 Cap = Annotated[int, Between(0, 10_000, "0 sets no limit; the groups below it are counted")]
 
 
@@ -122,24 +123,54 @@ class BestOf(Section):
 
 
 class Canary(Section):
-    """The gate and the ramp of a new adapter."""
+    """The gate and the ramp of a new adapter (docs/canary.md)."""
 
-    gate_prompts: Annotated[int, Between(1, 10_000, "each is sampled and judged")] = 12
-    """Held-out prompts on which candidate and champion are compared."""
+    promote_on: Literal["no_worse", "better", "quick"] = "no_worse"
+    """What promotes a candidate. no_worse: proof that it is not worse than the champion by `margin`
+    nor than the anchor by `anchor_margin`; better: proof that it is better than the champion, and
+    the same of the anchor; quick: a mean over the gate's prompts, which proves nothing."""
+    margin: Annotated[
+        float, Between(0.005, 1, "a smaller loss is never proven", below_high=True)
+    ] = 0.05
+    """Loss of judged score to the champion that is accepted."""
+    anchor_margin: Annotated[
+        float, Between(0.005, 1, "a smaller loss is never proven", below_high=True)
+    ] = 0.05
+    """Loss of judged score to the anchor that is accepted, over all promotions together."""
+    promote_level: Level = 0.05
+    """Chance of promoting a candidate that is worse than a margin allows."""
+    harm_level: Level = 0.05
+    """Chance that judged groups roll back a candidate that is no worse than the champion."""
+    guard_level: Level = 0.01
+    """Chance that one of the five guards rolls back a candidate that is no worse by it."""
+    split_level: Level = 0.001
+    """Chance of holding a canary for a wrong split of traffic that is right."""
+    guard_ratio: Annotated[float, Between(1, 100, "1 accepts no more than the champion has")] = 1.5
+    """Bad sessions that a guard accepts, as a multiple of the champion's."""
+    gate_prompts: Annotated[int, Between(1, 10_000, "each is sampled and judged")] = 40
+    """Held-out prompts on which candidate, champion and anchor are compared before the ramp."""
     gate_answers: Annotated[
         int, Between(1, 4, "both arms make one group, and a judge reads 8 answers")
     ] = 2
-    """Answers of each per prompt; with both arms they make one blind group."""
+    """Answers of each per prompt; together they make one blind group."""
     gate_min_prompts: Annotated[int, Between(1, 10_000, "without a prompt nothing is compared")] = 4
     """With fewer held-out prompts than this the candidate waits."""
     gate_margin: Annotated[
         float, Between(-1, 1, "scores are 0..1; below 0 it asks for a gain", above_low=True)
     ] = 0.02
-    """The candidate passes when its mean judged difference to the champion is above minus this."""
-    gate_timeout_s: Timeout = 600.0
+    """For `quick`: the candidate passes when its mean judged difference to the champion is above
+    minus this."""
+    gate_timeout_s: Timeout = 3_600.0
     """After this the scores so far decide; time without judge, vLLM or prompts does not count."""
     max_tokens: Annotated[int, Between(1, 10_000_000, "an answer has a token")] = 256
     """Most tokens of a gate answer; the request's own limit if that is lower."""
+    groups_per_hour: Annotated[int, Between(0, 100_000, "each is sampled and judged")] = 120
+    """Groups of candidate, champion and anchor that are judged in an hour of the ramp."""
+    max_groups: Annotated[int, Between(1, 100_000, "each is sampled and judged")] = 1_500
+    """Judged groups, the gate's with them, after which an undecided canary is inconclusive."""
+    max_missing: Share = 0.5
+    """Share of groups that the judge cannot score, through nobody's fault, over which the others
+    prove nothing."""
     steps: tuple[
         Annotated[int, Between(100, 10_000, "basis points: 100 is 1 %, 10000 every session")], ...
     ] = (2_000, 5_000)
@@ -148,19 +179,24 @@ class Canary(Section):
     """Shortest step; not over `step_max_s`."""
     step_min_exchanges: Count = 20
     """Canary exchanges that a step must see."""
+    step_min_sessions: Annotated[int, Between(1, 500, "so many are looked at")] = 20
+    """Sessions of the canary that a step must see."""
     step_max_s: Annotated[
         float, Between(1, 31_536_000, "a shorter step sees nobody, a longer one never ends", "s")
     ] = 86_400.0
-    """A step that has not seen `step_min_exchanges` by then ends inconclusive: the champion
+    """A step that has not seen its exchanges and sessions by then ends inconclusive: the champion
     stays."""
-    max_error_excess: Share = 0.10
-    """The canary's share of failed replies may exceed the champion's by this."""
-    max_truncated_excess: Share = 0.25
-    """The canary's share of replies that are cut short or empty may exceed the champion's by this;
-    in the gate too."""
-    max_cut_excess: Share = 0.25
-    """The canary's share of replies that the client left before their end may exceed the champion's
-    by this."""
+    evidence_max_s: Annotated[
+        float, Between(1, 31_536_000, "a shorter one proves nothing, a longer one never ends", "s")
+    ] = 604_800.0
+    """The last step ends inconclusive when the proof is still missing after this."""
+    max_truncated_excess: Share = 0.05
+    """Share by which the candidate's answers that are cut short or empty may exceed the champion's,
+    on the same prompts."""
+    max_invalid_excess: Share = 0.02
+    """The same for tool calls and JSON that do not fit their request."""
+    max_evasive_excess: Share = 0.05
+    """The same for refusals and loops."""
     poll_s: Interval = 0.5
     """How often the controller polls the canary."""
 

@@ -124,9 +124,9 @@ class World:
     judge_gives_reward: bool = False
     exchanges: int = 0
 
-    def controller(self, on_change: Callable[[], None] = lambda: None) -> Controller:
-        """A new controller on the same store, as after a restart."""
-        gate = Gate(
+    def gate(self) -> Gate:
+        """A new gate on the same store, as after a restart."""
+        return Gate(
             database=self.database,
             sampler=self.sampler,
             judge=self.judge,
@@ -139,10 +139,15 @@ class World:
             screen=Screen(self.privacy),
             judge_gives_reward=self.judge_gives_reward,
         )
+
+    def controller(
+        self, on_change: Callable[[], None] = lambda: None, gate: Gate | None = None
+    ) -> Controller:
+        """A new controller on the same store, as after a restart."""
         return Controller(
             database=self.database,
             replicas={"http://vllm": self.control, **self.others},
-            gate=gate,
+            gate=gate or self.gate(),
             rules=self.rules,
             limits=ServingLimits(max_rank=8, bases=frozenset({"/models/m"})),
             model=MODEL,
@@ -201,11 +206,12 @@ class World:
         surface: str = "chat",
         turn_id: str = "",
         fallback_from: str = "",
+        propensity: float | None = None,
         **fields: Any,
     ) -> str:
         """What ingest does with a captured exchange. Returns: its id.
 
-        fields: further fields of the request.
+        propensity: None: of a weight of 20%. fields: further fields of the request.
         """
         self.exchanges += 1
         exchange_id = f"x{self.exchanges}"
@@ -224,7 +230,7 @@ class World:
             public_model=MODEL,
             adapter=adapter,
             arm=arm,
-            propensity=1.0,
+            propensity=(0.2 if arm == "canary" else 0.8) if propensity is None else propensity,
             replica="http://vllm",
             session_key=session_key,
             session_id=session_key,
@@ -337,7 +343,9 @@ def database(new_store: NewStore) -> Database:
 
 @pytest.fixture
 def rules() -> CanarySettings:
+    """Those of a small canary that needs no proof: tests of the proof have rules of their own."""
     return CanarySettings(
+        promote_on="quick",
         gate_prompts=4,
         gate_answers=1,
         gate_min_prompts=2,
@@ -346,8 +354,8 @@ def rules() -> CanarySettings:
         steps=(2_000, 5_000),
         step_min_s=10.0,
         step_min_exchanges=3,
+        step_min_sessions=1,
         step_max_s=1_000.0,
-        max_error_excess=0.10,
         max_truncated_excess=0.25,
     )
 

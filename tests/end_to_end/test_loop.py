@@ -46,7 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "canary": {
         "steps": [5000, 8000],
         "step_min_s": 4.0,
+        "promote_on": "quick",
         "step_min_exchanges": 3,
+        "step_min_sessions": 1,
         "step_max_s": 180.0,
         "gate_prompts": 4,
         "gate_answers": 1,

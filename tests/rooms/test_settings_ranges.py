@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from deploy.cli.main import main
-from deploy.process import make_controller
+from deploy.process import make_controller, make_gate
 from ingest.best_of.questions import BestOfJudge
 from ingest.intake.bus import open_bus
 from ingest.intake.loop import Intake
@@ -104,7 +104,8 @@ def build_all(settings: Settings, folder: Path) -> None:
     )
     JudgingWorker(database, judge, settings.judge)
     BestOfJudge(database, judge, settings)
-    make_controller(settings, database, {}, engine, judge, lambda: None)
+    gate = make_gate(settings, database, engine, judge)
+    make_controller(settings, database, {}, gate, lambda: None)
 
     class StandStill(Schedule):
         def observe(self) -> None:
@@ -211,7 +212,7 @@ def test_the_limits_themselves_are_taken_and_what_is_beyond_is_not(
         ("[canary]\nsteps = [10, 50]", "setting canary.steps: 10 is out of range; give 100 to"),
         ("[canary]\nsteps = 2000", "setting canary.steps: must be a list; write it between"),
         ("[canary]\ngate_answers = 0", "setting canary.gate_answers: 0 is out of range; give 1 to"),
-        ("[canary]\ngate_min_prompts = 13", "setting canary.gate_min_prompts is 13 and canary.gat"),
+        ("[canary]\ngate_min_prompts = 41", "setting canary.gate_min_prompts is 41 and canary.gat"),
         ("[canary]\nstep_min_s = 100\nstep_max_s = 50", "setting canary.step_min_s is 100 and can"),
         ("[learner]\nalpha = 0", "setting learner.alpha: 0 is out of range; give 1 to 65536"),
         ("[learner]\nrank = 32", "setting learner.rank is 32 and serving.max_lora_rank is 16"),

@@ -121,3 +121,12 @@ class GateComparisonRow(Base):
     """Mean over the answers of how far the judge's passes differ; null after a single pass."""
     flipped_pairs: Mapped[float | None]
     """Share of the pairs of answers that two passes put in opposite order."""
+    place: Mapped[int | None]
+    """Its number in the order in which the canary's prompts were drawn, from 1; null in older
+    rows."""
+    anchor_difference: Mapped[float | None]
+    """As `difference`, to the anchor; null also when the champion is the anchor."""
+    fault: Mapped[str | None] = mapped_column(String(16))
+    """Whose answers kept the judge from scoring it: candidate, champion or unknown."""
+    flaws: Mapped[dict[str, Any] | None]
+    """Kind of flaw -> the candidate's share of such answers minus the champion's."""

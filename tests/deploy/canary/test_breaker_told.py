@@ -193,6 +193,7 @@ async def test_an_outage_of_both_arms_leaves_the_canary_in(
 ) -> None:
     """Five seconds in which every request fails, at the start of a step, when the champion has
     only good replies from before."""
+    weight = canary_share / (canary_share + 1)
     for number in range(20):
         world.clock.now -= 1.0
         world.serve(f"before{number}")
@@ -201,9 +202,11 @@ async def test_an_outage_of_both_arms_leaves_the_canary_in(
         for number in range(canary_share):
             world.serve(
                 f"c{second}-{number}", adapter=name, arm="canary",
-                outcome="upstream_error", status=502, content=None,
+                outcome="upstream_error", status=502, content=None, propensity=weight,
             )  # fmt: skip
-        world.serve(f"b{second}", outcome="upstream_error", status=502, content=None)
+        world.serve(
+            f"b{second}", outcome="upstream_error", status=502, content=None, propensity=1 - weight
+        )
         world.clock.now += 1.0
 
     await tick(world)

@@ -104,8 +104,12 @@ async def test_every_decision_keeps_what_it_rests_on(world: World) -> None:
         "champion": {"replies": 3, **NONE_BAD},
         "champion_before": {"replies": 0, **NONE_BAD},
         "seen": 3,
+        "sessions": 3,
         "missing_in_a_row": 0,
     }
+    assert evidence["guards"]["sessions"] == {"canary": 3, "champion": 3}
+    assert evidence["quality"]["groups"] == 4
+    assert evidence["ramp"] == {"began_at": 1_001.0, "after_seq": 4}
 
 
 async def test_without_a_registered_adapter_nothing_happens(world: World) -> None:
@@ -549,6 +553,7 @@ async def test_a_prompt_that_vllm_cannot_answer_is_set_aside(world: World) -> No
     await tick(world, 2)
 
     assert [row.status for row in world.comparisons()] == ["set_aside", "set_aside"]
+    assert {row.fault for row in world.comparisons()} == {"champion"}
     assert world.canary(name).phase == "gating"
     counts = {(row.stage, row.reason): row.count for row in world.rows(CounterRow)}
     assert counts[("gate", "sampling_failed")] == 2
@@ -580,34 +585,50 @@ async def test_replies_of_an_earlier_step_do_not_count(world: World) -> None:
     await tick(world)
 
     assert world.canary(name).step == 1
-    assert world.canary(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges"
+    assert world.canary(name).reason == "step 2 of 2 at 50%: 0 of 3 exchanges, 0 of 1 sessions"
 
 
 async def test_failing_replies_roll_back(world: World) -> None:
     name = world.register(1)
+    """At a weight of 20% five sessions of the canary and none of the champion's are no chance."""
     await to_ramp(world, name)
-    serve_step(world, name, outcome="upstream_error", content=None)
+    serve_step(world, name, canary=4, outcome="upstream_error", content=None)
+    await tick(world)
+    assert world.canary(name).phase == "ramping"
 
+    world.serve("c4", adapter=name, arm="canary", outcome="upstream_error", content=None)
     await tick(world)
 
     assert world.canary(name).phase == "rolled_back"
     assert world.adapter(name).state == "rolled_back"
     assert world.table().canary is None
     assert (world.canary(name).reason or "").startswith(
-        "100% of the canary's 3 replies failed, 0% of"
+        "5 of the canary's sessions and 0 of the champion's failed: evidence "
     )
+
+
+async def test_one_session_that_fails_again_and_again_rolls_nothing_back(world: World) -> None:
+    name = world.register(1)
+    await to_ramp(world, name)
+    for _ in range(50):
+        world.serve("one", adapter=name, arm="canary", outcome="upstream_error", content=None)
+
+    await tick(world)
+
+    assert world.canary(name).phase == "ramping"
+    assert world.evidence(name)["guards"]["failed"]["canary"] == 1
 
 
 @pytest.mark.parametrize("reply", [{"finish_reason": "length"}, {"content": ""}, {"content": None}])
 async def test_replies_cut_short_or_empty_roll_back(world: World, reply: dict[str, Any]) -> None:
     name = world.register(1)
     await to_ramp(world, name)
-    serve_step(world, name, **reply)
+    serve_step(world, name, canary=6, **reply)
 
     await tick(world)
 
     assert world.canary(name).phase == "rolled_back"
-    assert "were cut short or empty" in (world.canary(name).reason or "")
+    assert "had a reply that was cut short or empty" in (world.canary(name).reason or "")
 
 
 async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: World) -> None:
@@ -617,13 +638,13 @@ async def test_requests_that_vllm_refused_say_nothing_of_the_candidate(world: Wo
 
     await tick(world)
 
-    assert world.canary(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges"
+    assert world.canary(name).reason == "step 1 of 2 at 20%: 0 of 3 exchanges, 0 of 1 sessions"
 
 
 async def test_a_lost_adapter_s_404_counts_as_a_failure(world: World) -> None:
     name = world.register(1)
     await to_ramp(world, name)
-    serve_step(world, name, status=404, content=None)
+    serve_step(world, name, canary=5, status=404, content=None)
 
     await tick(world)
 

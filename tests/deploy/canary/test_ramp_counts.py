@@ -310,8 +310,8 @@ def test_texts_of_both_arms_are_read_in_the_same_span(
 
     evidence = counted(world, step_min_exchanges=1)
 
-    assert evidence.champion.short_share == 0.0
-    assert evidence.candidate.short_share == 0.0
+    assert (evidence.champion.short, evidence.candidate.short) == (0, 0)
+    assert (evidence.champion.looked_at, evidence.candidate.looked_at) == (8, 1)
 
 
 def test_a_step_that_needs_many_turns_ends_although_some_were_sent_again(world: World) -> None:
@@ -349,22 +349,22 @@ async def test_many_requests_for_which_vllm_lost_the_canary_roll_it_back(world: 
 
     assert world.canary(name).phase == "rolled_back"
     assert (world.canary(name).reason or "").startswith(
-        "100% of the canary's 5 replies failed, 0% of"
+        "5 of the canary's sessions and 0 of the champion's failed: evidence "
     )
     assert world.table().canary is None
 
 
 @pytest.mark.parametrize("back", [True, False])
 async def test_a_step_does_not_end_while_vllm_has_lost_the_canary(world: World, back: bool) -> None:
-    """5 of 105 failed is under the limit; but nobody gets the canary's answers now."""
+    """One session that fails proves nothing; but nobody gets the canary's answers now."""
 
     async def tick() -> None:
         await world.controller().tick()
 
     name = await ramp(world, tick)
     for number in range(100):
-        world.serve(f"c{number}", adapter=name, arm="canary")
-        world.serve(f"b{number}")
+        world.serve(f"c{number}", adapter=name, arm="canary", propensity=0.5)
+        world.serve(f"b{number}", propensity=0.5)
     for _ in range(BREAKER_FAILURES):
         world.serve("c", adapter="base", arm="champion", fallback_from=name)
     world.clock.now += 10.0

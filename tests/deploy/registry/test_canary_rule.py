@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from deploy.evidence.live import GUARDS, Guard, Live, Turn
+from deploy.evidence.quality import Quality
 from deploy.records import Canary, Phase
 from deploy.registry.canary_rule import (
     ArmCounts,
@@ -39,6 +41,7 @@ LOADING = Canary(
     ended_at=None,
     generation=1,
 )
+RATIOS: dict[str, float] = dict.fromkeys(GUARDS, 1.5)
 GATING = replace(LOADING, phase="gating")
 RAMPING = replace(LOADING, phase="ramping")
 
@@ -61,8 +64,28 @@ def gate(
     *, scored: int, prompts: int = 4, pending: int = 0, passed: bool = True, away: str | None = None
 ) -> GateEvidence:
     return GateEvidence(
-        prompts=prompts, pending=pending, verdict=verdict(passed=passed, scored=scored), away=away
+        prompts=prompts,
+        pending=pending,
+        verdict=verdict(passed=passed, scored=scored),
+        quality=Quality(groups=scored),
+        away=away,
     )
+
+
+def ramp(candidate: ArmCounts, champion: ArmCounts, **more: Any) -> RampEvidence:
+    """Evidence in which each reply of the candidate is of a session of its own."""
+    return RampEvidence(candidate=candidate, champion=champion, sessions=candidate.replies, **more)
+
+
+def guards(kind: Guard, canary: int, champion: int, *, weight: float = 0.2) -> Live:
+    """What sessions with a bad turn say: first the champion's, then the canary's."""
+    live = Live(RATIOS)
+    arms = [False] * champion + [True] * canary
+    live.read(
+        Turn(unit=str(number), canary=arm, weight=weight, bad=frozenset({kind}))
+        for number, arm in enumerate(arms)
+    )
+    return live
 
 
 def arm(replies: int, *, errors: int = 0, short: int = 0) -> ArmCounts:
@@ -161,8 +184,8 @@ def test_an_inconclusive_candidate_is_retired(rules: CanarySettings) -> None:
 
 
 def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> None:
-    enough = RampEvidence(candidate=arm(3), champion=arm(9))
-    too_few = RampEvidence(candidate=arm(2), champion=arm(9))
+    enough = ramp(arm(3), arm(9))
+    too_few = ramp(arm(2), arm(9))
 
     assert isinstance(decide(RAMPING, enough, rules, 109.9), Hold)
     assert isinstance(decide(RAMPING, too_few, rules, 500), Hold)
@@ -175,9 +198,7 @@ def test_a_step_needs_both_its_time_and_its_exchanges(rules: CanarySettings) -> 
 
 
 def test_the_last_step_promotes(rules: CanarySettings) -> None:
-    decision = decide(
-        replace(RAMPING, step=1), RampEvidence(candidate=arm(3), champion=arm(3)), rules, 110
-    )
+    decision = decide(replace(RAMPING, step=1), ramp(arm(3), arm(3)), rules, 110)
 
     assert decision == Move(
         to="promoted", candidate_state="champion", reason="passed all 2 steps of the ramp"
@@ -185,61 +206,95 @@ def test_the_last_step_promotes(rules: CanarySettings) -> None:
 
 
 def test_a_hold_in_the_ramp_says_weight_and_progress(rules: CanarySettings) -> None:
-    decision = decide(RAMPING, RampEvidence(candidate=arm(2), champion=arm(9)), rules, 101)
+    decision = decide(RAMPING, ramp(arm(2), arm(9)), rules, 101)
 
-    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges")
-
-
-def test_more_failed_replies_than_the_champion_roll_back(rules: CanarySettings) -> None:
-    evidence = RampEvidence(candidate=arm(10, errors=2), champion=arm(20, errors=1))
-
-    decision = decide(RAMPING, evidence, rules, 101)
-
-    assert decision == Move(
-        to="rolled_back",
-        candidate_state="rolled_back",
-        reason="20% of the canary's 10 replies failed, 5% of the champion's 20: over by more than "
-        "10%",
-    )
+    assert decision == Hold(reason="step 1 of 2 at 20%: 2 of 3 exchanges, 2 of 1 sessions")
 
 
 @pytest.mark.parametrize(
-    ("candidate", "champion", "trips"),
-    [
-        (arm(4, short=1), arm(4), False),  # 25% over, which is not more than 25%
-        (arm(4, short=2), arm(4), True),
-        (arm(4, short=4), arm(4, short=3), False),
-        (arm(4, short=4), arm(4, short=2), True),
-        (arm(10, errors=1), arm(10), False),  # 10% over, which is not more than 10%
-        (arm(10, errors=4), arm(10, errors=4), False),
-    ],
+    ("canary", "champion", "rolled_back"),
+    [(4, 0, False), (5, 0, True), (9, 5, False), (14, 5, True), (20, 80, False)],
 )
-def test_guards_compare_with_the_champion(
-    rules: CanarySettings, candidate: ArmCounts, champion: ArmCounts, trips: bool
+def test_failing_sessions_roll_back_when_they_are_more_than_the_weight_explains(
+    rules: CanarySettings, canary: int, champion: int, rolled_back: bool
 ) -> None:
-    decision = decide(RAMPING, RampEvidence(candidate=candidate, champion=champion), rules, 101)
+    """At 20% and a ratio of 1.5 a failing session is the canary's with 27%: five in a row are 1 in
+    660, and the evidence is the mean of gamblers who bet up to 30 times the odds."""
+    live = guards("failed", canary, champion)
 
-    assert (isinstance(decision, Move) and decision.to == "rolled_back") is trips
+    decision = decide(RAMPING, ramp(arm(9), arm(9), guards=live.guards), rules, 101)
+
+    assert (isinstance(decision, Move) and decision.to == "rolled_back") is rolled_back
 
 
-def test_guards_wait_for_a_step_s_exchanges_or_five_bad_replies() -> None:
-    rules = CanarySettings(step_min_exchanges=20, steps=(2_000,))
+def test_a_rollback_says_what_was_counted(rules: CanarySettings) -> None:
+    live = guards("failed", 8, 1)
 
-    four = RampEvidence(candidate=arm(4, errors=4), champion=arm(50))
-    five = RampEvidence(candidate=arm(5, errors=5), champion=arm(50))
+    decision = decide(RAMPING, ramp(arm(9), arm(9), guards=live.guards), rules, 101)
 
-    assert isinstance(decide(RAMPING, four, rules, 101), Hold)
-    assert isinstance(decide(RAMPING, five, rules, 101), Move)
+    assert isinstance(decision, Move)
+    assert (decision.to, decision.candidate_state) == ("rolled_back", "rolled_back")
+    assert decision.reason.startswith(
+        "8 of the canary's sessions and 1 of the champion's failed: evidence "
+    )
+    assert decision.reason.endswith(", the limit is 100")
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("cut", "100"), ("short", "200")])
+def test_a_kind_that_groups_see_too_has_half_of_the_level(
+    rules: CanarySettings, kind: Guard, limit: str
+) -> None:
+    live = guards(kind, 9, 0)
+
+    decision = decide(RAMPING, ramp(arm(9), arm(9), guards=live.guards), rules, 101)
+
+    assert isinstance(decision, Move)
+    assert decision.reason.endswith(f"the limit is {limit}")
+
+
+def test_a_promotion_waits_for_a_guard_that_is_not_quiet(rules: CanarySettings) -> None:
+    live = guards("failed", 3, 0)
+    last = replace(RAMPING, step=1)
+
+    suspected = decide(last, ramp(arm(3), arm(3), guards=live.guards), rules, 110)
+    cleared = decide(last, ramp(arm(3), arm(3), guards=guards("failed", 3, 12).guards), rules, 110)
+
+    assert isinstance(suspected, Hold)
+    assert "waits for more sessions: 3 of the canary's and 0 of the champion's failed" in (
+        suspected.reason
+    )
+    assert isinstance(cleared, Move)
+    assert cleared.to == "promoted"
+
+
+def test_a_wrong_split_holds_the_step_and_ends_inconclusive(rules: CanarySettings) -> None:
+    """100 sessions of either arm where 20% should be the canary's."""
+    live = Live(RATIOS)
+    live.read(Turn(unit=str(number), canary=number % 2 == 0, weight=0.2) for number in range(200))
+    evidence = ramp(arm(9), arm(9), guards=live.guards, mismatch=live.mismatch)
+
+    held, ended = decide(RAMPING, evidence, rules, 200), decide(RAMPING, evidence, rules, 1_100)
+
+    assert isinstance(held, Hold)
+    assert held.reason.startswith("step 1 stands: sessions are not split by the weight")
+    assert isinstance(ended, Move)
+    assert ended.to == "inconclusive"
+
+
+def test_nothing_ends_a_step_while_exchanges_wait_to_be_read(rules: CanarySettings) -> None:
+    evidence = ramp(arm(3), arm(9), behind=True)
+
+    assert isinstance(decide(RAMPING, evidence, rules, 110), Hold)
 
 
 def test_a_step_without_traffic_ends_inconclusive(rules: CanarySettings) -> None:
-    nothing = RampEvidence(candidate=arm(0), champion=arm(9))
+    nothing = ramp(arm(0), arm(9))
 
     decision = decide(RAMPING, nothing, rules, 1_100)
 
     assert isinstance(decision, Move)
     assert (decision.to, decision.candidate_state) == ("inconclusive", "retired")
-    assert decision.reason == "step 1: 0 of 3 exchanges in 1000 s"
+    assert decision.reason == "step 1: 0 of 3 exchanges and 0 of 1 sessions in 1000 s"
 
 
 def test_a_paused_canary_does_nothing(rules: CanarySettings) -> None:

@@ -1,0 +1,1 @@
+"""What the canary's rule decides on simulated traffic: false promotions and rollbacks, power."""

@@ -1,0 +1,171 @@
+"""Play one canary from its gate to its end, by the product's own rule and state.
+
+Only time, traffic and judge are simulated: `decide`, `Live`, `add_group` and the records are those
+that control uses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from benchmarks.canary.traffic import Reply, World, differences, reply_to, requests
+from deploy.evidence.live import Live, Turn
+from deploy.evidence.quality import Quality
+from deploy.records import Canary
+from deploy.registry.canary_rule import ArmCounts, GateEvidence, Move, RampEvidence, decide
+from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
+from deploy.registry.proof_rule import limits_of, proven, ratios_of
+from sidecar.routing.table import BUCKETS
+from sidecar.settings import Canary as CanarySettings
+
+TICK_S = 30.0
+"""Simulated time between two looks of the rule. The evidence looks at every observation anyway."""
+FLAWLESS = {"short": 0.0, "invalid": 0.0, "evasive": 0.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a canary ended."""
+
+    phase: str
+    reason: str
+    groups: int
+    canary_sessions: int
+    claims: frozenset[str]
+    canary: Canary
+
+
+@dataclass(slots=True)
+class Told:
+    """What both arms did so far, for rules that are compared with the product's."""
+
+    canary: int = 0
+    canary_bad: int = 0
+    champion: int = 0
+    champion_bad: int = 0
+    scores: list[float] = field(default_factory=list)
+
+    def reply(self, reply: Reply) -> None:
+        failed = "failed" in reply.bad
+        if reply.canary:
+            self.canary, self.canary_bad = self.canary + 1, self.canary_bad + failed
+        else:
+            self.champion, self.champion_bad = self.champion + 1, self.champion_bad + failed
+
+
+Watch = Callable[[Told], None]
+
+
+def nobody(_: Told) -> None:
+    """Watch nothing."""
+
+
+def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobody) -> Ended:
+    """Play one canary.
+
+    watch: is told after each look what both arms did, until the canary ends.
+    """
+    rng = random.Random(seed)
+    scores = differences(world, rng)
+    limits, live, told = limits_of(rules), Live(ratios_of(rules)), Told()
+    quality, canary, claims = Quality(), _begun(rules, seed), frozenset[str]()
+
+    def judge() -> None:
+        nonlocal quality, claims
+        champion, anchor = next(scores)
+        one = Comparison(difference=champion, anchor_difference=anchor, flaws=FLAWLESS)
+        quality = quality_of([one], limits, start=quality)
+        claims |= proven(quality, rules)
+        told.scores.append(champion)
+
+    now = 0.0
+    while canary.phase == "gating":
+        judge()
+        watch(told)
+        canary = _decided(canary, _gate(quality, told, rules), rules, now)
+    due = requests(world, rng)
+    place, judged, seen = 0, quality.groups, 0
+    units: set[str] = set()
+    while canary.active:
+        now += TICK_S
+        while place < len(due) and due[place].at < now:
+            request = due[place]
+            place += 1
+            reply = reply_to(request, world, salt=canary.salt, weight_bp=canary.weight_bp, rng=rng)
+            if not reply.answered:
+                continue
+            weight = canary.weight_bp / BUCKETS
+            live.read([Turn(unit=request.key, canary=reply.canary, weight=weight, bad=reply.bad)])
+            told.reply(reply)
+            if reply.canary:
+                seen += 1
+                units.add(request.key)
+        while quality.groups < judged + rules.groups_per_hour * now / 3_600.0:
+            judge()
+        watch(told)
+        evidence = RampEvidence(
+            candidate=ArmCounts(replies=seen, errors=0, short=0),
+            champion=ArmCounts(replies=told.champion, errors=0, short=0),
+            sessions=len(units),
+            guards=live.guards,
+            mismatch=live.mismatch,
+            quality=quality,
+            proven=claims,
+        )
+        step = canary.step
+        canary = _decided(canary, evidence, rules, now)
+        if canary.step != step:
+            seen, units = 0, set()
+    return Ended(
+        phase=canary.phase,
+        reason=canary.reason or "",
+        groups=quality.groups,
+        canary_sessions=live.canary_units,
+        claims=claims,
+        canary=canary,
+    )
+
+
+def _gate(quality: Quality, told: Told, rules: CanarySettings) -> GateEvidence:
+    made = [Comparison(difference=one) for one in told.scores]
+    quick = made if rules.promote_on == "quick" else made[:1]  # only the quick rule reads it
+    return GateEvidence(
+        prompts=rules.gate_prompts,
+        pending=rules.gate_prompts - quality.groups,
+        verdict=judge_gate(quick, rules, seed=1),
+        quality=quality,
+    )
+
+
+def _decided(
+    canary: Canary, evidence: GateEvidence | RampEvidence, rules: CanarySettings, now: float
+) -> Canary:
+    decision = decide(canary, evidence, rules, now)
+    if not isinstance(decision, Move):
+        return canary
+    return replace(
+        canary, phase=decision.to, step=decision.step, step_started_at=now, reason=decision.reason
+    )
+
+
+def _begun(rules: CanarySettings, seed: int) -> Canary:
+    return Canary(
+        canary_id=f"c{seed}",
+        model="m",
+        candidate="m--v2",
+        champion="m--v1",
+        phase="gating",
+        paused=False,
+        reason=None,
+        step=0,
+        steps=rules.steps,
+        salt=f"salt-{seed}",
+        created_at=0.0,
+        step_started_at=0.0,
+        stopped_s=0.0,
+        stopped_at=None,
+        ended_at=None,
+        generation=1,
+    )

@@ -1,0 +1,1 @@
+"""The evidence of a canary in the admin API."""

@@ -1,0 +1,134 @@
+"""Which prompts candidate, champion and anchor answer next, and in which order they count.
+
+A prompt gets its place when it is drawn, before anything is asked. No further prompt is drawn
+before all that were drawn have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deploy.canary import gate_store
+from deploy.canary.gate_store import HeldOutPrompt, comparison_id
+from deploy.records import Canary
+from deploy.registry import proof_rule
+from sidecar.settings import Canary as CanarySettings
+from sidecar.store.database import Database
+
+SPARE_PROMPTS = 2
+"""Most prompts that the gate tries, as a multiple of `gate_prompts`: some are set aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A prompt that was drawn and has not ended."""
+
+    place: int
+    prompt: HeldOutPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What can be compared."""
+
+    sessions: int = 0
+    """Sessions that take part, compared or not."""
+    missing: tuple[HeldOutPrompt, ...] = ()
+    """Prompts that may be drawn now."""
+    drawn: int = 0
+    """Largest place in the store."""
+
+
+class Drawing:
+    """Remembers what was drawn for one canary. After a restart it is drawn again, at later places:
+    a kill does not depend on an answer."""
+
+    def __init__(
+        self,
+        database: Database,
+        rules: CanarySettings,
+        *,
+        parallel: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._database = database
+        self._rules = rules
+        self._parallel = parallel
+        self._clock = clock
+        self._drawn: dict[str, Drawn] = {}
+        """By comparison id."""
+        self._drawn_for = ""
+        """Id of the canary."""
+
+    def is_for(self, canary: Canary) -> bool:
+        return self._drawn_for == canary.canary_id
+
+    def draw(self, canary: Canary, prompts: Prompts) -> list[Drawn]:
+        """Return what was drawn and has not ended; if all has, draw the next ones."""
+        if not self.is_for(canary):
+            self._drawn, self._drawn_for = {}, canary.canary_id
+        if not self._drawn:
+            for number, prompt in enumerate(prompts.missing[: self._parallel], start=1):
+                name = comparison_id(canary, prompt)
+                self._drawn[name] = Drawn(place=prompts.drawn + number, prompt=prompt)
+        return list(self._drawn.values())
+
+    def place_of(self, name: str) -> int:
+        """Return the place of a comparison; 0 when it was not drawn."""
+        drawn = self._drawn.get(name)
+        return drawn.place if drawn is not None else 0
+
+    def end(self, name: str) -> None:
+        """Note that a comparison is stored."""
+        self._drawn.pop(name, None)
+
+    def open_from(self, canary: Canary) -> int | None:
+        """Return the first place that is drawn and has not ended; None without any."""
+        if not self.is_for(canary):
+            return None
+        return min((one.place for one in self._drawn.values()), default=None)
+
+    def for_gate(self, canary: Canary) -> Prompts:
+        """Return the held-out prompts that the gate still lacks. Reads the store."""
+        limit = SPARE_PROMPTS * self._rules.gate_prompts
+        with self._database.read() as session:
+            done = gate_store.compared_sessions(session, canary)
+            newest = gate_store.held_out_prompts(session, canary.model, limit=limit)
+            judged = gate_store.comparisons(session, canary.canary_id)
+            drawn = gate_store.drawn(session, canary.canary_id)
+        quick = self._rules.promote_on == "quick"
+        telling = [
+            one
+            for one in judged
+            if one.difference is not None or (one.fault == "candidate" and not quick)
+        ]
+        missing = [prompt for prompt in newest if prompt.session_id not in done]
+        room = min(limit - len(done), self._rules.gate_prompts - len(telling))
+        sessions = done | {prompt.session_id for prompt in newest}
+        return Prompts(sessions=len(sessions), missing=tuple(missing[: max(0, room)]), drawn=drawn)
+
+    def for_shadow(self, canary: Canary) -> Prompts:
+        """Return the prompts that the ramp may draw now: held-out ones, then those of users'
+        sessions since the canary began. Reads the store."""
+        rules = self._rules
+        if proof_rule.is_proven(canary.proven, rules):
+            return Prompts()
+        hours = max(0.0, self._clock() - canary.created_at) / 3_600.0
+        allowed = min(rules.max_groups, rules.gate_prompts + int(rules.groups_per_hour * hours))
+        with self._database.read() as session:
+            room = min(self._parallel, allowed - gate_store.made(session, canary.canary_id))
+            if room <= 0:
+                return Prompts()
+            done = gate_store.compared_sessions(session, canary)
+            missing = gate_store.held_out_prompts(session, canary.model, limit=room, known=done)
+            if len(missing) < room:
+                missing += gate_store.live_prompts(
+                    session,
+                    canary,
+                    after=canary.created_at,
+                    limit=room - len(missing),
+                    known=done | {prompt.session_id for prompt in missing},
+                )
+            drawn = gate_store.drawn(session, canary.canary_id)
+        return Prompts(sessions=len(done) + len(missing), missing=tuple(missing), drawn=drawn)

@@ -1,0 +1,188 @@
+"""Read users' turns of a ramp from the `exchange` table, for `deploy.evidence.live`.
+
+Each tick reads the exchanges that the store took since the last one, in their order (`seq`). A
+process that starts again reads the ramp's exchanges from the first one, and ends in the same state.
+What is read in one tick is bounded, so a long ramp is caught up with over several.
+
+The unit is `session_key`, what the proxy hashed to choose the arm, and not the session that ingest
+finds later: two conversations that open alike share an arm. A request counts for the arm that it
+was routed to, also if another adapter answered it (`fallback_from`); when that one failed too, it
+counts for neither. The weight is the propensity that the proxy stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+from sqlalchemy import ColumnElement, TextClause, select, text
+from sqlalchemy.orm import Session
+
+from deploy.canary.answer_shape import flaws_of
+from deploy.canary.ramp_counts import NOT_FOUND, given_choices
+from deploy.evidence.live import Live, Turn
+from deploy.records import Canary
+from deploy.registry.proof_rule import ratios_of
+from ingest.reward_watch.traits import needs_tools
+from sidecar.settings import Canary as CanarySettings
+from sidecar.store.contents import load_contents, opened_reply
+from sidecar.store.database import DAMAGE, decompress
+from sidecar.store.models import ExchangeRow
+from sidecar.store.models.capture import COUNTED, TAKEN_OVER
+
+log = structlog.get_logger()
+
+PAGE = 500
+"""Exchanges of one kind that are read at once."""
+PAGES = 4
+"""Most pages of one tick: reading a page with its texts takes tens of milliseconds."""
+
+
+class _Row(NamedTuple):
+    """The fields of an exchange that are read."""
+
+    seq: int
+    exchange_id: str
+    session_key: str
+    arm: str
+    propensity: float
+    outcome: str
+    status: int
+    fallback_from: str
+    started_at: float
+
+    @property
+    def failed(self) -> bool:
+        known = not self.fallback_from and self.status != NOT_FOUND
+        return not known or self.outcome == "upstream_error" or self.status >= 400
+
+    @property
+    def cut(self) -> bool:
+        return self.outcome == "cut" and not self.failed
+
+
+_COLUMNS = tuple(getattr(ExchangeRow, name) for name in _Row._fields)
+
+
+class LiveTurns:
+    """Keeps the state of one canary's ramp between ticks."""
+
+    def __init__(self, rules: CanarySettings) -> None:
+        self._rules = rules
+        self._of: tuple[object, ...] = ()
+        """Which ramp the state is of: another salt assigns other sessions."""
+        self._live = Live(ratios_of(rules))
+        self._mark = 0
+
+    def read(self, session: Session, canary: Canary) -> tuple[Live, bool]:
+        """Read what is new. Returns: the state, and True while more waits to be read."""
+        of = (canary.canary_id, canary.salt, canary.ramp_began_at)
+        if of != self._of:
+            self._of, self._mark = of, canary.ramp_after_seq
+            self._live = Live(ratios_of(self._rules))
+        for _ in range(PAGES):
+            rows, full = _page(session, canary, self._mark)
+            self._live.read(_turns(session, canary, rows))
+            self._mark = max(self._mark, rows[-1].seq if rows else 0)
+            if not full:
+                return self._live, False
+        return self._live, True
+
+
+def _page(session: Session, canary: Canary, mark: int) -> tuple[list[_Row], bool]:
+    """List the next exchanges of both arms in their order. Returns: them, and True if there may be
+    more."""
+    found: list[_Row] = []
+    edges: list[int] = []
+    for which in _kinds(canary):
+        statement = (
+            select(*_COLUMNS)
+            .where(*which, ExchangeRow.seq > mark)
+            .order_by(ExchangeRow.seq)
+            .limit(PAGE)
+        )
+        rows = [_Row(*row) for row in session.execute(statement)]
+        found += rows
+        if len(rows) == PAGE:
+            edges.append(rows[-1].seq)
+    # Beyond the end of a full page that kind's rows are not known yet.
+    edge = min(edges, default=None)
+    return sorted(row for row in found if edge is None or row.seq <= edge), bool(edges)
+
+
+def _kinds(canary: Canary) -> list[tuple[ColumnElement[bool] | TextClause, ...]]:
+    """Return a condition for each kind of exchange; each has its index."""
+    row = ExchangeRow
+    arms = (("canary", canary.candidate), ("champion", canary.champion))
+    return [
+        *(
+            (row.public_model == canary.model, row.adapter == name, row.arm == arm, text(COUNTED))
+            for arm, name in arms
+        ),
+        *((row.fallback_from == name, text(TAKEN_OVER)) for _, name in arms),
+    ]
+
+
+def _turns(session: Session, canary: Canary, rows: Sequence[_Row]) -> list[Turn]:
+    rows = [row for row in rows if _counts(row, canary)]
+    whole = [row.exchange_id for row in rows if not row.failed and not row.cut]
+    flaws = _flaws(session, whole)
+    turns = []
+    for row in rows:
+        canary_was_due = row.arm == "canary" or row.fallback_from == canary.candidate
+        weight = row.propensity if row.arm == "canary" else 1.0 - row.propensity
+        kind = "failed" if row.failed else "cut" if row.cut else None
+        bad = flaws.get(row.exchange_id, frozenset()) if kind is None else frozenset({kind})
+        turns.append(Turn(unit=row.session_key, canary=canary_was_due, weight=weight, bad=bad))
+    return turns
+
+
+def _counts(row: _Row, canary: Canary) -> bool:
+    numbers = (row.started_at, row.propensity)
+    known = all(isinstance(one, int | float) for one in numbers)  # else damaged: of no time or arm
+    return known and row.started_at >= canary.ramp_began_at
+
+
+def _flaws(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, frozenset[str]]:
+    """Return the flaws of what users received, by exchange; one without an answer is short."""
+    found: dict[str, frozenset[str]] = {}
+    messages: list[tuple[str, str | None, bytes]] = []
+    for choice in given_choices(session, exchange_ids):
+        found.setdefault(choice.exchange_id, frozenset())
+        try:
+            body = decompress(opened_reply(session, choice, "message_body"))
+        except (*DAMAGE, ValueError) as error:  # nobody knows what it says
+            log.warning("reply_not_read", exchange_id=choice.exchange_id, why=str(error))
+            continue
+        messages.append((choice.exchange_id, choice.finish_reason, body))
+    requests = _requests(session, [name for name, _, body in messages if needs_tools(body)])
+    for name, finish_reason, body in messages:
+        request = requests.get(name, {})
+        if needs_tools(body) and not request:
+            continue  # whether its call is valid cannot be told
+        try:
+            message = json.loads(body)
+            found[name] |= flaws_of(message, finish_reason, request)
+        except (*DAMAGE, ValueError, AttributeError) as error:
+            log.warning("reply_not_read", exchange_id=name, why=str(error))
+    empty = frozenset({"short"})
+    return {name: found.get(name, empty) for name in exchange_ids}
+
+
+def _requests(session: Session, exchange_ids: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+    """Return the tools of some requests; one that cannot be read is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    if not exchange_ids:
+        return found
+    contents = load_contents(session, exchange_ids)
+    for name in exchange_ids:
+        try:
+            request = json.loads(contents[name].request)
+        except (*DAMAGE, RecursionError, ValueError) as error:
+            log.warning("request_not_read", exchange_id=name, why=str(error))
+            continue
+        if isinstance(request, dict):
+            found[name] = {"tools": request.get("tools")}
+    return found

@@ -1,0 +1,134 @@
+"""What users' sessions say of a candidate: guards, and whether traffic is split as it should be.
+
+The unit is what is assigned: the sessions of one assignment key share an arm, so they are one unit
+however many requests they hold. Two kinds of e-processes read the units in the order in which they
+first tell something. Both condition on the unit and ask only which arm it met, whose probability is
+the stored propensity `w`. So they hold while the weight of the canary grows, while the rate of bad
+replies drifts, and when both arms fail together.
+
+- A guard counts a unit at its first bad turn of that kind, and once more if that is the first turn
+  of all. If the candidate's rate is at most `ratio` times the champion's, such a unit is the
+  candidate's with odds of at most `ratio w / (1 - w)`. It works with a champion that never fails.
+  Half of the gamblers bet on each count: nearly all long sessions have a bad turn of a frequent
+  kind in either arm, but not their first one; and some kinds come only late in a session.
+- The mismatch counts every unit once, at its first turn: it is the candidate's with odds
+  `w / (1 - w)`. If not, traffic is lost or routed by something else, and no comparison of the arms
+  holds.
+
+Source of the guards: Lindon and Malek, "Anytime-valid inference for multinomial count data"
+(NeurIPS 2022), here with a mixture over few odds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from deploy.evidence.betting import Bets, begin, bet_on_arm
+from deploy.evidence.quality import FLAWS
+
+Guard = Literal["failed", "cut", "short", "invalid", "evasive"]
+GUARDS: tuple[Guard, ...] = get_args(Guard)
+"""Kinds of bad turns. failed: vLLM failed, or did not know the adapter. cut: the client left before
+the end. The others as in `deploy.evidence.quality`."""
+assert set(FLAWS) <= set(GUARDS)
+WORSE = (1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+"""How many times over the accepted ratio the gamblers of a guard believe the candidate's rate to
+be."""
+_ABSTAIN = (1.0,) * len(WORSE)
+_BAD_ONCE, _BAD_AT_FIRST = (*WORSE, *_ABSTAIN), (*WORSE, *WORSE)
+"""Beliefs of all gamblers of a guard, about a unit with a bad turn, and with a bad first one. A
+belief of 1 bets nothing."""
+UNEVEN = (0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
+"""Multiples of the odds of the weight that the gamblers of the mismatch believe in."""
+MOST_UNITS = 200_000
+"""Units that are remembered; later ones are counted as `unread`. So many decide any comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request of a user."""
+
+    unit: str
+    """Assignment key: what the proxy hashed to choose the arm."""
+    canary: bool
+    """True when the candidate was to answer it."""
+    weight: float
+    """Probability of that, as the proxy stored it, 0..1."""
+    bad: frozenset[str] = frozenset()
+    """Guards that it is bad for."""
+
+
+@dataclass(slots=True)
+class GuardState:
+    """One guard."""
+
+    bets: Bets = field(default_factory=lambda: begin(2 * len(WORSE)))
+    canary: int = 0
+    """Units of the candidate with a bad turn."""
+    champion: int = 0
+
+
+class Live:
+    """Reads the turns of one ramp, in the order in which the store has them.
+
+    It remembers the units; a process that starts again reads the turns again and ends in the same
+    state, to the last bit.
+    """
+
+    def __init__(self, ratios: Mapping[str, float]) -> None:
+        """ratios: guard -> how many times the champion's rate is accepted, at least 1."""
+        self._ratios = ratios
+        self._met: dict[int, int] = {}
+        """Hash of a unit -> bit mask of the guards that counted it."""
+        self.guards: dict[str, GuardState] = {kind: GuardState() for kind in GUARDS}
+        self.split = begin(len(UNEVEN))
+        """Against "units are split by the weight"."""
+        self.canary_units = 0
+        self.champion_units = 0
+        self.unread = 0
+        """Turns of units beyond `MOST_UNITS`."""
+
+    def read(self, turns: Iterable[Turn]) -> None:
+        """Read turns in the order of the store. One whose arm was certain says nothing."""
+        for turn in turns:
+            if 0.0 < turn.weight < 1.0:
+                self._read(turn)
+
+    @property
+    def mismatch(self) -> float:
+        """The largest evidence so far, in nats, that units are not split by the weight."""
+        return self.split.peak
+
+    def _read(self, turn: Turn) -> None:
+        # Two units with one hash would count as one: among 200,000, once in a billion ramps.
+        unit = hash(turn.unit)
+        met = self._met.get(unit)
+        first = met is None
+        if met is None:
+            if len(self._met) >= MOST_UNITS:
+                self.unread += 1
+                return
+            met = 0
+            self._met[unit] = met
+            self._split(turn)
+        for place, kind in enumerate(GUARDS):
+            if kind in turn.bad and not met & (1 << place):
+                met |= 1 << place
+                self._count(kind, turn, first=first)
+        self._met[unit] = met
+
+    def _split(self, turn: Turn) -> None:
+        self.canary_units += turn.canary
+        self.champion_units += not turn.canary
+        odds = turn.weight / (1.0 - turn.weight)
+        self.split = bet_on_arm(self.split, turn.canary, odds, UNEVEN)
+
+    def _count(self, kind: Guard, turn: Turn, *, first: bool) -> None:
+        state, ratio = self.guards[kind], self._ratios[kind]
+        state.canary += turn.canary
+        state.champion += not turn.canary
+        odds = ratio * turn.weight / (1.0 - turn.weight)
+        beliefs = _BAD_AT_FIRST if first else _BAD_ONCE
+        state.bets = bet_on_arm(state.bets, turn.canary, odds, beliefs)

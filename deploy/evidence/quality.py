@@ -1,0 +1,123 @@
+"""What judged groups say of a candidate: no worse, better, or harmful. Pure.
+
+A group is one prompt with fresh answers of candidate, champion and anchor, judged blind together;
+its difference is the candidate's mean score minus the other's, -1..1. Four e-processes read the
+groups in the order in which they were drawn:
+
+- `no_worse`: against "worse than the champion by `margin` or more" (non-inferiority).
+- `anchored`: against "worse than the anchor by `anchor_margin` or more". The anchor is an adapter
+  that does not move with promotions, so many small losses cannot add up (Feng, Emerson and Simon
+  2021, "Approval policies for modifications to machine learning-based software").
+- `better`: against "no better than the champion".
+- `harm`: against "no worse than the champion".
+
+A group that the judge could not score because of the candidate's answers counts as -1. When the
+champion's or nobody's were the cause, the group says nothing and is counted as `unknown`: what
+cannot be compared is no merit of the candidate.
+
+`flaws` are three more e-processes for each kind of flaw that needs no judge (`FLAWS`): against "the
+candidate's share of such answers exceeds the champion's by no more than its limit".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from deploy.evidence.betting import START, Bets, bet
+from deploy.evidence.interval import EMPTY, Sequence, observe
+
+Flaw = Literal["short", "invalid", "evasive"]
+FLAWS: tuple[Flaw, ...] = get_args(Flaw)
+"""Kinds of flawed answers. short: empty, or ended by the token limit. invalid: a tool call or JSON
+that does not fit what the request asks for. evasive: a refusal, or a loop."""
+Fault = Literal["candidate", "champion", "unknown"]
+"""Whose answers kept the judge from scoring a group."""
+CHART_LEVEL = 0.05
+"""Level of the confidence sequence that is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One judged group, or one that the judge could not score."""
+
+    champion: float | None
+    """Mean score of the candidate minus the champion's, -1..1; None: not scored."""
+    anchor: float | None
+    """The same for the anchor; None: not scored."""
+    fault: Fault | None = None
+    """Why it is not scored; None for a scored group."""
+    flaws: Mapping[str, float] = field(default_factory=dict)
+    """Kind -> the candidate's share of flawed answers minus the champion's, -1..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What counts as worse."""
+
+    margin: float
+    """Difference to the champion that is accepted, above 0 and below 1."""
+    anchor_margin: float
+    """Difference to the anchor that is accepted, above 0 and below 1."""
+    flaws: Mapping[str, float]
+    """Kind -> share by which flawed answers may become more frequent, 0 to below 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """State after some groups."""
+
+    groups: int = 0
+    """Groups that say something of the candidate."""
+    unknown: int = 0
+    """Groups that could not be scored, and not because of the candidate."""
+    lost: int = 0
+    """Groups that could not be scored because of the candidate; part of `groups`."""
+    no_worse: Bets = START
+    anchored: Bets = START
+    better: Bets = START
+    harm: Bets = START
+    flaws: Mapping[str, Bets] = field(default_factory=lambda: dict.fromkeys(FLAWS, START))
+    chart: Sequence = EMPTY
+    """Of the difference to the champion, moved to 0..1."""
+
+    @property
+    def unknown_share(self) -> float:
+        """Share of all groups that nobody could score."""
+        every = self.groups + self.unknown
+        return self.unknown / every if every else 0.0
+
+
+def add_group(quality: Quality, group: Group, limits: Limits) -> Quality:
+    """Return the state after one more group."""
+    flaws = {kind: _bet_on_flaw(bets, group, kind, limits) for kind, bets in quality.flaws.items()}
+    champion, anchor = _differences(group)
+    if champion is None or anchor is None:
+        return replace(quality, unknown=quality.unknown + 1, flaws=flaws)
+    to_champion = (1.0 + champion) / 2.0
+    return Quality(
+        groups=quality.groups + 1,
+        unknown=quality.unknown,
+        lost=quality.lost + (group.fault == "candidate"),
+        no_worse=bet(quality.no_worse, to_champion, (1.0 - limits.margin) / 2.0),
+        anchored=bet(quality.anchored, (1.0 + anchor) / 2.0, (1.0 - limits.anchor_margin) / 2.0),
+        better=bet(quality.better, to_champion, 0.5),
+        harm=bet(quality.harm, 1.0 - to_champion, 0.5),
+        flaws=flaws,
+        chart=observe(quality.chart, to_champion, CHART_LEVEL),
+    )
+
+
+def _differences(group: Group) -> tuple[float | None, float | None]:
+    """Return what the group counts as, against the champion and against the anchor."""
+    if group.fault == "candidate":
+        return -1.0, -1.0
+    return group.champion, group.anchor
+
+
+def _bet_on_flaw(bets: Bets, group: Group, kind: str, limits: Limits) -> Bets:
+    excess = group.flaws.get(kind)
+    if excess is None:
+        return bets
+    return bet(bets, (1.0 + excess) / 2.0, (1.0 + limits.flaws[kind]) / 2.0)

@@ -1,0 +1,174 @@
+"""What the evidence of a canary proves, by the levels of the settings. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from deploy.evidence.betting import threshold
+from deploy.evidence.interval import bounds
+from deploy.evidence.live import GUARDS, GuardState
+from deploy.evidence.quality import CHART_LEVEL, FLAWS, Limits, Quality
+from sidecar.settings import Canary as CanarySettings
+
+__all__ = [
+    "CLAIMS",
+    "describe",
+    "guard_harm",
+    "harm",
+    "is_proven",
+    "lacking",
+    "limits_of",
+    "odds",
+    "proven",
+    "ratios_of",
+    "suspicion",
+    "threshold",
+    "too_many_missing",
+]
+
+CLAIMS = ("no_worse", "anchored", "better")
+"""What groups may prove in favour of a candidate (`deploy.evidence.quality`)."""
+SUSPICIOUS = 5.0
+"""Evidence against a candidate over which its promotion waits."""
+_WANTED = {"no_worse": ("no_worse", "anchored"), "better": ("better", "anchored"), "quick": ()}
+_CLAIMED = {
+    "no_worse": "no worse than the champion",
+    "anchored": "no worse than the anchor",
+    "better": "better than the champion",
+}
+_HAPPENED = {
+    "failed": "failed",
+    "cut": "were cut by the client",
+    "short": "had a reply that was cut short or empty",
+    "invalid": "had a tool call or JSON that does not fit the request",
+    "evasive": "had a refusal or a loop",
+}
+_FLAWED = {
+    "short": "cut short or empty",
+    "invalid": "invalid tool calls or JSON",
+    "evasive": "refusals or loops",
+}
+_MOST_NATS = 700.0
+"""exp of more does not fit into a float."""
+
+
+def limits_of(rules: CanarySettings) -> Limits:
+    """Return what counts as worse in judged groups."""
+    return Limits(
+        margin=rules.margin,
+        anchor_margin=rules.anchor_margin,
+        flaws={
+            "short": _under_one(rules.max_truncated_excess),
+            "invalid": _under_one(rules.max_invalid_excess),
+            "evasive": _under_one(rules.max_evasive_excess),
+        },
+    )
+
+
+def ratios_of(rules: CanarySettings) -> Mapping[str, float]:
+    """Return how many times the champion's bad sessions each guard accepts."""
+    return dict.fromkeys(GUARDS, rules.guard_ratio)
+
+
+def guard_level(kind: str, rules: CanarySettings) -> float:
+    """Return the level of one guard; groups and sessions share it where both see the kind."""
+    return rules.guard_level / 2.0 if kind in FLAWS else rules.guard_level
+
+
+def guard_harm(guards: Mapping[str, GuardState], rules: CanarySettings) -> str | None:
+    """Return in words what users' sessions prove against the candidate, or None."""
+    for kind, state in guards.items():
+        level = guard_level(kind, rules)
+        if state.bets.peak >= threshold(level):
+            return (
+                f"{state.canary} of the canary's sessions and {state.champion} of the champion's "
+                f"{_HAPPENED[kind]}: evidence {odds(state.bets.peak)}, the limit is {1 / level:g}"
+            )
+    return None
+
+
+def suspicion(guards: Mapping[str, GuardState]) -> str | None:
+    """Return in words which guard is not quiet, or None: nobody is promoted over it.
+
+    It proves nothing and ends nothing, so it needs no level: more sessions settle it.
+    """
+    for kind, state in guards.items():
+        if state.bets.log_e >= threshold(1.0 / SUSPICIOUS):
+            return (
+                f"more sessions: {state.canary} of the canary's and {state.champion} of the "
+                f"champion's {_HAPPENED[kind]}, evidence {odds(state.bets.log_e)}"
+            )
+    return None
+
+
+def harm(quality: Quality, rules: CanarySettings) -> str | None:
+    """Return in words what judged groups prove against the candidate, or None."""
+    if quality.harm.peak >= threshold(rules.harm_level):
+        return (
+            f"worse than the champion in {quality.harm.peak_at} groups: evidence "
+            f"{odds(quality.harm.peak)}, the limit is {1 / rules.harm_level:g}"
+        )
+    for kind, bets in quality.flaws.items():
+        level = guard_level(kind, rules)
+        if bets.peak >= threshold(level):
+            return (
+                f"more {_FLAWED[kind]} than the champion in {bets.peak_at} groups: evidence "
+                f"{odds(bets.peak)}, the limit is {1 / level:g}"
+            )
+    return None
+
+
+def proven(quality: Quality, rules: CanarySettings) -> frozenset[str]:
+    """Return the claims that the groups prove."""
+    limit = threshold(rules.promote_level)
+    return frozenset(claim for claim in CLAIMS if getattr(quality, claim).peak >= limit)
+
+
+def is_proven(claims: frozenset[str], rules: CanarySettings) -> bool:
+    """Return True when these claims are all that a promotion asks for."""
+    return claims.issuperset(_WANTED[rules.promote_on])
+
+
+def lacking(quality: Quality, before: frozenset[str], rules: CanarySettings) -> str | None:
+    """Return in words what a promotion lacks, or None.
+
+    before: claims that were proven by an earlier look; a proof stands.
+    """
+    known = before | proven(quality, rules)
+    for claim in _WANTED[rules.promote_on]:
+        if claim not in known:
+            return (
+                f"proof that it is {_CLAIMED[claim]}: evidence "
+                f"{odds(getattr(quality, claim).peak)} of {1 / rules.promote_level:g}"
+            )
+    if rules.promote_on != "quick" and quality.unknown_share > rules.max_missing:
+        return f"groups that the judge can score: {too_many_missing(quality)}"
+    return None
+
+
+def too_many_missing(quality: Quality) -> str:
+    """Say that too many groups could not be scored."""
+    return (
+        f"{quality.unknown} of {quality.unknown + quality.groups} groups could not be scored, so "
+        "the others prove nothing"
+    )
+
+
+def describe(quality: Quality) -> str:
+    """Say how the candidate compares, with the interval that holds at every look."""
+    low, high = bounds(quality.chart, CHART_LEVEL)
+    return (
+        f"difference to the champion {2 * low - 1:+.3f} to {2 * high - 1:+.3f} by "
+        f"{quality.groups} groups"
+    )
+
+
+def odds(log_e: float) -> str:
+    """Return the evidence as a number. log_e: in nats."""
+    return f"{math.exp(min(log_e, _MOST_NATS)):.3g}"
+
+
+def _under_one(excess: float) -> float:
+    """A share of 1 accepts everything; the mean under the null hypothesis must be below 1."""
+    return min(excess, 0.999)

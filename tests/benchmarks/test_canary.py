@@ -1,0 +1,75 @@
+"""The simulated canaries: they reach the product's rule, and its rivals' arithmetic is right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.canary.play import Told, play
+from benchmarks.canary.rivals import Peeking, asymptotic_half_width
+from benchmarks.canary.traffic import POPULAR, World, rate_at, reply_to, requests
+from sidecar.settings import Canary as CanarySettings
+
+RULES = CanarySettings(steps=(2_000, 5_000))
+
+
+@pytest.mark.parametrize(
+    ("groups", "mean", "low", "high"),
+    [
+        (100, 0.06, -0.11849859894641054, 0.23849859894641054),
+        (500, 0.06, 0.007346828635307702, 0.1126531713646923),
+        (2_000, 0.03, 0.006205311956760166, 0.053794688043239836),
+    ],
+)
+def test_the_rival_s_interval_is_that_of_gbstats(
+    groups: int, mean: float, low: float, high: float
+) -> None:
+    """gbstats 0.8.0, `SequentialTwoSidedTTest` tuned for 5,000: one arm of constants and one of
+    `groups` values with a standard deviation of 0.35, which it counts as 2 `groups` values."""
+    half = asymptotic_half_width(variance=2 * 0.35**2, count=2 * groups, level=0.05)
+
+    assert (mean - half, mean + half) == pytest.approx((low, high), abs=1e-9)
+
+
+def test_a_much_worse_candidate_never_meets_a_user() -> None:
+    ended = play(World(effect=-0.5), RULES, seed=1)
+
+    assert (ended.phase, ended.canary_sessions) == ("rolled_back", 0)
+
+
+def test_a_better_candidate_is_promoted_and_a_failing_one_is_not() -> None:
+    assert play(World(effect=0.2), RULES, seed=1).phase == "promoted"
+    failing = World(low=0.0, high=0.0, error_rate=0.5)
+    assert play(failing, RULES, seed=1).phase == "rolled_back"
+
+
+def test_a_rule_that_peeks_errs_on_noise() -> None:
+    """1,000 differences of no effect, a look after each: some walk passes 5%."""
+
+    def promotes(seed: int) -> bool:
+        rng, told, peeking = random.Random(seed), Told(), Peeking()
+        for _ in range(300):
+            told.scores.append(rng.gauss(0.0, 0.35))
+            peeking(told)
+        return peeking.promotes
+
+    assert sum(promotes(seed) for seed in range(40)) >= 8
+
+
+def test_when_both_arms_fail_a_request_counts_for_neither() -> None:
+    world = World(low=0.0, high=0.0, outage_at_s=0.0, outage_s=1e9)
+    rng = random.Random(1)
+    due = requests(world, rng)[:200]
+    replies = [reply_to(one, world, salt="s", weight_bp=5_000, rng=rng) for one in due]
+
+    assert not any(one.answered for one in replies if one.canary)
+    assert all(one.bad == {"failed"} for one in replies if not one.canary)
+
+
+def test_a_third_of_the_sessions_may_share_a_key() -> None:
+    due = requests(World(popular=1 / 3), random.Random(2))
+    share = sum(one.key == POPULAR for one in due) / len(due)
+
+    assert 0.3 < share < 0.37
+    assert rate_at(World(), 1_800.0) == pytest.approx(0.20)

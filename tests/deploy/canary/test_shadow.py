@@ -1,0 +1,342 @@
+"""Judged groups as evidence in whole canaries: gate, ramp, restarts, outages, by a rule that asks
+for proof."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import select
+
+from deploy.canary import gate_store
+from deploy.canary.controller import Controller
+from deploy.canary.gate import Gate
+from deploy.canary.judged import Judged
+from deploy.canary.live_turns import LiveTurns
+from deploy.canary.shadow import Shadow
+from deploy.registry.gate_rule import quality_of
+from deploy.registry.proof_rule import limits_of
+from ingest.errors import JudgeRefusalError, SamplingError
+from sidecar.settings import Canary as CanarySettings
+from sidecar.store.models import AliasRow, ExchangeRow, GateComparisonRow
+from support.adapter_endpoints import MODEL
+from support.fake_judge import FakeJudge
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import World
+
+
+@pytest.fixture
+def rules() -> CanarySettings:
+    """Wide margins: an equal candidate needs 25 groups, each of a difference of 0."""
+    return CanarySettings(
+        margin=0.3,
+        anchor_margin=0.3,
+        gate_prompts=4,
+        gate_answers=1,
+        gate_min_prompts=2,
+        gate_timeout_s=100.0,
+        groups_per_hour=3_600,
+        max_groups=60,
+        steps=(2_000, 5_000),
+        step_min_s=10.0,
+        step_min_exchanges=3,
+        step_min_sessions=3,
+        step_max_s=1_000.0,
+    )
+
+
+async def play(world: World, gate: Gate, ticks: int, *, traffic: str = "") -> None:
+    """Both loops of control, one tick each a second. traffic: the candidate that answers users."""
+    controller, shadow = world.controller(gate=gate), Shadow(world.database, gate, MODEL)
+    for number in range(ticks):
+        await controller.tick()
+        await shadow.tick()
+        if traffic:
+            serve(world, traffic, number)
+        world.clock.now += 1.0
+
+
+def serve(world: World, name: str, number: int, **reply: Any) -> None:
+    """One session of the canary and four of the champion, as a weight of 20% gives."""
+    world.serve(f"c{number}", adapter=name, arm="canary", **reply)
+    for other in range(4):
+        world.serve(f"b{number}-{other}")
+
+
+def anchored(world: World, adapter: str) -> None:
+    with world.database.write() as session:
+        session.add(AliasRow(model=MODEL, alias="anchor", adapter=adapter, generation=1))
+
+
+def judged(world: World) -> list[GateComparisonRow]:
+    with world.database.read() as session:
+        statement = select(GateComparisonRow).order_by(GateComparisonRow.place)
+        return list(session.scalars(statement))
+
+
+async def ramping(world: World) -> tuple[str, Gate]:
+    name = world.register(1)
+    world.hold_out(60)
+    gate = world.gate()
+    await play(world, gate, 4)
+    assert world.canary(name).phase == "ramping"
+    return name, gate
+
+
+@pytest.mark.both_stores
+async def test_an_equal_candidate_is_promoted_when_enough_groups_prove_it(world: World) -> None:
+    name, gate = await ramping(world)
+    await play(world, gate, 8, traffic=name)
+    assert world.canary(name).phase == "ramping"
+    await play(world, gate, 22, traffic=name)
+
+    canary = world.canary(name)
+    assert canary.phase == "promoted"
+    assert (canary.reason or "").startswith("passed all 2 steps of the ramp; difference to the")
+    evidence = world.evidence(name)["quality"]
+    assert 25 <= evidence["groups"] <= 32
+    assert evidence["proven"] == ["anchored", "no_worse"]
+    assert [row.place for row in judged(world)] == list(range(1, len(judged(world)) + 1))
+
+
+async def test_users_traffic_alone_promotes_nobody(world: World) -> None:
+    world.rules = world.rules.model_copy(update={"groups_per_hour": 0})
+    name, gate = await ramping(world)
+
+    await play(world, gate, 40, traffic=name)
+
+    assert world.canary(name).step == 1
+    assert (world.canary(name).reason or "").startswith(
+        "all 2 steps passed; waits for proof that it is no worse than the champion: evidence "
+    )
+
+
+async def test_a_harmful_candidate_loses_its_users_though_all_its_replies_look_well(
+    world: World,
+) -> None:
+    name = world.register(1)
+    world.judge.scores = {f"says {name}": 0.25, "says m": 0.75}
+    world.hold_out(60)
+    gate = world.gate()
+
+    await play(world, gate, 30, traffic=name)
+
+    assert world.canary(name).phase == "rolled_back"
+    assert "worse than the champion in " in (world.canary(name).reason or "")
+    assert world.table().canary is None
+
+
+@pytest.mark.both_stores
+async def test_the_anchor_is_asked_in_the_same_blind_group(world: World) -> None:
+    first, second = world.register(1), world.register(2)
+    world.promote(first)
+    world.promote(second)
+    anchored(world, first)
+    name = world.register(3, parent=second)
+    world.judge.scores = {f"says {name}": 0.5, f"says {second}": 0.75, f"says {first}": 1.0}
+    world.hold_out(4)
+
+    await play(world, world.gate(), 2)
+
+    row = judged(world)[0]
+    assert {one["arm"]: one["adapter"] for one in row.answers} == {
+        "candidate": name,
+        "champion": second,
+        "anchor": first,
+    }
+    assert (row.difference, row.anchor_difference) == (-0.25, -0.5)
+    assert len(world.judge.prompts) == 2 * len(judged(world)), "one group, one call a pass"
+
+
+async def test_the_anchor_of_a_canary_stays_the_one_that_it_began_with(world: World) -> None:
+    first = world.register(1)
+    world.promote(first)
+    name = world.register(2, parent=first)
+    await world.controller().tick()
+    anchored(world, first)
+
+    assert world.canary(name).anchor == "base"
+
+
+async def test_a_champion_that_is_the_anchor_is_asked_once(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+
+    await play(world, world.gate(), 2)
+
+    row = judged(world)[0]
+    assert {one["arm"] for one in row.answers} == {"candidate", "champion"}
+    assert row.anchor_difference is None
+    assert world.canary(name).anchor == "base"
+
+
+async def test_prompts_of_users_follow_when_no_session_is_held_out(world: World) -> None:
+    name = world.register(1)
+    world.serve("before")
+    world.hold_out(4)
+    world.clock.now += 1.0
+    gate = world.gate()
+    await play(world, gate, 4)
+    assert world.canary(name).phase == "ramping"
+    chosen = world.serve("after")
+    rejected = world.serve("cut", outcome="cut")
+    with world.database.write() as session:
+        for row in session.query(ExchangeRow).filter_by(held_out=False):
+            row.selection = "chosen"
+
+    await play(world, gate, 3)
+
+    asked = {row.exchange_id for row in judged(world)}
+    assert chosen in asked
+    assert rejected not in asked
+    assert "x1" not in asked, "it began before the canary: the candidate may have learned from it"
+
+
+async def test_no_more_groups_are_judged_than_an_hour_may_have(world: World) -> None:
+    world.rules = world.rules.model_copy(update={"groups_per_hour": 360})
+    name, gate = await ramping(world)
+
+    await play(world, gate, 36, traffic=name)
+
+    assert len(judged(world)) == 4 + 3, "40 s at 360 an hour, and the four of the gate"
+
+
+class Hanging(FakeJudge):
+    """A judge that answers nobody any more once `hangs` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs = False
+
+    async def complete(self, *arguments: Any) -> Any:
+        if self.hangs:
+            await asyncio.sleep(3_600.0)
+        return await super().complete(*arguments)
+
+
+async def test_a_judge_that_hangs_keeps_no_guard_waiting(world: World) -> None:
+    world.judge = Hanging()
+    name, gate = await ramping(world)
+    world.judge.hangs = True
+    controller = world.controller(gate=gate)
+    shadow = asyncio.create_task(Shadow(world.database, gate, MODEL).tick())
+    await asyncio.sleep(0.1)
+    for number in range(6):
+        serve(world, name, number, outcome="upstream_error", content=None)
+
+    await asyncio.wait_for(controller.tick(), timeout=20.0)
+
+    assert world.canary(name).phase == "rolled_back"
+    shadow.cancel()
+    await asyncio.gather(shadow, return_exceptions=True)
+
+
+async def test_a_judge_that_is_away_holds_the_promotion_and_its_clock(world: World) -> None:
+    world.rules = world.rules.model_copy(update={"evidence_max_s": 60.0})
+    name, gate = await ramping(world)
+    await play(world, gate, 4, traffic=name)
+    world.judge.away = True
+    await play(world, gate, 30, traffic=name)
+    world.clock.now += 10_000.0
+    await play(world, gate, 2)
+
+    assert world.canary(name).phase == "ramping"
+    assert world.canary(name).reason == "the evidence waits: judge is down"
+
+    world.judge.away = False
+    await play(world, gate, 100, traffic=name)
+
+    assert world.canary(name).phase == "promoted"
+
+
+class Refusing(FakeJudge):
+    """A judge that refuses every group with a certain text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    async def complete(self, messages: Any, schema: Any) -> Any:
+        if self.text in messages[1]["content"]:
+            raise JudgeRefusalError("filtered")
+        return await super().complete(messages, schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("says {candidate}", "candidate"), ('"says m"', "champion"), ("ask x", "unknown")],
+)
+async def test_it_is_found_whose_answers_the_judge_refuses(
+    world: World, text: str, fault: str
+) -> None:
+    name = world.register(1)
+    world.judge = Refusing(text.format(candidate=name))
+    world.hold_out(4)
+
+    await play(world, world.gate(), 2)
+
+    assert {row.fault for row in judged(world)} == {fault}
+    assert {row.difference for row in judged(world)} == {None}
+
+
+async def test_a_candidate_that_the_judge_always_refuses_is_rejected(world: World) -> None:
+    world.rules = world.rules.model_copy(update={"gate_prompts": 20})
+    name = world.register(1)
+    world.judge = Refusing(f"says {name}")
+    world.hold_out(60)
+
+    await play(world, world.gate(), 20)
+
+    assert world.adapter(name).state == "rejected"
+    assert world.evidence(name)["quality"]["lost"] >= 12
+
+
+async def test_answers_that_vllm_fails_to_give_for_the_candidate_alone_are_its_fault(
+    world: World,
+) -> None:
+    name = world.register(1)
+    world.hold_out(4)
+    world.sampler.errors[name] = SamplingError("status 500")
+
+    await play(world, world.gate(), 2)
+
+    assert {row.fault for row in judged(world)} == {"candidate"}
+
+
+@pytest.mark.both_stores
+async def test_a_control_that_starts_again_has_the_same_evidence_to_the_last_bit(
+    world: World,
+) -> None:
+    name, gate = await ramping(world)
+    controller, shadow = world.controller(gate=gate), Shadow(world.database, gate, MODEL)
+    for number in range(9):
+        world.judge.scores = {"says m": 0.1 * number}
+        await controller.tick()
+        await shadow.tick()
+        serve(world, name, number, **({"finish_reason": "length"} if number % 3 == 0 else {}))
+        world.clock.now += 1.0
+    before = _state(controller, world, name)
+
+    after = _state(world.controller(gate=gate), world, name)
+
+    assert after == before
+    quality = before[0]
+    assert quality.groups > 4
+    with world.database.read() as session:
+        rows = gate_store.judged_since(session, world.canary(name).canary_id, place=0)
+    assert quality_of(rows, limits_of(world.rules)) == quality
+
+
+def _state(controller: Controller, world: World, name: str) -> tuple[Any, Any, Any]:
+    """What the controller's readers hold after reading all there is."""
+    canary = world.canary(name)
+    judged_state, turns = controller._judged, controller._turns
+    assert isinstance(judged_state, Judged)
+    assert isinstance(turns, LiveTurns)
+    with world.database.read() as session:
+        quality = judged_state.read(session, canary, open_from=None)
+        live, behind = turns.read(session, canary)
+    assert not behind
+    return quality, dict(live.guards), live.split

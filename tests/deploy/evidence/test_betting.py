@@ -1,0 +1,126 @@
+"""The e-process by betting: by hand, and against the values of another program.
+
+The vectors are of confseq 0.0.11 (`betting.betting_mart` with constant bets, averaged, which its
+`diversified_betting_mart` gives too; `predmix.predmix_lower_cs`), by the authors of the method.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from deploy.evidence.betting import FRACTIONS, START, Bets, bet, log_mean_exp, threshold
+from deploy.evidence.interval import EMPTY, bounds, observe
+
+SHORT: tuple[float, ...] = (0.5, 0.62, 0.41, 0.9, 0.0, 1.0, 0.55, 0.55, 0.48, 0.73)
+SHORT += (0.3, 0.66, 0.5, 0.81, 0.57, 0.2, 0.95, 0.64, 0.52, 0.6)
+LONG = tuple(round((math.sin(1.7 * k) + 1) / 2, 6) for k in range(400))
+ARMS = (1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0)
+
+
+def after(values: tuple[float, ...], mean: float) -> list[Bets]:
+    states = [START]
+    for value in values:
+        states.append(bet(states[-1], value, mean))
+    return states
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "expected"),
+    [
+        (SHORT, 0.475, {1: 0.00846035069224532, 5: -0.03879361790717725, 20: 0.6517834520622449}),
+        (SHORT, 0.5, {1: 0.0, 10: 0.16315051024198213, 20: 0.3966724247408663}),
+        (LONG, 0.45, {50: 0.2750367218139182, 200: 0.9425875290965957, 400: 2.451401237260548}),
+        (ARMS, 3 / 11, {1: 0.35800738917251085, 5: 0.6276508392212107, 10: 0.6309493180661154}),
+    ],
+)
+def test_evidence_is_that_of_confseq(
+    values: tuple[float, ...], mean: float, expected: dict[int, float]
+) -> None:
+    states = after(values, mean)
+
+    for observations, log_e in expected.items():
+        assert states[observations].log_e == pytest.approx(log_e, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("values", "observations", "low", "high"),
+    [
+        (SHORT, 10, 0.0, 1.0),
+        (SHORT, 20, 0.18066970430158458, 0.9683302956984153),
+        (LONG, 50, 0.31025801280428233, 0.7089349471957177),
+        (LONG, 200, 0.41403110325638404, 0.5868000191910625),
+        (LONG, 400, 0.438433640390541, 0.5627164572519359),
+    ],
+)
+def test_the_confidence_sequence_is_that_of_confseq(
+    values: tuple[float, ...], observations: int, low: float, high: float
+) -> None:
+    sequence = EMPTY
+    for value in values[:observations]:
+        sequence = observe(sequence, value, 0.05)
+
+    assert bounds(sequence, 0.05) == pytest.approx((low, high), abs=1e-9)
+
+
+def test_without_observations_the_interval_is_everything() -> None:
+    assert bounds(EMPTY, 0.05) == (0.0, 1.0)
+
+
+def test_one_observation_by_hand() -> None:
+    """An observation of 1 against a mean of 1/2 multiplies a wealth by 1 + fraction."""
+    state = bet(START, 1.0, 0.5)
+
+    assert state.log_wealth == tuple(math.log1p(fraction) for fraction in FRACTIONS)
+    assert math.exp(state.log_e) == pytest.approx(1 + sum(FRACTIONS) / 7)
+    assert sum(FRACTIONS) / 7 == pytest.approx(1.13 / 7)
+
+
+def test_an_observation_at_the_mean_changes_nothing() -> None:
+    state = bet(START, 0.25, 0.25)
+
+    assert (state.log_wealth, state.log_e, state.observations) == ((0.0,) * 7, 0.0, 1)
+
+
+def test_the_order_of_observations_does_not_matter_to_the_evidence() -> None:
+    forwards, backwards = after(SHORT, 0.475)[-1], after(SHORT[::-1], 0.475)[-1]
+
+    assert forwards.log_e == pytest.approx(backwards.log_e, abs=1e-12)
+
+
+def test_a_level_once_reached_stays_reached() -> None:
+    risen = after((1.0,) * 10, 0.5)[-1]
+    fallen = risen
+    for _ in range(20):
+        fallen = bet(fallen, 0.0, 0.5)
+
+    assert fallen.log_e < risen.log_e == fallen.peak
+    assert (fallen.peak_at, fallen.observations) == (10, 30)
+
+
+@pytest.mark.parametrize(("value", "mean"), [(1.1, 0.5), (-0.1, 0.5), (0.5, 0.0), (0.5, 1.0)])
+def test_what_cannot_be_bet_on_is_refused(value: float, mean: float) -> None:
+    with pytest.raises(ValueError, match="cannot be bet on"):
+        bet(START, value, mean)
+
+
+def test_the_mean_of_huge_wealth_does_not_overflow() -> None:
+    assert log_mean_exp((2_000.0, 0.0)) == pytest.approx(2_000.0 - math.log(2.0))
+    assert threshold(0.05) == pytest.approx(math.log(20.0))
+
+
+@pytest.mark.parametrize("mean", [0.1, 0.5])
+def test_under_the_null_the_threshold_is_ever_passed_as_rarely_as_its_level(mean: float) -> None:
+    """300 walks of 400 coins each: 5% may pass 20. With a mean that is larger, all do."""
+    rng = random.Random(3)
+
+    def passes(real: float) -> bool:
+        state = START
+        for _ in range(400):
+            state = bet(state, float(rng.random() < real), mean)
+        return state.peak >= threshold(0.05)
+
+    assert sum(passes(mean) for _ in range(300)) <= 15 + 7  # two standard errors over 5%
+    assert all(passes(mean + 0.2) for _ in range(20))

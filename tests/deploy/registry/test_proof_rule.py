@@ -1,0 +1,215 @@
+"""When a canary that must be proven is promoted, refused, held or given up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deploy.evidence.quality import Group, Quality, add_group
+from deploy.records import Canary
+from deploy.registry.canary_rule import (
+    ArmCounts,
+    Decision,
+    GateEvidence,
+    Hold,
+    Move,
+    RampEvidence,
+    decide,
+)
+from deploy.registry.gate_rule import Comparison, judge_gate, quality_of
+from deploy.registry.proof_rule import limits_of, proven
+from sidecar.settings import Canary as CanarySettings
+
+RULES = CanarySettings(
+    gate_prompts=10,
+    gate_min_prompts=4,
+    steps=(5_000,),
+    step_min_s=10.0,
+    step_min_exchanges=3,
+    step_min_sessions=3,
+    max_groups=400,
+    evidence_max_s=1_000.0,
+)
+RAMPING = Canary(
+    canary_id="c1",
+    model="m",
+    candidate="m--v2",
+    champion="m--v1",
+    phase="ramping",
+    paused=False,
+    reason=None,
+    step=0,
+    steps=(5_000,),
+    salt="s",
+    created_at=0.0,
+    step_started_at=0.0,
+    stopped_s=0.0,
+    stopped_at=None,
+    ended_at=None,
+    generation=1,
+)
+GATING = replace(RAMPING, phase="gating")
+
+
+def judged(
+    champion: float | None, anchor: float | None = None, *, groups: int, **more: Any
+) -> Quality:
+    quality = Quality()
+    for _ in range(groups):
+        group = Group(champion=champion, anchor=champion if anchor is None else anchor, **more)
+        quality = add_group(quality, group, limits_of(RULES))
+    return quality
+
+
+def at_the_end(
+    quality: Quality, *, rules: CanarySettings = RULES, now: float = 20.0, **more: Any
+) -> Decision:
+    counts = ArmCounts(replies=9, errors=0, short=0)
+    evidence = RampEvidence(candidate=counts, champion=counts, sessions=9, quality=quality, **more)
+    return decide(RAMPING, evidence, rules, now)
+
+
+def at_the_gate(quality: Quality, *, pending: int = 0) -> Decision:
+    evidence = GateEvidence(
+        prompts=10, pending=pending, verdict=judge_gate([], RULES, seed=1), quality=quality
+    )
+    return decide(GATING, evidence, RULES, 20.0)
+
+
+def phase(decision: Decision) -> str:
+    return decision.to if isinstance(decision, Move) else "held"
+
+
+def test_without_groups_nobody_is_promoted() -> None:
+    decision = at_the_end(Quality())
+
+    assert isinstance(decision, Hold)
+    assert decision.reason.startswith(
+        "all 1 steps passed; waits for proof that it is no worse than the champion: "
+        "evidence 1 of 20; "
+    )
+
+
+def test_an_equal_candidate_is_promoted_when_it_is_proven_no_worse_than_both() -> None:
+    enough, too_few = judged(0.0, groups=200), judged(0.0, groups=100)
+
+    assert proven(enough, RULES) == {"no_worse", "anchored"}
+    assert phase(at_the_end(too_few)) == "held"
+    decision = at_the_end(enough)
+    assert isinstance(decision, Move)
+    assert decision.to == "promoted"
+    assert decision.reason.startswith("passed all 1 steps of the ramp; difference to the champion ")
+    assert decision.reason.endswith(" by 200 groups")
+
+
+def test_a_candidate_that_lost_to_the_anchor_is_not_promoted() -> None:
+    decision = at_the_end(judged(0.05, -0.05, groups=200))
+
+    assert isinstance(decision, Hold)
+    assert "no worse than the anchor" in decision.reason
+
+
+def test_better_asks_for_more_than_no_worse() -> None:
+    rules = RULES.model_copy(update={"promote_on": "better"})
+
+    assert phase(at_the_end(judged(0.0, groups=200), rules=rules)) == "held"
+    assert phase(at_the_end(judged(0.1, groups=100), rules=rules)) == "promoted"
+
+
+def test_a_proof_of_an_earlier_look_stands() -> None:
+    none = judged(0.0, groups=10)
+
+    assert phase(at_the_end(none)) == "held"
+    assert phase(at_the_end(none, proven=frozenset({"no_worse", "anchored"}))) == "promoted"
+
+
+@pytest.mark.parametrize("at", ["gate", "ramp"])
+def test_harm_ends_a_canary_in_any_phase(at: str) -> None:
+    quality = judged(-0.4, groups=40)
+
+    decision = at_the_gate(quality) if at == "gate" else at_the_end(quality)
+
+    assert isinstance(decision, Move)
+    assert decision.to == "rolled_back"
+    assert "worse than the champion in " in decision.reason
+    assert decision.candidate_state == ("rejected" if at == "gate" else "rolled_back")
+
+
+def test_harm_is_decided_before_a_promotion() -> None:
+    """Slightly worse for long: within the margin, and proven worse."""
+    quality = judged(-0.03, groups=400)
+
+    assert "no_worse" in proven(quality, RULES) or quality.no_worse.peak > 0
+    both = replace(
+        quality, no_worse=judged(0.0, groups=300).no_worse, harm=judged(-0.4, groups=40).harm
+    )
+    assert phase(at_the_end(both)) == "rolled_back"
+
+
+def test_the_gate_lets_pass_what_is_not_proven_harmful_and_says_so() -> None:
+    decision = at_the_gate(judged(-0.1, groups=10))
+
+    assert isinstance(decision, Move)
+    assert decision.to == "ramping"
+    assert decision.reason.startswith("gate: no harm shown on 10 prompts; difference")
+
+
+def test_a_gate_whose_groups_are_mostly_missing_proves_nothing() -> None:
+    """18 of 24 set aside, and the other 6 are good."""
+    made = [Comparison(difference=0.5)] * 6 + [Comparison(difference=None)] * 18
+
+    decision = at_the_gate(quality_of(made, limits_of(RULES)))
+
+    assert isinstance(decision, Move)
+    assert decision.to == "inconclusive"
+    assert decision.reason == (
+        "gate: 18 of 24 groups could not be scored, so the others prove nothing"
+    )
+
+
+def test_groups_missing_because_of_the_candidate_are_evidence_against_it() -> None:
+    made = [Comparison(difference=0.5)] * 6
+    made += [Comparison(difference=None, fault="candidate")] * 18
+
+    decision = at_the_gate(quality_of(made, limits_of(RULES)))
+
+    assert isinstance(decision, Move)
+    assert (decision.to, decision.candidate_state) == ("rolled_back", "rejected")
+
+
+def test_answers_that_are_flawed_on_the_same_prompts_end_it_whatever_the_judge_says() -> None:
+    decision = at_the_end(judged(0.2, groups=25, flaws={"invalid": 1.0}))
+
+    assert isinstance(decision, Move)
+    assert decision.to == "rolled_back"
+    assert decision.reason.startswith("more invalid tool calls or JSON than the champion in ")
+
+
+@pytest.mark.parametrize(
+    ("groups", "now", "ends"), [(50, 20.0, "held"), (50, 1_000.0, "inconclusive")]
+)
+def test_the_deadline_keeps_the_champion(groups: int, now: float, ends: str) -> None:
+    assert phase(at_the_end(judged(0.0, groups=groups), now=now)) == ends
+
+
+def test_the_last_group_keeps_the_champion() -> None:
+    rules = RULES.model_copy(update={"max_groups": 50})
+
+    decision = at_the_end(judged(0.0, groups=50), rules=rules)
+
+    assert isinstance(decision, Move)
+    assert (decision.to, decision.candidate_state) == ("inconclusive", "retired")
+
+
+def test_a_judge_that_is_away_stops_the_clock_of_the_proof() -> None:
+    decision = at_the_end(judged(0.0, groups=10), away="judge is down")
+
+    assert decision == Hold(reason="the evidence waits: judge is down", stops_clock=True)
+
+
+def test_quick_asks_for_no_proof() -> None:
+    rules = RULES.model_copy(update={"promote_on": "quick"})
+
+    assert phase(at_the_end(Quality(), rules=rules)) == "promoted"
