@@ -119,7 +119,11 @@ async def test_a_bad_folder_is_rejected_and_the_next_candidate_is_tried(
     assert world.canary(bad).phase == "rolled_back"
     assert world.canary(good).phase == "gating"
     assert world.control.calls == [("load", good)]
-    assert counters(world) == {("adapter", "rejected"): 1, ("canary", "rolled_back"): 1}
+    assert counters(world) == {
+        ("adapter", "rejected"): 1,
+        ("adapter", "banned"): 1,  # these files, wherever they come from
+        ("canary", "rolled_back"): 1,
+    }
 
 
 async def test_a_changed_folder_is_refused_by_its_digest_before_it_is_parsed(
