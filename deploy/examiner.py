@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ingest.ruler.prompt import rubric_hash
+from ingest.ruler.prompt import hash_of
 from sidecar.settings import Settings
 
 TO_DO = "name another model in gate_judge.model"
@@ -21,11 +21,12 @@ class Examiner:
     model: str
     """A LiteLLM name; empty: there is none, and the gate waits."""
     rubric_hash: str
+    """Of the rubric for projects without one of their own."""
     passes: int
     own_judge: bool
     """True when another model, or the model at another address, gives the reward."""
     own_rubric: bool
-    """True when the reward is given by another rubric."""
+    """True when the reward of every project is given by another rubric."""
 
     @property
     def warning(self) -> str:
@@ -42,11 +43,13 @@ class Examiner:
 def examiner_of(settings: Settings) -> Examiner:
     """Describe the judge of the gate that these settings name."""
     judge, gate = settings.judge, settings.judge_of_gate
-    shown = judge.show_reasoning
     return Examiner(
         model=gate.model,
-        rubric_hash=rubric_hash(gate.rubric, show_reasoning=shown),
+        rubric_hash=hash_of(gate),
         passes=gate.passes,
         own_judge=(gate.model, gate.api_base) != (judge.model, judge.api_base),
-        own_rubric=rubric_hash(gate.rubric) != rubric_hash(judge.rubric),
+        own_rubric=all(
+            hash_of(gate.of(project)) != hash_of(judge.of(project))
+            for project in ("", *judge.projects, *gate.projects)
+        ),
     )

@@ -40,6 +40,8 @@ class Group:
     session_key: str
     session_id: str = ""
     """The session that its exchange stands in; groups are counted by it."""
+    project: str = "default"
+    """Project of its exchange, whose rubric it is judged by."""
     adapter: str
     """vLLM name of the LoRA that sampled every answer; "base" when none did."""
     request: bytes

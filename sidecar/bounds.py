@@ -8,6 +8,7 @@ cut, it would name another. Other texts are shortened, with a digest that keeps 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from typing import Final
@@ -26,6 +27,8 @@ REFUSED: Final = {
     "key_id": 64,
 }
 """Longest text in characters, as `sidecar.store.models`; a longer one is refused."""
+PROJECT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of projects, as keys and settings give them."""
 SHORTENED: Final = {
     "session_key": 255,
     "user": 255,

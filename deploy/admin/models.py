@@ -139,6 +139,8 @@ class GroupOut(Out):
     exchange_id: str
     session_key: str
     session_id: str
+    project: str | None
+    """Null in groups of older versions."""
     adapter: str
     status: str
     reason: str | None

@@ -161,7 +161,7 @@ class GateJudgeOut(Out):
     own_judge: bool
     """True when another judge gives the reward."""
     own_rubric: bool
-    """True when the reward is given by another rubric."""
+    """True when the reward of every project is given by another rubric."""
     warning: str
     """Says that the reward marks its own exam; empty when it does not."""
 
@@ -169,10 +169,10 @@ class GateJudgeOut(Out):
 class JudgeNoiseOut(Out):
     """The judge's noise, as groups that were scored twice show it. Score units; null: unknown."""
 
-    at: float
-    """When score last wrote this, unix seconds."""
+    at: float  # when score last wrote this, unix seconds
     judge_model: str
     rubric_hash: str
+    project: str  # whose rubric it is; empty: judge.rubric
     passes: int
     groups: int
     """Groups of the window that the figures come from."""

@@ -50,7 +50,6 @@ from ingest.privacy.screen import Screen, default_screen
 from ingest.ruler.group import NOT_REDACTED, TOO_LONG, Scored, refusal_of
 from ingest.ruler.judge import Judge, replies_kept_for
 from ingest.ruler.probe import SUBJECT, ask_probe
-from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement, score_answers
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.backoff import Backoff
@@ -118,7 +117,7 @@ class Gate:
         screen: Screen | None = None,
         judge_gives_reward: bool = False,
     ) -> None:
-        """judging: the settings of the gate's judge.
+        """judging: the settings of the gate's judge; each prompt is judged by its project's rubric.
         parallel: comparisons made at once, each with up to 3 `gate_answers` requests in flight.
         view: as for `score_answers`. screen: the privacy policies by which answers are stored;
         None: the default one. judge_gives_reward: the judge also scores the groups that are learned
@@ -129,7 +128,7 @@ class Gate:
             database,
             screen=screen or default_screen(),
             judge_model=judge.model,
-            rubric_hash=rubric_hash(judging.rubric, show_reasoning=judging.show_reasoning),
+            judging=judging,
             clock=clock,
         )
         self._database = database
@@ -309,7 +308,7 @@ class Gate:
                 context=prompt.request["messages"],
                 tools=prompt.request.get("tools") or (),
                 answers=[one.message for one in answered],
-                rubric=self._judging.rubric,
+                rubric=self._judging.of(prompt.project).rubric,
                 passes=self._judging.passes,
                 seed=seed_of(canary, f"judge\x00{prompt.exchange_id}{part}"),
                 on_call=calls.append,

@@ -23,9 +23,11 @@ from deploy.records import Canary
 from deploy.registry.gate_rule import mean_difference
 from ingest.privacy.screen import Screen
 from ingest.ruler.calls import count_call, save_judge_calls
+from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import JudgeCall, Judgement
 from ingest.store.patience import patiently
 from sidecar.errors import StoreError
+from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database, count
 
 log = structlog.get_logger()
@@ -63,14 +65,15 @@ class Keeper:
         *,
         screen: Screen,
         judge_model: str,
-        rubric_hash: str,
+        judging: JudgeSettings,
         clock: Callable[[], float],
     ) -> None:
-        """screen: the privacy policies by which answers are stored."""
+        """screen: the privacy policies by which answers are stored. judging: the settings of the
+        gate's judge."""
         self._database = database
         self._screen = screen
         self._judge_model = judge_model
-        self._rubric_hash = rubric_hash
+        self._judging = judging
         self._clock = clock
         self._storing: set[asyncio.Task[None]] = set()
         self._lost = 0
@@ -99,7 +102,10 @@ class Keeper:
             log.error("gate_comparisons_lost", comparisons=len(late), why="control stops")
 
     async def keep_calls(self, subject: str, calls: Sequence[JudgeCall]) -> None:
-        """Store calls that belong to no comparison. Raises: StoreError."""
+        """Store calls that belong to no comparison, made with the default rubric.
+
+        Raises: StoreError.
+        """
         await asyncio.to_thread(self._save_calls, subject, calls)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
@@ -129,7 +135,7 @@ class Keeper:
             place=ended.place,
             answers=rows,
             judge_model=self._judge_of(ended),
-            rubric_hash=self._rubric_hash if ended.asked else None,
+            rubric_hash=self._hash_of(project) if ended.asked else None,
             disagreement=judgement.disagreement if judgement is not None else None,
         )
 
@@ -164,7 +170,7 @@ class Keeper:
         def write(session: Session) -> None:
             count(session, "judge_calls", "lost", lost)
             if gate_store.save_comparison(session, canary, prompt, kept):
-                self._add_calls(session, name, calls)
+                self._add_calls(session, name, calls, self._hash_of(prompt.project))
                 return
             for call in calls:  # the canary has ended, or the prompt is deleted: only counted
                 count_call(session, call)
@@ -177,10 +183,15 @@ class Keeper:
 
     def _save_calls(self, subject: str, calls: Sequence[JudgeCall]) -> None:
         with self._database.write() as session:
-            self._add_calls(session, subject, calls)
+            self._add_calls(session, subject, calls, hash_of(self._judging))
 
-    def _add_calls(self, session: Session, subject: str, calls: Sequence[JudgeCall]) -> None:
-        save_judge_calls(session, subject, calls, rubric_hash=self._rubric_hash, now=self._clock())
+    def _hash_of(self, project: str) -> str:
+        return hash_of(self._judging.of(project))
+
+    def _add_calls(
+        self, session: Session, subject: str, calls: Sequence[JudgeCall], rubric_hash: str
+    ) -> None:
+        save_judge_calls(session, subject, calls, rubric_hash=rubric_hash, now=self._clock())
 
 
 def _difference(rows: Sequence[dict[str, Any]], other: str) -> float | None:

@@ -40,7 +40,7 @@ class HeldOutPrompt:
     request: dict[str, Any]
     """Request body as JSON; empty when the stored one is damaged."""
     project: str
-    """Its privacy policy holds for the answers of the comparison."""
+    """Its privacy policy holds for the answers of the comparison, and its rubric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

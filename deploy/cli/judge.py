@@ -44,6 +44,9 @@ def judge_calibrate(
         list[Path] | None,
         typer.Option(help="a file of plain text; several times; default judge.rubric"),
     ] = None,
+    project: Annotated[
+        list[str] | None, typer.Option(help="the rubric of this project; several times")
+    ] = None,
     passes: Annotated[
         int | None, typer.Option(min=1, max=8, help="calls for a score; default judge.passes")
     ] = None,
@@ -70,7 +73,7 @@ def judge_calibrate(
 
     settings = settings_of(context)
     judges = dict(_named(one, settings.judge) for one in judge or [settings.judge.model])
-    rubrics = _rubrics(rubric or [], settings.judge.rubric)
+    rubrics = _rubrics(rubric or [], project or [], settings.judge)
     name, groups = _groups(file, limit, seed)
     plan = Plan(
         passes=passes or settings.judge.passes,
@@ -153,11 +156,22 @@ def _named(name: str, configured: Judge) -> tuple[str, Judge]:
     return f"{model}@{hide_in_url(url)}" if url else model, made
 
 
-def _rubrics(files: list[Path], configured: str) -> dict[str, str]:
+def _of_project(judge: Judge, project: str) -> Judge:
+    """The settings with a project's rubric."""
+    if project and project not in judge.projects:
+        known = ", ".join(judge.projects) or "no project"
+        raise typer.BadParameter(
+            f"project {project} has no rubric of its own, {known} has: judge.projects",
+            param_hint="--project",
+        )
+    return judge.of(project)
+
+
+def _rubrics(files: list[Path], projects: list[str], judge: Judge) -> dict[str, str]:
     """The rubrics by the name that the table gives them."""
-    if not files:
-        return {"judge.rubric": configured}
-    found = {}
+    if not files and not projects:
+        return {"judge.rubric": judge.rubric}
+    found = {f"judge.projects.{name}": _of_project(judge, name).rubric for name in projects}
     for path in files:
         try:
             words = path.read_text(encoding="utf-8")
@@ -309,9 +323,12 @@ def judge_noise(
     out: Annotated[
         Path | None, typer.Option(help="a folder for the table, the figures and a plot")
     ] = None,
+    project: Annotated[
+        str, typer.Option(help="the rubric of this project; default judge.rubric")
+    ] = "",
     output: Output = "text",
 ) -> None:
-    """Show the measured noise, position bias and drift of judge.model with judge.rubric."""
+    """Show the measured noise, position bias and drift of judge.model with a rubric."""
     from contextlib import closing
     from time import time
 
@@ -321,18 +338,19 @@ def judge_noise(
 
     settings = settings_of(context)
     judge = settings.judge
+    _of_project(judge, project)
     require_store(settings.store.url)
     if out is not None:
         _make(out)
     with closing(Database(settings.store.url)) as database:
         database.upgrade_if_behind()
         if accept:
-            window = accept_now(database, judge, now=time())
+            window = accept_now(database, judge, now=time(), project=project)
             if window is None:
                 note("there is no whole window yet: nothing to accept")
                 raise typer.Exit(1)
             note(f"later windows are compared with window {window}")
-        found = read_noise(database, judge)
+        found = read_noise(database, judge, project)
     lines = [
         f"{judge.model}, rubric {found.rubric_hash[:12]}: {found.waiting} groups wait to be scored "
         f"again ({judge.rescore_share:.0%} of all, after {judge.rescore_after_s:g} s)",

@@ -34,8 +34,8 @@ from deploy.preflight.vllm import check_replicas
 from deploy.registry import canaries
 from ingest.intake.bus_report import read_state
 from ingest.judge_watch.state import read_judge_state
+from ingest.noise.rubrics import each_series
 from ingest.noise.state import NoiseState, read_noise_state
-from ingest.ruler.prompt import rubric_hash
 from ingest.sampling.budget import first_spent, read_usage
 from ingest.verifiers.state import read_verifiers, waiting_for
 from learner.ready import EMPTY, why_not_ready
@@ -168,12 +168,13 @@ def _store(settings: Settings, now: float) -> StoreFacts | None:
 
 
 def _noise(session: Session, judge: Judge) -> NoiseState | None:
-    """Return what is known of the noise of this judge; None when that is of another."""
+    """Return what is known of the noise of this judge; None when that is of another, or of a rubric
+    that no project has."""
     found = read_noise_state(session)
     if found is None or found.judge_model != judge.model:
         return None
-    asked = rubric_hash(judge.rubric, show_reasoning=judge.show_reasoning)
-    return found if found.rubric_hash == asked else None
+    asked = {one.rubric_hash for one in each_series(judge)}
+    return found if found.rubric_hash in asked else None
 
 
 def _schedule(settings: Settings, now: float) -> tuple[float | None, str]:

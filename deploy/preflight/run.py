@@ -8,6 +8,7 @@ from deploy.preflight.bus import check_bus
 from deploy.preflight.findings import Finding, error, warning
 from deploy.preflight.judge import check_judges
 from deploy.preflight.places import check_places
+from deploy.preflight.projects import check_projects
 from deploy.preflight.store import check_store
 from deploy.preflight.verifiers import check_verifiers
 from deploy.preflight.vllm import check_replicas
@@ -26,6 +27,7 @@ async def preflight(settings: Settings, *, running: bool) -> list[Finding]:
     """
     found = list(check_places(settings, running=running))
     found += check_store(settings.store.url)
+    found += await asyncio.to_thread(lambda: list(check_projects(settings)))
     if (bus := await asyncio.to_thread(check_bus, settings)) is not None:
         found.append(bus)
     found += [finding async for finding in check_replicas(settings)]

@@ -51,12 +51,13 @@ def _refuse_small_context(section: str, judge: JudgeSettings, answers: int) -> N
         return
     from ingest.ruler.prompt import build_prompt
 
+    longest = max((judge.of(project).rubric for project in ("", *judge.projects)), key=len)
     try:
         build_prompt(
             context=[{"role": "user", "content": SHORT}],
             tools=[],
             answers=[{"role": "assistant", "content": SHORT}] * answers,
-            rubric=judge.rubric,
+            rubric=longest,
             rng=random.Random(0),
             context_tokens=set_here,
         )

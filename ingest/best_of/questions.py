@@ -50,7 +50,7 @@ from ingest.ruler.group import (
 from ingest.ruler.judge import Judge
 from ingest.ruler.material import read_material
 from ingest.ruler.outage import Outage
-from ingest.ruler.prompt import rubric_hash
+from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.store.exchanges import NEW, StoredExchange, load_exchange
 from ingest.store.patience import patiently
@@ -106,9 +106,6 @@ class BestOfJudge:
         self._rules = rules_of(settings)
         self._view = JudgeView(settings.privacy)
         self._model = settings.serving.model
-        self._rubric_hash = rubric_hash(
-            settings.judge.rubric, show_reasoning=settings.judge.show_reasoning
-        )
         self._clock = clock
         self._draw_seed = draw_seed
         self._outage = Outage()
@@ -165,7 +162,7 @@ class BestOfJudge:
             outcome = await judge_group(
                 group,
                 self._judge,
-                self._settings,
+                self._settings.of(group.project),
                 seed=self._draw_seed(),
                 on_call=calls.append,
                 view=self._view,
@@ -219,7 +216,7 @@ class BestOfJudge:
                     session,
                     judged.group.group_id,
                     judged.calls,
-                    rubric_hash=self._rubric_hash,
+                    rubric_hash=self._hash_of(judged.group),
                     now=now,
                 )
             else:  # the calls quote the answers, so they are stored only with an exchange
@@ -251,8 +248,11 @@ class BestOfJudge:
             scores=outcome.judgement.scores,
             explanations=outcome.judgement.explanations,
             judge_model=outcome.judgement.judge_model or self._judge.model,
-            rubric_hash=self._rubric_hash,
+            rubric_hash=self._hash_of(group),
         )
+
+    def _hash_of(self, group: Group) -> str:
+        return hash_of(self._settings.of(group.project))
 
     def _exchange(self, session: Session, exchange_id: str) -> StoredExchange | None:
         """Load an exchange; None also when it is damaged: its scores then make no group."""
@@ -286,6 +286,7 @@ def _as_group(material: Material) -> Group:
         group_id=group_id_of(material.exchange_id),
         exchange_id=material.exchange_id,
         session_key="",
+        project=material.project,
         adapter="",
         request=material.request,
         prompt_token_ids=(),

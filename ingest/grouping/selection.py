@@ -361,6 +361,7 @@ def _make_group(
         exchange_id=exchange.exchange_id,
         session_key=exchange.session_key,
         session_id=session_id,
+        project=exchange.project,
         adapter=exchange.adapter,
         request=exchange.request,
         prompt_token_ids=exchange.prompt_token_ids,

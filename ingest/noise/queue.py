@@ -7,7 +7,7 @@ has its row deleted and is counted; its scores are not touched.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -18,8 +18,9 @@ from ingest.judge_watch.state import read_judge_state
 from ingest.noise.choosing import STAGE
 from ingest.noise.estimate import Twice, usable
 from ingest.noise.passes import Passes, decode_passes, encode_passes
+from ingest.noise.rubrics import known_noise
 from ingest.noise.state import NoiseState, read_noise_state, write_noise_state
-from ingest.noise.windows import Series, current, refresh, window_for
+from ingest.noise.windows import Series, refresh, window_for
 from ingest.records import Group
 from ingest.ruler.calls import save_judge_calls
 from ingest.ruler.ruler import JudgeCall, Judgement
@@ -49,25 +50,31 @@ class Claim:
 
     group: Group
     first: Passes
+    series: Series
 
 
 class Queue:
-    """The groups of one series that wait, and what is made of their second scores."""
+    """The groups of one judge that wait, and what is made of their second scores."""
 
     def __init__(
-        self, database: Database, series: Series, *, after_s: float, lease_s: float
+        self,
+        database: Database,
+        series: Mapping[Series, str],
+        *,
+        after_s: float,
+        lease_s: float,
     ) -> None:
-        """series: of the judge that scores now. after_s: `judge.rescore_after_s`.
-        lease_s: how long a claimed group is this worker's."""
+        """series: of the judge that scores now, as `each_series` returns them.
+        after_s: `judge.rescore_after_s`. lease_s: how long a claimed group is this worker's."""
         self._database = database
         self._series = series
         self._after_s = after_s
         self._lease_s = lease_s
 
     def begin(self, now: float) -> None:
-        """Write what is known of this series, as the state of the judge's noise."""
+        """Write what is known of these series, as the state of the judge's noise."""
         with self._database.write() as session:
-            write_noise_state(session, current(session, self._series, now=now))
+            write_noise_state(session, known_noise(session, self._series, now=now))
 
     def claim(self, now: float) -> Claim | None:
         """Claim the group that waits longest, when the judge works and no fresh group waits.
@@ -84,23 +91,23 @@ class Queue:
                     return None
                 row.due_at = now + self._lease_s
                 row.attempts += 1
-                group_id, stored = row.group_id, row.first
+                group_id, stored, held = row.group_id, row.first, _series_of(row)
                 why = self._why_left(session, row, now)
                 session.flush()
                 if why is not None:
                     _leave(session, group_id, why)
                     continue
-            claim = self._load(group_id, stored)
+            claim = self._load(group_id, stored, held)
             if claim is not None:
                 return claim
         return None
 
-    def _load(self, group_id: str, stored: object) -> Claim | None:
+    def _load(self, group_id: str, stored: object, series: Series) -> Claim | None:
         try:
             with self._database.read() as session:
                 group = load_group(session, group_id)
             if group is not None:
-                return Claim(group=group, first=decode_passes(stored))
+                return Claim(group=group, first=decode_passes(stored), series=series)
             why = GONE
         except _DAMAGE as error:
             log.warning("rescoring_unreadable", group_id=group_id, error=str(error))
@@ -110,8 +117,7 @@ class Queue:
         return None
 
     def _why_left(self, session: Session, row: RescoringRow, now: float) -> str | None:
-        held = Series(rubric_hash=row.rubric_hash, judge_model=row.judge_model, passes=row.passes)
-        if held != self._series:
+        if _series_of(row) not in self._series:
             return OTHER_JUDGE
         if session.scalar(select(GroupRow.seq).where(GroupRow.group_id == row.group_id)) is None:
             return GONE
@@ -128,7 +134,7 @@ class Queue:
         """
         group_id = claim.group.group_id
         with self._database.write() as session:
-            self._save_calls(session, group_id, calls, now=now)
+            self._save_calls(session, claim, calls, now=now)
             tried = session.scalar(
                 select(RescoringRow.attempts).where(RescoringRow.group_id == group_id)
             )
@@ -168,15 +174,15 @@ class Queue:
         group_id = claim.group.group_id
         both = Twice(first=claim.first, again=judgement.passes)
         with self._database.write() as session:  # alone: it gives the group its place in a window
-            self._save_calls(session, group_id, calls, now=now)
+            self._save_calls(session, claim, calls, now=now)
             known = read_noise_state(session)
             models = {call.judge_model for call in judgement.calls}
             if not usable(both):
                 _leave(session, group_id, OTHER_ANSWERS)
-            elif models != {self._series.judge_model}:
+            elif models != {claim.series.judge_model}:
                 _leave(session, group_id, OTHER_JUDGE)
             else:
-                window = window_for(session, self._series)
+                window = window_for(session, claim.series)
                 stored = session.scalars(
                     update(RescoringRow)
                     .where(RescoringRow.group_id == group_id, RescoringRow.window_number.is_(None))
@@ -186,22 +192,26 @@ class Queue:
                 ).all()
                 if stored:
                     count(session, STAGE, SCORED)
-                    refresh(session, self._series, window, now=now)
-            state = current(session, self._series, now=now)
+                    refresh(session, claim.series, window, now=now)
+            state = known_noise(session, self._series, now=now)
             write_noise_state(session, state)
-        news = bool(state.drift) and (known is None or known.drift_at != state.drift_at)
+        news = bool(state.drift) and (
+            known is None
+            or (known.rubric_hash, known.drift_at) != (state.rubric_hash, state.drift_at)
+        )
         return state, news
 
     def _save_calls(
-        self, session: Session, group_id: str, calls: Sequence[JudgeCall], *, now: float
+        self, session: Session, claim: Claim, calls: Sequence[JudgeCall], *, now: float
     ) -> None:
+        group_id = claim.group.group_id
         known = select(GroupRow.seq).where(GroupRow.group_id == group_id)
         if session.scalar(known) is not None:
             save_judge_calls(
                 session,
                 group_id,
                 calls,
-                rubric_hash=self._series.rubric_hash,
+                rubric_hash=claim.series.rubric_hash,
                 now=now,
                 again=True,
             )
@@ -209,6 +219,10 @@ class Queue:
             for call in calls:
                 count(session, "judge_calls", "good" if call.ok else "bad")
         count(session, STAGE, "calls", len(calls))
+
+
+def _series_of(row: RescoringRow) -> Series:
+    return Series(rubric_hash=row.rubric_hash, judge_model=row.judge_model, passes=row.passes)
 
 
 def _has_time(session: Session, now: float) -> bool:

@@ -21,6 +21,8 @@ class NoiseState(msgspec.Struct, frozen=True, kw_only=True):
     judge_model: str
     rubric_hash: str
     passes: int
+    project: str = ""
+    """Project whose rubric it is; empty: `judge.rubric`."""
     groups: int = 0
     """Groups that the figures come from: those of one window."""
     whole: bool = False

@@ -14,12 +14,11 @@ from collections.abc import Callable
 import structlog
 
 from ingest.noise.queue import Claim, Queue
-from ingest.noise.windows import Series
+from ingest.noise.rubrics import each_series
 from ingest.privacy.judge_view import JudgeView
 from ingest.ruler.group import GroupOutcome, Scored, SetAside, Unanswered, judge_group
 from ingest.ruler.judge import Judge
 from ingest.ruler.outage import Outage
-from ingest.ruler.prompt import rubric_hash
 from ingest.ruler.ruler import ATTEMPTS, SEED_BITS, JudgeCall
 from ingest.store.patience import patiently
 from sidecar.errors import StoreError
@@ -58,13 +57,10 @@ class RescoringWorker:
         self._view = view
         self._announce = announce
         self._outage = Outage()
+        self._series = each_series(settings, model=judge.model)
         self._queue = Queue(
             database,
-            Series(
-                rubric_hash=rubric_hash(settings.rubric, show_reasoning=settings.show_reasoning),
-                judge_model=judge.model,
-                passes=settings.passes,
-            ),
+            self._series,
             after_s=settings.rescore_after_s,
             lease_s=settings.passes * ATTEMPTS * settings.timeout_s + LEASE_SLACK_S,
         )
@@ -125,7 +121,8 @@ class RescoringWorker:
             return await judge_group(
                 claim.group,
                 self._judge,
-                self._settings,
+                # By the rubric of the first scores, also where the project has another by now.
+                self._settings.of(self._series[claim.series]),
                 seed=self._draw_seed(),
                 on_call=calls.append,
                 view=self._view,
@@ -145,10 +142,17 @@ class RescoringWorker:
                 longest_s=LONGEST_KEPT_S,
             )
             if news:
-                log.error("judge_drift", model=state.judge_model, what=state.drift)
+                log.error(
+                    "judge_drift",
+                    model=state.judge_model,
+                    rubric_hash=state.rubric_hash,
+                    project=state.project,
+                    what=state.drift,
+                )
+                of = f" --project {state.project}" if state.project else ""
                 self._announce(
                     f"judge {state.judge_model} is not as it was: {state.drift}; "
-                    "see `sidecar judge noise`"
+                    f"see `sidecar judge noise{of}`"
                 )
             return
         if isinstance(outcome, Unanswered):

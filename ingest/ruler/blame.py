@@ -27,6 +27,7 @@ from ingest.errors import (
     JudgeRejectedError,
     JudgeUnavailableError,
 )
+from ingest.ruler.group import GroupOutcome, SetAside, Unanswered
 from ingest.ruler.judge_errors import ERROR_CHARACTERS, storable
 from ingest.ruler.outage import LONGEST_RETRY_AFTER_S, Outage
 from ingest.verifiers import records as verifiers
@@ -163,6 +164,20 @@ class Blame:
 
     def holds(self, group_id: str) -> bool:
         return group_id in self._held
+
+    def failure(self, group_id: str, outcome: GroupOutcome) -> Failed | None:
+        """Return the failure of an outcome, to be blamed on the group or the judge; None: final."""
+        if isinstance(outcome, Unanswered):
+            return Failed(
+                group_id=group_id,
+                reason=outcome.reason,
+                detail=outcome.detail,
+                retry_after_s=outcome.retry_after_s,
+            )
+        if isinstance(outcome, SetAside) and outcome.asked and not self.unusable():
+            reason, detail = outcome.reason, outcome.detail
+            return Failed(group_id=group_id, reason=reason, detail=detail, final=True)
+        return None
 
     def unusable(self) -> bool:
         """Note a group refused for good. Returns: True when no probe is needed to believe it."""

@@ -7,7 +7,7 @@ written together with every judge call that was made for it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from sqlalchemy import select, update
@@ -77,7 +77,6 @@ class Judgements:
         clock: Callable[[], float],
         *,
         judge_model: str,
-        rubric_hash: str,
         lease_s: float,
         on_scored: OnScored | None = None,
     ) -> None:
@@ -87,7 +86,6 @@ class Judgements:
         self._database = database
         self._clock = clock
         self._judge_model = judge_model
-        self._rubric_hash = rubric_hash
         self._lease_s = lease_s
         self._on_scored = on_scored
         self._lost = 0
@@ -135,9 +133,12 @@ class Judgements:
         calls: Sequence[JudgeCall],
         outcome: GroupOutcome,
         failed: Failed | None,
+        *,
+        rubric_hash: str,
     ) -> None:
         """Write the calls made for a group and its outcome.
 
+        rubric_hash: of the rubric that the judge was given for this group.
         failed: the outcome is not final, since the judge may be at fault. The group then stays
         claimed until it is charged or given back.
         """
@@ -146,7 +147,9 @@ class Judgements:
 
         def write(session: Session) -> bool:
             count(session, "judge_calls", "lost", lost)
-            return self._record(session, group_id, calls, outcome, failed, now=now)
+            return self._record(
+                session, group_id, calls, outcome, failed, rubric_hash=rubric_hash, now=now
+            )
 
         try:
             # Repeated when it conflicts with another transaction: the calls have been paid for.
@@ -170,6 +173,7 @@ class Judgements:
         outcome: GroupOutcome,
         failed: Failed | None,
         *,
+        rubric_hash: str,
         now: float,
     ) -> bool:
         """Returns: True when the group has its final outcome by this."""
@@ -178,7 +182,7 @@ class Judgements:
             for call in calls:
                 count_call(session, call)
             return False
-        save_judge_calls(session, group_id, calls, rubric_hash=self._rubric_hash, now=now)
+        save_judge_calls(session, group_id, calls, rubric_hash=rubric_hash, now=now)
         bad_replies = sum(not call.ok for call in calls)
         session.execute(
             update(GroupRow)
@@ -203,7 +207,7 @@ class Judgements:
                 outcome.judgement.explanations,
                 *(
                     outcome.judged_by
-                    or (outcome.judgement.judge_model or self._judge_model, self._rubric_hash)
+                    or (outcome.judgement.judge_model or self._judge_model, rubric_hash)
                 ),
                 now,
                 outcome.judgement.disagreement,
@@ -211,21 +215,23 @@ class Judgements:
                 passes=len(outcome.judgement.passes),
             )
             if marked and self._on_scored is not None:
-                self._on_scored(session, group_id, outcome.judgement, self._rubric_hash, now)
+                self._on_scored(session, group_id, outcome.judgement, rubric_hash, now)
             return marked
         return False
 
     def record_probe(
-        self, calls: Sequence[JudgeCall], outcomes: tuple[GroupOutcome | None, GroupOutcome]
+        self,
+        calls: Mapping[str, Sequence[JudgeCall]],
+        outcomes: tuple[GroupOutcome | None, GroupOutcome],
     ) -> None:
         """Write the calls of a probe and count its outcomes.
 
+        calls: by the hash of the rubric that they were made with.
         outcomes: the one over a group that was scored before (None: not asked), and the last one.
         """
         with self._database.write(alone=False) as session:
-            save_judge_calls(
-                session, SUBJECT, calls, rubric_hash=self._rubric_hash, now=self._clock()
-            )
+            for hashed, made in calls.items():
+                save_judge_calls(session, SUBJECT, made, rubric_hash=hashed, now=self._clock())
             again, last = outcomes
             for outcome in (last,) if again is last or again is None else (again, last):
                 count(session, "judge_probes", failure_of(outcome) or "scored")

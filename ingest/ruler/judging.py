@@ -39,7 +39,7 @@ from ingest.ruler.judge import Judge, JudgePanel, replies_kept_for
 from ingest.ruler.judgements import Judgements, OnScored, lease_s
 from ingest.ruler.outage import LAST_DELAY_S, PASSING, Outage
 from ingest.ruler.probe import SUBJECT, ask_probe
-from ingest.ruler.prompt import rubric_hash
+from ingest.ruler.prompt import hash_of
 from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.store.patience import patiently
 from ingest.verifiers.rewarding import LONGEST_S, Rewarding
@@ -94,7 +94,6 @@ class JudgingWorker:
             database,
             clock,
             judge_model=judge.model,
-            rubric_hash=rubric_hash(settings.rubric, show_reasoning=settings.show_reasoning),
             lease_s=lease_s(settings) + verifying_s,
             on_scored=on_scored,
         )
@@ -226,12 +225,13 @@ class JudgingWorker:
         group = await asyncio.to_thread(self._judgements.load, group_id)
         if group is None:
             return
+        settings = self._settings.of(group.project)
         calls: list[JudgeCall] = []
         with replies_kept_for(group.exchange_id):
             outcome = await verify_and_judge(
                 group,
                 self._judge,
-                self._settings,
+                settings,
                 self._rewarding,
                 seed=await asyncio.to_thread(self._draw_seed, group),
                 on_call=calls.append,
@@ -242,8 +242,8 @@ class JudgingWorker:
             held = Failed(group_id=group_id, reason=UNVERIFIED, detail=outcome.detail)
             await asyncio.to_thread(self._judgements.charge, [held], proven=True)
             return
-        failed = self._failed(group_id, outcome)
-        await self._record(group_id, calls, outcome, failed)
+        failed = self._blame.failure(group_id, outcome)
+        await self._record(group_id, calls, outcome, failed, rubric_hash=hash_of(settings))
         self._store.answered(self._clock())
         if isinstance(outcome, Scored) and outcome.asked:
             await self._clear(self._blame.works(self._clock()))
@@ -256,12 +256,16 @@ class JudgingWorker:
         calls: list[JudgeCall],
         outcome: GroupOutcome,
         failed: Failed | None,
+        *,
+        rubric_hash: str,
     ) -> None:
         """Store what the judge said, which has been paid for. Raises: StoreError after an hour."""
         self._storing.add(group_id)
         try:
             await patiently(
-                lambda: self._judgements.record(group_id, calls, outcome, failed),
+                lambda: self._judgements.record(
+                    group_id, calls, outcome, failed, rubric_hash=rubric_hash
+                ),
                 on_failure=lambda error, _: self._not_stored(group_id, error),
                 longest_s=LONGEST_KEPT_S,
             )
@@ -281,23 +285,9 @@ class JudgingWorker:
             later = outage.retry_at + GIVEN_BACK_S
             await asyncio.to_thread(self._judgements.give_back, [failed.group_id], later)
 
-    def _failed(self, group_id: str, outcome: GroupOutcome) -> Failed | None:
-        """Return the failure of an outcome, to be blamed on the group or the judge; None: final."""
-        if isinstance(outcome, Unanswered):
-            return Failed(
-                group_id=group_id,
-                reason=outcome.reason,
-                detail=outcome.detail,
-                retry_after_s=outcome.retry_after_s,
-            )
-        if isinstance(outcome, SetAside) and outcome.asked and not self._blame.unusable():
-            reason, detail = outcome.reason, outcome.detail
-            return Failed(group_id=group_id, reason=reason, detail=detail, final=True)
-        return None
-
     async def _probe(self) -> None:
         """Test with our own question whether the judge works; see `ingest.ruler.blame`."""
-        calls: list[JudgeCall] = []
+        calls: dict[str, list[JudgeCall]] = {}
         try:
             # At the start the sum is enough: it finds a wrong key, model or URL, and costs little.
             starts, self._starts = self._starts, False
@@ -319,13 +309,16 @@ class JudgingWorker:
         except StoreError as error:
             self._not_stored(SUBJECT, error)
 
-    async def _ask_probe(self, group: Group | None, calls: list[JudgeCall]) -> GroupOutcome:
+    async def _ask_probe(
+        self, group: Group | None, calls: dict[str, list[JudgeCall]]
+    ) -> GroupOutcome:
+        settings = self._settings if group is None else self._settings.of(group.project)
         try:
             return await ask_probe(
                 self._judge,
-                self._settings,
+                settings,
                 seed=self._draw_seed(None),
-                on_call=calls.append,
+                on_call=calls.setdefault(hash_of(settings), []).append,
                 group=group,
                 view=self._view,
             )

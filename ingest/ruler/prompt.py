@@ -34,6 +34,7 @@ from ingest.judge_prompt.elision import NoRoomLeftError, elide
 from ingest.judge_prompt.escaping import escape
 from ingest.judge_prompt.shown import shown_answer, shown_context
 from ingest.judge_prompt.tokens import estimate_tokens
+from sidecar.settings import Judge
 
 WORDING = "3"
 """Version of the instructions below and of what is shown. It is part of `rubric_hash`: other words
@@ -230,6 +231,11 @@ def write_prompt(
         left_out_messages=shown.left_out_messages,
         left_out_characters=shown.left_out_characters,
     )
+
+
+def hash_of(judge: Judge) -> str:
+    """Return the hash of the scoring standard that a judge with these settings is given."""
+    return rubric_hash(judge.rubric, show_reasoning=judge.show_reasoning)
 
 
 def rubric_hash(rubric: str, *, show_reasoning: bool = False) -> str:

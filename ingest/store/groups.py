@@ -76,13 +76,12 @@ def save_group(
 
 def load_group(session: Session, group_id: str) -> Group | None:
     """Read a group with its answers in order; None when there is none of this id."""
-    row = session.scalar(
-        select(GroupRow)
-        .join(ExchangeRow, ExchangeRow.exchange_id == GroupRow.exchange_id)
-        .where(GroupRow.group_id == group_id)
-    )
-    if row is None:
+    statement = select(GroupRow, ExchangeRow.project).where(GroupRow.group_id == group_id)
+    of_exchange = ExchangeRow.exchange_id == GroupRow.exchange_id
+    found = session.execute(statement.join(ExchangeRow, of_exchange)).first()
+    if found is None:
         return None
+    row, project = found
     content = load_contents(session, [row.exchange_id])[row.exchange_id]
     keyring = keyring_of(session)
     return Group(
@@ -90,6 +89,7 @@ def load_group(session: Session, group_id: str) -> Group | None:
         exchange_id=row.exchange_id,
         session_key=row.session_key,
         session_id=row.session_id,
+        project=msgspec.convert(project, str),
         adapter=row.adapter,
         masked_by=row.masked_by if row.masked_by is None else msgspec.convert(row.masked_by, str),
         request=content.request,

@@ -36,6 +36,7 @@ class RecordedTrajectory:
     """A session as the judge is to see it."""
 
     session_id: str
+    project: str
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     exchanges: int
@@ -74,6 +75,7 @@ def load_trajectory(session: Session, name: str) -> RecordedTrajectory:
         ExchangeRow.surface,
         ExchangeRow.outcome,
         ExchangeRow.status,
+        ExchangeRow.project,
     )
     newest = select(*columns).where(ExchangeRow.session_id == known)
     rows = session.execute(newest.order_by(ExchangeRow.seq.desc()).limit(MOST_EXCHANGES)).all()
@@ -105,6 +107,7 @@ def load_trajectory(session: Session, name: str) -> RecordedTrajectory:
         messages += [*(request.get("messages") or ()), *_replies(stored)]
     return RecordedTrajectory(
         session_id=known,
+        project=rows[0].project,
         messages=tuple(messages),
         tools=tuple(tools),
         exchanges=len(rows),

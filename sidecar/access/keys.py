@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from sidecar.bounds import PROJECT
 from sidecar.errors import InvalidKeyError
 
 Scope = Literal["infer", "operate"]
@@ -28,7 +29,6 @@ MAX_PRESENTED_BYTES = 128
 """Ours have 67; what is longer is not hashed at all."""
 MAX_BEST_OF = 8
 KEY_ID = re.compile(r"[a-z0-9]{1,16}")
-PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_NAME_CHARS = 128
 _NOBODY = "0" * 64
 """What an unknown key is compared with, so that it takes as long as a known one."""

@@ -56,6 +56,8 @@ class Material(msgspec.Struct, frozen=True, kw_only=True):
     """[N] assistant messages as JSON, in the order of the choices."""
     keep: bool
     """False: the client turned recording off (`x-sidecar-capture: off`), so nothing is stored."""
+    project: str = "default"
+    """Project of the client's key, whose rubric the judge is given."""
 
 
 class Pick(msgspec.Struct, frozen=True, kw_only=True, tag="pick"):

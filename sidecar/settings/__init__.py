@@ -1,7 +1,7 @@
 """Every setting of every process: kinds <- sections <- checks, shown <- load."""
 
 from sidecar.settings.bus_url import KafkaUrl, OutboxUrl, read_bus_url
-from sidecar.settings.judge import DEFAULT_RUBRIC, GateJudge, Judge
+from sidecar.settings.judge import DEFAULT_RUBRIC, GateJudge, Judge, ProjectRubric
 from sidecar.settings.kafka import Kafka
 from sidecar.settings.kinds import Fallback
 from sidecar.settings.learning import BestOf, Canary, Groups, Watch
@@ -58,6 +58,7 @@ __all__ = [
     "OutboxUrl",
     "Privacy",
     "ProjectPrivacy",
+    "ProjectRubric",
     "Proxy",
     "Retention",
     "Reward",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -97,11 +97,14 @@ def shown(text: str) -> str:
 def known(*where: str) -> list[str]:
     """Return the keys of a section, or of a table in it; without a name, the sections."""
     model: type[BaseModel] = Settings
-    for name in where:
+    names = iter(where)
+    for name in names:
         field = model.model_fields.get(name)
         inner = None if field is None else _section_in(field.annotation)
-        if inner is None:
+        if field is None or inner is None:
             return []
+        if get_origin(field.annotation) is Mapping:
+            next(names, None)  # of an entry, which an operator chose
         model = inner
     return list(model.model_fields)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -16,6 +17,7 @@ from sidecar.settings.kinds import (
     Parallel,
     PerMinute,
     Price,
+    Project,
     Share,
     Text,
     Timeout,
@@ -43,6 +45,15 @@ MOST_FALLBACKS = 4
 """Each may be waited for in turn; a group's lease covers them all."""
 
 
+class ProjectRubric(Section):
+    """The rubric of one project: one of the two keys."""
+
+    rubric: Word = ""
+    """What makes an answer of this project better, in plain words."""
+    rubric_file: Word = ""
+    """A file of plain text in place of `rubric`, read when a process starts."""
+
+
 class Judge(Section):
     """RULER: the judge model and the rubric."""
 
@@ -56,6 +67,8 @@ class Judge(Section):
     """What makes an answer better, in plain words."""
     rubric_file: Word = ""
     """A file of plain text in place of `rubric`, read when a process starts."""
+    projects: Mapping[Project, ProjectRubric] = Field(default_factory=dict)
+    """Other rubrics for single projects, by name: `[judge.projects.NAME]`."""
     passes: Annotated[int, Between(1, 8, "each is a call that is paid for")] = 2
     """Judge calls per group; the score is their mean. The second shows the answers in the reverse
     order of the first, so that what a judge gives to a position cancels out."""
@@ -112,6 +125,11 @@ class Judge(Section):
     ] = 7.0
     """An older reply is not used: a provider may have changed the model behind the name."""
 
+    def of(self, project: str) -> Judge:
+        """Return these settings with the rubric of a project."""
+        own = self.projects.get(project)
+        return self if own is None else self.model_copy(update={"rubric": own.rubric})
+
 
 class GateJudge(Section):
     """The judge of the deployment gate, apart from the one whose scores are the reward. Without
@@ -128,6 +146,9 @@ class GateJudge(Section):
     """What makes an answer better, in the gate. Empty: `judge.rubric`."""
     rubric_file: Word = ""
     """A file of plain text in place of `rubric`, read when a process starts."""
+    projects: Mapping[Project, ProjectRubric] = Field(default_factory=dict)
+    """Other rubrics for single projects, in the gate. A project without one has `rubric`; where
+    that is empty too, its own of `[judge.projects.NAME]`; else `judge.rubric`."""
     passes: Annotated[
         int, Between(0, 8, "0 takes judge.passes; each is a call that is paid for")
     ] = 0

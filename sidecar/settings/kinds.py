@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
+from sidecar.bounds import PROJECT
 from sidecar.settings.section import Section
 
 MAX_PORT = 65_535
@@ -172,6 +173,15 @@ def _name(text: str) -> str:
     return _line(text)
 
 
+def _project(name: str) -> str:
+    if not PROJECT.fullmatch(name):
+        raise ValueError(
+            "is no name that a project may have: 1 to 64 letters, digits, '.', '_', '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
 def _admin_token(value: str) -> str:
     digest, colon, words = value.partition(":")
     known = get_args(AdminScope)
@@ -254,6 +264,7 @@ WebUrlOrNone = Annotated[str, AfterValidator(_web_url_or_none)]
 """A URL, or the empty text for none."""
 Line = Annotated[str, AfterValidator(_line)]
 Name = Annotated[str, AfterValidator(_name)]
+Project = Annotated[str, AfterValidator(_project)]
 Text = Annotated[str, AfterValidator(_text)]
 Word = Annotated[str, AfterValidator(_word)]
 Folder = Annotated[Path, BeforeValidator(_no_empty_path)]

@@ -22,6 +22,7 @@ from sidecar.errors import SettingsError
 from sidecar.settings.checks import problems
 from sidecar.settings.checks.safety import refuse_unsafe
 from sidecar.settings.explain import explain, known, nearest, shown, written
+from sidecar.settings.judge import GateJudge, Judge, ProjectRubric
 from sidecar.settings.sections import ENV_PREFIX, Proxy, Settings
 from sidecar.visible import visible
 
@@ -67,12 +68,27 @@ def _with_rubrics(settings: Settings) -> Settings:
     """Put the text of each `rubric_file` in the place of its `rubric`. Raises: SettingsError."""
     read = {
         name: judge.model_copy(
-            update={"rubric": _read_rubric(f"{name}.rubric_file", Path(judge.rubric_file))}
+            update={
+                "rubric": _rubric(name, judge),
+                "projects": {
+                    project: one.model_copy(
+                        update={"rubric": _rubric(f"{name}.projects.{project}", one)}
+                    )
+                    for project, one in judge.projects.items()
+                },
+            }
         )
         for name, judge in (("judge", settings.judge), ("gate_judge", settings.gate_judge))
-        if judge.rubric_file
+        if judge.rubric_file or judge.projects
     }
     return settings.model_copy(update=read) if read else settings
+
+
+def _rubric(table: str, one: Judge | GateJudge | ProjectRubric) -> str:
+    """Return the text of a table's rubric."""
+    if not one.rubric_file:
+        return one.rubric
+    return _read_rubric(f"{table}.rubric_file", Path(one.rubric_file))
 
 
 def _read_rubric(key: str, path: Path) -> str:

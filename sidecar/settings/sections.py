@@ -307,6 +307,8 @@ class Settings(BaseSettings):
         own, judge = self.gate_judge, self.judge
         shared = {
             "rubric": own.rubric if own.rubric.strip() else judge.rubric,
+            # A rubric of the gate's own is another exam, also for projects with a reward's rubric.
+            "projects": {**({} if own.rubric.strip() else judge.projects), **own.projects},
             "passes": own.passes or judge.passes,
             "timeout_s": own.timeout_s or judge.timeout_s,
         }

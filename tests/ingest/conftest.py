@@ -137,6 +137,7 @@ def put_group(
     *texts: str,
     request: bytes = REQUEST,
     messages: Sequence[bytes] | None = None,
+    project: str = "default",
 ) -> None:
     """Store a sampled group `name` with one answer per text."""
     bodies = messages or [
@@ -151,6 +152,7 @@ def put_group(
         propensity=1.0,
         replica="http://127.0.0.1:1",
         session_key="m:1",
+        project=project,
         request=request,
         choices=(Choice(index=0, message=bodies[0]),),
         prompt_token_ids=(1, 2),

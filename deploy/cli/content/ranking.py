@@ -30,7 +30,8 @@ def judge_sessions(
         ),
     ],
     rubric: Annotated[
-        Path | None, typer.Option(help="a file of plain text; default judge.rubric")
+        Path | None,
+        typer.Option(help="a file of plain text; default: that of the sessions' project"),
     ] = None,
     passes: Annotated[
         int | None, typer.Option(min=1, max=8, help="judge calls; default judge.passes")
@@ -49,9 +50,10 @@ def judge_sessions(
     settings = settings_of(context)
     if not settings.judge.model:
         raise typer.BadParameter("there is no judge: set judge.model", param_hint="SESSIONS")
-    words = settings.judge.rubric if rubric is None else _text(rubric)
+    given = None if rubric is None else _text(rubric)
     configure_logging(settings.telemetry, "judge")  # to stderr
     found = _load(settings, sessions)
+    words = _rubric_of(settings, found) if given is None else given
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GroupSizeWarning)  # said below, as a note
         try:
@@ -129,6 +131,19 @@ async def _score(
         )
     finally:
         await judge.aclose()
+
+
+def _rubric_of(settings: Settings, found: Sequence[RecordedTrajectory]) -> str:
+    """Return the rubric of the sessions' projects. Scores by two rubrics would not compare."""
+    rubrics = {settings.judge.of(one.project).rubric: one.project for one in found}
+    if len(rubrics) > 1:
+        one, other, *_ = sorted(rubrics.values())
+        raise typer.BadParameter(
+            f"the sessions are of projects with different rubrics ({one}, {other}); name one by "
+            "--rubric",
+            param_hint="SESSIONS",
+        )
+    return next(iter(rubrics))
 
 
 def _row(found: RecordedTrajectory, score: TrajectoryScore) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class JudgeNoise(msgspec.Struct):
     sd_high: float | None
     drift: str
     drift_at: float | None
+    project: str = ""
 
 
 def judge_lines(judge: Judge | None, noise: JudgeNoise | None, now: float) -> Iterator[str]:
@@ -117,4 +118,5 @@ def _noise(noise: JudgeNoise | None, now: float) -> Iterator[str]:
     yield f"  Noise of a score: sd {noise.sd:.3f}{between}, from {of} scored twice."
     if noise.drift:
         since = "" if noise.drift_at is None else f" since {shown_time(noise.drift_at, now)}"
-        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise`"
+        of = f" --project {noise.project}" if noise.project else ""
+        yield f"  The judge is NOT AS IT WAS{since}: {noise.drift}; see `sidecar judge noise{of}`"

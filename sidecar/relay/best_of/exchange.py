@@ -47,10 +47,11 @@ class BestOf:
         exchange_id: str,
         request: bytes,
         keep: bool,
+        project: str,
         timeout_s: float,
     ) -> None:
         """plan: a text says why N answers are not asked for. request: the client's body. keep: the
-        exchange is recorded.
+        exchange is recorded. project: of the client's key.
 
         timeout_s: how long the judge may take.
         """
@@ -68,6 +69,7 @@ class BestOf:
         self._exchange_id = exchange_id
         self._request = request
         self._keep = keep
+        self._project = project
         self._sampled = 1
 
     def plain_instead(self, status: int) -> bool:
@@ -90,6 +92,7 @@ class BestOf:
             request=self._request,
             answers=answers.messages,
             keep=self._keep,
+            project=self._project,
         )
 
     def decide(self, verdict: Verdict, answers: Answers, waited_s: float) -> int:

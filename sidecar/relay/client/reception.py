@@ -185,11 +185,11 @@ def _receive_model_request(
             return with_limits(wanted, admission.headers)
         n = wanted
     record = FlightRecord(context, request, plan=plan, admission=admission, began=began)
-    best_of = _best_of(context, plan, n, record.exchange_id) if n > 1 else None
+    best_of = _best_of(context, plan, n, record) if n > 1 else None
     return Flight(context, client, record, keep_alive=keep_alive, best_of=best_of)
 
 
-def _best_of(context: RelayContext, plan: Plan, n: int, exchange_id: str) -> BestOf | None:
+def _best_of(context: RelayContext, plan: Plan, n: int, record: FlightRecord) -> BestOf | None:
     """Have the judge pick one of `n` answers. None: this process has no judge."""
     if context.picker is None:
         return None
@@ -198,9 +198,10 @@ def _best_of(context: RelayContext, plan: Plan, n: int, exchange_id: str) -> Bes
         plan_best_of(plan.peek, n, captured=captured),
         context.picker,
         context.metrics,
-        exchange_id=exchange_id,
+        exchange_id=record.exchange_id,
         request=plan.peek.body,
         keep=captured,
+        project=record.admission.project,
         timeout_s=context.best_of.timeout_s,
     )
 

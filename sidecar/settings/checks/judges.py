@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from sidecar.settings.checks.problem import Problem, is_changed, unsendable
+from sidecar.settings.checks.problem import DEFAULT_PROJECT, Problem, is_changed, unsendable
 
 if TYPE_CHECKING:
     from sidecar.settings.judge import Judge
@@ -29,6 +29,7 @@ WITHOUT_MODEL = (
     "tokens_per_minute",
     "rubric",
     "rubric_file",
+    "projects",
     "context_tokens",
     "passes",
 )
@@ -55,6 +56,10 @@ def judges(settings: Settings) -> Iterator[Problem]:
                 (section, "rubric_file"),
                 f"and {section}.rubric are both set; give the rubric once",
             )
+        for name, own_rubric in asked.projects.items():
+            where = (section, "projects", name)
+            if bool(own_rubric.rubric.strip()) == bool(own_rubric.rubric_file):
+                yield where, "has no rubric, or two; give rubric or rubric_file"
     if not own.model:
         for name in ("api_base", "api_key", "json_schema", "context_tokens", "params", "price"):
             if is_changed(own, name):
@@ -106,6 +111,7 @@ def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
                 "end without a score; give 60 s",
             )
     yield from _reply_limits(settings)
+    yield from _projects_nobody_has(settings)
     if judge.rescore_share == 0 and is_changed(judge, "rescore_after_s"):
         yield (
             ("judge", "rescore_after_s"),
@@ -118,6 +124,21 @@ def useless_judge_settings(settings: Settings) -> Iterator[Problem]:
             "is set and judge.cache_bytes is 0, so no reply is kept; raise that, or leave this out",
         )
     yield from _budgets(judge)
+
+
+def _projects_nobody_has(settings: Settings) -> Iterator[Problem]:
+    """Yield rubrics of projects that no request can be of: only the sidecar's own keys name one."""
+    if settings.access.mode == "keys":
+        return
+    for section, asked in (("judge", settings.judge), ("gate_judge", settings.gate_judge)):
+        for name in asked.projects:
+            if name != DEFAULT_PROJECT:
+                yield (
+                    (section, "projects", name),
+                    f'is a rubric of a project, and with access.mode = "{settings.access.mode}" '
+                    f'all traffic is of "{DEFAULT_PROJECT}", so it would not be used; set '
+                    'access.mode = "keys", or leave it out',
+                )
 
 
 def _reply_limits(settings: Settings) -> Iterator[Problem]:

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 
 Problem = tuple[tuple[str, ...], str]
 """The key, section first, and what is wrong with it."""
+DEFAULT_PROJECT = "default"
+"""Project of traffic that the sidecar has no keys for (`access.mode`)."""
 MAX_DEPTH = 32
 """Deepest nesting of tables and lists. Python cannot recurse through a thousand."""
 

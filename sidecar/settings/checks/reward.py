@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sidecar.settings.checks.problem import Problem, is_changed, unsendable
+from sidecar.settings.checks.problem import DEFAULT_PROJECT, Problem, is_changed, unsendable
 from sidecar.settings.reward import (
     EntryPointVerifier,
     HttpVerifier,
@@ -19,9 +19,6 @@ from sidecar.settings.reward import (
 
 if TYPE_CHECKING:
     from sidecar.settings.sections import Settings
-
-DEFAULT_PROJECT = "default"
-"""Project of traffic that the sidecar has no keys for (`access.mode`)."""
 
 
 def reward(reward: Reward) -> Iterator[Problem]:

@@ -222,6 +222,7 @@ def add_groups(world: World, count: int) -> None:
                     group_id=f"g{number}",
                     exchange_id=exchange_id,
                     session_key=f"s{number}",
+                    project="shop",
                     adapter="base",
                     status="scored",
                     reason=None,
@@ -346,6 +347,7 @@ async def test_a_group_with_its_answers_and_an_exchange_with_its_group(
         session.execute(update(GroupRow).values(values))
 
     group = (await api.get("/groups/g0")).json()
+    assert (group["project"], group["rubric_hash"]) == ("shop", "r")
     exchange = (await api.get(f"/exchanges/{group['exchange_id']}")).json()
 
     assert group["answers"][0]["message"] == {"content": "Hi."}

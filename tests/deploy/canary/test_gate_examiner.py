@@ -22,8 +22,9 @@ from ingest.ruler.judge import JudgeReply
 from ingest.ruler.prompt import rubric_hash
 from sidecar.backoff import Backoff
 from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import ProjectRubric
 from sidecar.store.database import Database
-from sidecar.store.models import CounterRow, JudgeCallRow, JudgeReplyRow
+from sidecar.store.models import CounterRow, ExchangeRow, JudgeCallRow, JudgeReplyRow
 from support.fake_judge import FakeJudge, Shown, scores_reply
 
 if TYPE_CHECKING:
@@ -257,3 +258,29 @@ async def test_a_pass_that_was_paid_for_before_an_outage_is_not_bought_again(wor
     with world.database.read() as session:
         owners = set(session.scalars(select(JudgeReplyRow.exchange_id)))
     assert owners == {"x1", "x2"}
+
+
+async def test_each_held_out_session_is_judged_by_the_rubric_of_its_project(world: World) -> None:
+    name = world.register(1)
+    world.hold_out(2)
+    with world.database.write() as session:
+        first = session.scalars(select(ExchangeRow).order_by(ExchangeRow.seq)).all()[0]
+        first.project, of_shop = "shop", first.exchange_id
+    world.judge = judge = FakeJudge(by_place)
+    world.judging = JudgeSettings(
+        rubric=RUBRIC, passes=1, projects={"shop": ProjectRubric(rubric="Sell politely.")}
+    )
+
+    await play(world, 4)
+
+    shop = rubric_hash("Sell politely.")
+    assert {one.exchange_id == of_shop: one.rubric_hash for one in world.comparisons()} == {
+        True: shop, False: rubric_hash(RUBRIC),
+    }  # fmt: skip
+    asked = ["".join(message["content"] for message in talk) for talk in judge.conversations]
+    assert sorted(("Sell politely." in one, RUBRIC in one) for one in asked) == [
+        (False, True), (True, False),
+    ]  # fmt: skip
+    assert {row.rubric_hash for row in world.rows(JudgeCallRow)} == {shop, rubric_hash(RUBRIC)}
+    judges = [judge_name("scripted", digest) for digest in sorted((shop, rubric_hash(RUBRIC)))]
+    assert world.evidence(name)["gate"]["judges"] == judges

@@ -14,6 +14,7 @@ import sidecar.logs
 from deploy.cli.main import main
 from ingest.errors import JudgeUnavailableError
 from ingest.feedback.placing import save_feedback
+from ingest.ruler.prompt import rubric_hash
 from ingest.sessions.records import Place
 from ingest.store.exchanges import save_exchange
 from ingest.trajectories import functions
@@ -238,3 +239,26 @@ def test_a_judge_that_is_away_is_one_line(
     code, out, errors = run("a", "b", "c")
     assert (code, out) == (1, "")
     assert errors.splitlines()[-1] == "sidecar: judge openai/x: down"
+
+
+def test_sessions_of_a_project_are_ranked_by_its_rubric(
+    database: Database, run: Run, judges: list[Any], tmp_path: Path
+) -> None:
+    config = tmp_path / "sidecar.toml"
+    config.write_text(f'{config.read_text()}[judge.projects.shop]\nrubric = "Sell politely."\n')
+    for name, reply, project in (("a", "No.", "shop"), ("b", "Refunded.", "shop"),
+                                 ("c", "Refunded.", "default")):  # fmt: skip
+        save(database, f"x{name}", [SYSTEM, TASK], reply, session=name, how="root", project=project)
+
+    code, out, errors = run("a", "b", "-o", "json")
+
+    assert code == 0, errors
+    assert json.loads(out)["rubric_hash"] == rubric_hash("Sell politely.")
+    assert "Grading standards:\nSell politely.\n" in judges[0].conversations[0][0]["content"]
+
+    code, _, errors = run("a", "c")
+    assert code == 2
+    assert "the sessions are of projects with different rubrics (default, shop)" in errors
+    (tmp_path / "own.txt").write_text("Be quick.")
+    assert run("a", "c", "--rubric", str(tmp_path / "own.txt"))[0] == 0
+    assert "Grading standards:\nBe quick.\n" in judges[-1].conversations[0][0]["content"]

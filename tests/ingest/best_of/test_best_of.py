@@ -59,12 +59,15 @@ def message(text: str) -> bytes:
     return json.dumps({"role": "assistant", "content": text}).encode()
 
 
-def material(*texts: str, exchange_id: str = "e1", keep: bool = True) -> Material:
+def material(
+    *texts: str, exchange_id: str = "e1", keep: bool = True, project: str = "default"
+) -> Material:
     return Material(
         exchange_id=exchange_id,
         request=json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode(),
         answers=tuple(message(text) for text in texts or TEXTS),
         keep=keep,
+        project=project,
     )
 
 
@@ -797,3 +800,29 @@ async def test_with_verifiers_its_scores_wait_for_them_and_the_judge_is_not_aske
     assert found.rewards == pytest.approx((0.75, 0.45, 0.55))
     assert (found.judge_model, found.rubric_hash) == ("scripted", rubric_hash("Be good."))
     assert one.groups() == ["scored"]
+
+
+async def test_a_user_is_answered_by_the_rubric_of_the_projects_key(
+    kit: Kit, judge_kit: JudgeKit
+) -> None:
+    rubrics = {"projects": {"shop": {"rubric": "Sell politely."}}}
+    judge = judge_kit.FakeJudge(judge_kit.score_by_content(WORTH))
+    rig = Rig(kit, judge, judge=rubrics)
+    rig.judge = BestOfJudge(kit.database, judge, rig.settings, clock=lambda: rig.now)
+
+    for number, project in enumerate(("shop", "desk")):
+        assert await rig.ask(exchange_id=f"e{number}", project=project) == Pick(
+            index=1, scores=(0.5, 0.9, 0.1)
+        )
+
+    asked = ["".join(message["content"] for message in talk) for talk in judge.conversations]
+    assert [("Sell politely." in text, "Be good." in text) for text in asked] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+    with kit.database.read() as session:
+        stored = {
+            row.exchange_id: row.rubric_hash for row in session.scalars(select(BestOfScoreRow))
+        }
+        calls = [row.rubric_hash for row in session.scalars(select(JudgeCallRow))]
+    expected = [rubric_hash("Sell politely."), rubric_hash("Be good.")]
+    assert [stored["e0"], stored["e1"]] == calls == expected

@@ -23,6 +23,7 @@ from ingest.ruler.judge import Judge
 from ingest.ruler.judging import JudgingWorker
 from ingest.ruler.prompt import rubric_hash
 from sidecar.settings import Judge as JudgeSettings
+from sidecar.settings import ProjectRubric
 from sidecar.store.database import Database
 from sidecar.store.models import GroupRow, JudgeCallRow, JudgeNoiseRow, RescoringRow
 from support.clock import Clock
@@ -510,3 +511,78 @@ async def test_a_damaged_estimate_is_not_used(scoring: Scoring) -> None:
 
     with scoring.database.read() as session:
         assert measured_noise(session, [("scripted", HASH, 2)]) == {}
+
+
+async def test_each_projects_groups_are_scored_again_by_their_rubric_and_make_a_series(
+    new_store: NewStore, clock: Clock
+) -> None:
+    judge = noisy()
+    projects = {"shop": ProjectRubric(rubric="Sell politely.")}
+    scoring = Scoring(new_store(), clock, judge, projects=projects)
+    for number in range(3):
+        put_group(scoring.database, f"s{number}", "a", "b", "c", project="shop")
+        put_group(scoring.database, f"d{number}", "a", "b", "c")
+    while await scoring.judging.step():
+        continue
+    first = len(judge.conversations)
+
+    assert await scoring.again() == 6
+
+    shop = rubric_hash("Sell politely.")
+    again = [row for row in calls(scoring.database) if row.again]
+    assert {(row.group_id[0], row.rubric_hash) for row in again} == {("s", shop), ("d", HASH)}
+    texts = ["".join(one["content"] for one in talk) for talk in judge.conversations[first:]]
+    assert sum("Sell politely." in text for text in texts) == 6  # 3 groups, 2 passes
+    assert sum("Be good." in text for text in texts) == 6
+    assert {row.rubric_hash: row.groups for row in scoring.windows()} == {shop: 3, HASH: 3}
+    assert scoring.counted == {"chosen": 6, "scored": 6, "calls": 12}
+    assert scoring.state is not None
+    assert (scoring.state.rubric_hash, scoring.state.project) == (HASH, "")
+    for project, expected in (("", HASH), ("shop", shop)):
+        found = read_noise(scoring.database, scoring.settings, project)
+        assert (found.rubric_hash, [row.groups for row in found.windows]) == (expected, [3])
+
+
+async def test_groups_of_a_rubric_that_no_project_has_any_more_are_left(
+    new_store: NewStore, clock: Clock
+) -> None:
+    projects = {"shop": ProjectRubric(rubric="Sell politely.")}
+    scoring = Scoring(new_store(), clock, noisy(), projects=projects)
+    put_group(scoring.database, "s1", "a", "b", project="shop")
+    await scoring.judging.step()
+
+    scoring.take(noisy(), projects={"shop": ProjectRubric(rubric="Sell quickly.")})
+
+    assert await scoring.again() == 0
+    assert scoring.counted == {"chosen": 1, "other_judge": 1}
+
+
+async def test_a_drift_of_one_projects_scores_is_told_with_its_project(
+    new_store: NewStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW", 30)
+    projects = {"shop": ProjectRubric(rubric="Sell politely.")}
+    scoring = Scoring(new_store(), clock, noisy(1), projects=projects)
+
+    async def fill(prefix: str, project: str) -> None:
+        for number in range(30):
+            name = f"{prefix}{number}"
+            put_group(scoring.database, name, *(f"{name} {k}" for k in range(4)), project=project)
+        while await scoring.judging.step():
+            continue
+        assert await scoring.again() == 30
+
+    await fill("d", "default")
+    await fill("s", "shop")
+    assert scoring.said == []
+    scoring.take(noisy(2, sd=0.2))
+    await fill("t", "shop")
+
+    assert scoring.state is not None
+    assert scoring.state.drift
+    assert (scoring.state.project, len(scoring.said)) == ("shop", 1)
+    assert scoring.said[0].endswith("see `sidecar judge noise --project shop`")
+    now = scoring.clock.now
+    assert accept_now(scoring.database, scoring.settings, now=now, project="shop") == 1
+    assert scoring.state is not None
+    assert (scoring.state.drift, scoring.state.project) == ("", "")

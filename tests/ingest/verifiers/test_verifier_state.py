@@ -150,7 +150,7 @@ def test_the_groups_that_wait_for_a_verifier_are_counted(
 ) -> None:
     for name in ("g1", "g2", "g3"):
         judge_kit.put_group(database, name, "good", "bad")
-    judgements = Judgements(database, Clock(NOW), judge_model="j", rubric_hash="r", lease_s=60.0)
+    judgements = Judgements(database, Clock(NOW), judge_model="j", lease_s=60.0)
     for name, why in (("g1", "v: unreachable"), ("g2", "w: timeout; v: unreachable")):
         judgements.charge([Failed(group_id=name, reason=UNVERIFIED, detail=why)], proven=True)
 

@@ -181,7 +181,8 @@ def test_a_group_within_the_noise_is_dropped_with_its_gate(scored_group: MakeSco
 def test_the_noise_is_that_of_the_judge_and_rubric_that_scored_the_group(
     scored_group: MakeScoredGroup,
 ) -> None:
-    noise = {("other judge", "rubric", 1): measured(0.4)["judge", "rubric", 1]}
+    known = measured(0.4)["judge", "rubric", 1]
+    noise = {("other judge", "rubric", 1): known, ("judge", "rubric of a project", 1): known}
 
     gate = spread_gate(scored_group([0.4, 0.6]), noise, min_spread=0.02)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sidecar.access.keys import PROJECT
+from sidecar.bounds import PROJECT
 from sidecar.relay.payload.peek import peek_request
 from sidecar.routing.session_key import (
     LONG_PIECE_BYTES,

@@ -161,6 +161,7 @@ def rig(wire: Wire) -> MakeRig:
             exchange_id="ex_1",
             request=body,
             keep=keep,
+            project="shop",
             timeout_s=timeout_s,
         )
         assert best_of.plan is not None
@@ -223,7 +224,7 @@ async def test_the_judge_is_shown_all_answers_and_whose_they_are(
     (asked,) = one.picker.asked
     assert isinstance(asked, Material)
     assert [json.loads(answer) for answer in asked.answers] == [c["message"] for c in choices]
-    assert (asked.exchange_id, asked.keep) == ("ex_1", False)
+    assert (asked.exchange_id, asked.keep, asked.project) == ("ex_1", False, "shop")
     assert json.loads(asked.request) == REQUEST
 
 
@@ -421,6 +422,7 @@ async def test_where_there_is_no_point_the_plain_request_is_sent(why: str, wire:
         exchange_id="ex_1",
         request=body,
         keep=True,
+        project="default",
         timeout_s=1.0,
     )
 
