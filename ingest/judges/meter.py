@@ -1,9 +1,9 @@
 """Measure what one judge costs: each call's tokens, money, time and outcome.
 
 What a provider reports is counted, also of a request whose reply was of no use. What it does not
-report (a reply without usage; a call that was cancelled, or ran out of time after it was sent) is
-counted by an estimate: the prompt at 4 bytes a token, and a whole reply. A call that never arrived
-or was refused costs nothing.
+report (a reply without usage, or with half of it; a call that was cancelled, or ran out of time
+after it was sent) is counted by an estimate: the prompt at 4 bytes a token, and a whole reply. A
+call that never arrived or was refused costs nothing.
 """
 
 from __future__ import annotations
@@ -70,18 +70,23 @@ class Meter:
         self._looked_up = settings.price is not None
 
     def paid(self, usage: Usage) -> None:
-        """Note a request that the provider answered."""
-        tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-        dollars = usage.cost_usd
-        if dollars is None and self._cost is not None:
-            dollars = self._cost(usage.prompt_tokens or 0, usage.completion_tokens or 0)
-        nano = nano_usd(dollars or 0.0)
-        self._ledger.spend(Amount(nano_usd=nano, tokens=tokens))
+        """Note a request that the provider answered.
+
+        Of half a usage only the tokens are noted: the call counts by its estimate (`metered`).
+        """
+        prompt, reply = usage.prompt_tokens, usage.completion_tokens
+        nano = 0
+        if prompt is not None and reply is not None:
+            dollars = usage.cost_usd
+            if dollars is None and self._cost is not None:
+                dollars = self._cost(prompt, reply)
+            nano = nano_usd(dollars or 0.0)
+            self._ledger.spend(Amount(nano_usd=nano, tokens=prompt + reply))
         self._ledger.note(
             {
                 (PAID, self._name): nano,
-                (PROMPTS, self._name): usage.prompt_tokens or 0,
-                (REPLIES, self._name): usage.completion_tokens or 0,
+                (PROMPTS, self._name): prompt or 0,
+                (REPLIES, self._name): reply or 0,
             }
         )
 

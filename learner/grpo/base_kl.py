@@ -61,9 +61,10 @@ def sample_answers(groups: Sequence[TrainingGroup], turn: int) -> list[TrainingG
 
     The groups are spread over all of them; `turn` moves which answer of a group is taken.
     """
-    stride = max(1, len(groups) // SAMPLED_ANSWERS)
+    number = min(SAMPLED_ANSWERS, len(groups))
     chosen: list[TrainingGroup] = []
-    for place, group in enumerate(groups[::stride][:SAMPLED_ANSWERS]):
+    for place in range(number):
+        group = groups[place * len(groups) // number]
         rows = [row for row in group.rows if row.trainable]
         if rows:
             chosen.append(replace(group, rows=(rows[(turn + place) % len(rows)],)))

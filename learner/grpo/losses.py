@@ -104,18 +104,18 @@ def dppo_tv(tokens: Tokens, rule: LossRule) -> TokenLoss:
     r_N = ratio(tokens.logprobs_N, tokens.recorded_N)
     moved_N = (tokens.logprobs_N.exp() - tokens.recorded_N.exp()).detach()
     a_N = tokens.advantages_N
-    over_N = torch.where(a_N > 0, moved_N > rule.tv_limit, moved_N < -rule.tv_limit)
+    over_N = torch.where(a_N > 0, moved_N > rule.tv_limit, (a_N < 0) & (moved_N < -rule.tv_limit))
     bounded_N = torch.where(a_N < 0, r_N.clamp(max=rule.negative_bound), r_N)
     pull_N = (tokens.logprobs_N - tokens.recorded_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2
     loss_N = torch.where(over_N, 0.0, -bounded_N * a_N) + rule.tv_kl * pull_N
-    return TokenLoss(loss_N=loss_N, cut_N=over_N | _beyond(r_N, a_N, rule))
+    return TokenLoss(loss_N=loss_N, cut_N=over_N | _beyond(r_N, a_N, rule.negative_bound))
 
 
 def clipped(tokens: Tokens, rule: LossRule) -> TokenLoss:
     """The clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    The ratio of a token with A < 0 is bounded by `negative_bound`. `grpo`, `dr_grpo` and `dapo`
-    share it and differ in the mean.
+    The ratio of a token with A < 0 is bounded by `negative_bound`, or by 1 + clip_high where that
+    is larger. `grpo`, `dr_grpo` and `dapo` share it and differ in the mean.
     Source: PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300; a higher upper clip, DAPO,
     arXiv:2503.14476; the bound, arXiv:1912.09729. TRL: `epsilon`, `epsilon_high`, `delta`.
     """
@@ -187,8 +187,10 @@ def _clip(r_N: Tensor, a_N: Tensor, *, low: float, high: float, rule: LossRule) 
     bounded_N = torch.where(a_N < 0, r_N.clamp(max=rule.negative_bound), r_N)
     loss_N = -torch.minimum(bounded_N * a_N, clipped_N * a_N)
     cut_N = (clipped_N * a_N < r_N * a_N).detach()
-    return TokenLoss(loss_N=loss_N, cut_N=cut_N | _beyond(r_N, a_N, rule))
+    # A bad token has the larger of both ratios, so a bound within the clip works from there on.
+    bound = max(rule.negative_bound, 1 + high)
+    return TokenLoss(loss_N=loss_N, cut_N=cut_N | _beyond(r_N, a_N, bound))
 
 
-def _beyond(r_N: Tensor, a_N: Tensor, rule: LossRule) -> Tensor:
-    return (a_N < 0) & (r_N.detach() > rule.negative_bound)
+def _beyond(r_N: Tensor, a_N: Tensor, bound: float) -> Tensor:
+    return (a_N < 0) & (r_N.detach() > bound)

@@ -55,7 +55,7 @@ class ObjectiveSection(Section):
         3.0
     )
     """Bounds the ratio of tokens of bad answers, of which a few stale ones would otherwise make
-    most of the gradient."""
+    most of the gradient. A loss that clips takes 1 + `clip_high` where that is larger."""
     tis_cap: Annotated[float, Between(0, 1_000, "0 switches it off")] = 0.0
     """Above 0: a token's loss is multiplied by min(p / q, this), with p its probability at the
     start of the run and q the recorded one. Other trainers use 2."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from ingest.errors import (
     JudgeUnavailableError,
 )
 from ingest.judge_watch.state import read_judge_state, why_sampling_holds
-from ingest.judges.meter import litellm_price
+from ingest.judges.ledger import Ledger
+from ingest.judges.meter import Meter, Ticket, litellm_price
 from ingest.judges.spending import DAY, read_spending
-from ingest.ruler.judge import Judge
+from ingest.ruler.judge import Judge, JudgeReply, Usage
 from sidecar.store.database import Database
 from sidecar.store.models import CounterRow
 from tests.ingest.judges.conftest import MIDNIGHT, NOON, PRICE, Bench
@@ -243,6 +245,58 @@ async def test_both_requests_of_one_call_are_paid_for(bench: Bench) -> None:
     assert (reply.prompt_tokens, reply.completion_tokens) == (24, 6)
     assert reply.cost_usd == pytest.approx(0.036)
     assert spent_today(bench.database) == 2 * CALL
+
+
+class _Tells:
+    """A judge whose provider reports these, one for each request of a call."""
+
+    model = "openai/first"
+
+    def __init__(self, usages: list[Usage]) -> None:
+        self.usages = usages
+        self.meter: Meter | None = None
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any]
+    ) -> JudgeReply:
+        assert self.meter is not None
+        for one in self.usages:
+            self.meter.paid(one)
+        whole = all(one.completion_tokens is not None for one in self.usages)
+        return JudgeReply(
+            text="ok", prompt_tokens=2_001, completion_tokens=768 if whole else None, seconds=0.1
+        )
+
+
+@pytest.mark.parametrize("budget", [9.0, 0.0])
+@pytest.mark.parametrize(
+    ("usages", "tokens", "nano"),
+    [
+        # The reservation stands: 1 token of prompt and 512 of a reply.
+        ([Usage(prompt_tokens=2_001)], 513, 1_025_000_000),
+        # The first request was told of whole: 10 + 5 tokens, 20,000,000; the other is reserved.
+        (
+            [Usage(prompt_tokens=10, completion_tokens=5), Usage(prompt_tokens=2_001)],
+            528,
+            1_045_000_000,
+        ),
+        ([Usage(prompt_tokens=10, completion_tokens=5)], 15, 20_000_000),
+    ],
+)
+async def test_half_a_usage_is_not_counted_beside_the_reservation(
+    bench: Bench, usages: list[Usage], tokens: int, nano: int, budget: float
+) -> None:
+    settings = bench.settings("http://127.0.0.1:1", price=PRICE, budget=budget)
+    ledger = Ledger(bench.database, settings, clock=bench.clock)
+    judge, meter = _Tells(usages), Meter(settings, ledger)
+    judge.meter = meter
+
+    await meter.metered(judge, MESSAGES, SCHEMA, Ticket())
+    await ledger.aclose()
+
+    with bench.database.read() as session:
+        found = read_spending(session, now=NOON)
+    assert (found.tokens_today, found.nano_usd_today) == (tokens, nano)
 
 
 async def test_the_worker_waits_says_until_when_and_blames_nobody(

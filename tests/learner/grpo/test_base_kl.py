@@ -138,6 +138,23 @@ def test_the_sample_is_bounded_spread_and_turns(group: MakeGroup, row: MakeRow) 
 
 
 @pytest.mark.parametrize(
+    ("groups", "taken"),
+    [
+        (3, [0, 1, 2]),
+        (8, [*range(8)]),
+        (9, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (15, [0, 1, 3, 5, 7, 9, 11, 13]),
+    ],
+)
+def test_the_sample_reaches_over_all_groups_whatever_their_number(
+    groups: int, taken: list[int], group: MakeGroup, row: MakeRow
+) -> None:
+    made = [group((9,), [row((1,)), row((2,))], group_id=str(at)) for at in range(groups)]
+
+    assert [one.group_id for one in sample_answers(made, 0)] == [str(at) for at in taken]
+
+
+@pytest.mark.parametrize(
     ("away", "weight"),
     [(BaseKl(0.6, 9), 0.25), (BaseKl(0.5, 9), 0.0), (BaseKl(0.1, 9), 0.0), (None, 0.0)],
 )

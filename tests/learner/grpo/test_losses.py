@@ -50,8 +50,8 @@ def gradient(name: str, tokens: Tokens, rule: LossRule = RULE) -> list[float]:
     return found
 
 
-def cut(name: str, tokens: Tokens) -> list[bool]:
-    found: list[bool] = LOSSES[name].per_token(tokens, RULE).cut_N.tolist()
+def cut(name: str, tokens: Tokens, rule: LossRule = RULE) -> list[bool]:
+    found: list[bool] = LOSSES[name].per_token(tokens, rule).cut_N.tolist()
     return found
 
 
@@ -108,6 +108,15 @@ def test_what_went_the_wrong_way_is_not_clipped_up_to_the_bound(name: str) -> No
     assert gradient(name, tokens) == pytest.approx([-0.25, 0.75, 1.45, 0.0])
 
 
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_bound_within_the_clip_works_from_the_clip_on(name: str) -> None:
+    # -min(r A, clip(r) A) takes the clipped ratio of a bad token where the bounded one is smaller.
+    rule = LossRule(clip_low=0.2, clip_high=0.28, negative_bound=1.1)
+    tokens = tokens_of([1.2, 1.3], [-0.5, -0.5])
+    assert gradient(name, tokens, rule) == pytest.approx([0.6, 0.0])
+    assert cut(name, tokens, rule) == [False, True]
+
+
 def test_a_few_stale_tokens_of_a_bad_answer_do_not_make_most_of_the_gradient() -> None:
     """Three tokens of a hundred have become 80 times likelier: without the bound their share of
     the gradient is 71 %."""
@@ -128,6 +137,12 @@ def test_dppo_tv_leaves_out_what_moved_too_far_in_probability() -> None:
     assert losses_of("dppo_tv", tokens) == pytest.approx([0.0, -0.65, 0.0, 0.35])
     assert cut("dppo_tv", tokens) == [True, False, True, False]
     assert gradient("dppo_tv", tokens) == pytest.approx([0.0, -0.65, 0.0, 0.35])
+
+
+def test_dppo_tv_cuts_no_token_without_an_advantage() -> None:
+    # mu = 0.5; pi = 0.25 and 0.75: both moved by 0.25.
+    tokens = tokens_of([0.5, 1.5], [0.0, 0.0], recorded=math.log(0.5))
+    assert cut("dppo_tv", tokens) == [False, False]
 
 
 def test_dppo_tv_lets_a_rare_token_triple() -> None:
