@@ -20,7 +20,8 @@ class CorrectionRule:
     """Limits of the corrections; 0 switches one off."""
 
     tis_cap: float = 0.0
-    """Truncated importance sampling: the largest weight; verl, SkyRL and OpenRLHF use 2."""
+    """Truncated importance sampling: the largest weight; verl, SkyRL and OpenRLHF use 2. The ratio
+    of the loss is then pi / pi_0 (`learner.grpo.objective`)."""
     geometric_limit: float = 0.0
     """Geometric mask: largest distance of an answer's mean ratio from 1; SkyRL uses 0.01."""
     stale_limit: float = 0.0
@@ -43,7 +44,7 @@ def weights(tokens: Tokens, rule: CorrectionRule, *, from_start: bool = False) -
 
 
 def truncated_weight(tokens: Tokens, cap: float) -> Tensor:
-    """[N]: min(pi_0 / mu, cap) for each token.
+    """[N]: min(pi_0 / mu, cap) for each token, for a loss whose ratio is pi / pi_0.
 
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
     (2025); verl's `rollout_is`, level token.

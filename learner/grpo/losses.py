@@ -6,7 +6,8 @@ denominator of the whole optimiser step, so the loss does not depend on how a st
 packs. An answer is never split over two packs, so a loss may use its tokens together.
 
 Conventions. mu: the behaviour policy, whose log-probabilities vLLM recorded. pi: the policy.
-pi_0: the policy at the start of the run. r = pi / mu, so r is exact for answers of any age.
+pi_0: the policy at the start of the run. r = pi / mu, so r is exact for answers of any age; with
+`learner.tis_cap` pi_0 stands in the place of mu, and the step multiplies by min(pi_0 / mu, cap).
 A: the advantage. sg: no gradient. Shapes end in _N (tokens) or _A (answers).
 """
 

@@ -7,7 +7,7 @@ over all its answers or tokens, however they are packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,7 +58,11 @@ class Objective:
 
     def sums(self, tokens: Tokens) -> PackSums:
         """Compute the loss of a pack's tokens."""
-        found = self.loss.per_token(tokens, self.rule)
+        of_loss = tokens
+        if self.correction.tis_cap:
+            # The weight holds pi_0 / mu: the ratio of the loss is pi / pi_0, or it counted twice.
+            of_loss = replace(tokens, recorded_N=tokens.start_N)
+        found = self.loss.per_token(of_loss, self.rule)
         weights_N = weights(tokens, self.correction, from_start=self.loss.from_start)
         shares_N = (
             1 / tokens.lengths_A[tokens.answers_N]

@@ -58,7 +58,7 @@ class ObjectiveSection(Section):
     most of the gradient. A loss that clips takes 1 + `clip_high` where that is larger."""
     tis_cap: Annotated[float, Between(0, 1_000, "0 switches it off")] = 0.0
     """Above 0: a token's loss is multiplied by min(p / q, this), with p its probability at the
-    start of the run and q the recorded one. Other trainers use 2."""
+    start of the run and q the recorded one, and its ratio is against p. Other trainers use 2."""
     geometric_limit: Annotated[float, Between(0, 1, "0 switches it off")] = 0.0
     """Above 0: an answer is left out when the geometric mean of p / q is further than this from 1.
     SkyRL uses 0.01."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learner.grpo.corrections import CorrectionRule, weights
 from learner.grpo.losses import LOSSES, LossRule, Tokens
+from learner.grpo.objective import Objective
 
 RULE = LossRule(clip_low=0.2, clip_high=0.28, tv_kl=0.0)
 RECORDED = -1.0
@@ -192,6 +193,48 @@ def test_corrections_are_off_unless_asked_for() -> None:
 def test_truncated_importance_sampling_bounds_the_weight_above_only() -> None:
     tokens = tokens_of([1.0, 1.0], [0.5, -0.5], start=[3.0, 0.25])
     assert weights_of(tokens, tis_cap=2.0).tolist() == pytest.approx([2.0, 0.25])
+
+
+def expected_gradient(name: str, pi: list[float], pi_0: list[float], cap: float) -> list[float]:
+    """Gradient of the reward by the three logits, expected over tokens that mu samples.
+
+    mu = (0.5, 0.3, 0.2); rewards 1, 0 and 0.3; the baseline is their mean under mu, 0.56.
+    """
+    mu = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    logits = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
+    aim = Objective(loss=LOSSES[name], rule=RULE, correction=CorrectionRule(tis_cap=cap))
+    tokens = Tokens(
+        logprobs_N=torch.log_softmax(logits, -1),
+        recorded_N=mu.log(),
+        start_N=torch.tensor(pi_0, dtype=torch.float64).log(),
+        # The losses grow with |A|: this is the expectation over mu.
+        advantages_N=mu * (torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64) - 0.56),
+        answers_N=torch.arange(3),
+    )
+    (-aim.sums(tokens).loss).backward()
+    assert logits.grad is not None
+    found: list[float] = logits.grad.tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_with_a_cap_that_cuts_nothing_the_gradient_is_the_true_one(name: str) -> None:
+    """pi_0 / mu counts once. pi (R - E R) with E R = 0.525: 0.45 * 0.475 and so on."""
+    pi = [0.45, 0.30, 0.25]
+    found = expected_gradient(name, pi, pi, cap=2.0)
+    assert found == pytest.approx([0.21375, -0.15750, -0.05625], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "grpo", "cispo", "ppo_decoupled"])
+def test_a_cap_bounds_the_start_over_the_recorded_alone(name: str) -> None:
+    """pi_0 / mu is 0.88, 1.033 and 1.25, of which the cap leaves 1.1; pi / pi_0 stays whole.
+
+    mu (pi_0 / mu) (pi / pi_0) is pi, for the last token 0.2 * 1.1 * 1 = 0.22. Times A, 0.44, -0.56
+    and -0.26, they are 0.198, -0.168 and -0.0572, together -0.0272.
+    """
+    found = expected_gradient(name, [0.45, 0.30, 0.25], [0.44, 0.31, 0.25], cap=1.1)
+    # Each minus pi times -0.0272.
+    assert found == pytest.approx([0.21024, -0.15984, -0.0504], abs=1e-9)
 
 
 def test_the_geometric_mask_reads_the_mean_and_not_the_sum() -> None:

@@ -194,13 +194,12 @@ def theirs(
     groups: Sequence[TrainingGroup],
     *,
     cap: float | None = None,
-    tis: float | None = None,
     **args: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """TRL's loss and gradients on the same answers.
 
-    cap: with it, pi_0 is TRL's old policy, and its importance sampling weight is min(pi_0 / mu,
-    cap). Without it, mu is; tis: the same weight then.
+    cap: with it, pi_0 is TRL's old policy, as its trainer computes it, and the importance sampling
+    weight is min(pi_0 / mu, cap). Without it, mu is the old policy.
     """
     loss_type = args.pop("loss_type")
     trainer.loss_type = loss_type
@@ -209,9 +208,8 @@ def theirs(
     trainer.epsilon_high = args.pop("high", 0.28)
     trainer.args.delta = args.pop("delta", None)
     trainer.off_policy_mask_threshold = args.pop("opsm", None)
-    most = cap if cap is not None else tis
-    trainer.use_vllm = most is not None
-    trainer.vllm_importance_sampling_correction = most is not None
+    trainer.use_vllm = cap is not None
+    trainer.vllm_importance_sampling_correction = cap is not None
     trainer.beta = args.pop("beta", 0.0)
     trainer.args.use_bias_correction_kl = False
     _divide_logits(trainer, args.pop("temperature", 1.0))
@@ -239,8 +237,8 @@ def theirs(
         "tool_mask": kept,
         "num_items_in_batch": (mask * kept).sum(),
     }
-    if most is not None:
-        inputs["importance_sampling_ratio"] = (start - mu).exp().clamp(max=most)
+    if cap is not None:
+        inputs["importance_sampling_ratio"] = (start - mu).exp().clamp(max=cap)
     if trainer.beta:
         inputs["ref_per_token_logps"] = padded(_base_values(policy, groups), torch.float32)
     policy.model.zero_grad()
@@ -323,11 +321,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dapo_tis": (
         {"loss": "dapo", "negative_bound": 1000, "tis_cap": 2.0},
-        {"loss_type": "dapo", "tis": 2.0},
+        {"loss_type": "dapo", "cap": 2.0},
     ),
     "grpo_tis": (
         {"loss": "grpo", "negative_bound": 1000, "tis_cap": 1.1},
-        {"loss_type": "grpo", "tis": 1.1},
+        {"loss_type": "grpo", "cap": 1.1},
     ),
     "dr_grpo_stale_negatives_bounded_tis": (
         {
@@ -337,7 +335,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tis_cap": 1.5,
             "stale_limit": 0.02,
         },
-        {"loss_type": "dr_grpo", "delta": 2.0, "tis": 1.5, "opsm": 0.02},
+        {"loss_type": "dr_grpo", "delta": 2.0, "cap": 1.5, "opsm": 0.02},
     ),
     "narrow_clip": (
         {"loss": "dapo", "negative_bound": 1000, "clip_low": 0.05, "clip_high": 0.1},
