@@ -46,7 +46,8 @@ def escape(text: str) -> str:
     hidden = {character: _escaped(character) for character in beyond if _is_hidden(character)}
     if not hidden:
         return text
-    return re.sub(f"[{re.escape(''.join(hidden))}]", lambda found: hidden[found[0]], text)
+    # Not a class of a pattern: outside of the basic plane it is searched character by character.
+    return _BEYOND_ASCII.sub(lambda run: "".join([hidden.get(one, one) for one in run[0]]), text)
 
 
 def _tag(found: re.Match[str]) -> str:

@@ -26,7 +26,10 @@ _THINKING = re.compile(_DRAFT.pattern + r".*?</think(?:ing)?>", re.DOTALL | re.I
 _START = re.compile(r"\{|\[(?=\s*\{)")
 """Where an object or a list of objects may begin."""
 _MAX_STARTS = 2_000
-"""Attempts to read a value: hostile text could make each one expensive."""
+"""Attempts to read a value in one text."""
+_MAX_WASTED = 4 * MAX_REPLY_CHARACTERS
+"""Characters that failed attempts may decode in one reply. Brackets that are nested and never
+closed are decoded to the end from each one."""
 _LAST_COMMA = re.compile(r'("(?:[^"\\]|\\.)*+(?:"|\Z))|,(?=\s*[}\]])', re.DOTALL)
 """A comma before a closing bracket; strings are passed over."""
 _NUMBER = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,20})?")
@@ -63,7 +66,10 @@ def _scores_in(text: str, ids: Sequence[str]) -> list[Any]:
     text = text[at:]
     if _DRAFT.match(text):
         raise JudgeReplyError("the reply ends inside its thinking; close it, then give the scores")
-    found = _all_entries(text, ids) or _all_entries(_LAST_COMMA.sub(r"\1", text), ids)
+    attempts = _Attempts()
+    found = _all_entries(text, ids, attempts)
+    if not found and (mended := _LAST_COMMA.sub(r"\1", text)) != text:
+        found = _all_entries(mended, ids, attempts)
     if not found:
         raise JudgeReplyError('the reply holds no JSON object with a "scores" list')
     if any(not _same(other, found[0]) for other in found[1:]):
@@ -71,8 +77,9 @@ def _scores_in(text: str, ids: Sequence[str]) -> list[Any]:
     return found[0]
 
 
-def _all_entries(text: str, ids: Sequence[str]) -> list[list[Any]]:
-    return [entries for value in _values(text) if (entries := _entries(value, ids)) is not None]
+def _all_entries(text: str, ids: Sequence[str], attempts: _Attempts) -> list[list[Any]]:
+    values = attempts.values(text)
+    return [entries for value in values if (entries := _entries(value, ids)) is not None]
 
 
 def _entries(value: Any, ids: Sequence[str]) -> list[Any] | None:
@@ -91,23 +98,39 @@ def _entries(value: Any, ids: Sequence[str]) -> list[Any] | None:
     return list(value)
 
 
-def _values(text: str) -> Iterator[Any]:
-    """Read the JSON objects and lists of objects in the text, left to right, no nested ones."""
-    end = 0
-    for _ in range(_MAX_STARTS):
-        start = _START.search(text, end)
-        if start is None:
-            return
-        try:
-            value, end = _DECODER.raw_decode(text, start.start())
-        except JudgeReplyError:
-            raise
-        except (ValueError, RecursionError):
-            # ValueError also covers an integer that is too long, which is no JSONDecodeError.
-            end = start.end()
-        else:
-            yield value
-    raise JudgeReplyError("the reply holds too many brackets that belong to no JSON object")
+class _Attempts:
+    """Attempts to read values of one reply, of which failed ones are bounded in all."""
+
+    def __init__(self) -> None:
+        self._wasted = 0
+
+    def values(self, text: str) -> Iterator[Any]:
+        """Read the JSON objects and lists of objects in the text, left to right, no nested ones."""
+        end = 0
+        for _ in range(_MAX_STARTS):
+            start = _START.search(text, end)
+            if start is None:
+                return
+            try:
+                value, end = _DECODER.raw_decode(text, start.start())
+            except JudgeReplyError:
+                raise
+            except (ValueError, RecursionError) as error:
+                # ValueError also covers an integer that is too long, which is no JSONDecodeError.
+                end = start.end()
+                self._wasted += _stopped_at(error, text) - start.start()
+                if self._wasted > _MAX_WASTED:
+                    break
+            else:
+                yield value
+        raise JudgeReplyError("the reply holds too many brackets that belong to no JSON object")
+
+
+def _stopped_at(error: ValueError | RecursionError, text: str) -> int:
+    """Return how far a failed attempt may have decoded: to the end, unless the error tells."""
+    if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated"):
+        return len(text)  # an unterminated string is known by its beginning
+    return error.pos
 
 
 def _same(one: Any, other: Any) -> bool:  # Any: decoded JSON; NaN must equal itself here

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ingest.errors import JudgeReplyError
+from ingest.ruler import reply
 from ingest.ruler.reply import MAX_REPLY_CHARACTERS, parse_reply
 
 IDS = ("ab", "cd", "ef")
@@ -202,3 +203,50 @@ def test_a_draft_in_thinking_that_never_ends_is_no_verdict(end: str) -> None:
 def test_a_draft_is_known_wherever_the_thinking_begins(before: str) -> None:
     with pytest.raises(JudgeReplyError, match="inside its thinking"):
         parse(f"{before}Perhaps {GOOD}")
+
+
+class CountingDecoder:
+    """Adds up the characters that each attempt passes over; an unfinished string counts whole."""
+
+    def __init__(self, decoder: json.JSONDecoder) -> None:
+        self.decoder = decoder
+        self.characters = 0
+
+    def raw_decode(self, text: str, at: int) -> tuple[Any, int]:
+        end = len(text)
+        try:
+            value, end = self.decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            end = len(text) if "Unterminated" in error.msg else error.pos
+            raise
+        finally:
+            self.characters += end - at
+        return value, end
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"x":[' * 900 + "1," * 95_000,
+        '[{"a":' * 950 + '"' + '\\"' * 95_000,
+        '{"a":[' * 1_900 + "{}," * 60_000,
+        '{"x":[' * 900 + "1,]" * 60_000,
+        '{"x":[' * 900 + "9" * 190_000,
+    ],
+)
+def test_brackets_that_are_never_closed_are_not_decoded_to_the_end_from_each(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = CountingDecoder(reply._DECODER)
+    monkeypatch.setattr(reply, "_DECODER", counting)
+
+    with pytest.raises(JudgeReplyError, match="no JSON object"):
+        parse(text)
+
+    assert counting.characters <= 5 * MAX_REPLY_CHARACTERS
+
+
+def test_scores_after_nested_drafts_that_break_off_are_read() -> None:
+    words = "w" * 300
+    draft = '{"a": {"b": {"c": {"scores": [' + f'{{"id": "ab", "explanation": "{words}"}}, ' * 300
+    assert parse(f"{draft}\nAgain: {GOOD}") == (0.5, 1.0, 0.1)
